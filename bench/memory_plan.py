@@ -124,14 +124,17 @@ def extrapolate(model_config: PretrainedConfig, config: TrainingConfig, layers: 
     return {phase: first[phase] + (last[phase] - first[phase]) * further for phase in first}
 
 
-def planned_bytes(config: TrainingConfig, model_config: Mapping[str, Any]) -> dict[str, int]:
-    """What the plan says that a rank's tensors take in each phase."""
+def planned_bytes(
+    config: TrainingConfig, model_config: Mapping[str, Any], has_copies: bool = False
+) -> dict[str, int]:
+    """What the plan says that a rank's tensors take in each phase; with gloo's copies, which are not torch's."""
     rank = rank_memory(config, shape_of(model_config))
     return {
         "old_log_probs": rank.states + rank.forward_weights + rank.scoring_activations + rank.scoring_logits,
         "update": rank.states
         + rank.update_weights
         + rank.update_gradients
+        + rank.update_copies * has_copies
         + rank.update_activations
         + rank.update_logits,
         "optimizer": rank.states + rank.optimizer_step,
@@ -164,7 +167,7 @@ def measure_sizes(sizes: Iterable[tuple[int, int, int, int]]) -> Iterator[list[s
         counted["update"] = max(
             counted["update"], counted["optimizer"], key=lambda parts: parts[fake_policy.TOTAL]
         )
-        planned = planned_bytes(config, model_config.to_dict())
+        planned = planned_bytes(config, model_config.to_dict(), has_copies=True)
         number = shape_of(model_config.to_dict()).num_parameters
         yield [
             f"{number / 1e6:.0f} M",

@@ -1,8 +1,9 @@
 """Measures a weight sync on this machine's CPU, from a policy rank to an engine in a process of its own.
 
 Seconds and memory against the model's size, for both ways that a sync takes here, beside two plain copies of the
-same bytes and beside a file written and read. Weights are float32 of the shapes of a small Qwen3; the engine
-copies each tensor into its own, as the Hugging Face engine does.
+same bytes, beside gloo's bare broadcasts of them, which copy nothing out and check nothing, and beside a file
+written and read. Weights are float32 of the shapes of a small Qwen3; the engine copies each tensor into its own,
+as the Hugging Face engine does.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from dapo_core.device import device_for
 from dapo_core.parameter_names import FilePiece
 from dapo_core.policy.weight_source import WeightSource
 from dapo_core.weight_transfer.inbox import Delivery, Inbox, open_inbox
-from dapo_core.weight_transfer.links import Link
+from dapo_core.weight_transfer.links import Link, join_group
 from dapo_core.weight_transfer.outbox import Outbox
-from dapo_core.weight_transfer.plan import WeightPlan
+from dapo_core.weight_transfer.plan import WeightPlan, bucket_numel
 from dapo_core.weight_transfer.proof import Loaded, merge_checksums, require_arrived
 
 HIDDEN, FEED_FORWARD, VOCABULARY = 1024, 3072, 32_000
 ATTENTION = [(2 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 2 * HIDDEN)]
 LAYER = [*ATTENTION, (FEED_FORWARD, HIDDEN), (FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD), (HIDDEN,)]
 SAMPLE_SECONDS = 0.002  # between two looks at the memory
-WAYS = ("shared", "gloo", "copies", "file")
+WAYS = ("shared", "gloo", "bare", "copies", "file")
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Peer:
     process: Any
     pipe: Connection
     outboxes: dict[str, Outbox]
+    bare: Any  # a group with the process that only broadcasts
 
 
 def main() -> None:
@@ -66,7 +68,8 @@ def main() -> None:
     print(
         f"float32, buckets of {arguments.bucket_megabytes} MiB, medians of {arguments.rounds} syncs; "
         f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}\n"
-        "weights MiB | seconds: shared memory  gloo  two copies  file | of two copies: shared memory  gloo  file"
+        "weights MiB | seconds: shared memory  gloo  bare gloo  two copies  file "
+        "| of two copies: shared memory  gloo  bare gloo  file"
         " | extra MiB: shared memory  gloo"
     )
     for megabytes in arguments.megabytes:
@@ -81,6 +84,7 @@ def measure(source: WeightSource, peer: Peer, rounds: int) -> tuple[dict[str, fl
     with tempfile.TemporaryDirectory() as folder:
         runs: dict[str, Callable[[], None]] = {
             **{name: partial(_sync, source, peer, name) for name in peer.outboxes},
+            "bare": partial(_broadcast_alone, source.plan, peer),
             "copies": partial(
                 _copy_twice, weights, {name: torch.zeros_like(own) for name, own in weights.items()}
             ),
@@ -103,7 +107,7 @@ def measure(source: WeightSource, peer: Peer, rounds: int) -> tuple[dict[str, fl
 def _line(plan: WeightPlan, seconds: dict[str, float], extra: dict[str, float]) -> str:
     size = sum(planned.numel for planned in plan.tensors.values()) * plan.dtype.itemsize / 2**20
     times = "  ".join(f"{seconds[name]:.3f}" for name in WAYS)
-    ratios = "  ".join(f"{seconds[name] / seconds['copies']:.2f}" for name in ("shared", "gloo", "file"))
+    ratios = "  ".join(f"{seconds[name] / seconds['copies']:.2f}" for name in WAYS if name != "copies")
     return f"{size:.0f} | {times} | {ratios} | {extra['shared']:.0f}  {extra['gloo']:.0f}"
 
 
@@ -121,8 +125,9 @@ def _connected(megabytes: int, bucket_megabytes: int) -> Iterator[tuple[WeightSo
         process = context.Process(target=_engine, args=(theirs, plan, links), daemon=True)
         process.start()
         broadcast.join(links["gloo"].address, 2, "gloo")
+        bare = join_group(_bare_address(links), 0, 2, "gloo")
         assert ours.recv() == "ready"
-        yield source, Peer(process, ours, {"shared": shared, "gloo": broadcast})
+        yield source, Peer(process, ours, {"shared": shared, "gloo": broadcast}, bare)
         ours.send(None)
         process.join()
         torch.distributed.destroy_process_group()
@@ -145,9 +150,13 @@ def _engine(pipe: Connection, plan: WeightPlan, links: dict[str, Link]) -> None:
     """The other process: takes a sync by each name that comes, and answers with what it loaded."""
     torch.set_num_threads(1)
     inboxes: dict[str, Inbox] = {name: open_inbox(link, plan, device_for("cpu")) for name, link in links.items()}
+    bare = join_group(_bare_address(links), 1, 2, "gloo")
     own = {name: torch.zeros(planned.shape) for name, planned in plan.tensors.items()}
     pipe.send("ready")
     while (way := pipe.recv()) is not None:
+        if way == "bare":
+            _broadcast_buckets(plan, bare)
+            continue
         pipe.send(_load(Delivery(plan, inboxes[way], is_kept=False), own))
     os._exit(0)  # gloo's threads do not outlive the interpreter
 
@@ -162,6 +171,23 @@ def _sync(source: WeightSource, peer: Peer, way: str) -> None:
     peer.pipe.send(way)
     sent = merge_checksums([source.send(peer.outboxes[way])])
     require_arrived(source.plan, sent, {"engine": peer.pipe.recv()}, 0)
+
+
+def _bare_address(links: dict[str, Link]) -> str:
+    return f"{links['gloo'].address}-bare"
+
+
+def _broadcast_alone(plan: WeightPlan, peer: Peer) -> None:
+    peer.pipe.send("bare")
+    _broadcast_buckets(plan, peer.bare)
+
+
+def _broadcast_buckets(plan: WeightPlan, group: Any) -> None:
+    """What gloo itself needs for the bytes of a sync: broadcasts of the buckets' sizes, one after the other."""
+    room = torch.empty(plan.slot_numel, dtype=plan.dtype)
+    for bucket in plan.buckets:
+        group.broadcast([room[: bucket_numel(bucket)]], torch.distributed.BroadcastOptions()).wait()
+    group.barrier().wait()
 
 
 def _copy_twice(weights: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> None:

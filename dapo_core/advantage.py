@@ -12,17 +12,18 @@ from dapo_core.compat import Compat
 from dapo_core.rollout_correction import importance_weights, mask_rollouts
 
 if TYPE_CHECKING:
-    from dapo_core.batch import Batch
+    from dapo_core.batch import Batch, Measured
     from dapo_core.config.algorithm import AlgorithmConfig
     from dapo_core.config.training import TrainingConfig
 
 STD_FLOOR = 1e-6
 
 
-def weigh(batch: Batch, config: TrainingConfig) -> Batch:
+def weigh(batch: Batch, config: TrainingConfig, measured: Measured | None = None) -> Batch:
     """The batch with advantages among scored siblings, and corrected for what the engine sampled from.
 
-    Without old log-probs the update corrects, by its own log-probs.
+    `measured` is the policy's before any update, which may not be the batch's anchor. Without it and without old
+    log-probs the update corrects, by its own log-probs.
     """
     advantages = group_advantages(
         batch.rewards.numpy(), batch.group_ids.numpy(), config.algorithm, batch.is_scored.numpy()
@@ -30,7 +31,8 @@ def weigh(batch: Batch, config: TrainingConfig) -> Batch:
     batch = replace(batch, advantages=torch.from_numpy(advantages))
     if batch.old_log_probs is None:
         return batch
-    ratios = (batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
+    of_policy = batch.old_log_probs if measured is None else measured.log_probs
+    ratios = (of_policy, batch.rollout_log_probs, batch.response_mask)
     weights = importance_weights(*ratios, batch.is_stale, config.rollout_correction)
     mask = mask_rollouts(*ratios, config.rollout_correction)
     return replace(batch, importance_weights=weights, response_mask=mask)

@@ -6,7 +6,7 @@ P prompts, G responses per prompt, B = P*G responses, R response tokens, T promp
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -97,21 +97,29 @@ _PER_RESPONSE_TOKEN = (
 )
 
 
+def random_order(count: int, seed: int, *numbers: int) -> np.ndarray:
+    """A permutation of 0 to count - 1 that derives from the seed and the numbers, such as step and pass."""
+    return np.random.default_rng([seed, *numbers]).permutation(count)
+
+
 def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
     """The groups in a random order that derives from the seed and the step.
 
     In finishing order they come with short responses first. Mini-batches in that order would differ in length, and
     token-mean would weigh a token of a short response more than one of a long response.
     """
-    order = np.random.default_rng([seed, step]).permutation(len(groups))
-    return [groups[number] for number in order]
+    return [groups[number] for number in random_order(len(groups), seed, step)]
 
 
-def mini_batches(batch: Batch, num_prompts: int) -> Iterator[Batch]:
-    """Consecutive parts of `num_prompts` whole groups each; the last may be smaller."""
+def mini_batches(
+    batch: Batch, num_prompts: int, order: Sequence[int] | np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Rows of each mini-batch: `num_prompts` whole groups, consecutive in `order`; the last may be smaller."""
     group_ids = batch.group_ids.numpy()
-    for first in range(0, batch.num_groups, num_prompts):
-        yield batch.select(np.flatnonzero((group_ids >= first) & (group_ids < first + num_prompts)))
+    places = np.argsort(np.arange(batch.num_groups) if order is None else order)[group_ids]  # of each row's group
+    rows = np.argsort(places, kind="stable")
+    firsts = range(num_prompts, batch.num_groups, num_prompts)
+    return np.split(rows, np.searchsorted(places[rows], firsts))
 
 
 def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: int = 0) -> Batch:

@@ -74,10 +74,10 @@ class ActorUtilization:
             return
         logger.info("%s: perf/mfu/actor is left out", missing)
 
-    def metrics(self, batch: Batch, seconds: float) -> dict[str, float]:
-        """perf/mfu/actor of updates on the batch that took `seconds`; {} when unknown."""
+    def metrics(self, batch: Batch, seconds: float, num_passes: int = 1) -> dict[str, float]:
+        """perf/mfu/actor of `num_passes` passes of updates on the batch that took `seconds`; {} when unknown."""
         if self.peak is None:
             return {}
         flops = training_flops(self.config, batch.lengths, int(batch.response_lengths.sum()))
         assert flops is not None, "the constructor refuses such an architecture"
-        return {"perf/mfu/actor": flops / (seconds * self.peak)}
+        return {"perf/mfu/actor": num_passes * flops / (seconds * self.peak)}

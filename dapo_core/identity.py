@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dapo_core.config.fields import result_values
 from dapo_core.errors import CheckpointError, ConfigError
@@ -16,23 +16,32 @@ from durable import UNSET, differences, leaves
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
-    from dapo_core.data import PromptStream
 
 SECTIONS = ("run", "algorithm", "reward", "custom_reward", "sampler", "rollout", "train")
 PROMPT_KEYS = ("max_prompt_tokens", "too_long", "shuffle")  # of the section data
-FREE_KEYS = ("train.total_steps",)  # a training may become longer
+TOTAL_STEPS = "train.total_steps"
 
 
-def training_identity(config: TrainingConfig, stream: PromptStream, model_path: Path) -> dict[str, Any]:
+class Prompts(Protocol):
+    """What a training reads, such as a PromptStream."""
+
+    @property
+    def digest(self) -> str:
+        """Identifies the prompts."""
+
+
+def training_identity(config: TrainingConfig, stream: Prompts, model_path: Path) -> dict[str, Any]:
     """The values that define the training: keys as `section.key`, and digests as `prompts` and `model`.
 
     Placement is left out: a training may continue with another number of ranks.
     """
     values = leaves({section: result_values(getattr(config, section)) for section in SECTIONS})
-    for name in FREE_KEYS:
-        del values[name]
+    if config.train.schedule == "constant" or config.train.schedule_steps is not None:
+        del values[TOTAL_STEPS]  # a training may become longer, unless its learning rate falls until the end
     if values["custom_reward.path"] is not None:  # the content counts, not the place
         values["custom_reward.path"] = hashlib.sha256(Path(values["custom_reward.path"]).read_bytes()).hexdigest()
+    if config.algorithm.kl.reference_path is not None:
+        values["algorithm.kl.reference_path"] = model_fingerprint(config.algorithm.kl.reference_path)
     values |= {f"data.{name}": getattr(config.data, name) for name in PROMPT_KEYS}
     values |= {"model.trust_remote_code": config.model.trust_remote_code}
     values |= {"prompts": stream.digest, "model": model_fingerprint(model_path)}

@@ -39,8 +39,9 @@ class LossTotals:
         """Weight of each token's loss, 0 outside the mask: [b, R] float32.
 
         With T tokens and N responses in the mini-batch, and t tokens in the token's own response: token-mean 1 / T
-        (DAPO, arXiv:2503.14476, eq. 12); seq-mean-token-sum 1 / N; seq-mean-token-mean 1 / (N t) (GRPO,
-        arXiv:2402.03300, eq. 3); seq-mean-token-sum-norm 1 / (N loss_norm_tokens) (Dr. GRPO, arXiv:2503.20783).
+        (DAPO, arXiv:2503.14476, eq. 12); token-sum 1; seq-mean-token-sum 1 / N; seq-mean-token-mean 1 / (N t)
+        (GRPO, arXiv:2402.03300, eq. 3); seq-mean-token-sum-norm 1 / (N loss_norm_tokens) (Dr. GRPO,
+        arXiv:2503.20783).
 
         num_share_responses: responses of this rank's share of the mini-batch, None when the mask is the whole
         mini-batch's. Only token-mean with compat=verl reads it: older verl averages the tokens of each
@@ -53,6 +54,8 @@ class LossTotals:
                 return mask / max(self.num_tokens, 1)
             share = len(mask) / (max(num_share_responses, 1) * self.num_data_ranks)
             return mask * share / response_mask.sum().clamp(min=1)
+        if aggregation == "token-sum":
+            return mask
         per_response = mask / max(self.num_responses, 1)
         if aggregation == "seq-mean-token-sum":
             return per_response

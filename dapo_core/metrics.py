@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from dapo_core.batch import Batch
     from dapo_core.config.algorithm import KLConfig
-    from dapo_core.policy.rank import Update
+    from dapo_core.policy.update import Update
     from dapo_core.rollout import Group
 
 METRICS_FILE = "metrics.jsonl"
@@ -144,13 +144,13 @@ def batch_metrics(batch: Batch, entropy: torch.Tensor, token_weights: torch.Tens
     }
 
 
-def seqlen_metrics(lengths: np.ndarray, updates: Sequence[Update]) -> dict[str, float]:
-    """How evenly the batch's tokens lie on the D data-parallel ranks, before and after balancing.
+def seqlen_metrics(lengths: np.ndarray, updates: Sequence[Update], num_passes: int = 1) -> dict[str, float]:
+    """How evenly the batch's tokens lie on the D data-parallel ranks in a pass, before and after balancing.
 
     lengths: [B], prompt and response tokens. Before balancing, each rank would have had a contiguous chunk of
     B / D rows.
     """
-    balanced = np.sum([update.rank_tokens for update in updates], axis=0)  # [D]
+    balanced = np.sum([update.rank_tokens for update in updates], axis=0) / num_passes  # [D]
     chunks = [chunk.sum() for chunk in np.array_split(lengths, len(balanced))]
     return {
         "global_seqlen/min": float(min(chunks)),
@@ -232,10 +232,14 @@ class MetricsLog:
         with self._writing():
             write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
-    def append(self, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's line to the disk; a number that is not finite becomes null, which JSON can hold."""
+    def append(self, step: int, policy_version: int | None, metrics: Mapping[str, float]) -> None:
+        """Write one step's line to the disk; a number that is not finite becomes null, which JSON can hold.
+
+        Another trainer does not say its policy_version (None).
+        """
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = {"step": step, "wall_time": time.time(), "policy_version": policy_version, **finite}
+        version = {} if policy_version is None else {"policy_version": policy_version}
+        line = {"step": step, "wall_time": time.time(), **version, **finite}
         with self._writing():
             append_json_line(self.path, line)
 

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from dapo_core.errors import ModelError
 
@@ -22,6 +23,7 @@ PICKLE_INDEX = "pytorch_model.bin.index.json"
 _STANDARD_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 _SMALL_FILES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
+_SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_experts")
 _PARTS = (
     ("config.json", ("config.json",)),
     ("weights (*.safetensors)", ("*.safetensors",)),
@@ -29,18 +31,47 @@ _PARTS = (
 )
 
 
-def require_model_folder(model_path: str | Path) -> None:
-    """Raise ModelError unless the folder has a configuration, weights and a tokenizer, and no link leads out."""
+def require_model_folder(model_path: str | Path, key: str = "model.path") -> None:
+    """Raise ModelError unless the folder has a configuration, weights and a tokenizer, and no link leads out.
+
+    `key` is the one that names it.
+    """
     folder = Path(model_path)
     if not folder.is_dir():
-        raise ModelError(f"model folder {folder} does not exist; set model.path to a Hugging Face folder")
+        raise ModelError(f"model folder {folder} does not exist; set {key} to a Hugging Face folder")
     missing = [what for what, patterns in _PARTS if not any(any(folder.glob(pattern)) for pattern in patterns)]
     if missing:
         raise ModelError(
-            f"model folder {folder} lacks {' and '.join(missing)}; "
-            "set model.path to a complete Hugging Face folder"
+            f"model folder {folder} lacks {' and '.join(missing)}; set {key} to a complete Hugging Face folder"
         )
     require_own_files(folder)
+
+
+def require_reference(path: str | None, model_path: Path | None = None) -> None:
+    """Raise ModelError unless the folder that algorithm.kl.reference_path names, if it names one, is a model's.
+
+    With the policy's folder also unless both have the sizes that config.json says; ranks compare every tensor.
+    """
+    if path is None:
+        return
+    require_model_folder(path, "algorithm.kl.reference_path")
+    if model_path is None or not (model_path / "config.json").is_file():
+        return
+    its_config, own_config = (_read_config(Path(folder)) for folder in (path, model_path))
+    for name in _SIZES:
+        its, own = its_config.get(name), own_config.get(name)
+        if its != own:
+            raise ModelError(
+                f"the reference model {path} has {name} {its} and the policy {own}: it must have the policy's "
+                "architecture and sizes; name another algorithm.kl.reference_path"
+            )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ModelError(f"{folder / 'config.json'} cannot be read ({error}); fetch the model again") from error
 
 
 def require_own_files(folder: Path) -> None:

@@ -16,7 +16,6 @@ from dapo_core.engines.base import Engine, FinishReason, GenerationRequest, Resp
 from dapo_core.engines.engine_thread import EngineThread
 from dapo_core.reward.pool import RewardPool, ScoreRequest
 from dapo_core.reward.scorers import Score, Verdict, overlong_penalty
-from dapo_core.weight_transfer.inbox import open_inbox
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -216,6 +215,8 @@ class RolloutWorker:
 
     def connect(self, link: Link, plan: WeightPlan) -> None:
         """Open the way on which weights come; collective with those that meet at the link's address."""
+        from dapo_core.weight_transfer.inbox import open_inbox  # torch
+
         device = device_for(self.config.train.device)
 
         def open_way(engine: Engine) -> None:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class NotEnoughSignal(DapoError, RuntimeError):
-    """Dynamic sampling drew its bound of batches and kept too few groups."""
+    """Dynamic sampling drew its bound of batches, or an epoch without signal, and kept too few groups."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,16 @@ class Sampler:
             wanted = max(most_open, self.train_prompts) - num_open
         else:
             wanted = settings.gen_prompts if num_open < self.train_prompts else 0
-        left = settings.gen_prompts * settings.max_num_gen_batches - filling.num_drawn
-        return max(min(wanted, left), 0)
+        if settings.max_num_gen_batches:
+            wanted = min(wanted, settings.gen_prompts * settings.max_num_gen_batches - filling.num_drawn)
+        elif filling.finished_since_signal >= self._most_without_signal:
+            return 0
+        return max(wanted, 0)
+
+    @property
+    def _most_without_signal(self) -> int:
+        """Groups without signal in a row, an epoch of them, after which a step without a bound gives up."""
+        return max(len(self.stream.prompts), self.settings.gen_prompts)
 
     def _carry_in(self, filling: _Filling) -> None:
         account, waiting, unfinished = filling.account, self.surplus, self.unfinished
@@ -254,12 +262,17 @@ class Sampler:
 
     def _give_up(self, filling: _Filling) -> None:
         """Do as `on_exhausted` says: draws are used up and nothing is in flight."""
-        message = f"{self._seen(filling)} "
+        message, bound = f"{self._seen(filling)} ", " or sampler.max_num_gen_batches"
+        if not self.settings.max_num_gen_batches:
+            bound = ""
+            message += (
+                f"The last {filling.finished_since_signal} groups had no signal, and the data has "
+                f"{len(self.stream.prompts)} prompts: drawing on would not end (sampler.max_num_gen_batches=0). "
+            )
         if self.settings.on_exhausted == "raise":
             raise NotEnoughSignal(
-                message + "Use prompts nearer to the model's ability, raise rollout.group_size or "
-                "sampler.max_num_gen_batches, lower train.train_prompts, or set sampler.on_exhausted to "
-                "train_partial or skip_step"
+                f"{message}Use prompts nearer to the model's ability, raise rollout.group_size{bound}, lower "
+                "train.train_prompts, or set sampler.on_exhausted to train_partial or skip_step"
             )
         if self.settings.on_exhausted == "train_partial" and filling.ready:
             logger.warning("%sTraining on these (sampler.on_exhausted=train_partial)", message)

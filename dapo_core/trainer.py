@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +38,16 @@ from dapo_core.flops import ActorUtilization
 from dapo_core.kl import KLController
 from dapo_core.loss import LossTotals
 from dapo_core.pretrained import load_model_config
-from dapo_core.rollout_correction import correction_metrics
+from dapo_core.rollout_metrics import correction_metrics
 from dapo_core.sampler import Sampler
 from dapo_core.stopping import StopRequest
 from dapo_core.turns import Turns
-from dapo_core.weight_sync import probe_difference, probe_log_probs, publish_weights
+from dapo_core.weight_sync import (
+    probe_difference,
+    probe_log_probs,
+    publish_weights,
+    require_sampled_alike,
+)
 
 if TYPE_CHECKING:
     from dapo_core.cluster.start import Cluster
@@ -134,7 +140,9 @@ class Trainer:
             if self.num_steps == 0 and self.config.validation.before_training:
                 self._begin(on_step)
             for number in range(self.num_steps + 1, self.config.train.total_steps + 1):
-                metrics = self.step(number)
+                is_traced = number in self.config.train.profile.steps
+                with self.cluster.policy.profiled(number, self.output_dir) if is_traced else nullcontext():
+                    metrics = self.step(number)
                 if on_step is not None:
                     on_step(number, metrics)
 
@@ -166,10 +174,11 @@ class Trainer:
             batch, measured = policy.anchor(drawn, timer)
             with timer.phase("adv"):
                 batch, kl_metrics = self.kl.penalise(batch)
-                batch = weigh(batch, config)
+                batch = weigh(batch, config, measured)
             self.turns.enter("update", timer)
             with timer.phase("update_actor"):
-                updates, measured = policy.learn(batch, measured)
+                updates, measured = policy.learn(batch, measured, number)
+            require_sampled_alike(measured.log_probs, drawn, config, self.dtypes)
             self.turns.enter("publish", timer)
             with timer.phase("weight_sync"):
                 self.policy_version = updates[-1].policy_version
@@ -186,8 +195,8 @@ class Trainer:
             token_weights = LossTotals.of(batch).token_weights(batch.response_mask, config.algorithm)
             metrics |= measure.batch_metrics(batch, measured.entropy, token_weights)
             metrics |= measure.update_metrics(updates, config.algorithm.kl)
-            metrics |= measure.seqlen_metrics(batch.lengths, updates)
-            metrics |= self.utilization.metrics(batch, timer.seconds["update_actor"])
+            metrics |= measure.seqlen_metrics(batch.lengths, updates, config.train.passes)
+            metrics |= self.utilization.metrics(batch, timer.seconds["update_actor"], config.train.passes)
 
         self.num_steps = number
         if is_due(number, config.validation.every, config.train.total_steps):

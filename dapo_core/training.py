@@ -24,7 +24,7 @@ from dapo_core.config.engine_args import require_known
 from dapo_core.data import Prompt, PromptStream
 from dapo_core.errors import ConfigError, WorkerDied
 from dapo_core.identity import training_identity
-from dapo_core.model_folder import require_model_folder
+from dapo_core.model_folder import require_model_folder, require_reference
 from dapo_core.model_sampling import with_model_sampling
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.pretrained import load_model_config, load_tokenizer
@@ -125,6 +125,7 @@ def _read_prompts(
 ) -> tuple[PromptStream, Validation]:
     """The prompts to train on and those to validate with, checked against the model and the scorers."""
     require_resume(config.checkpoint.resume)
+    require_reference(config.algorithm.kl.reference_path, model_path)
     require_trackers(config.train.trackers)
     require_known(config.rollout.engine_args)
     trusted = config.model.trust_remote_code

@@ -39,12 +39,17 @@ def holdings(train: TrainConfig) -> Mapping[Phase, Holding]:
     """Who holds what in which phase, under the training's placement.
 
     On devices of their own, engines hold everything all the time, and ranks what no train.offload key sends away.
+    verl's ranks do the same on shared devices, but for gradients, which last no longer than an update.
     """
-    if train.is_colocated:
+    is_own = train.backend == "own"
+    if train.is_colocated and is_own:
         return COLOCATED
-    offloaded = {WEIGHTS: train.offload_parameters, OPTIMIZER: train.offload_optimizer}
-    kept = frozenset(what for what in OF_RANKS if not offloaded.get(what))
-    return {phase: Holding(shared.ranks | kept, OF_ENGINES) for phase, shared in COLOCATED.items()}
+    offloaded = {WEIGHTS: train.offload_parameters, OPTIMIZER: train.offload_optimizer, GRADIENTS: not is_own}
+    kept = frozenset(what for what in OF_RANKS if not offloaded[what])
+    return {
+        phase: Holding(shared.ranks | kept, shared.engines if train.is_colocated else OF_ENGINES)
+        for phase, shared in COLOCATED.items()
+    }
 
 
 class Turns:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from dapo_core.batch import Batch
     from dapo_core.cluster.start import Cluster
+    from dapo_core.config.training import TrainingConfig
 
 MAX_PROBE_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}  # mean nats per token
 
@@ -40,8 +41,7 @@ def probe_difference(
     temperature 1. Raises RolloutError when an engine left tokens out, or when the difference is more than the
     coarser of `dtypes`, the policy's and the engine's, explains: the engine does not hold the policy's weights.
     """
-    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-    coarsest = max(names, key=MAX_PROBE_DIFFERENCE.__getitem__)
+    coarsest = _coarsest(dtypes)
     lengths = zip(probe.prompt_lengths.tolist(), probe.response_lengths.tolist(), strict=True)
     sequences = [
         (row[:num_prompt].tolist(), row[num_prompt : num_prompt + num_response].tolist())
@@ -62,6 +62,42 @@ def probe_difference(
             "try another rollout.engine"
         )
     return worst
+
+
+def require_sampled_alike(
+    log_probs: torch.Tensor, batch: Batch, config: TrainingConfig, dtypes: Collection[torch.dtype]
+) -> None:
+    """Raise RolloutError when the step's tokens were drawn from another distribution than the policy's.
+
+    The probe asks for log-probs of given tokens at temperature 1; this looks at what was sampled, at the rollout's
+    own temperature. Compared are tokens of the step's policy, `log_probs` [B, R] being its own before the step's
+    first update; nothing where top_p, top_k or algorithm.old_log_probs=engine leave nothing to compare.
+    """
+    is_fresh = batch.response_mask & ~batch.is_stale
+    if not config.rollout.samples_among_all or config.algorithm.old_log_probs == "engine" or not is_fresh.any():
+        return
+    if not_finite := int((~log_probs[is_fresh].isfinite()).sum()):
+        raise RolloutError(
+            f"{not_finite} of the policy's {int(is_fresh.sum())} log-probs are not finite; "
+            "with train.nan_guard=true a warning above names the module; try train.fused_kernels=[], or "
+            "train.dtype=float32"
+        )
+    coarsest = _coarsest(dtypes)
+    most = MAX_PROBE_DIFFERENCE[coarsest] / min(config.rollout.temperature, 1.0)
+    mean = float((log_probs - batch.rollout_log_probs)[is_fresh].double().abs().mean())
+    if not mean <= most:
+        raise RolloutError(
+            f"the log-probs that engines gave for the {int(is_fresh.sum())} tokens they sampled differ from the "
+            f"policy's at rollout.temperature={config.rollout.temperature:g} by {mean:.4g} nats per token, more "
+            f"than the {most:g} that {coarsest} explains: the engine samples from another distribution than the "
+            "policy's, or reports log-probs of another; look at rollout.engine_args, or try another rollout.engine"
+        )
+
+
+def _coarsest(dtypes: Collection[torch.dtype]) -> str:
+    """The name of the least precise of the types."""
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    return max(names, key=MAX_PROBE_DIFFERENCE.__getitem__)
 
 
 def _mean_difference(expected: list[float], engine_rows: list[list[float]]) -> float:

@@ -53,6 +53,7 @@ class Provenance:
     made: Mapping[str, str] = field(default_factory=dict)  # recipe, run, code ..., for the block at the end
     stages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> {cached, seconds}
     artifacts: Mapping[str, str | Path] = field(default_factory=dict)  # name -> path
+    traces: Mapping[str, str] = field(default_factory=dict)  # name -> path relative to the report
     card: Mapping[str, Any] | None = None  # data_card.json, with prompt_lengths where a training measured them
 
 

@@ -11,6 +11,7 @@ from eval.figures import COLOUR, errors, legend, legend_above, new_figure, plain
 from eval.training import Steps, series, with_kept_share
 
 _LINE_COLOURS = tuple(COLOUR[name] for name in ("after", "third", "up", "fourth", "down", "fifth"))
+MAX_SIDES = len(_LINE_COLOURS)
 Plots = dict[str, list[str]]
 _MARKED_BELOW = 12  # a curve with fewer points gets markers
 
@@ -40,6 +41,12 @@ CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
         "timing_s/testing": "validation",
     },
 }
+SIDE_PLOTS: dict[str, tuple[str, ...]] = {  # title -> metrics, of which the first that a training has is drawn
+    "Reward per response": ("critic/rewards/mean", "critic/score/mean"),
+    "Response length (tokens)": ("response_length/mean",),
+    "Policy entropy": ("actor/entropy",),
+    "Throughput (tokens per second and device)": ("perf/throughput",),
+}
 _BY_SET = {  # title -> the metric of a set
     "Score by set": re.compile("train-core/(.+)/score/mean"),
     "Accuracy by set, all sampled (share)": re.compile("train-core/(.+)/acc/mean"),
@@ -68,6 +75,20 @@ def training_plots(steps: Steps) -> list[str]:
         curves = {label: series(steps, key) for key, label in labels.items()}
         curves = {label: curve for label, curve in curves.items() if curve[0]}
         if curves:
+            plots.append(_curve_svg(title, curves))
+    return plots
+
+
+def side_plots(sides: Mapping[str, Steps]) -> list[str]:
+    """SVGs of reward, length, entropy and throughput with a line for each training, at most MAX_SIDES of them."""
+    plots = []
+    for title, keys in SIDE_PLOTS.items():
+        found = {
+            label: [curve for key in keys if (curve := series(steps, key))[0]] for label, steps in sides.items()
+        }
+        # A place for every side, so that each has its colour in all plots.
+        curves = {plain(label): curves[0] if curves else ([], []) for label, curves in found.items()}
+        if any(found.values()):
             plots.append(_curve_svg(title, curves))
     return plots
 

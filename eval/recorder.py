@@ -127,6 +127,7 @@ class Recorder:
         self._num_refused += sum(outcome.is_refused for _, outcome in batch)
         self._num_failed += sum(not row.is_answered for row in rows)
         for row in rows:
+            self._rows[row.key] = row
             self._num_failed_in_a_row = 0 if row.is_answered else self._num_failed_in_a_row + 1
 
     def is_hopeless(self, patience: int) -> bool:
@@ -148,7 +149,7 @@ class Recorder:
         Raises EvaluationError when too many requests failed or some were not sent, RequestsRefused when all that
         failed were refused as they are.
         """
-        rows = read_rows(self.folder)
+        rows = self._rows
         try:
             self._refuse_failures(rows, servers, outage)
         except EvaluationError as error:
@@ -214,7 +215,8 @@ def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
         graded = grader.grade(row.text, row.finish_reason, row.gold, is_chat)
     if row.is_cut_while_thinking:
         graded = replace(graded, verdict="truncated", answer=None)
-    return replace(row, **{**vars(graded), "details": graded.details or row.details})
+    # Several times as fast as replace, of which every response would need one.
+    return Row(**{**vars(row), **vars(graded), "details": graded.details or row.details})
 
 
 def _resume(

@@ -90,6 +90,7 @@ def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = U
         "checkpoints": None,
         "data": provenance.card,
         "stages": {name: dict(stage) for name, stage in provenance.stages.items()},
+        "traces": dict(provenance.traces),
         "artifacts": {name: str(path) for name, path in provenance.artifacts.items()},
     }
     if comparison.num_samples == 1:

@@ -159,7 +159,7 @@ class _Work:
         comparison = compare_evaluations(before, after)
         self.pairs.append(Paired.of(name, weight, comparison, before))
         title = f"{self._provenance.title}: {name}"
-        own = replace(self._provenance, title=title, problems=name, data="", stages={}, card=None)
+        own = replace(self._provenance, title=title, problems=name, data="", stages={}, traces={}, card=None)
         report = (
             make_report(comparison, [], own)
             if self._is_suite
@@ -226,6 +226,7 @@ class _Work:
             "train": training_totals(self._steps),
             "data": provenance.card,
             "stages": {name: dict(stage) for name, stage in provenance.stages.items()},
+            "traces": dict(provenance.traces),
         }
 
     def _notes(self, compared: SuiteComparison) -> list[str]:

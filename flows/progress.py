@@ -29,6 +29,14 @@ LOG_SECONDS = 30.0
 DOWNLOAD_LOG_SECONDS = 2.0
 STEP_LINE = re.compile(r"(?P<what>[a-z ]+) (?:step|percent) (?P<done>\d+)(?:/| of )(?P<total>\d+): (?P<state>.*)")
 
+STEP_PARTS = {
+    "sampler/accuracy": "right {:.1%}",
+    "critic/score/mean": "score {:.3f}",
+    "response_length/mean": "length {:.0f} tokens",
+    "sampler/kept_groups": "kept {:.0f} groups",
+    "timing_s/step": "{:.1f} s",
+}
+
 
 class TrainingLog:
     """Logs a line for each training step, which `StepBar` and Prefect's page turn into a bar."""
@@ -41,14 +49,15 @@ class TrainingLog:
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log a finished training step; 0 is the validation before training."""
         if step == 0:
-            words = f"right {metrics['validation/accuracy']:.1%} of the held-out problems before training"
+            words = "validated before training"
+            if "validation/accuracy" in metrics:
+                words = f"right {metrics['validation/accuracy']:.1%} of the held-out problems before training"
             logger.info("training step 0/%d: %s", self.total_steps, words)
             return
-        parts = [f"right {metrics['sampler/accuracy']:.1%}"]
-        if "response_length/mean" in metrics:
-            parts.append(f"length {metrics['response_length/mean']:.0f} tokens")
-        parts.append(f"kept {metrics['sampler/kept_groups']:.0f} groups")
-        parts.append(f"{metrics['timing_s/step']:.1f} s")
+        shown = {name: text for name, text in STEP_PARTS.items() if name in metrics}
+        if "sampler/accuracy" in shown:  # which other trainers lack
+            shown.pop("critic/score/mean", None)
+        parts = [text.format(metrics[name]) for name, text in shown.items()]
         if self.first_step is None or step <= self.first_step:  # a restart goes back to a checkpoint
             self.first_step, self.began = step, time.monotonic()
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +14,20 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from dapo_core.errors import ConfigError
 from dapo_core.memory.plan import GIB, PHASES
+from interop.table import BLOCKING
+from redaction import redact
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
+from tasks.preflight.environment import STATUSES, Variable
 
 if TYPE_CHECKING:
     from dapo_core.config.derived import Quantity
     from dapo_core.memory.plan import Load, MemoryPlan
     from dapo_core.memory.step_time import StepTime
     from eval.problems.problem_set import ProblemSet
+    from interop.account import Account
+    from tasks.config import ChainConfig
     from tasks.data.reading import SetCount
     from tasks.data.showing import Shown
     from tasks.preflight.finding import Finding
@@ -31,6 +38,30 @@ if TYPE_CHECKING:
 _STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 WIDTH = 200  # where no terminal says how wide it is
 RUNS_WIDTH = 100  # of a list of runs, so that it can be quoted
+
+
+def print_account(account: Account, notes: Sequence[str], defaults: Mapping[str, Any]) -> None:
+    """Every key of another trainer's configuration with its fate, what blocks first, and the counts.
+
+    Of what the trainer's defaults imply, only what differs from `defaults`, ours by name.
+    """
+    from interop.recipe import blocking_first, changing, counts_of
+
+    names = ("key", "value", "fate", "our key = value", "note")
+    table = Table(*(Column(name, overflow="fold") for name in names), box=SIMPLE_HEAD)
+    implied = changing(account.implied, defaults)
+    for entry in blocking_first((*account.entries, *implied)):
+        style = "red" if entry.fate in BLOCKING else "yellow" if entry.fate == "ignored-by-trainer" else ""
+        ours = "\n".join(f"{name} = {value}" for name, value in entry.ours.items())
+        key = f"{entry.setting.key}\n{entry.setting.origin}"
+        table.add_row(*map(Text, (key, str(entry.setting.value), entry.fate, ours, entry.note)), style=style)
+    print_table(table)
+    for note in notes:
+        typer.echo(note)
+    counts = ", ".join(f"{count} {fate}" for fate, count in counts_of(account).items())
+    typer.echo(f"{account.trainer} {account.version}: {len(account.entries)} keys: {counts}")
+    if same := len(account.implied) - len(implied):
+        typer.echo(f"{same} more keys, which nothing sets, have the same default here; --json lists them")
 
 
 def print_plan(stages: Sequence[PlannedStage], is_whole: bool) -> None:
@@ -45,6 +76,24 @@ def print_plan(stages: Sequence[PlannedStage], is_whole: bool) -> None:
             f"{stage.seconds:.1f}" if stage.seconds is not None else "",
         )
     print_table(table)
+
+
+def print_trainer(config: ChainConfig) -> None:
+    """The command of another trainer, an argument on each line; data and model are placeholders.
+
+    Prints nothing of a recipe that the trainer cannot train: the preflight says why.
+    """
+    from interop.render.script import shell_value
+    from tasks.external.launch import planned_start
+
+    try:
+        start = planned_start(config)
+    except ConfigError:
+        return
+    env = {**start.env, **config.external.env}
+    variables = [f"{name}={shell_value(str(value))}" for name, value in env.items()]
+    words = " \\\n  ".join((*variables, *map(shlex.quote, start.argv)))
+    typer.echo(redact(f"train_policy starts {config.train.backend}:\n  {words}"))
 
 
 def print_memory(plan: MemoryPlan, change: str | None) -> None:
@@ -265,9 +314,22 @@ def print_findings(findings: Sequence[Finding]) -> None:
     table = Table("check", "", Column("found", overflow="fold"), Column("what to do", overflow="fold"))
     for finding in findings:
         status = Text(finding.status, style=_STATUS_STYLES[finding.status])
-        table.add_row(finding.check, status, Text(finding.found), Text(finding.advice))
+        table.add_row(finding.check, status, Text(finding.said), Text(finding.advice))
     if findings:
         print_table(table)
+
+
+def print_variables(variables: Sequence[Variable], device: str) -> None:
+    """What environment variables do to a training on a kind of device."""
+    title = f"Environment variables of a training on {device}; those without effect on it are left out"
+    table = Table(
+        "variable", "value", "", Column("effect", overflow="fold"), Column("what to do", overflow="fold"),
+        title=title, title_justify="left",
+    )  # fmt: skip
+    for each in variables:
+        state = Text(each.state, style=_STATUS_STYLES[STATUSES[each.state]])
+        table.add_row(each.name, Text(each.value, overflow="fold"), state, each.effect, Text(each.advice))
+    print_table(table)
 
 
 def print_json(value: Any) -> None:

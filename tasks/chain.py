@@ -39,7 +39,7 @@ from tasks.serve_model.servers import Server, serve_model
 from tasks.served_baseline import served_model
 from tasks.stage_command import link_log, run_dapo
 from tasks.stage_task import retried_task, stage_task
-from tasks.stages import benchmark_files
+from tasks.stages import benchmark_files, validates
 from tasks.suite import benchmarks_of, suite_metrics, take_stored
 from tasks.training_lock import hold, training_lock_path
 
@@ -154,7 +154,7 @@ def served(
 
 @stage_task("train-policy", afterwards="run it again: it continues from its last checkpoint")
 def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: bool = False) -> Artifact:
-    """The training output: checkpoints/step_NNNNNN and metrics.jsonl.
+    """The training output: checkpoints/step_NNNNNN, or as another trainer names them, and metrics.jsonl.
 
     The next attempt with the same key continues a failed or killed one from its last checkpoint, and attaches to a
     training that still runs. Waits while another training holds the cluster's lock; with `skips_if_locked` the
@@ -166,7 +166,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: boo
     def build(folder: Path) -> Output:
         words: list[str | Path] = ["train", run.config_path]
         words += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
-        if run.config.validation.every:
+        if validates(run.config):
             words += ["--held-out", Path(data.path) / EVAL_FILE]
         words += [*resume_words(run.config.checkpoint.resume, attempt), *keep_words(run.config)]
         detach = DetachOptions(
@@ -227,6 +227,7 @@ def merge_checkpoint(
         merge = run.config.merge
         options = ["--checkpoint", merge.checkpoint if step is None else "latest", "--dtype", merge.dtype]
         options += ["--max-shard-bytes", str(merge.max_shard_bytes)]
+        options += [] if run.config.train.backend == "own" else ["--config", str(run.config_path)]
         remove_leftovers(folder.parent)
         run_dapo(["merge", source, folder, *options], run, key)
         files = json.loads((folder / MERGE_MANIFEST).read_text(encoding="utf-8"))["files"]

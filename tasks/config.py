@@ -12,6 +12,7 @@ from dapo_core.config.training import TrainingConfig
 from dapo_core.config.warm_start import ModelCodeConfig, WarmStartConfig
 from tasks.data_config import DataConfig
 from tasks.evaluate_config import BenchmarkConfig, EvaluateConfig
+from tasks.external_config import ExternalConfig
 from tasks.lengths import KEYS, Lengths, bounds_of, explain
 from tasks.serve_model.config import ServeConfig
 
@@ -130,6 +131,7 @@ class ChainConfig(TrainingConfig):
     store: StoreConfig = Field(default_factory=StoreConfig)
     data: DataConfig
     model: ModelConfig
+    external: ExternalConfig = Field(default_factory=ExternalConfig)
     merge: MergeConfig = Field(default_factory=MergeConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
@@ -145,6 +147,22 @@ class ChainConfig(TrainingConfig):
         if not self.model.trust_remote_code:
             return self.serve
         return self.serve.model_copy(update={"extra_args": (*self.serve.extra_args, "--trust-remote-code")})
+
+    @model_validator(mode="after")
+    def _external_is_used(self) -> ChainConfig:
+        if self.train.backend == "own":
+            if given := sorted(name for name, value in self.external if value != getattr(ExternalConfig(), name)):
+                raise ValueError(
+                    f"external.{given[0]} would be ignored by train.backend=own; set train.backend to the "
+                    "trainer that it is of, or remove it"
+                )
+            return self
+        if self.checkpoint.keep_best:
+            raise ValueError(
+                f"checkpoint.keep_best={self.checkpoint.keep_best}: {self.train.backend} keeps its newest "
+                "checkpoints only; set checkpoint.keep_best=0, and name steps in evaluate.checkpoints"
+            )
+        return self
 
     @model_validator(mode="after")
     def _merged_checkpoint_is_kept(self) -> ChainConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
@@ -17,7 +16,7 @@ import psutil
 import yaml
 
 from dapo_core.config.fields import known_fields
-from dapo_core.device import device_for
+from dapo_core.device import accelerators
 from dapo_core.errors import ConfigError
 from dapo_core.reward.routing import routes
 from eval.problems import ProblemsError
@@ -58,9 +57,9 @@ class Machine:
     def this() -> Machine:
         """NPUs if there are any, else CUDA devices, else the CPU."""
         cores = len(os.sched_getaffinity(0))
-        for kind in ("npu", "cuda") if importlib.util.find_spec("torch_npu") else ("cuda",):
-            if count := len(device_for(kind).visible(os.environ)):
-                return Machine(kind, count, cores)
+        for device in accelerators():
+            if count := len(device.visible(os.environ)):
+                return Machine(device.kind, count, cores)
         return Machine("cpu", 1, cores)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, checkpoint_folders, named_step, step_folder
+from dapo_core.checkpoint.others import other_checkpoints
 from dapo_core.errors import CheckpointError, ConfigError
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import StageKey
@@ -21,6 +22,7 @@ from tasks.stages import (
     MERGE_CHECKPOINT,
     MERGE_STEP,
     PREPARE_DATA,
+    TRAIN_OTHER,
     TRAIN_POLICY,
     Stage,
     evaluate_model_inputs,
@@ -66,7 +68,7 @@ def chain_of(config: ChainConfig) -> tuple[Link, ...]:
         *(link for baseline in config.evaluate.baselines for link in _baseline(config, baseline)),
         Link(
             "train_policy",
-            TRAIN_POLICY,
+            TRAIN_POLICY if config.train.backend == "own" else TRAIN_OTHER,
             config,
             ("prepare_data", "fetch_model"),
             train_policy_inputs,
@@ -171,8 +173,9 @@ def _checkpoint(config: ChainConfig, step: int) -> tuple[Link, Link]:
 def step_checkpoint(training: Artifact, step: int) -> Path:
     """The checkpoint of a step in a training's output. Raises CheckpointError when it was not kept."""
     folder = Path(training.path) / CHECKPOINTS
-    if not (path := step_folder(folder, step)).is_dir():
-        kept = ", ".join(str(named_step(other)) for other in checkpoint_folders(folder))
+    others = {other.step: other.path for other in other_checkpoints(folder)}
+    if not (path := others.get(step, step_folder(folder, step))).is_dir():
+        kept = ", ".join(str(kept) for kept in others or map(named_step, checkpoint_folders(folder)))
         raise CheckpointError(
             f"the training in the store kept checkpoints of steps {kept}, and evaluate.checkpoints names {step}; "
             "dapo stage train-policy CONFIG --force trains again and keeps it, or name one of these"

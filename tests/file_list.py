@@ -7,7 +7,7 @@ import sys
 
 from tasks.artifacts.stage_key import PROJECT_ROOT
 
-PACKAGES = ("flows", "tasks", "dapo_core", "eval", "downloads", "bench")
+PACKAGES = ("flows", "tasks", "dapo_core", "eval", "downloads", "interop", "bench")
 
 
 def file_list() -> str:

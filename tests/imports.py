@@ -8,7 +8,7 @@ from functools import cache
 
 from tasks.artifacts.stage_key import PROJECT_ROOT
 
-PACKAGES = ("flows", "tasks", "dapo_core", "eval", "downloads", "durable")
+PACKAGES = ("flows", "tasks", "dapo_core", "eval", "downloads", "interop", "durable")
 
 
 @cache

@@ -26,7 +26,17 @@ from flows.services import Services
 from tasks.serve_model.command import SOCKETS_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT_FILES = ("pyproject.toml", "prefect.yaml", "flows", "tasks", "dapo_core", "eval", "configs", "deploy")
+PROJECT_FILES = (
+    "pyproject.toml",
+    "prefect.yaml",
+    "flows",
+    "tasks",
+    "dapo_core",
+    "eval",
+    "interop",
+    "configs",
+    "deploy",
+)
 MARK = "DAPO_TEST_SITE"  # each child inherits it, daemons in sessions of their own too
 API_SECONDS = 120.0  # SQLite on a busy machine: a writer may wait for another for 60
 GONE_SECONDS = 60.0

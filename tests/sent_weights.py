@@ -13,13 +13,17 @@ from dapo_core.weight_transfer.plan import WeightPlan
 class _Kept:
     """An outbox that keeps the buckets."""
 
-    def __init__(self, plan: WeightPlan) -> None:
+    def __init__(self, plan: WeightPlan, device: torch.device) -> None:
         self.plan = plan
+        self.device = device
         self.buckets: list[torch.Tensor] = []
 
     def slot(self) -> torch.Tensor:
-        self.buckets.append(torch.full([self.plan.slot_numel], torch.nan, dtype=self.plan.dtype))
+        self.buckets.append(self._room())
         return self.buckets[-1]
+
+    def _room(self) -> torch.Tensor:
+        return torch.full([self.plan.slot_numel], torch.nan, dtype=self.plan.dtype, device=self.device)
 
     def send(self, numel: int) -> None:
         pass
@@ -30,7 +34,7 @@ class _Kept:
 
 def sent_weights(policy: Policy) -> dict[str, torch.Tensor] | None:
     """Whole tensors by their names in the model's files on rank 0, else None. Collective."""
-    kept: Any = _Kept(policy.weights.plan)
+    kept: Any = _Kept(policy.weights.plan, policy.device.torch_device())
     policy.outbox = kept if torch.distributed.get_rank() == 0 else None
     policy.send_weights()
     if policy.outbox is None:

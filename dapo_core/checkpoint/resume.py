@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import logging
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ from dapo_core.checkpoint.folder import (
     tidy,
 )
 from dapo_core.checkpoint.manifest import verify_checkpoint
+from dapo_core.checkpoint.others import NEWEST_FILE, other_checkpoints
 from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state_without_groups
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.identity import refuse_other_training
@@ -99,7 +100,9 @@ def find_start(folder: Path, resume: str, on_damage: OnDamage = "previous") -> P
         _supersede(folder)
         return None
     own = _newest_sound(folder, on_damage)
-    if own is not None:
+    if own is None:
+        _refuse_checkpoints_of_others(folder)
+    else:
         _set_aside_after(own)
     if resume == "auto":
         return own
@@ -111,6 +114,16 @@ def find_start(folder: Path, resume: str, on_damage: OnDamage = "previous") -> P
         return _newest_sound(start.parent, on_damage)
     verify_checkpoint(start)
     return start
+
+
+def _refuse_checkpoints_of_others(folder: Path) -> None:
+    others = other_checkpoints(folder)
+    if others:
+        raise CheckpointError(
+            f"{folder} has {len(others)} checkpoints of another trainer, the newest {others[-1].path.name}, "
+            "which our own cannot continue; name another --output, set train.backend to that trainer to go on, or "
+            "checkpoint.resume=never to begin again"
+        )
 
 
 def _set_aside_after(checkpoint: Path) -> None:
@@ -201,10 +214,17 @@ def _checkpoint_at(path: Path) -> Path:
 
 
 def _supersede(folder: Path) -> None:
-    """Move checkpoints, responses of validations, trackers.json and metrics beside them; the lock stays."""
+    """Move checkpoints, another trainer's too, and responses, trackers and metrics beside them; the lock stays."""
     others = [folder.parent / name for name in (GENERATIONS_FOLDER, TRACKERS_FILE, METRICS_FILE)]
     # A kill on the way must leave a training that can continue: metrics go last, the oldest checkpoint first.
-    old = [path for path in (*step_folders(folder), folder / LATEST_FILE, *others) if path.exists()]
+    of_others = [*(one.path for one in other_checkpoints(folder)), folder / NEWEST_FILE]
+    candidates = (*of_others, *step_folders(folder), folder / LATEST_FILE, *others)
+    old = [path for path in candidates if path.exists()]
+    move_aside(folder, old)
+
+
+def move_aside(folder: Path, old: Sequence[Path]) -> None:
+    """Move what lies in a folder of checkpoints, or beside it, to `superseded-TIME` there, in this order."""
     if not old:
         return
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")

@@ -2,6 +2,7 @@
 
     model.NAME                        parameters, and the persistent buffers
     optimizer.NAME.{step,exp_avg,exp_avg_sq}   AdamW's state of each parameter
+    reference.NAME                parameters of a reference model that changes (algorithm.kl.refresh_every)
     num_optimizer_steps
     rng.rank_R.GENERATOR              states of rank R's random generators
 All are tensors. Hyperparameters come from the configuration.
@@ -41,7 +42,7 @@ from dapo_core.device import Device
 from dapo_core.digests import Part, content_part
 from dapo_core.errors import CheckpointError
 
-_RNG = "rng"
+_RNG, _REFERENCE = "rng", "reference"
 _NO_STEPS = torch.tensor(0.0, dtype=torch.float32)
 
 
@@ -59,9 +60,14 @@ class Shards:
         device: Device,
         offload_optimizer: bool,
         run_seed: int,
+        reference: nn.Module | None = None,
     ) -> None:
-        """New moments are created on the host if `offload_optimizer` is set, else on the device."""
+        """New moments are created on the host if `offload_optimizer` is set, else on the device.
+
+        `reference` is saved, too; a checkpoint without one leaves it as it is.
+        """
         self._model = model
+        self._reference = reference
         self._optimizer = optimizer
         self._device_kind = device.kind
         self._moments_device = torch.device("cpu") if offload_optimizer else device.torch_device()
@@ -121,7 +127,7 @@ class Shards:
         except CheckpointException as failure:
             raise CheckpointError(f"the shards in {folder} cannot be loaded: {_summary(failure)}") from failure
         num_optimizer_steps = int(state["num_optimizer_steps"])
-        if planner.left_out:
+        if any(name.startswith(f"{_RNG}.") for name in planner.left_out):
             seed_generators(self._run_seed, self._rank, num_optimizer_steps)
         own = f"rank_{self._rank}"
         generators = state[_RNG][own]
@@ -134,6 +140,8 @@ class Shards:
         A save also writes less than 2 KiB per tensor and 15 KiB of random generators per rank.
         """
         tensors: list[Any] = list(get_model_state_dict(self._model).values())
+        if self._reference is not None:
+            tensors += get_model_state_dict(self._reference).values()
         for parameter in self._trained():
             future = {"step": _NO_STEPS, "exp_avg": parameter, "exp_avg_sq": parameter}  # in size
             tensors += (self._optimizer.state.get(parameter) or future).values()
@@ -153,7 +161,9 @@ class Shards:
         for parameter in self._trained():
             if not self._optimizer.state.get(parameter):
                 self._optimizer.state[parameter] = _new_state(parameter, self._moments_device)
+        reference = {} if self._reference is None else {_REFERENCE: get_model_state_dict(self._reference)}
         return {
+            **reference,
             "model": get_model_state_dict(self._model),
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer)["state"],
             "num_optimizer_steps": torch.tensor(num_optimizer_steps),
@@ -273,18 +283,20 @@ class _Reader(FileSystemReader):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Loads everything, except random generators that the checkpoint lacks."""
+    """Loads everything, except random generators and a reference model that the checkpoint lacks."""
 
     left_out: frozenset[str] = frozenset()
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Leave out the generators that the checkpoint lacks."""
+        """Leave out what the checkpoint may lack and does."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         stored = metadata.state_dict_metadata if metadata else {}
         self.left_out = frozenset(
-            name for name in self.state_dict if name.startswith(f"{_RNG}.") and name not in stored
+            name
+            for name in self.state_dict
+            if name.startswith((f"{_RNG}.", f"{_REFERENCE}.")) and name not in stored
         )
         self.state_dict = {name: value for name, value in self.state_dict.items() if name not in self.left_out}
 

@@ -20,7 +20,8 @@ import ray
 from ray._private import ray_constants, services
 from ray.exceptions import AuthenticationError
 
-from dapo_core.cluster.room import ask_cluster
+from dapo_core.cluster.room import ANSWER_SECONDS, ask_cluster, use_known_token
+from dapo_core.cluster.started import AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH
 from dapo_core.errors import ConfigError, WorkerDied
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 # A socket's path has at most 107 bytes; this is what Ray appends to a folder.
 MAX_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 # Set for the whole job, so that Ray can use the worker processes that it starts in advance.
@@ -41,29 +41,35 @@ _OPTIONS: dict[str, Any] = {"logging_level": "warning", "log_to_driver": True}
 
 
 @contextmanager
-def connected_to_ray(train: TrainConfig, num_cpus: int) -> Iterator[Path | None]:
+def connected_to_ray(
+    train: TrainConfig, num_cpus: int, answer_seconds: float = ANSWER_SECONDS, is_quiet: bool = False
+) -> Iterator[Path | None]:
     """Ray inside the block: the cluster of train.ray_address, or a private one with `num_cpus` CPUs.
 
-    Yields the private one's folder, which only this user can enter, or None.
+    Yields the private one's folder, which only this user can enter, or None. A cluster has `answer_seconds`
+    to answer; if `is_quiet`, this process does not show what its workers print.
     Raises ConfigError when a cluster refuses this process, and WorkerDied when Ray does not start or answer.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    with _private_ray(num_cpus) if train.ray_address is None else _joined_ray(train.ray_address) as folder:
+    address = train.ray_address
+    with _private_ray(num_cpus) if address is None else _joined_ray(address, answer_seconds, is_quiet) as folder:
         yield folder
 
 
 @contextmanager
-def _joined_ray(address: str) -> Iterator[Path | None]:
+def _joined_ray(address: str, answer_seconds: float, is_quiet: bool) -> Iterator[Path | None]:
     try:
-        ask_cluster(address)  # ray.init blocks, deaf to signals, while a cluster does not answer
+        ask_cluster(address, answer_seconds)  # ray.init blocks, deaf to signals, while a cluster does not answer
     except WorkerDied as error:
         if "AuthenticationError" not in str(error):
             raise
+    use_known_token(address)
     try:
         with _keep_signal_handling():
-            ray.init(address=address, runtime_env={"env_vars": WORKER_ENVIRONMENT}, **_OPTIONS)
+            options = _OPTIONS | {"log_to_driver": not is_quiet}
+            ray.init(address=address, runtime_env={"env_vars": WORKER_ENVIRONMENT}, **options)
     except (AuthenticationError, ConnectionError, TimeoutError) as error:
         if isinstance(error, AuthenticationError) or "AuthenticationError" in str(error.__cause__):
             raise ConfigError(

@@ -73,7 +73,7 @@ def demands(config: TrainingConfig, device: Device) -> list[Demand]:
     Each stage is on one node, its devices together; the stages of an engine may be on several nodes. Colocated,
     ranks have the places of engines.
     """
-    own: dict[str, float] = {} if device.kind == "cpu" else {device.ray_resource: 1}
+    own: dict[str, float] = {device.ray_resource: 1} if device.has_own_memory else {}
     train, rollout = config.train, config.rollout
     threads = rollout.threads_per_worker
     of_part = {"CPU": max(threads, train.threads_per_rank) if train.is_colocated else threads} | own

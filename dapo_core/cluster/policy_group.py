@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
 from operator import add
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 import torch
 
-from dapo_core.batch import Batch, Measured, RankShare, mini_batches, split_batch
+from dapo_core.batch import Batch, Measured, RankShare, mini_batches, random_order, split_batch
 from dapo_core.cluster.actors import Actors
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
-from dapo_core.policy.rank import Update
+from dapo_core.policy.nan_guard import ADVICE
+from dapo_core.policy.profiling import PROFILES, trace_name
+from dapo_core.policy.update import Update
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
     from dapo_core.metrics import PhaseTimer
+
+logger = logging.getLogger(__name__)
 
 
 class PolicyGroup:
@@ -42,13 +49,13 @@ class PolicyGroup:
         Also what the policy gives the batch before any update. None where the updates measure it: their anchor is
         the engine's log-probs, or their own, which are the old ones when nothing but a single update reads these.
         """
-        measured = None
-        if self.config.algorithm.old_log_probs == "engine":
-            batch = replace(batch, old_log_probs=batch.rollout_log_probs)
-        elif self.config.anchors_before_updates or batch.num_groups > self.config.train.mini_prompts:
+        measured, is_engine = None, self.config.algorithm.old_log_probs == "engine"
+        if self.config.anchors_before_updates or (not is_engine and self._has_updates(batch)):
             with timer.phase("old_log_prob"):
                 measured = self.log_probs(batch)
                 batch = replace(batch, old_log_probs=measured.log_probs)
+        if is_engine:
+            batch = replace(batch, old_log_probs=batch.rollout_log_probs)
         if self.config.algorithm.kl.place != "off":
             with timer.phase("ref"):
                 batch = replace(batch, ref_log_probs=self.ref_log_probs(batch))
@@ -66,14 +73,35 @@ class PolicyGroup:
         calls = [rank.ref_log_probs.remote(share) for rank, share in self._deal(shares)]
         return _rows(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
 
-    def learn(self, batch: Batch, measured: Measured | None) -> tuple[list[Update], Measured]:
-        """One optimizer step for each mini-batch, and `measured`; if None, as each update measures it."""
-        minis = list(mini_batches(batch, self.config.train.mini_prompts))
-        updates = [self.update(mini, measures=measured is None) for mini in minis]
-        ends = np.cumsum([mini.num_responses for mini in minis])
-        rows = [np.arange(end - mini.num_responses, end) for end, mini in zip(ends, minis, strict=True)]
-        parts = [update.measured for update in updates if update.measured is not None]
-        return updates, measured or _joined(batch, rows, parts)
+    def learn(self, batch: Batch, measured: Measured | None, step: int) -> tuple[list[Update], Measured]:
+        """One optimizer step for each mini-batch of each pass, and `measured`; if None, as the first pass does it.
+
+        Old log-probs, advantages and importance weights stay those of before the first update in every pass. The
+        reference model becomes the policy afterwards if algorithm.kl.refresh_every says so of the step.
+        """
+        train, seed = self.config.train, self.config.run.seed
+        updates: list[Update] = []
+        for number in range(train.passes):
+            is_shuffled = number > 0 and train.shuffle_passes
+            order = random_order(batch.num_groups, seed, step, number) if is_shuffled else None
+            rows = mini_batches(batch, train.mini_prompts, order)
+            measures = measured is None
+            done = [self.update(batch.select(each), measures) for each in rows]
+            parts = [update.measured for update in done if update.measured is not None]
+            measured = measured or _joined(batch, rows, parts)
+            updates += [replace(update, measured=None) for update in done]
+        for update in updates:
+            if update.fault is not None:
+                logger.warning(
+                    "step %d: the gradient's norm is %s, so optimizer step %d is skipped. The first number that "
+                    "is not finite is %s. %s",
+                    *(step, update.grad_norm, update.policy_version, update.fault, ADVICE),
+                )
+        assert measured is not None, "train.passes is at least 1"
+        refresh_every = self.config.algorithm.kl.refresh_every
+        if refresh_every and step % refresh_every == 0:
+            self.actors.get([rank.refresh_reference.remote() for rank in self.ranks])
+        return updates, measured
 
     def update(self, mini_batch: Batch, measures: bool = False) -> Update:
         """One optimizer step on the mini-batch, with the sums of all ranks and, if requested, its measurement."""
@@ -85,7 +113,20 @@ class PolicyGroup:
         rank_tokens = tuple(int(mini_batch.lengths[rows].sum()) for rows in indices)
         parts = [update.measured for update in updates[:: self.sequence_parallel] if update.measured is not None]
         measured = _joined(mini_batch, indices, parts) if measures else None
-        return replace(updates[0], sums=sums, rank_tokens=rank_tokens, measured=measured)
+        faults = [update.fault for update in updates if update.fault is not None]
+        first = min(faults, key=lambda fault: fault.order, default=None)
+        return replace(updates[0], sums=sums, rank_tokens=rank_tokens, measured=measured, fault=first)
+
+    @contextmanager
+    def profiled(self, step: int, folder: Path) -> Iterator[None]:
+        """Within the block train.profile.ranks trace the step, for the folder."""
+        chosen = self.config.train.profile.ranks
+        ranks = {number: rank for number, rank in enumerate(self.ranks) if number in chosen}
+        self.actors.get([rank.begin_profile.remote() for rank in ranks.values()])
+        yield
+        paths = {number: str(folder / PROFILES / trace_name(step, number)) for number in ranks}
+        self.actors.get([rank.end_profile.remote(paths[number]) for number, rank in ranks.items()])
+        logger.info("step %d is traced in %s", step, ", ".join(paths.values()))
 
     def onload(self, what: Collection[str]) -> None:
         """Bring weights or the optimizer's state, as named in `turns`, back to the devices."""
@@ -127,6 +168,10 @@ class PolicyGroup:
         """Memory since the last call in GiB by metric name, the largest over ranks."""
         ranks = self.actors.get([rank.take_memory.remote() for rank in self.ranks])
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+    def _has_updates(self, batch: Batch) -> bool:
+        """Whether the batch is learned from in more than one optimizer step."""
+        return batch.num_groups > self.config.train.mini_prompts or self.config.train.passes > 1
 
     def _split(self, batch: Batch) -> tuple[list[RankShare], list[np.ndarray]]:
         return split_batch(batch, self.num_data_ranks, self.max_tokens, self.hidden_size)

@@ -1,10 +1,11 @@
 """What a running Ray cluster has, asked in a process of its own: connecting to one may block for minutes.
 
-`python -m dapo_core.cluster.room ADDRESS` prints the resources as JSON, in all and free.
+`python -m dapo_core.cluster.room ADDRESS` prints the resources as JSON, in all, free and of each node.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dapo_core.cluster.started import AUTH_MODE, token_environment
 from dapo_core.errors import ConfigError, WorkerDied
 
 logger = logging.getLogger(__name__)
@@ -24,9 +26,8 @@ WORD_SECONDS = 10.0  # between log lines that say why we wait
 POLL_SECONDS = 0.2
 CONNECT_SECONDS = 5.0
 START_RAY = (
-    "start it with a token (docs/security.md): `export RAY_AUTH_MODE=token; ray get-auth-token --generate; ray "
-    "start --head`, and on the other nodes, with the same ~/.ray/auth_token, `export RAY_AUTH_MODE=token; "
-    "ray start --address=HEAD:6379`; or unset train.ray_address to use this machine alone"
+    "start one on all machines of a list with `dapo cluster up` (docs/clusters.md), or by hand with a token "
+    "(docs/security.md), or unset train.ray_address to use this machine alone"
 )
 NO_RAY = "Could not find any running Ray instance"  # Ray's words
 
@@ -47,12 +48,16 @@ def ask_cluster(address: str, max_seconds: float = ANSWER_SECONDS) -> Room:
     """
     command = [sys.executable, "-m", "dapo_core.cluster.room", address]
     began = next_word = time.monotonic()
+    # Ray waits in silence for a cluster that turns away processes without a token.
+    hint = "" if AUTH_MODE in os.environ else f"; if it has a token, set {AUTH_MODE}=token (docs/security.md)"
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as asking:
         try:
             while asking.poll() is None:
                 seconds = time.monotonic() - began
                 if seconds >= max_seconds:
-                    raise WorkerDied(f"{_name(address)} does not answer: nothing came within {max_seconds:g} s")
+                    raise WorkerDied(
+                        f"{_name(address)} does not answer: nothing came within {max_seconds:g} s{hint}"
+                    )
                 if time.monotonic() >= next_word + WORD_SECONDS:
                     next_word = time.monotonic()
                     logger.info("waiting since %.0f s for %s to answer", seconds, _name(address))
@@ -77,7 +82,9 @@ def main(address: str) -> int:
     """Print the resources, or why there is no connection; returns the exit status."""
     import ray
     from ray._private import services
+    from ray._private.state import available_resources_per_node
 
+    use_known_token(address)
     try:
         if address == "auto" and not os.environ.get(
             "RAY_ADDRESS"
@@ -88,8 +95,33 @@ def main(address: str) -> int:
         kind = "AuthenticationError" if "AuthenticationError" in str(error.__cause__) else type(error).__name__
         sys.stdout.write(f"{kind}: {(str(error).strip().splitlines() or [''])[0]}\n")
         return 1
-    sys.stdout.write(json.dumps({"total": ray.cluster_resources(), "free": ray.available_resources()}))
+    free = available_resources_per_node()
+    nodes = [
+        {
+            "id": node["NodeID"],
+            "address": node["NodeManagerAddress"],
+            "is_alive": node["Alive"],
+            "total": node["Resources"],
+            "free": free.get(node["NodeID"], {}),
+        }
+        for node in ray.nodes()
+    ]
+    room = {"total": ray.cluster_resources(), "free": ray.available_resources(), "nodes": nodes}
+    sys.stdout.write(json.dumps(room))
     return 0
+
+
+def use_known_token(address: str) -> None:
+    """Have this process and its children join with the cluster's token, where `dapo cluster up` left one here."""
+    from ray._private import services
+    from ray._raylet import Config  # type: ignore[attr-defined]
+
+    if address == "auto":
+        with contextlib.suppress(ConnectionError):
+            address = services.canonicalize_bootstrap_address_or_die(address)
+    if found := token_environment(address, os.environ):
+        os.environ.update(found)
+        Config.initialize("")  # Ray has read the variables when it was imported
 
 
 def _require_listener(address: str) -> None:

@@ -8,40 +8,51 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
+from dapo_core.cluster.every_node import living_nodes, own_node, run_on
 from dapo_core.digests import file_digest
-from dapo_core.errors import ConfigError, WorkerDied
+from dapo_core.errors import ConfigError
 from dapo_core.model_folder import model_fingerprint
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
 
-ANSWER_SECONDS = 120.0  # in which a node starts a process and answers
+OUTPUT = "output"
+ADVICE = (
+    "put the store (store.path) and these files on storage that all nodes mount at the same place "
+    "(docs/clusters.md)"
+)
 
 
 def require_shared(nodes: Sequence[str], config: TrainingConfig, model_path: Path, output_dir: Path) -> None:
     """Raise ConfigError, which names the nodes, unless these (Ray's IDs) see what ranks and workers use.
 
-    This is the model, the scorer's file and the output, into which ranks write checkpoints: the same folder, not
-    one of the same name. The trainer's own node is left out. Raises WorkerDied if a node does not answer.
+    This is the model, the reference model, the scorer's file and the output, into which ranks write checkpoints:
+    the same folder, not one of the same name. The trainer's own node is left out. Raises WorkerDied if a node does
+    not answer.
     """
-    others = [node for node in nodes if node != ray.get_runtime_context().get_node_id()]
+    others = [node for node in living_nodes() if node.id in nodes and node.id != own_node()]
     if not others:
         return
-    paths = {"model folder": model_path, "output": output_dir}
+    paths = shared_paths(config, model_path) | {OUTPUT: output_dir}
+    with probe_in(output_dir) as probe:
+        answers = run_on(others, differences, paths, digests(paths), probe).require()
+    if any(answers.values()):
+        raise ConfigError(
+            "; ".join(
+                f"node {node.name} does not see {', '.join(found)}" for node, found in answers.items() if found
+            )
+            + f": {ADVICE}"
+        )
+
+
+def shared_paths(config: TrainingConfig, model_path: Path | None) -> dict[str, Path]:
+    """What ranks and workers read, by the name that messages give it."""
+    paths = {} if model_path is None else {"model folder": model_path}
     if config.custom_reward.path is not None:
         paths["custom_reward.path"] = Path(config.custom_reward.path)
-    with _probe_in(output_dir) as probe:
-        problems = _answers(others, paths, digests(paths), probe)
-    if any(problems.values()):
-        raise ConfigError(
-            "; ".join(f"node {node} does not see {', '.join(found)}" for node, found in problems.items() if found)
-            + ": put the store (store.path) and these files on storage that all nodes mount at the same place "
-            "(docs/clusters.md)"
-        )
+    if config.algorithm.kl.reference_path is not None:
+        paths["algorithm.kl.reference_path"] = Path(config.algorithm.kl.reference_path)
+    return paths
 
 
 def differences(paths: Mapping[str, Path], expected: Mapping[str, str], probe: str) -> list[str]:
@@ -52,7 +63,7 @@ def differences(paths: Mapping[str, Path], expected: Mapping[str, str], probe: s
     found = []
     for what, path in paths.items():
         try:
-            if what != "output":
+            if what != OUTPUT:
                 reason = "" if _digest(path) == expected[what] else "other content"
             elif not (path / probe).is_file():
                 reason = "another folder" if path.is_dir() else "no such folder"
@@ -70,7 +81,7 @@ def differences(paths: Mapping[str, Path], expected: Mapping[str, str], probe: s
 
 def digests(paths: Mapping[str, Path]) -> dict[str, str]:
     """A digest of each model folder and file as this machine sees it."""
-    return {what: _digest(path) for what, path in paths.items() if what != "output"}
+    return {what: _digest(path) for what, path in paths.items() if what != OUTPUT}
 
 
 def _digest(path: Path) -> str:
@@ -78,7 +89,7 @@ def _digest(path: Path) -> str:
 
 
 @contextmanager
-def _probe_in(folder: Path) -> Iterator[str]:
+def probe_in(folder: Path) -> Iterator[str]:
     """Name of a new file in the folder, which goes afterwards."""
     probe = folder / f".{secrets.token_hex(8)}.seen"
     probe.touch()
@@ -86,33 +97,3 @@ def _probe_in(folder: Path) -> Iterator[str]:
         yield probe.name
     finally:
         probe.unlink()
-
-
-def _answers(
-    nodes: Sequence[str], paths: Mapping[str, Path], expected: Mapping[str, str], probe: str
-) -> dict[str, list[str]]:
-    """`differences` on each node, by the node's name."""
-    names = {
-        node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in ray.nodes()
-    }
-    ask = ray.remote(differences)
-    asked = {
-        ask.options(
-            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote(paths, expected, probe): names[node]
-        for node in nodes
-    }
-    done, missing = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
-    if missing:
-        silent = ", ".join(asked[one] for one in missing)
-        raise WorkerDied(f"node {silent} did not answer within {ANSWER_SECONDS:.0f} s")
-    answers = {}
-    for one in done:
-        try:
-            answers[asked[one]] = ray.get(one)
-        except RayTaskError as error:  # such as a node without this project
-            reason = str(error.cause).strip().splitlines()[-1]
-            raise ConfigError(f"node {asked[one]} cannot run this project: {reason}; install it there") from error
-        except RayError as error:
-            raise WorkerDied(f"node {asked[one]} is lost: {str(error).strip().splitlines()[0]}") from error
-    return answers

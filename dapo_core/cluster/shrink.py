@@ -8,10 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import ray
-from ray._private.state import available_resources_per_node
 from ray.util.placement_group import remove_placement_group
 
+from dapo_core.cluster.every_node import living_nodes
 from dapo_core.cluster.placement import Demand, Places, demands, place_roles
 from dapo_core.config.loading import resolve
 from dapo_core.errors import ConfigError, ModelError
@@ -143,7 +142,6 @@ def _smaller(config: TrainingConfig) -> list[tuple[int, int]]:
     )
 
 
-def _free_by_node() -> list[dict[str, float]]:
+def _free_by_node() -> list[Mapping[str, float]]:
     """Free resources of the nodes that are alive."""
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    return [dict(free) for node, free in available_resources_per_node().items() if node in alive]
+    return [node.free for node in living_nodes()]

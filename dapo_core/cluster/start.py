@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import secrets
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
+from dapo_core.cluster.meeting import meeting_point
 from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, Places, place_roles
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
@@ -32,9 +32,11 @@ from dapo_core.device import Device, device_for
 from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_engine
 from dapo_core.errors import DapoError
 from dapo_core.policy.rank import Policy
+from dapo_core.policy.requirements import require_averages
 from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.rollout import RolloutWorker
 from dapo_core.turns import OF_RANKS
+from dapo_core.versions import require_versions
 from dapo_core.weight_transfer.inbox import open_inbox
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ def start_cluster(
     the devices, and WorkerDied if a process dies while it starts; then the same process can start another cluster.
     """
     started = time.monotonic()
+    require_versions()
     train = config.train
     device = device_for(train.device)
     if train.ray_address is None:  # all devices are this machine's
@@ -111,7 +114,7 @@ def start_cluster(
             actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])
             weights = WeightTransfer(ranks, engines, actors)
             meeting_point = partial(_meeting_point, folder, ranks[0], actors)
-            weights.connect(_reads_memory(places, device), meeting_point, on_device=device.kind != "cpu")
+            weights.connect(_reads_memory(places, device), meeting_point, on_device=device.has_own_memory)
             counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
             logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
             rollouts = RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors)
@@ -136,7 +139,7 @@ def _reads_memory(places: Places, device: Device) -> list[bool]:
     """Whether each part of each engine can read the memory of rank 0: on a CPU of its node, or on its device."""
     home = places.ranks[0]
     parts = [place for parts in places.engines for place in parts]
-    if device.kind == "cpu":
+    if not device.has_own_memory:
         return [place.node == home.node for place in parts]
     return [(place.group, place.bundle) == (home.group, home.bundle) for place in parts]
 
@@ -178,9 +181,7 @@ class _Process:
 
     def rendezvous(self) -> str:
         """An address on its node at which processes can meet."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+        return meeting_point(ray.util.get_node_ip_address())
 
 
 class _PolicyRank(_Process, Policy):
@@ -196,6 +197,7 @@ class _PolicyRank(_Process, Policy):
         torch.distributed.init_process_group(
             device.backends(config.train.offload_shards), init_method=address, rank=rank, world_size=num_ranks
         )
+        require_averages(device.torch_device())
         super().__init__(model_path, config)
 
 
@@ -275,8 +277,7 @@ class _Followers:
 def _own_device(config: TrainingConfig, num_threads: int) -> Device:
     """The device of this process, which may use that many CPU threads."""
     device = device_for(config.train.device)
-    if config.train.is_colocated:
-        device.prepare_sharing(os.environ)
+    device.prepare(os.environ, config.train.is_colocated)
     device.require()
     torch.set_num_threads(num_threads)
     return device

@@ -10,7 +10,7 @@ from dapo_core.config.fields import Section, key
 
 
 class KLConfig(Section):
-    """Distance to the reference model, which is the model before training; loaded only when `place` is set."""
+    """Distance to the reference model, by default the model before training; loaded only when `place` is set."""
 
     place: Literal["off", "loss", "reward"] = key("off", "Where the KL divergence from the reference is added.")
     coefficient: float = key(
@@ -22,6 +22,22 @@ class KLConfig(Section):
     controller: Literal["fixed", "adaptive"] = key("fixed", "Whether the coefficient follows `target`.")
     target: float = key(0.1, "Target KL divergence per response token of adaptive control.", gt=0)
     horizon: float = key(10_000.0, "Responses over which adaptive control changes the coefficient.", gt=0)
+    reference_path: str | None = key(
+        None, "Folder of the reference model, of the policy's architecture and sizes; unset: the policy's own."
+    )
+    refresh_every: int = key(
+        0, "Training steps after which the reference becomes the policy of then, again and again; 0: never.", ge=0
+    )
+
+    @model_validator(mode="after")
+    def _reference_is_used(self) -> KLConfig:
+        if self.place == "off" and (self.reference_path is not None or self.refresh_every):
+            raise ValueError(
+                f"algorithm.kl.reference_path={self.reference_path} and algorithm.kl.refresh_every="
+                f"{self.refresh_every} say what the reference model is, and with algorithm.kl.place=off there is "
+                "none; set algorithm.kl.place=loss or reward, or remove them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _adaptive_in_reward_only(self) -> KLConfig:
@@ -42,11 +58,34 @@ class RolloutCorrectionConfig(Section):
         "tokens, or of responses.",
     )
     importance_max: float = key(2.0, "Ratio at which the importance weight is truncated.", gt=0)
-    mask: Literal["off", "token", "sequence"] = key(
-        "off", "Drop tokens or responses from the loss if their ratio is outside [mask_low, mask_high]."
+    importance_min: float | None = key(
+        None,
+        "Set: weights are not truncated; ratios below this and above importance_max weigh 0 instead (IcePop).",
+        gt=0,
+    )
+    importance_normalize: bool = key(
+        False, "Divide importance weights by their mean over the step's tokens, or responses with `sequence`."
+    )
+    mask: Literal["off", "token", "sequence", "product"] = key(
+        "off",
+        "Drop what has a ratio outside [mask_low, mask_high] from the loss: tokens by theirs, responses by the "
+        "geometric mean or the product of theirs.",
     )
     mask_low: float = key(0.5, "Lowest ratio that trains.", ge=0)
     mask_high: float = key(2.0, "Highest ratio that trains.", gt=0)
+    divergence: Literal[
+        "off", "token-k2", "token-k3", "sum-k2", "sum-k3", "mean-k2", "mean-k3", "max-k2", "max-k3"
+    ] = key(
+        "off",
+        "Drop what diverges from the engine by more than divergence_max, k2 or k3 of the ratio: tokens, or "
+        "responses by the sum, the mean or the maximum over theirs.",
+    )
+    divergence_max: float = key(0.01, "Highest divergence that trains.", gt=0)
+
+    @property
+    def drops(self) -> bool:
+        """Whether tokens or responses may be dropped from the loss."""
+        return self.mask != "off" or self.divergence != "off"
 
     @model_validator(mode="after")
     def _low_below_high(self) -> RolloutCorrectionConfig:
@@ -54,6 +93,20 @@ class RolloutCorrectionConfig(Section):
             raise ValueError(
                 f"algorithm.rollout_correction.mask_low={self.mask_low} is not below mask_high={self.mask_high}: "
                 "no token would train; swap the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_have_an_interval(self) -> RolloutCorrectionConfig:
+        if self.importance_min is not None and self.importance_min >= self.importance_max:
+            raise ValueError(
+                f"algorithm.rollout_correction.importance_min={self.importance_min} is not below importance_max="
+                f"{self.importance_max}: every weight would be 0; lower importance_min"
+            )
+        if self.importance == "off" and (self.importance_min is not None or self.importance_normalize):
+            raise ValueError(
+                "algorithm.rollout_correction.importance_min and importance_normalize change importance weights, "
+                "and importance=off has none; remove them, or set importance to stale, token or sequence"
             )
         return self
 
@@ -69,7 +122,7 @@ class AlgorithmConfig(Section):
     clip_ratio_high: float = key(0.28, "Upper clip, higher than the lower one: clip-higher.", ge=0, le=10)
     clip_ratio_dual: float = key(10.0, "Dual clip bound of the ratio where the advantage is negative.", gt=1)
     loss_aggregation: Literal[
-        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = key("token-mean", "How token losses become one number.")
     loss_norm_tokens: int | None = key(
         None, "Constant that seq-mean-token-sum-norm divides by, such as the response limit (Dr. GRPO).", ge=1

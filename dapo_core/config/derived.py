@@ -22,8 +22,8 @@ a training step | responses | train.train_prompts x rollout.group_size
 a training step, at most | response tokens | train_prompts x group_size x rollout.max_response_tokens
 a training step, at most | tokens | train_prompts x group_size x longest sequence
 drawn for a step, at most | prompts | sampler.gen_prompts x sampler.max_num_gen_batches
-a training step | optimizer steps | train.train_prompts / train.mini_prompts
-the training | optimizer steps | train_prompts / mini_prompts x train.total_steps
+a training step | optimizer steps | train.train_prompts / train.mini_prompts x train.passes
+the training | optimizer steps | train_prompts / mini_prompts x passes x train.total_steps
 warm-up, of these | optimizer steps | train.warmup_steps
 the training | prompts | train.train_prompts x train.total_steps
 an optimizer step | responses | train.mini_prompts x rollout.group_size
@@ -52,6 +52,8 @@ def derive(config: TrainingConfig) -> list[Quantity]:
     values: dict[str, Any] = {**dict(config.data), **dict(config.sampler), **dict(config.rollout), **train}
     quantities = []
     for line in _QUANTITIES.strip().splitlines():
+        if line.startswith("drawn for a step, at most") and not config.sampler.max_num_gen_batches:
+            continue
         if config.train.is_colocated and line.startswith("policy and rollouts"):
             line = _SHARED
         label, unit, formula = line.split(" | ")

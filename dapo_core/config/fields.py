@@ -67,12 +67,13 @@ def is_volatile(section: type[BaseModel], name: str) -> bool | None:
 
 
 def result_values(section: BaseModel) -> dict[str, Any]:
-    """The section as plain JSON values without its volatile fields."""
+    """The section as plain JSON values without its volatile fields, and without sections of these alone."""
     values: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, BaseModel):
-            values[name] = result_values(value)
+            if inner := result_values(value):
+                values[name] = inner
         elif not is_volatile(type(section), name):
             values[name] = value
     return values

@@ -19,6 +19,9 @@ Root = TypeVar("Root", bound=Section)
 
 _MERGE_TAG = "tag:yaml.org,2002:merge"  # the key <<
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}|<[A-Z][A-Z0-9_]+>")
+# What guides and templates leave to be filled in: words in capitals, <NAME>, ${NAME}, "Your ...". Too much for
+# recipes, in which such words may be part of a prompt.
+TEMPLATE_WORDS = re.compile(r"^[A-Z]+( [A-Z]+)+$|^<.*>$|\$\{\w+\}|^(?i:your) |^YOUR[_-]\w+$|^TODO$")
 
 
 class _Loader(yaml.SafeLoader):
@@ -70,7 +73,7 @@ def resolve(root: type[Root], tree: Mapping[str, Any]) -> Root:
     try:
         config = root.model_validate({**required, **tree})
     except ValidationError as error:
-        problems += [_explain(root, problem) for problem in error.errors()]
+        problems += _explained(root, tree, error.errors())
     if problems:
         raise ConfigError("\n".join(problems))
     return config
@@ -81,15 +84,15 @@ def dump_config(config: Section) -> str:
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def read_tree(path: Path) -> dict[str, Any]:
+def read_tree(path: Path, what: str = "configuration") -> dict[str, Any]:
     """The sections and keys that a file sets; raises ConfigError when it cannot be read."""
     try:
         with path.open(encoding="utf-8") as file:
-            tree = _parse(file, f"configuration {path}") or {}
+            tree = _parse(file, f"{what} {path}") or {}
     except OSError as error:
-        raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"configuration {path} holds {type(tree).__name__}, not sections with keys")
+        raise ConfigError(f"{what} {path} holds {type(tree).__name__}, not sections with keys")
     return tree
 
 
@@ -144,8 +147,38 @@ def _placeholders(value: Any, name: str = "") -> Iterator[str]:
         yield f"{name} = {value!r} still holds a placeholder; put the real value there"
 
 
+def _explained(root: type[BaseModel], tree: Mapping[str, Any], errors: Sequence[ErrorDetails]) -> list[str]:
+    """A sentence for each problem; keys of other trainers are answered with ours and the converted value."""
+    unknown = {_name(problem): problem["input"] for problem in errors if problem["type"] == "extra_forbidden"}
+    foreign: dict[str, str] = {}
+    if unknown:
+        from interop.foreign import instead_of
+
+        known = {name: field.get_default(call_default_factory=True) for name, field in known_fields(root).items()}
+        foreign = instead_of(unknown, known | dict(_leaves(tree)))
+    sentences = []
+    for problem in errors:
+        name = _name(problem)
+        answers = [said for key, said in foreign.items() if key == name or key.startswith(f"{name}.")]
+        sentences += answers if name in unknown and answers else [_explain(root, problem)]
+    hint = ["`dapo import-config FILE` makes a recipe of a whole script or configuration"] if foreign else []
+    return list(dict.fromkeys(sentences)) + hint
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _name(problem: ErrorDetails) -> str:
+    return ".".join(str(part) for part in problem["loc"])
+
+
 def _explain(root: type[BaseModel], problem: ErrorDetails) -> str:
-    name, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
+    name, value = _name(problem), problem["input"]
     message = problem["msg"].removeprefix("Value error, ")
     match problem["type"]:
         case "value_error":

@@ -25,7 +25,11 @@ class SamplerConfig(Section):
         1536, "Prompts in flight or waiting at once; in finishing order, prompts drawn at once.", ge=1
     )
     max_num_gen_batches: int = key(
-        10, "Draws of gen_prompts per training step before `on_exhausted` applies.", ge=1, le=1000
+        10,
+        "Draws of gen_prompts per training step before `on_exhausted` applies; 0: no bound while any group has "
+        "signal, until as many groups in a row as the data has prompts have none.",
+        ge=0,
+        le=1000,
     )
     on_exhausted: Literal["raise", "train_partial", "skip_step"] = key(
         "raise", "What happens when too few groups have signal."

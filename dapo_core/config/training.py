@@ -14,9 +14,11 @@ from pydantic import Field, model_validator
 from dapo_core.compat import Compat
 from dapo_core.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from dapo_core.config.checkpoint import CheckpointConfig
+from dapo_core.config.diagnosis import DiagnosisConfig
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.sampler import SamplerConfig
+from dapo_core.config.updates import UpdatesConfig
 from dapo_core.config.validation import ValidationConfig
 from dapo_core.config.warm_start import ModelCodeConfig
 
@@ -80,9 +82,12 @@ class CustomRewardConfig(Section):
     )
 
 
-class TrainConfig(Section):
+class TrainConfig(UpdatesConfig, DiagnosisConfig):
     """Steps, batches, the optimizer, and the model's layout on the devices."""
 
+    backend: Literal["own", "verl", "mindspeed-rl", "mindspeed-mm"] = key(
+        "own", "The trainer: our own, or another one, which the section external describes."
+    )
     device: Literal["cpu", "cuda", "npu"] = key("cpu", "Kind of device of the policy.")
     placement: Literal["separate", "colocated"] = volatile(
         "separate", "Ranks and engines on devices of their own, or taking turns on the same ones."
@@ -100,21 +105,18 @@ class TrainConfig(Section):
         None, "Ranks that a copy of the weights is sharded over (HSDP); unset: all, one copy.", ge=1
     )
     threads_per_rank: int = volatile(1, "CPU threads of a rank.", ge=1, le=1024)
-    total_steps: int = key(200, "Training steps; dynamic sampling does not change their number.", ge=1)
-    train_prompts: int = key(512, "Prompts trained on per step (P).", ge=1)
-    mini_prompts: int = key(32, "Prompts per optimizer step.", ge=1)
     micro_batch_tokens: int = volatile(32768, "Most tokens of a micro-batch on a device.", ge=1)
     logits_chunk_tokens: int = volatile(1024, "Tokens whose logits are in memory at once.", ge=1)
-    learning_rate: float = key(1e-6, "Peak AdamW learning rate.", gt=0, le=1)
-    warmup_steps: int = key(320, "Optimizer steps of linear warm-up; the paper's 20 rollout steps of 16.", ge=0)
-    weight_decay: float = key(0.1, "AdamW weight decay.", ge=0, le=1)
-    max_grad_norm: float = key(1.0, "Global gradient norm above which gradients are scaled down.", gt=0)
     dtype: Literal["auto", "float32", "bfloat16"] = key("auto", "Compute precision; auto: float32 on a CPU.")
     gradient_checkpointing: bool = volatile(
         True, "Recompute activations in the backward pass: less memory, more time."
     )
     offload_activations: bool = volatile(
         False, "Keep what gradient checkpointing saves, each layer's input, in host memory until it is needed."
+    )
+    fused_kernels: tuple[Literal["auto", "rms_norm", "swiglu", "rotary"], ...] = key(
+        ("auto",),
+        "Operations of a layer by a fused kernel; auto: all that the device has (NPUs); [] for none.",
     )
     compile: bool = key(False, "torch.compile each decoder layer; needs a C++ compiler on a CPU.")
     reshard_after_forward: bool = volatile(True, "Free whole weights between forward and backward: less memory.")
@@ -158,16 +160,6 @@ class TrainConfig(Section):
         return self.num_ranks // self.sequence_parallel
 
     @model_validator(mode="after")
-    def _mini_divides_train(self) -> TrainConfig:
-        if self.train_prompts % self.mini_prompts:
-            raise ValueError(
-                f"train.train_prompts={self.train_prompts} is not a multiple of train.mini_prompts="
-                f"{self.mini_prompts}; an optimizer step would get {self.train_prompts % self.mini_prompts} "
-                "prompts instead; change one of the two"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _few_activations_to_offload(self) -> TrainConfig:
         if self.offload_shards and (self.offload_parameters or self.offload_optimizer):
             raise ValueError(
@@ -179,6 +171,18 @@ class TrainConfig(Section):
                 "train.offload_activations=true with train.gradient_checkpointing=false would copy every "
                 "activation and every gathered weight of a pass to the host and back; set "
                 "train.gradient_checkpointing=true, or train.offload_activations=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _traced_steps_are_taken(self) -> TrainConfig:
+        steps, ranks = self.profile.steps, self.profile.ranks
+        if max(steps, default=0) > self.total_steps:
+            raise ValueError(f"train.profile.steps={list(steps)} goes beyond train.total_steps={self.total_steps}")
+        if max(ranks, default=0) >= self.num_ranks and self.on_lost_node == "wait":
+            raise ValueError(
+                f"train.profile.ranks={list(ranks)} names a rank that train.num_ranks={self.num_ranks} "
+                f"does not have; they are 0 to {self.num_ranks - 1}"
             )
         return self
 
@@ -245,7 +249,7 @@ class TrainingConfig(Section):
                 "or train.num_ranks"
             )
         most = self.sampler.gen_prompts * self.sampler.max_num_gen_batches
-        if most < self.train.train_prompts:
+        if 0 < most < self.train.train_prompts:
             raise ValueError(
                 f"sampler.gen_prompts={self.sampler.gen_prompts} x sampler.max_num_gen_batches="
                 f"{self.sampler.max_num_gen_batches} = {most} prompts can never fill train.train_prompts="
@@ -320,21 +324,25 @@ class TrainingConfig(Section):
     @model_validator(mode="after")
     def _correction_compares_like_with_like(self) -> TrainingConfig:
         correction, rollout = self.algorithm.rollout_correction, self.rollout
-        is_on = correction.importance in ("token", "sequence") or correction.mask != "off"
+        is_weighed = correction.importance in ("token", "sequence")
         is_anchor = self.algorithm.old_log_probs == "engine"
-        chosen = f"algorithm.rollout_correction (importance={correction.importance}, mask={correction.mask})"
-        if is_on and is_anchor:
+        chosen = (
+            f"algorithm.rollout_correction (importance={correction.importance}, mask={correction.mask}, "
+            f"divergence={correction.divergence})"
+        )
+        off = "importance=stale or off, mask=off and divergence=off"
+        if is_weighed and is_anchor:
             raise ValueError(
-                f"{chosen} with algorithm.old_log_probs=engine would correct twice: the loss's ratio is then "
-                "policy over engine already; set importance=stale or off and mask=off, or old_log_probs=policy"
+                f"algorithm.rollout_correction.importance={correction.importance} with algorithm.old_log_probs="
+                "engine would correct twice: the loss's ratio is then policy over engine already; set importance="
+                "stale or off, or old_log_probs=policy"
             )
-        if (is_on or is_anchor) and not rollout.samples_among_all:
+        if (is_weighed or correction.drops or is_anchor) and not rollout.samples_among_all:
             raise ValueError(
                 f"{'algorithm.old_log_probs=engine' if is_anchor else chosen} with "
                 f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k} would correct for the truncation "
                 "itself: the engine's log-probs are over the tokens that are left, the policy's over all; set "
-                "rollout.top_p=1 and rollout.top_k=-1, or "
-                + ("old_log_probs=policy" if is_anchor else "importance=stale or off and mask=off")
+                "rollout.top_p=1 and rollout.top_k=-1, or " + ("old_log_probs=policy" if is_anchor else off)
             )
         return self
 
@@ -351,18 +359,16 @@ class TrainingConfig(Section):
     @property
     def anchors_before_updates(self) -> bool:
         """Whether something but the loss reads the policy's old log-probs, so that they must be known first."""
-        if self.algorithm.old_log_probs == "engine":
-            return False
         correction = self.rollout_correction
-        is_corrected = correction.importance == "sequence" or correction.mask != "off"
+        if self.algorithm.old_log_probs == "engine":
+            return correction.drops
+        is_corrected = correction.importance == "sequence" or correction.importance_normalize or correction.drops
         return is_corrected or self.algorithm.kl.place == "reward"
 
     @property
     def scores_before_updates(self) -> bool:
         """Whether a full step has a forward pass for old log-probs; a single update measures its own."""
-        has_updates = (
-            self.algorithm.old_log_probs == "policy" and self.train.train_prompts > self.train.mini_prompts
-        )
+        has_updates = self.algorithm.old_log_probs == "policy" and self.train.updates_per_step > 1
         return self.anchors_before_updates or has_updates
 
     @property
@@ -376,4 +382,6 @@ class TrainingConfig(Section):
         is_comparable = self.rollout.samples_among_all and algorithm.old_log_probs == "policy"
         if correction.importance != "stale" or (is_comparable and not Compat.of(algorithm).stale_is_fresh):
             return correction
-        return correction.model_copy(update={"importance": "off"})
+        return correction.model_copy(
+            update={"importance": "off", "importance_min": None, "importance_normalize": False}
+        )

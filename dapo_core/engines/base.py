@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dapo_core.errors import ModelError, RolloutError
 from dapo_core.turns import KV_CACHE, NOTHING, OF_ENGINES, WEIGHTS
-from dapo_core.weight_transfer.inbox import Delivery, Inbox
-from dapo_core.weight_transfer.plan import WeightPlan
-from dapo_core.weight_transfer.proof import Loaded
 
 if TYPE_CHECKING:
     import torch
+
+    from dapo_core.weight_transfer.inbox import Inbox
+    from dapo_core.weight_transfer.plan import WeightPlan
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -132,6 +132,8 @@ class Engine(ABC):
         self, settings: EngineSettings, shapes: Mapping[str, tuple[int, ...]], optional: Collection[str]
     ) -> None:
         """`shapes` are of all tensors by Hugging Face name; `optional` tensors are copies of others."""
+        from dapo_core.weight_transfer.proof import Loaded  # torch
+
         self.settings = settings
         self.policy_version = 0
         self.loaded = Loaded(0, {})  # by receive_weights
@@ -173,6 +175,9 @@ class Engine(ABC):
         Takes all buckets, even if loading fails: the ranks and other engines wait for that. Raises RolloutError as
         `load_weights` does.
         """
+        from dapo_core.weight_transfer.inbox import Delivery
+        from dapo_core.weight_transfer.proof import Loaded
+
         assert self.inbox is not None, "the engine's process is not connected to the policy ranks"
         delivery = Delivery(plan, self.inbox, self.keeps_weights)
         try:

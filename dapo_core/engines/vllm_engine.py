@@ -12,11 +12,12 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import safe_open
 
+from dapo_core.device import device_for
 from dapo_core.engines.base import (
     Engine,
     EnginePart,
@@ -32,6 +33,7 @@ HEAD = "lm_head.weight"
 CPU_BLOCK_TOKENS = 32  # multiples of 32 are fast; small blocks let siblings share more of a short prompt
 CPU_PREFILL_TOKENS = 8192  # of one prefill step on a CPU, where prompts are not split
 PREFILL_TOKENS = 2048  # of one step on an accelerator; also the rows of logits when log-probs are asked for
+LOG_PROBS: Final = "processed_logprobs"  # of what a token is drawn from: after temperature, top_k and top_p
 GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 
 
@@ -188,7 +190,7 @@ def _start(
                 max_model_len=max_tokens,
                 max_num_seqs=settings.max_num_seqs,
                 seed=seed,
-                logprobs_mode="processed_logprobs",
+                logprobs_mode=LOG_PROBS,
                 disable_log_stats=True,
                 trust_remote_code=settings.trust_remote_code,
                 tensor_parallel_size=settings.tensor_parallel,
@@ -206,6 +208,7 @@ def _start(
             f"vLLM refuses the model {model_path} or how it is to be loaded: {error}; change rollout.*, lengths "
             "or model.path, or set rollout.engine=hf"
         ) from error
+    engine.collective_rpc(obey_log_probs)
     # Each reload warns of modules without weights; check_weights has already found what is missing.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     return engine
@@ -230,9 +233,21 @@ def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> 
         }
         if not GRAPH_ARGUMENTS & settings.engine_args.keys():
             arguments["max_cudagraph_capture_size"] = settings.max_num_seqs
-            if device == "npu":
-                arguments["compilation_config"] = {"cudagraph_mode": "FULL_DECODE_ONLY"}
+            if (mode := device_for(device).graph_mode) is not None:
+                arguments["compilation_config"] = {"cudagraph_mode": mode}
     return {**arguments, **settings.engine_args}
+
+
+def obey_log_probs(worker: Any) -> None:
+    """Let the worker's sampler give LOG_PROBS: vllm-ascend builds one without looking at logprobs_mode.
+
+    Read in vllm-ascend 0.23.0, not run there; samplers of vLLM itself already have the mode.
+    """
+    sampler = getattr(worker.model_runner, "sampler", None)  # none in stages before the last
+    parts: list[Any] = [sampler, getattr(sampler, "topk_topp_sampler", None)]
+    for part in parts:
+        if getattr(part, "logprobs_mode", LOG_PROBS) != LOG_PROBS:
+            part.logprobs_mode = LOG_PROBS
 
 
 def _build(arguments: Any, part: EnginePart | None) -> Any:

@@ -9,6 +9,7 @@ from dapo_core.errors import ConfigError
 
 MIB, GIB = 1024**2, 1024**3
 DRIVER_BYTES = 768 * MIB  # what CUDA keeps of nvidia-smi's total at most: 0.75 GiB of an A100, 0.54 of an H100
+NPU_BYTES = int(3.04 * GIB)  # of npu-smi's 64 GiB torch_npu sees 60.96 on Atlas A2
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ DEVICES = {
     "RTX 4090": _nvidia(24564, "vllm issue 7553"),
     "RTX 5090": _nvidia(32607, "32 GB; github.com/noonghunna/club-3090"),
 }
+
+
+def usable_bytes(kind: str, total: int) -> int:
+    """What torch sees of a device with that total in the vendor's tool."""
+    return total - {"cuda": DRIVER_BYTES, "npu": NPU_BYTES}[kind]
 
 
 def find_device(name: str) -> DeviceSize:

@@ -63,7 +63,8 @@ def engine_memory(config: TrainingConfig, shape: ModelShape, device_bytes: int |
     has_graphs = is_vllm and not is_cpu and not rollout.engine_args.get("enforce_eager")
     weights = shape.engine_parameters(parts, stages) * item
     graphs = GRAPH_BYTES if has_graphs else 0
-    probe = min(step_tokens, longest) * shape.vocabulary * PROBE_BYTES if is_vllm else 0
+    is_probed = is_vllm and config.train.backend == "own"
+    probe = min(step_tokens, longest) * shape.vocabulary * PROBE_BYTES if is_probed else 0
     if not is_vllm:
         waiting = -(-config.sampler.gen_prompts * rollout.group_size // rollout.num_workers)
         cache: int | None = min(rollout.max_num_seqs, waiting) * longest * token_bytes

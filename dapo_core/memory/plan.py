@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from dapo_core.device import device_for
 from dapo_core.memory.devices import Limit
 from dapo_core.memory.engine import EngineMemory, engine_memory
+from dapo_core.memory.megatron import StageMemory, largest_stage, parts_of
 from dapo_core.memory.rank import MASTER, MOMENTS, RankMemory, rank_memory
 from dapo_core.turns import GRADIENTS, KV_CACHE, OF_ENGINES, OPTIMIZER, WEIGHTS, Holding, holdings
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainConfig, TrainingConfig
     from dapo_core.memory.shape import ModelShape
+    from interop.render.megatron import Splits
 
 GIB = 1024**3
 PHASES = ("generate", "anchor", "update", "publish", "checkpoint")
@@ -78,7 +80,7 @@ class MemoryPlan:
     limit: Limit
     uses: tuple[Use, ...]
     loads: tuple[Load, ...]
-    rank: RankMemory
+    rank: RankMemory | None  # None under Megatron
     engine: EngineMemory
     num_engines: int
     longest: int  # tokens of a sequence
@@ -104,18 +106,26 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: TrainingConfig, shape: ModelShape, limit: Limit, merged_steps: Collection[int] = ()
+    config: TrainingConfig,
+    shape: ModelShape,
+    limit: Limit,
+    merged_steps: Collection[int] = (),
+    splits: Splits | None = None,
 ) -> MemoryPlan:
     """The plan for devices of that size; on a CPU it is the machine's memory.
 
-    merged_steps: those of evaluate.checkpoints, which are kept, and merged beside the last.
+    merged_steps: those of evaluate.checkpoints, which are kept, and merged beside the last. splits: those of
+    verl's Megatron, in place of our own FSDP2.
     """
-    rank = rank_memory(config, shape)
     engine = engine_memory(config, shape, limit.num_bytes)
     # One is sent while the next is gathered, and loaded while the next arrives.
     bucket = max(config.train.weight_bucket_bytes, engine.item_bytes * shape.largest_tensor)
     bucket = min(bucket, engine.item_bytes * shape.num_parameters)
-    uses = (*_rank_uses(config, rank, bucket), *_engine_uses(config, engine, bucket), *_other_uses(config, bucket))
+    if splits is None:
+        rank_uses = _rank_uses(config, rank_memory(config, shape), bucket)
+    else:
+        rank_uses = _megatron_uses(config, largest_stage(config, shape, splits), bucket)
+    uses = (*rank_uses, *_engine_uses(config, engine, bucket), *_other_uses(config, bucket))
     loads = tuple(_loads(config, uses, limit.num_bytes))
     hosts = [
         config.train.num_ranks * _total(uses, phase, {RANK: 1}, "host_bytes")
@@ -128,7 +138,7 @@ def plan_memory(
         limit=limit,
         uses=uses,
         loads=loads,
-        rank=rank,
+        rank=rank_memory(config, shape) if splits is None else None,
         engine=engine,
         num_engines=config.rollout.num_workers,
         longest=longest,
@@ -141,12 +151,24 @@ def disk_plan(config: TrainingConfig, num_parameters: int, merged_steps: Collect
     """Checkpoints, of which one more exists while it is written, and merged models."""
     keep = config.checkpoint
     num_kept = keep.keep_last + keep.keep_best + len({*keep.keep_steps, *merged_steps})
-    return Disk((MASTER + MOMENTS) * num_parameters, num_kept + 1, MERGED * num_parameters, 1 + len(merged_steps))
+    reference = device_for(config.train.device).item_bytes(config.train.dtype) * is_reference_kept(config)
+    return Disk(
+        (MASTER + MOMENTS + reference) * num_parameters,
+        num_kept + 1,
+        MERGED * num_parameters,
+        1 + len(merged_steps),
+    )
+
+
+def is_reference_kept(config: TrainingConfig) -> bool:
+    """Whether checkpoints hold the reference model, which changes."""
+    return config.algorithm.kl.place != "off" and config.algorithm.kl.refresh_every > 0
 
 
 def _rank_uses(config: TrainingConfig, rank: RankMemory, bucket: int) -> list[Use]:
     is_cpu = config.train.device == "cpu"
-    copied = rank.weights + rank.optimizer if config.checkpoint.asynchronous else 0
+    saved = rank.weights + rank.optimizer + rank.reference * is_reference_kept(config)
+    copied = saved if config.checkpoint.asynchronous else 0
     scoring = [
         ("gathered weights", rank.forward_weights, 0),
         ("activations", rank.scoring_activations, 0),
@@ -157,6 +179,7 @@ def _rank_uses(config: TrainingConfig, rank: RankMemory, bucket: int) -> list[Us
         "update": [
             ("gathered weights", rank.update_weights, 0),
             ("whole gradients and buffers", rank.update_gradients, 0),
+            ("gloo's copies", rank.update_copies, 0),
             ("activations", rank.update_activations, rank.host_activations),
             ("logits", rank.update_logits, 0),
             ("optimizer step", 0, rank.optimizer_step if config.train.offload_shards and not is_cpu else 0),
@@ -170,6 +193,17 @@ def _rank_uses(config: TrainingConfig, rank: RankMemory, bucket: int) -> list[Us
         tensors = sum(on_device for _, on_device, _ in parts)
         parts.append(("process", PROCESS_BYTES[RANK] if is_cpu else CONTEXT_BYTES + int(SLACK * tensors), 0))
         uses += [Use(phase, RANK, *part) for part in parts if part[1] or part[2]]
+    return uses
+
+
+def _megatron_uses(config: TrainingConfig, stage: StageMemory, bucket: int) -> list[Use]:
+    uses = []
+    for phase in PHASES:
+        parts = list(parts_of(stage, config.train, phase, bucket))
+        slack = int(SLACK * sum(on_device for _, on_device, _ in parts))
+        uses += [
+            Use(phase, RANK, *part) for part in (*parts, ("process", CONTEXT_BYTES + slack, 0)) if any(part[1:])
+        ]
     return uses
 
 

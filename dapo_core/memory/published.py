@@ -25,6 +25,16 @@ def _qwen25(vocabulary: int, key_heads: int, *values: int) -> dict[str, Any]:
     return {**_QWEN25, **kept, **dict(zip(_FIELDS, values, strict=True))}
 
 
+_QWEN3_30B_A3B: Mapping[str, Any] = {
+    **_QWEN3,
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    **dict(zip(_FIELDS, (2048, 6144, 48, 32, False), strict=True)),
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+}
 # From their pages on the hubs. Base models have the configuration of their instruction-tuned siblings.
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, True),
@@ -33,14 +43,16 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-8B": _qwen3(4096, 12288, 36, 32, False),
     "Qwen3-14B": _qwen3(5120, 17408, 40, 40, False),
     "Qwen3-32B": _qwen3(5120, 25600, 64, 64, False),
-    "Qwen3-30B-A3B": {
+    "Qwen3-30B-A3B": _QWEN3_30B_A3B,
+    "Qwen3-VL-30B-A3B": _QWEN3_30B_A3B,  # its language model; the 0.6 B of the vision tower are not counted
+    "Qwen3-235B-A22B": {
         **_QWEN3,
         "model_type": "qwen3_moe",
         "num_key_value_heads": 4,
-        **dict(zip(_FIELDS, (2048, 6144, 48, 32, False), strict=True)),
+        **dict(zip(_FIELDS, (4096, 12288, 94, 64, False), strict=True)),
         "num_experts": 128,
         "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
+        "moe_intermediate_size": 1536,
         "decoder_sparse_step": 1,
     },
     "Qwen2.5-0.5B": _qwen25(151936, 2, 896, 4864, 24, 14, True),
@@ -50,6 +62,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen2.5-14B": _qwen25(152064, 8, 5120, 13824, 48, 40, False),
     "Qwen2.5-32B": _qwen25(152064, 8, 5120, 27648, 64, 40, False),
     "Qwen2.5-72B": _qwen25(152064, 8, 8192, 29568, 80, 64, False),
+    "Qwen2.5-VL-7B": _qwen25(152064, 4, 3584, 18944, 28, 28, False),  # its language model, as above
 }
 
 

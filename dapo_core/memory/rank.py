@@ -41,6 +41,7 @@ class RankMemory:
     scoring_logits: int
     update_weights: int  # gathered at the update's peak
     update_gradients: int  # whole ones, and the buffer in which they are reduced
+    update_copies: int  # of that buffer, which gloo reduces
     update_activations: int
     update_logits: int
     host_activations: int  # layers' inputs, if they wait in host memory
@@ -57,15 +58,21 @@ def rank_memory(config: TrainingConfig, shape: ModelShape) -> RankMemory:
     return _Rank(config, shape).memory()
 
 
+def layer_bytes(config: TrainingConfig, shape: ModelShape) -> int:
+    """Bytes that a layer keeps of one token for its backward pass."""
+    return _Rank(config, shape).layer_bytes()
+
+
 class _Rank:
     def __init__(self, config: TrainingConfig, shape: ModelShape) -> None:
         train, self.shape = config.train, shape
         device = device_for(train.device)
         self.train, self.item = train, device.item_bytes(train.dtype)
-        self.has_host_inputs = train.offload_activations and device.kind != "cpu"
-        self.has_host_shards = train.offload_shards and device.kind != "cpu"
-        self.has_grouped_attention = device.kind == "cuda" and self.item == 2
+        self.has_host_inputs = train.offload_activations and device.has_own_memory
+        self.has_host_shards = train.offload_shards and device.has_own_memory
+        self.has_grouped_attention = device.shares_key_heads and self.item == 2
         self.num_shards = train.fsdp_size or train.num_ranks
+        self.is_copied = device.backend == "gloo" and self.num_shards > 1
         self.has_reference = config.algorithm.kl.place != "off"
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         self.response_share = config.rollout.max_response_tokens / longest
@@ -86,7 +93,7 @@ class _Rank:
         shard = shape.shard_parameters(self.num_shards)
         moments = self._update_moments(shard)
         name = max(moments, key=lambda moment: sum(moments[moment]))
-        weights, gradients, activations, logits = moments[name]
+        weights, gradients, copies, activations, logits = moments[name]
         scoring = max(self._scoring_moments(), key=sum)
         return RankMemory(
             weights=MASTER * shard,
@@ -100,6 +107,7 @@ class _Rank:
             scoring_logits=scoring[2],
             update_weights=weights,
             update_gradients=gradients,
+            update_copies=copies,
             update_activations=activations,
             update_logits=logits,
             host_activations=self._inputs(self.update_tokens) if self.has_host_inputs else 0,
@@ -118,8 +126,8 @@ class _Rank:
             (root + layers - self._layer_buffer(), 4 * stream, logits),
         ]
 
-    def _update_moments(self, shard: int) -> dict[str, tuple[int, int, int, int]]:
-        """(gathered weights, whole gradients and buffers, activations, logits) at moments that can be the peak."""
+    def _update_moments(self, shard: int) -> dict[str, tuple[int, int, int, int, int]]:
+        """(gathered weights, gradients and buffers, gloo's copies, activations, logits) at moments of a peak."""
         shape, item, tokens = self.shape, self.item, self.update_tokens
         root, layer = shape.root_parameters, shape.largest_layer
         head = shape.vocabulary * shape.hidden
@@ -137,21 +145,29 @@ class _Rank:
         one = tokens * self.layer_bytes() if is_recomputed else 0
         backward = one + tokens * self._mlp_backward() + 2 * stream
         return {
-            "logits": (first, item * head * many, outputs, chunk * shape.vocabulary * LOGITS_TRAINED),
+            "logits": (first, item * head * many, 0, outputs, chunk * shape.vocabulary * LOGITS_TRAINED),
             "head": (
                 first,
                 item * head * (HEAD_GRADIENTS if many else 1),
+                0,
                 outputs,
                 chunk * shape.vocabulary * item,
             ),
             "last layer": (
                 item * root + layers,
                 item * (head + layer // 2) + GRADIENT * layer,
+                GRADIENT * layer * self.is_copied,
                 kept + backward,
                 0,
             ),
-            "root": (0, max(item * root, GRADIENT * root // self.num_shards) + GRADIENT * root, stream, 0),
-            "optimizer step": (0, 0 if self.has_host_shards else FOREACH * shard, 0, 0),
+            "root": (
+                0,
+                max(item * root, GRADIENT * root // self.num_shards) + GRADIENT * root,
+                GRADIENT * root * self.is_copied,
+                stream,
+                0,
+            ),
+            "optimizer step": (0, 0 if self.has_host_shards else FOREACH * shard, 0, 0, 0),
         }
 
     def _gathered_layers(self) -> int:

@@ -107,12 +107,13 @@ def step_time(
     squares = num_responses * fmean((lengths.prompt + each) ** 2 for each in responses)
     forward = forward_flops(shape, trained, squares, num_responses * lengths.response)
     update = forward * (4 if config.train.gradient_checkpointing else 3)
+    update_seconds = _pass_seconds(config, shape, machine.ranks, update, trained, has_backward=True)
     num_passes = config.scores_before_updates + (config.algorithm.kl.place != "off")
     anchor = num_passes * _pass_seconds(config, shape, machine.ranks, forward, trained, has_backward=False)
     seconds = {
         GENERATE: _generate_seconds(config, shape, machine, lengths),
         ANCHOR: anchor,
-        UPDATE: _pass_seconds(config, shape, machine.ranks, update, trained, has_backward=True),
+        UPDATE: config.train.passes * update_seconds,
         PUBLISH: shape.num_parameters
         * device_for(config.train.device).item_bytes(config.rollout.dtype)
         / SYNC_BYTES,
@@ -122,7 +123,7 @@ def step_time(
         trained,
         num_responses * lengths.response / lengths.kept,
         forward,
-        update,
+        config.train.passes * update,
         _assumptions(machine, lengths, factors),
     )
 

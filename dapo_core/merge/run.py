@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dapo_core.checkpoint.folder import CHECKPOINTS
+from dapo_core.checkpoint.others import OtherCheckpoint, checkpoint_at, newest_other
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.dcp import CheckpointChoice, DcpSource, find_checkpoint
+from dapo_core.merge.huggingface import HuggingFaceSource
 from dapo_core.merge.sources import Source
 from dapo_core.merge.verification import (
     compare_logits,
@@ -87,11 +90,15 @@ def merge_checkpoint(
 
 
 def open_source(folders: Sequence[Path], checkpoint: CheckpointChoice = "latest") -> Source:
-    """The checkpoint of dapo train or of verl in the folders: one, or one of each node.
+    """The checkpoint of dapo train or of another trainer in the folders: one, or one of each node.
 
-    `checkpoint` chooses among those of a training output. Raises CheckpointError when there is none, or when it is
-    incomplete, naming the shard.
+    `checkpoint` chooses among those of a training output. A Hugging Face folder is a source too. Raises
+    CheckpointError when there is none, or when it is incomplete, naming the shard.
     """
+    if len(folders) == 1:
+        folders = [weights_in(folders[0], checkpoint)]
+        if (folders[0] / "config.json").is_file() and any(folders[0].glob("*.safetensors")):
+            return HuggingFaceSource(folders[0])
     shards = find_shards(folders)
     if not shards:
         return DcpSource(find_checkpoint(folders[0], checkpoint), folders[1:])
@@ -101,6 +108,35 @@ def open_source(folders: Sequence[Path], checkpoint: CheckpointChoice = "latest"
             "leave out --checkpoint best"
         )
     return VerlSource(shards)
+
+
+def weights_in(folder: Path, checkpoint: CheckpointChoice = "latest") -> Path:
+    """What to merge of another trainer's output or checkpoint: its shards, or the model folder that it wrote.
+
+    Any other folder is returned as it is. Raises CheckpointError for a form that must be converted first.
+    """
+    other = other_in(folder)
+    if other is None:
+        return folder
+    if checkpoint == "best":
+        what = (
+            "of another trainer, which ranks none" if checkpoint_at(folder) is None else "one checkpoint of verl"
+        )
+        raise CheckpointError(
+            f"{folder} is {what}, so there is no best one to choose; leave out --checkpoint best"
+        )
+    form = other.form
+    if form in ("distributed", "iteration"):
+        raise CheckpointError(
+            f"{other.actor} holds Megatron's distributed weights, which its own trainer converts: dapo merge with "
+            "--config RECIPE, whose external.python (verl) or external.source (MindSpeed) has the converter"
+        )
+    return other.model_folder or other.actor if form == "model" else other.actor
+
+
+def other_in(folder: Path) -> OtherCheckpoint | None:
+    """The checkpoint of another trainer that the folder is, or the newest one in the training output."""
+    return newest_other(folder / CHECKPOINTS) or newest_other(folder) or checkpoint_at(folder)
 
 
 def _require_empty(target: Path) -> None:

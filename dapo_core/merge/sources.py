@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from blake3 import blake3
+from zlib_ng import zlib_ng  # ten times as fast as zlib's CRC
 
 from dapo_core.digests import CHUNK_BYTES
 from dapo_core.errors import CheckpointError
@@ -100,7 +100,7 @@ class _Checksum:
 
     def update(self, part: memoryview) -> None:
         if isinstance(self._expected, int):
-            self._crc32 = zlib.crc32(part, self._crc32)
+            self._crc32 = zlib_ng.crc32(part, self._crc32)
         elif self._expected is not None:
             self._blake3.update(part)
 

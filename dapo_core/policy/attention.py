@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from dapo_core.device import device_for
 from dapo_core.errors import ModelError
 from dapo_core.policy.sequence_parallel import heads_to_tokens, repeats_of_key_heads, tokens_to_heads
 
@@ -103,8 +104,9 @@ def _attend(
     shape = (block.num_sequences, block.num_tokens)
     query, key, value = (part.index_select(0, block.tokens).unflatten(0, shape).transpose(1, 2) for part in states)
     mask = _band(block.num_tokens, window, query.device) if window and window < block.num_tokens else None
-    # Only CUDA's flash kernel shares key heads; others would compute all pairs of scores.
-    is_flash = query.is_cuda and query.dtype != torch.float32 and mask is None and query.shape[-1] <= 256
+    # Only flash kernels of accelerators share key heads; others would compute all pairs of scores.
+    is_flash = query.dtype != torch.float32 and mask is None and query.shape[-1] <= 256
+    is_flash = is_flash and device_for(query.device.type).shares_key_heads
     if not is_flash:
         repeats = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))

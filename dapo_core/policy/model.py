@@ -32,6 +32,7 @@ from dapo_core.parameter_names import (
     sample_of,
     tied_names,
 )
+from dapo_core.policy.kernels import install_kernels
 from dapo_core.pretrained import empty_causal_lm
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def load_sharded(
     causal_lm = empty_causal_lm(model_path, torch.float32 if trainable else dtype, trust_remote_code)
     files = weight_files(model_path)
     _require_same_tensors(model_path, causal_lm, files)
+    install_kernels(causal_lm, train.fused_kernels, device)
     layers = decoder_layers(causal_lm)
     model = wrap(causal_lm).train(trainable).requires_grad_(trainable)
     if train.gradient_checkpointing and trainable:
@@ -71,7 +73,7 @@ def load_sharded(
     precision = MixedPrecisionPolicy(
         param_dtype=dtype if trainable and dtype != torch.float32 else None, reduce_dtype=torch.float32
     )
-    on_host = CPUOffloadPolicy(pin_memory=device.kind != "cpu")
+    on_host = CPUOffloadPolicy(pin_memory=device.has_own_memory)
     options: Any = {
         "mesh": _mesh(device, train),
         "mp_policy": precision,
@@ -106,6 +108,34 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Give the target the source's weights, in its own precision; both are sharded alike."""
+    for model in (source, target):
+        reshard(model)
+    for weight, new in zip(target.parameters(), source.parameters(), strict=True):
+        local_part(weight).copy_(local_part(new))
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """This rank's shard of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def require_same_shapes(policy: nn.Module, reference: nn.Module, path: str | Path) -> None:
+    """Raise ModelError unless the reference model, of the folder `path`, has the policy's tensors."""
+    own, its = (
+        {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        for model in (policy, reference)
+    )
+    if own != its:
+        name = min(own.items() ^ its.items())[0]
+        raise ModelError(
+            f"the reference model {path} is not of the policy's architecture and sizes: {name} has shape "
+            f"{its.get(name)} there and {own.get(name)} in the policy; name another algorithm.kl.reference_path"
+        )
 
 
 def _require_same_tensors(model_path: str | Path, causal_lm: nn.Module, files: Mapping[str, Path]) -> None:

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -14,26 +13,39 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
-from dapo_core.batch import Batch, Measured, RankShare
+from dapo_core.batch import Measured, RankShare
 from dapo_core.checkpoint.shards import Shards
 from dapo_core.device import Device, device_for
 from dapo_core.errors import ModelError
-from dapo_core.loss import LossSums, LossTokens, LossTotals, PolicyLoss, policy_loss
+from dapo_core.loss import LossSums, LossTotals, PolicyLoss, policy_loss
 from dapo_core.model_folder import require_model_folder, weight_names
 from dapo_core.parameter_names import file_pieces
 from dapo_core.policy.log_probs import TokenLogProbs
+from dapo_core.policy.loss_inputs import loss_tokens
 from dapo_core.policy.measuring import Measuring
-from dapo_core.policy.model import HOST, load_sharded, move_model, move_optimizer, reshard
-from dapo_core.policy.packing import PackedRow, pack, probe_row
+from dapo_core.policy.model import (
+    HOST,
+    copy_weights,
+    load_sharded,
+    local_part,
+    move_model,
+    move_optimizer,
+    require_same_shapes,
+    reshard,
+)
+from dapo_core.policy.nan_guard import MOST_SEARCHES, Fault, find_fault
+from dapo_core.policy.packing import pack, probe_row
+from dapo_core.policy.profiling import Profiled
 from dapo_core.policy.requirements import require_trainable
+from dapo_core.policy.schedule import learning_rate
 from dapo_core.policy.sequence_parallel import sequence_group
 from dapo_core.policy.spill import Spill
 from dapo_core.policy.transfers import Transfers
+from dapo_core.policy.update import Update
 from dapo_core.policy.weight_source import WeightSource
 from dapo_core.pretrained import load_model_config
-from dapo_core.rollout_correction import importance_weights
 from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
 from dapo_core.weight_transfer.outbox import Outbox
 
@@ -42,20 +54,7 @@ if TYPE_CHECKING:
     from dapo_core.weight_transfer.plan import WeightPlan
 
 
-@dataclass(frozen=True)
-class Update:
-    """One optimizer step."""
-
-    sums: LossSums  # of one rank's share, or of the mini-batch
-    grad_norm: float  # of the whole model, the same on every rank
-    is_skipped: bool  # the norm is not finite, so the weights are unchanged
-    learning_rate: float
-    policy_version: int  # optimizer steps done, including this one
-    rank_tokens: tuple[int, ...] = ()  # prompt and response tokens of each data-parallel rank
-    measured: Measured | None = None  # before the step, from its own pass, if requested
-
-
-class Policy:
+class Policy(Profiled):
     """One rank of the sharded model with its optimizer, and of the reference model if KL needs one.
 
     Collective: all ranks call the same method at the same time. With sp = train.sequence_parallel, ranks r * sp to
@@ -70,6 +69,7 @@ class Policy:
         self.temperature = config.rollout.temperature
         self.device: Device = device_for(self.train.device)
         self.num_optimizer_steps = 0
+        self._searches_left = MOST_SEARCHES if self.train.nan_guard else 0
         if config.run.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
             torch.use_deterministic_algorithms(True)  # operations without a deterministic kernel raise
@@ -88,18 +88,25 @@ class Policy:
             self._causal_lm(), pieces, dtype, self.train.weight_bucket_bytes, self.device.torch_device()
         )
         self.outbox: Outbox | None = None  # of rank 0
-        self.reference = None if self.algorithm.kl.place == "off" else self._load(model_path, is_trainable=False)
+        self.reference = None if self.algorithm.kl.place == "off" else self._load_reference(model_path)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=self.train.learning_rate,
+            betas=(self.train.adam_beta1, self.train.adam_beta2),
+            eps=self.train.adam_epsilon,
             weight_decay=self.train.weight_decay,
             foreach=True,
         )
         is_offloaded = self.train.offload_optimizer or self.train.offload_shards or self.train.is_colocated
-        self.shards = Shards(self._causal_lm(), self.optimizer, self.device, is_offloaded, config.run.seed)
+        is_refreshed = self.reference is not None and self.algorithm.kl.refresh_every > 0
+        changing: Any = self.reference.causal_lm if is_refreshed else None  # type: ignore[union-attr]
+        self.shards = Shards(
+            self._causal_lm(), self.optimizer, self.device, is_offloaded, config.run.seed, changing
+        )
         self.transfers = Transfers(self.device)
         self._spills: dict[str, Spill] = {}  # of what is offloaded, where the device is the host
 
+    @record_function("old_log_prob")
     def log_probs(self, share: RankShare, temperature: float | None = None) -> Measured:
         """Log-probs of the share's response tokens and the policy's entropy there: [b, R] float32 each.
 
@@ -107,11 +114,13 @@ class Policy:
         """
         return self._score(self.model, share, temperature or self.temperature, with_entropy=True)
 
+    @record_function("ref")
     def ref_log_probs(self, share: RankShare) -> torch.Tensor:
         """Log-probs of the share's response tokens under the reference model: [b, R] float32."""
         assert self.reference is not None, "algorithm.kl.place is off, so no reference model was loaded"
         return self._score(self.reference, share, self.temperature, with_entropy=False).log_probs
 
+    @record_function("update_actor")
     def update(self, share: RankShare, totals: LossTotals, measures: bool = False) -> Update:
         """One optimizer step on a mini-batch of which `share` is this rank's part.
 
@@ -122,35 +131,41 @@ class Policy:
         A gradient norm that is not finite leaves weights and optimizer state unchanged.
         """
         self._require_here(WEIGHTS, OPTIMIZER)
-        learning_rate = self._set_learning_rate()
+        rate = learning_rate(self.num_optimizer_steps + 1, self.train)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         self.model.train()
-        parts = []
+        parts: list[LossSums] = []
         measuring = Measuring(share) if measures else None
-        for number in range(len(share.micro_batches)):
-            is_last = number == len(share.micro_batches) - 1
-            # Each backward pass reduces gradients to shards: whole ones are as large as the float32 model. Copies
-            # of the weights (HSDP) sum theirs once, after the last.
-            self.model.set_requires_all_reduce(is_last)  # type: ignore[operator]
-            loss, sums = self._micro_loss(share, number, totals, measuring)
-            (loss * torch.distributed.get_world_size()).backward()  # FSDP2 averages over ranks
-            parts.append(sums)
+        for loss in self._losses(share, totals, measuring, parts):
+            with record_function("backward"):
+                loss.backward()
         grad_norm = _full(nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)).item()
         is_skipped = not math.isfinite(grad_norm)
         self.transfers.join()  # moments may be on their way until here
         if not is_skipped:
-            self.optimizer.step()
+            with record_function("optimizer"):
+                self.optimizer.step()
         self.num_optimizer_steps += 1
         measured = measuring.read(self.group, self.device.torch_device()) if measuring else None
         return Update(
             reduce(add, parts),
             grad_norm,
             is_skipped,
-            learning_rate,
+            rate,
             self.num_optimizer_steps,
             measured=measured,
+            fault=self._fault(share, totals) if is_skipped and self._searches_left else None,
         )
 
+    def refresh_reference(self) -> None:
+        """Give the reference model the policy's weights, in its own precision."""
+        assert self.reference is not None, "algorithm.kl.place is off, so no reference model was loaded"
+        self._require_here(WEIGHTS)
+        copy_weights(self.model, self.reference)
+
+    @record_function("save_checkpoint")
     def save(self, folder: str, asynchronous: bool) -> None:
         """Write this rank's part of parameters, optimizer and random generators into the folder. Collective.
 
@@ -192,6 +207,7 @@ class Policy:
         assert self.outbox is not None
         self.outbox.join(address, size, self.device.backend)
 
+    @record_function("weight_sync")
     def send_weights(self) -> dict[str, dict[int, int]]:
         """Send all weights through rank 0; returns the checksums of this rank's rows. Collective.
 
@@ -201,6 +217,7 @@ class Policy:
         reshard(self.model)
         return self.weights.send(self.outbox)
 
+    @record_function("onload")
     def onload(self, what: Collection[str]) -> None:
         """Bring weights or the optimizer's state, as named in `turns`, back to the device.
 
@@ -214,6 +231,7 @@ class Policy:
         if WEIGHTS in what:
             self.transfers.join()
 
+    @record_function("offload")
     def offload(self, what: Collection[str]) -> None:
         """Free gradients, and move weights or the optimizer's state off the device, as named in `turns`.
 
@@ -222,7 +240,7 @@ class Policy:
         """
         if GRADIENTS in what:
             self.optimizer.zero_grad(set_to_none=True)
-        if self.device.kind != "cpu" or not self.train.is_colocated:
+        if self.device.has_own_memory or not self.train.is_colocated:
             self._move(what, HOST)
             if WEIGHTS in what or self.train.is_colocated:
                 self.transfers.give_back()
@@ -255,7 +273,7 @@ class Policy:
         tensors: list[Any] = [parameter for model in self._models() for parameter in model.parameters()]
         if what == OPTIMIZER:
             tensors = [value for state in self.optimizer.state.values() for value in state.values()]
-        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return [local_part(tensor) for tensor in tensors]
 
     def _require_here(self, *what: str) -> None:
         away = self._spills.keys() & set(what)
@@ -296,6 +314,12 @@ class Policy:
             )
         return model
 
+    def _load_reference(self, model_path: str | Path) -> nn.Module:
+        path = self.algorithm.kl.reference_path or model_path
+        reference = self._load(path, is_trainable=False)
+        require_same_shapes(self.model, reference, path)
+        return reference
+
     def _models(self) -> list[nn.Module]:
         return [self.model] if self.reference is None else [self.model, self.reference]
 
@@ -316,6 +340,28 @@ class Policy:
         reshard(model)  # without a backward pass the root stays gathered
         return measuring.read(self.group, device)
 
+    def _losses(
+        self, share: RankShare, totals: LossTotals, measuring: Measuring | None, parts: list[LossSums]
+    ) -> Iterator[torch.Tensor]:
+        """Losses of the micro-batches, each to be followed by its backward pass; their sums go to `parts`."""
+        last = len(share.micro_batches) - 1
+        for number in range(last + 1):
+            # Each backward pass reduces gradients to shards: whole ones are as large as the float32 model. Copies
+            # of the weights (HSDP) sum theirs once, after the last.
+            self.model.set_requires_all_reduce(number == last)  # type: ignore[operator]
+            with record_function("forward"):
+                loss, sums = self._micro_loss(share, number, totals, measuring)
+            parts.append(sums)
+            yield loss * torch.distributed.get_world_size()  # FSDP2 averages over ranks
+
+    def _fault(self, share: RankShare, totals: LossTotals) -> Fault:
+        """What is not finite in the skipped update; leaves no gradients."""
+        self._searches_left -= 1
+        self.optimizer.zero_grad(set_to_none=True)
+        fault = find_fault(self.model, self._losses(share, totals, None, []), torch.distributed.get_rank())
+        self.optimizer.zero_grad(set_to_none=True)
+        return fault
+
     def _micro_loss(
         self, share: RankShare, number: int, totals: LossTotals, measuring: Measuring | None
     ) -> PolicyLoss:
@@ -327,43 +373,9 @@ class Policy:
             log_probs, entropy = self.model(row, self.temperature, has_bonus or measuring is not None)
         if measuring is not None:
             measuring.add(number, row, (log_probs, entropy))
-        tokens = self._loss_tokens(micro, row, log_probs.detach(), totals, share.batch.num_responses)
+        weights = totals.token_weights(micro.response_mask, self.algorithm, share.batch.num_responses)
+        tokens = loss_tokens(micro, row, log_probs.detach(), weights, self.rollout_correction)
         return policy_loss(log_probs, entropy if has_bonus else None, tokens, self.algorithm)
-
-    def _loss_tokens(
-        self, micro: Batch, row: PackedRow, log_probs: torch.Tensor, totals: LossTotals, num_share_responses: int
-    ) -> LossTokens:
-        """The loss's inputs at the row's targets, [M] each; `log_probs` stand in for old ones that are missing."""
-
-        def at_tokens(values: torch.Tensor) -> torch.Tensor:
-            """Values [b, R] at the row's targets: [M]."""
-            return values.flatten()[row.cells].to(self.device.torch_device())
-
-        mask = micro.response_mask
-        optional = (micro.old_log_probs, micro.importance_weights, micro.ref_log_probs)
-        old_log_probs, weights, ref_log_probs = (
-            None if values is None else at_tokens(values) for values in optional
-        )
-        if old_log_probs is None:
-            old_log_probs = log_probs
-            sampled = (at_tokens(micro.rollout_log_probs), at_tokens(mask), at_tokens(micro.is_stale))
-            weights = importance_weights(log_probs, *sampled, self.rollout_correction)
-        return LossTokens(
-            old_log_probs=old_log_probs,
-            advantages=at_tokens(micro.advantages.unsqueeze(-1).expand(mask.shape)),
-            response_mask=at_tokens(mask),
-            weights=at_tokens(totals.token_weights(mask, self.algorithm, num_share_responses)),
-            importance_weights=weights,
-            ref_log_probs=ref_log_probs,
-        )
-
-    def _set_learning_rate(self) -> float:
-        """Linear warm-up over `warmup_steps` optimizer steps, then constant."""
-        warmup = self.train.warmup_steps
-        share = min((self.num_optimizer_steps + 1) / warmup, 1.0) if warmup else 1.0
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = self.train.learning_rate * share
-        return self.train.learning_rate * share
 
 
 def _full(tensor: Any) -> torch.Tensor:

@@ -1,12 +1,13 @@
-"""Which models can be trained on packed rows, checked from their configuration before any work starts."""
+"""What a policy needs: a model that can be trained on packed rows, and collectives that average."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dapo_core.errors import ModelError
+from dapo_core.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
 # transformers has no public way to ask for these, nor for _supports_attention_backend; test_packing.py fails when
@@ -57,6 +58,27 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
         raise ModelError(
             f"{name} has {text_config.num_attention_heads} attention heads, which do not divide over "
             f"train.sequence_parallel={sequence_parallel} ranks; lower train.sequence_parallel"
+        )
+
+
+def require_averages(device: torch.device) -> None:
+    """Raise ConfigError unless an averaged reduce-scatter of the ranks, which gradients go through, averages.
+
+    gloo of torch 2.7.1 and 2.8.0 returns the sum without an error. Collective.
+    """
+    import torch
+    from torch import distributed
+
+    rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
+    given = torch.full((num_ranks,), float(rank), device=device)
+    average = torch.empty(1, device=device)
+    distributed.reduce_scatter_tensor(average, given, op=distributed.ReduceOp.AVG)
+    expected = (num_ranks - 1) / 2
+    if abs(average.item() - expected) > 1e-6 * num_ranks:
+        raise ConfigError(
+            f"torch {torch.__version__}: the average of 0 to {num_ranks - 1} over {num_ranks} ranks "
+            f"({distributed.get_backend()}) is {average.item():g} in place of {expected:g}, so gradients would be "
+            "wrong by that factor; install a version of torch from requirements/"
         )
 
 

@@ -12,15 +12,28 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flows.cli import chain, datasets, evaluation, history, operating, stages
+from flows.cli import chain, cluster, datasets, evaluation, history, migration, operating, stages
 
 ORDER = (
-    *("init", "run", "stage", "plan", "runs", "compare", "export", "gc", "config", "datasets"),
-    *("up", "down", "doctor"),
+    *(
+        "init",
+        "import-config",
+        "export-config",
+        "run",
+        "stage",
+        "plan",
+        "runs",
+        "compare",
+        "export",
+        "gc",
+        "config",
+        "datasets",
+    ),
+    *("up", "down", "doctor", "cluster"),
     *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "grade", "report", "eval-export"),
 )
 # What the extra `chain` of pyproject.toml brings; the rest is enough to evaluate, grade, compare and report.
-CHAIN_MODULES = ("math_verify", "prefect", "ray", "safetensors", "sqlalchemy", "torch", "transformers")
+CHAIN_MODULES = ("math_verify", "prefect", "ray", "safetensors", "sqlalchemy", "torch", "transformers", "zlib_ng")
 ADVICE = (
     "This environment has only the evaluation part: eval, grade, report, compare and datasets. All commands: "
     "pip install 'dapo-pipeline[chain]'; in a clone: pip install '.[chain]', or make demo for pinned versions"
@@ -63,7 +76,7 @@ def options(
     pass
 
 
-for group in (chain, history, datasets, stages, evaluation, operating):
+for group in (chain, migration, history, datasets, stages, evaluation, operating, cluster):
     app.add_typer(group.app)
 
 

@@ -234,7 +234,7 @@ def plan(
     run of the same run.name. With --memory, one after the other.
     """
     from flows.config import load_config
-    from flows.tables import print_findings, print_json, print_plan
+    from flows.tables import print_findings, print_json, print_plan, print_trainer
     from tasks.preflight.finding import WARN
     from tasks.preflight.machine import OF_ANOTHER_MACHINE
     from tasks.preflight.run import examine
@@ -246,7 +246,10 @@ def plan(
     if gigabytes is not None:
         raise typer.BadParameter("belongs to --memory and --time", param_hint="--device-gigabytes")
     findings = examine(settings, is_smoke)
+    is_other = settings.train.backend != "own"
     if not OF_ANOTHER_MACHINE.issuperset(finding.check for finding in findings.failed):
+        if is_other and not is_json:
+            print_trainer(settings)
         findings.require()
     stages = plan_chain(settings)
     if is_json:
@@ -254,6 +257,9 @@ def plan(
         findings.require()
         return
     print_plan(stages, is_whole)
+    trains = any(stage.label == "train_policy" and stage.state != "cached" for stage in stages)
+    if is_other and trains:
+        print_trainer(settings)
     shown = {"disk"} if settings.checkpoint_steps else set()
     print_findings([finding for finding in findings if finding.status == WARN or finding.check in shown])
     findings.require()

@@ -185,8 +185,9 @@ def report(
 
 
 @app.command(
-    epilog="Example: dapo compare before after; dapo compare latest~1 latest; dapo compare --history",
-    short_help="Compare evaluations or runs of the same items.",
+    epilog="Example: dapo compare before after; dapo compare latest~1 latest; dapo compare --history; "
+    "dapo compare verl.log latest --output trainings",
+    short_help="Compare evaluations, runs, or logs of trainings.",
 )
 def compare(
     sides: Annotated[
@@ -194,7 +195,8 @@ def compare(
         typer.Argument(
             metavar="SIDE",
             help="BEFORE and AFTER: results folders of dapo eval, or runs by id, by the start or end of an id, "
-            "or as latest and latest~1. With --history any number; default: every run in the store.",
+            "or as latest and latest~1. With --history any number; default: every run in the store. With a log of "
+            "a training (console log of verl or MindSpeed, metrics file) trainings: any number of logs and runs.",
         ),
     ] = None,
     is_history: Annotated[
@@ -202,7 +204,7 @@ def compare(
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for report.json, report.md and report.html, or for history.html."),
+        typer.Option(help="Folder for report.json, report.md and report.html, history.html, or trainings.html."),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     baselines: BaselineOption = None,
@@ -212,6 +214,7 @@ def compare(
     """Compare evaluations of the same items: two of them item by item, or with --history many over time.
 
     A run stands for its evaluation after training. For two runs the differing configuration keys are listed too.
+    Where one side is a log of a training, metrics and curves of trainings are compared instead.
     """
     from tasks.runs.history import find_evaluation, find_run
 
@@ -219,6 +222,11 @@ def compare(
     if is_history:
         paths = [Path(side) if Path(side).exists() else find_run(store, side, "report").folder for side in given]
         _print_history(paths or [store], output, benchmark)
+        return
+    if any(Path(side).is_file() for side in given):
+        if baselines or gates or benchmark:
+            raise typer.BadParameter("--baseline, --gate and --benchmark are of evaluations, and a side is a file")
+        _print_trainings(given, store, output)
         return
     if len(given) != 2:
         raise typer.BadParameter(f"BEFORE and AFTER are needed, {len(given)} given; add --history for more")
@@ -254,6 +262,20 @@ def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:
         typer.echo("- configuration: " + ("; ".join(map(str, changes)) or "the same in both"))
     if found:
         typer.echo("")
+
+
+def _print_trainings(sides: list[str], store: Path, output: Path | None) -> None:
+    from eval.compare_trainings import compare_trainings, render_markdown, write_page
+    from flows.console import print_markdown
+    from tasks.runs.history import find_training_log
+
+    names = [Path(side).name for side in sides]
+    labels = names if len(set(names)) == len(sides) else sides
+    paths = map(find_training_log, [store] * len(sides), sides)
+    trainings = compare_trainings(dict(zip(labels, paths, strict=True)))
+    print_markdown(render_markdown(trainings))
+    if output is not None:
+        typer.secho(f"\nTrainings with plots: {write_page(trainings, output)}", bold=True)
 
 
 def _print_history(paths: list[Path], output: Path | None, benchmark: str | None) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flows.cli.options import SetOption, SmokeOption, StoreOption
+from flows.cli.options import JsonOption, SetOption, SmokeOption, StoreOption
 from flows.services import DEFAULT_STORE, bring_up, read_deployments, take_down
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -78,15 +81,24 @@ def down(
 
 
 @app.command(
-    epilog="Example: dapo doctor configs/mine.yaml",
-    short_help="Check packages, store, devices, Prefect, a recipe.",
+    epilog="Example: dapo doctor configs/mine.yaml; dapo doctor env configs/mine.yaml --export",
+    short_help="Check packages, store, devices, Prefect, a recipe, variables.",
 )
 def doctor(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="Also check this recipe's model, data and devices.")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[env] [CONFIG]",
+            help="A recipe: its model, data and devices are checked, too. env: environment variables instead, "
+            "what each does to the recipe, which are missing, dead or in the way.",
+        ),
     ] = None,
     overrides: SetOption = None,
     is_smoke: SmokeOption = False,
+    is_export: Annotated[
+        bool, typer.Option("--export", help="Of env: shell lines that set the missing variables.")
+    ] = False,
+    is_json: JsonOption = False,
     store: Annotated[Path | None, typer.Option(help="Artifact store; default: the recipe's, else .dapo.")] = None,
     wait_seconds: Annotated[
         float, typer.Option(help="How long to wait until a scheduled deployment has a run to come.", min=0)
@@ -95,14 +107,26 @@ def doctor(
     """Check packages, store, devices, Prefect and a recipe, and say what to do; exit status 1 if something fails.
 
     Of a recipe: all that files and a second can tell before any stage, as `dapo plan` and `dapo run` check it.
+    With train.ray_address also each node of the cluster and each connection between two, as `dapo run` does:
+    versions, devices, links, clocks, limits, disks, variables, files, ports, an all-reduce; some ten seconds.
     """
+    is_of_variables, named = bool(words and words[0] == "env"), list(words or ())
+    named = named[1:] if is_of_variables else named
+    if len(named) > 1:
+        raise typer.BadParameter(f"one recipe at a time, not {', '.join(named)}", param_hint="CONFIG")
+    config = Path(named[0]) if named else None
+    if is_of_variables:
+        _lint_variables(config, overrides or (), is_export, is_json)
+        return
+    if is_export:
+        raise typer.BadParameter("it is of `dapo doctor env`", param_hint="--export")
     from flows.prefect_settings import apply_prefect_settings
 
     apply_prefect_settings()
     logging.getLogger("tasks").setLevel(logging.WARNING)
     from flows.config import load_config
     from flows.doctor import FAIL, examine
-    from flows.tables import print_findings
+    from flows.tables import print_findings, print_json
     from tasks.preflight.run import examine as examine_recipe
 
     if config is None and (is_smoke or overrides):
@@ -111,9 +135,33 @@ def doctor(
     folder = store or (DEFAULT_STORE if settings is None else Path(settings.store.path))
     findings = list(examine(folder, Path.cwd(), wait_seconds))
     if settings is not None:
-        findings += examine_recipe(settings, is_smoke)
-    print_findings(findings)
+        findings += examine_recipe(settings, is_smoke, on_nodes=True)
+    if is_json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        print_findings(findings)
     if any(finding.status == FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
+def _lint_variables(config: Path | None, overrides: Sequence[str], is_export: bool, is_json: bool) -> None:
+    """Print what environment variables do to a recipe, or to a training on the devices that are here."""
+    from flows.config import load_config_or_defaults
+    from flows.tables import print_json, print_variables
+    from tasks.first_recipe import Machine
+    from tasks.preflight.environment import STATUSES, exports, lint
+    from tasks.preflight.finding import FAIL
+
+    device = [] if config is not None else [f"train.device={Machine.this().kind}"]
+    settings = load_config_or_defaults(config, [*device, *overrides])
+    variables = lint(os.environ, settings)
+    if is_json:
+        print_json([{**asdict(each), "status": STATUSES[each.state]} for each in variables])
+    elif is_export:
+        typer.echo("\n".join(exports(variables)))
+    else:
+        print_variables(variables, settings.train.device)
+    if any(STATUSES[each.state] == FAIL for each in variables):
         raise typer.Exit(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -96,14 +97,27 @@ def train(
 ) -> None:
     """Train a model with DAPO. On Ctrl-C or SIGTERM it writes a last checkpoint and ends.
 
-    Stopped, or killed at any moment, the same command continues from the last checkpoint.
+    Stopped, or killed at any moment, the same command continues from the last checkpoint. With train.backend=verl
+    or
+    mindspeed-* that trainer is started here; stopped, it continues from the last checkpoint that it wrote before.
     """
-    from dapo_core.training import train as train_model
     from flows.config import load_config
     from flows.progress import TrainingLog
 
     settings = load_config(config, overrides or ())
     on_step = TrainingLog(settings.train.total_steps).on_step
+    if settings.train.backend != "own":
+        from tasks.external.launch import Inputs
+        from tasks.external.training import train_with_other
+
+        files = Inputs(
+            data.absolute(), model.absolute(), _folder(output).absolute(), (held_out or data).absolute()
+        )
+        other = train_with_other(settings, files, on_step, typer.echo)
+        typer.echo(f"{other.checkpoint}: {other.steps} training steps of {settings.train.backend}")
+        return
+    from dapo_core.training import train as train_model
+
     result = train_model(settings, data, model, _folder(output), on_step, held_out)
     typer.echo(f"{result.checkpoint}: {result.steps} training steps, {result.policy_version} optimizer steps")
 
@@ -117,7 +131,8 @@ def merge(
         list[Path],
         typer.Argument(
             metavar="SOURCE",
-            help="Checkpoint, output folder of dapo train, or actor folder of verl; one of each node with shards.",
+            help="Checkpoint, output folder of dapo train, actor folder of verl (one of each node with shards), "
+            "or a Hugging Face folder.",
         ),
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="New model folder.")],
@@ -133,12 +148,22 @@ def merge(
             "--verify-logits", help="Also run the merged and the unmerged weights; takes memory for one."
         ),
     ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Recipe of another trainer, whose own program converts Megatron's weights (external)."),
+    ] = None,
 ) -> None:
     """Merge the FSDP shards of dapo train or verl into a folder that transformers and vLLM load."""
     from dapo_core.merge.run import merge_checkpoint
     from flows.progress import bytes_progress
 
-    with bytes_progress("merge") as on_bytes:
+    with contextlib.ExitStack() as stack:
+        if config is not None:
+            from flows.config import load_config
+            from tasks.external.conversion import converted
+
+            sources = stack.enter_context(converted(load_config(config), sources, target, typer.echo))
+        on_bytes = stack.enter_context(bytes_progress("merge"))
         sizes = merge_checkpoint(sources, target, dtype, max_shard_bytes, on_bytes, verify_logits, checkpoint)
     typer.echo(
         f"{target}: {sizes['tensors']} tensors, {sizes['parameters']:,} parameters, {sizes['bytes']:,} bytes "

@@ -20,6 +20,13 @@ class Finding:
     status: str
     found: str
     advice: str = ""
+    where: str = ""  # nodes of a cluster, by name and address
+    why: str = ""  # what comes of it
+
+    @property
+    def said(self) -> str:
+        """Where, what, and what comes of it."""
+        return (f"{self.where}: " if self.where else "") + self.found + (f"; {self.why}" if self.why else "")
 
 
 class PreflightError(ConfigError):
@@ -58,6 +65,6 @@ class Findings(list[Finding]):
 def describe(findings: Sequence[Finding]) -> list[str]:
     """A line for each finding: the check, what it found, what to do."""
     return [
-        f"{finding.check}: {finding.found}" + (f"; {finding.advice}" if finding.advice else "")
+        f"{finding.check}: {finding.said}" + (f"; {finding.advice}" if finding.advice else "")
         for finding in findings
     ]

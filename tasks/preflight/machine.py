@@ -8,37 +8,56 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_core.cluster.room import ask_cluster
 from dapo_core.device import device_for
-from dapo_core.errors import ConfigError, WorkerDied
+from dapo_core.errors import ConfigError
 from dapo_core.memory.plan import disk_plan
 from dapo_core.trackers import require_trackers
+from dapo_core.versions import UNKNOWN_SET, require_versions, stack, unknown_set
 from tasks.config import ChainConfig
+from tasks.external.launch import job_server
+from tasks.preflight.cluster import check_cluster, check_devices_here
+from tasks.preflight.environment import check_environment
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 from tasks.serve_model.command import choose_ports, serve_environments, vllm_device
 
 if TYPE_CHECKING:
+    from dapo_core.memory.devices import Limit
     from tasks.preflight.model import ModelFacts
 
 GIB = 1024**3
-RAY_SECONDS = 10.0
 CACHE_ROOM = 1.25  # vLLM rounds to blocks and keeps some
 
-OF_ANOTHER_MACHINE = frozenset({"devices", "engine", "memory", "Ray"})  # checks that may fail where one only plans
+OF_ANOTHER_MACHINE = frozenset(
+    {"devices", "engine", "memory", "Ray", "trainer"}
+)  # checks that may fail where one only plans
 
 
-def check_machine(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
-    """Everything that the stages need of the machine."""
-    _check_devices(config, findings)
+def check_machine(
+    config: ChainConfig, facts: ModelFacts, model: Path | None, is_whole: bool, findings: Findings
+) -> Limit | None:
+    """Everything that the stages need of the machine; if `is_whole`, of each node of the cluster, too.
+
+    Returns the memory of the cluster's smallest device, where that was looked at.
+    """
+    is_own = config.train.backend == "own"
+    if is_own:  # another trainer's packages and devices are not those of this environment
+        with findings.catching("versions"):
+            require_versions()
+            if difference := unknown_set(stack()):
+                findings.add("versions", WARN, difference, UNKNOWN_SET)
+        check_environment(os.environ, config, findings)
+    _check_devices(config, model, findings)
     with findings.catching("trackers"):
         require_trackers(config.train.trackers)
     _check_serving(config, findings)
     _check_cache(config, facts, findings)
-    _check_ray(config, findings)
     _check_disk(config, facts, findings)
+    if is_own and config.train.ray_address is not None:
+        return check_cluster(config, model, is_whole, findings)
+    return None
 
 
-def _check_devices(config: ChainConfig, findings: Findings) -> None:
+def _check_devices(config: ChainConfig, model: Path | None, findings: Findings) -> None:
     """The devices of policy ranks and rollout workers; those of a cluster are Ray's to know."""
     train, device = config.train, device_for(config.train.device)
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
@@ -46,7 +65,7 @@ def _check_devices(config: ChainConfig, findings: Findings) -> None:
             "engine", FAIL, "rollout.engine=vllm, and vLLM is not installed here",
             "install requirements/ for your device, or --set rollout.engine=hf",
         )  # fmt: skip
-    if train.ray_address is not None:
+    if train.ray_address is not None or _is_on_a_cluster(config):
         return
     with findings.catching("devices"):
         device.require()
@@ -55,8 +74,6 @@ def _check_devices(config: ChainConfig, findings: Findings) -> None:
             wanted = train.num_ranks * train.threads_per_rank
             findings.add("devices", OK, f"{cores} cores; {wanted} threads of policy ranks")
             return
-        if train.is_colocated:
-            device.prepare_sharing(dict(os.environ))
         names = device.visible(os.environ)
         if config.num_devices > len(names):
             engines = "" if train.is_colocated else f" + {config.rollout.num_devices} of rollout.num_workers"
@@ -67,6 +84,14 @@ def _check_devices(config: ChainConfig, findings: Findings) -> None:
                 "train.ray_address to a cluster"
             )
         findings.add("devices", OK, f"{config.num_devices} of {len(names)} {device.kind} devices")
+        check_devices_here(config, model, findings)
+
+
+def _is_on_a_cluster(config: ChainConfig) -> bool:
+    """Whether another trainer runs on devices of a Ray cluster, which this machine cannot count."""
+    return config.train.backend != "own" and (
+        job_server(config.external) is not None or os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
+    )
 
 
 def _check_serving(config: ChainConfig, findings: Findings) -> None:
@@ -108,30 +133,6 @@ def _check_cache(config: ChainConfig, facts: ModelFacts, findings: Findings) -> 
                 f"{needed:.2f} GiB: vLLM would refuse it",
                 f"--set {key}={needed * CACHE_ROOM + 0.05:.1f}, or shorter lengths",
             )  # fmt: skip
-
-
-def _check_ray(config: ChainConfig, findings: Findings) -> None:
-    """A cluster that the recipe names: reachable, and with room."""
-    address, train = config.train.ray_address, config.train
-    if address is None:
-        return
-    try:
-        room = ask_cluster(address, RAY_SECONDS)
-    except (ConfigError, WorkerDied) as error:
-        advice = "start Ray there (docs/operating.md), or unset train.ray_address for a private one"
-        findings.add("Ray", FAIL, str(error), advice)
-        return
-    wanted = {device_for(train.device).ray_resource: config.num_devices}
-    wanted["CPU"] = config.num_cpus
-    for name, count in wanted.items():
-        total, free = room.total.get(name, 0), room.free.get(name, 0)
-        found = f"{count} {name} are needed, {address} has {total:g}, of which {free:g} are free"
-        if count > total:
-            findings.add("Ray", FAIL, found, "lower train.num_ranks, rollout.num_workers or threads, or add nodes")
-        elif count > free:
-            findings.add("Ray", WARN, found, "the training waits until they are free")
-        else:
-            findings.add("Ray", OK, found)
 
 
 def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:

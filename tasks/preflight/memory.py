@@ -11,7 +11,7 @@ from dapo_core.config.training import TrainingConfig
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError, ModelError
 from dapo_core.memory.devices import Limit, find_device
-from dapo_core.memory.fitting import describe, smallest_change
+from dapo_core.memory.fitting import Root, changed, describe, smallest_change
 from dapo_core.memory.plan import GIB, MemoryPlan, plan_memory
 from dapo_core.memory.published import PUBLISHED, published_config
 from dapo_core.memory.shape import shape_of
@@ -19,24 +19,35 @@ from dapo_core.recipe_model import recipe_config
 from tasks.config import ChainConfig, ModelConfig
 from tasks.fetched_model import model_name
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
+from tasks.preflight.megatron import megatron_change, splits_in
 
 
-def plan_of(config: ChainConfig, folder: Path | None = None, gigabytes: float | None = None) -> MemoryPlan:
+def plan_of(
+    config: ChainConfig, folder: Path | None = None, gigabytes: float | None = None, limit: Limit | None = None
+) -> MemoryPlan:
     """The recipe's plan; `folder` is the fetched model, `gigabytes` the GiB of a device in place of a name.
+
+    `limit` is what was found of the devices, for a recipe that names none.
 
     Raises ConfigError for a model without a config.json here that is not in the table either, and for an unknown
     device; ModelError for an architecture whose tensors are not known.
     """
     shape = shape_of(model_config(config.model, folder))
-    return plan_memory(config, shape, device_limit(config, gigabytes), config.checkpoint_steps)
+    if limit is None or config.train.device_model is not None:
+        limit = device_limit(config, gigabytes)
+    return plan_memory(_as_counted(config), shape, limit, config.checkpoint_steps, splits_in(config, shape))
 
 
 def change_that_fits(config: ChainConfig, plan: MemoryPlan, folder: Path | None = None) -> str:
     """The keys to change so that a plan with shortages fits, as options."""
     shape = shape_of(model_config(config.model, folder))
+    if splits_in(config, shape) is not None:
+        return megatron_change(config, shape, plan) or (
+            "neither offloading nor larger splits make it fit: take more devices (train.num_ranks)"
+        )
 
     def replan(other: TrainingConfig) -> MemoryPlan:
-        return plan_memory(other, shape, plan.limit)
+        return plan_memory(_as_counted(other), shape, plan.limit)
 
     change = smallest_change(config, shape, replan)
     if change is None:
@@ -44,12 +55,22 @@ def change_that_fits(config: ChainConfig, plan: MemoryPlan, folder: Path | None 
     return describe(change)
 
 
-def check_memory(config: ChainConfig, folder: Path | None, findings: Findings) -> None:
-    """Whether the plan fits; nothing is said of a model that was not fetched and is in no table."""
+def _as_counted(config: Root) -> Root:
+    """The recipe as the formulas take it: verl's logits are those of a whole micro-batch."""
+    if config.train.backend == "own":
+        return config
+    return changed(config, {"train.logits_chunk_tokens": config.train.micro_batch_tokens})
+
+
+def check_memory(config: ChainConfig, folder: Path | None, findings: Findings, limit: Limit | None = None) -> None:
+    """Whether the plan fits; nothing is said of a model that was not fetched and is in no table.
+
+    `limit` is what was found of the devices, for a recipe that names none.
+    """
     if not (folder and (folder / "config.json").is_file()) and _known_config(config.model) is None:
         return
     try:
-        plan = plan_of(config, folder)
+        plan = plan_of(config, folder, limit=limit)
     except ModelError as error:
         findings.add("memory", WARN, str(error), "watch perf/max_memory_allocated_gb in the first steps")
         return
@@ -59,7 +80,8 @@ def check_memory(config: ChainConfig, folder: Path | None, findings: Findings) -
     if not plan.shortages:
         findings.add("memory", OK, summary(plan))
         return
-    is_tried = config.train.allow_oversubscription
+    is_own = config.train.backend == "own"
+    is_tried = config.train.allow_oversubscription or not is_own  # of verl, nothing was compared with a device
     advice = f"{change_that_fits(config, plan, folder)}; dapo plan CONFIG --memory shows what takes it"
     if not is_tried:
         advice += ", and train.allow_oversubscription=true tries all the same"

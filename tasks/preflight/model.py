@@ -43,7 +43,8 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
     model_config, tokenizer = None, None
     with findings.catching("model"):
         model_config = load_model_config(folder, config.model.trust_remote_code)
-        require_trainable(model_config, config.train.sequence_parallel)
+        if config.train.backend == "own":
+            require_trainable(model_config, config.train.sequence_parallel)
         _require_even_heads(model_config.get_text_config(), config)
         _require_parts(model_config.get_text_config(), config)
     with findings.catching("tokenizer"):

@@ -9,6 +9,7 @@ from dapo_core.arithmetic import is_generated
 from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.engine_args import require_known
 from dapo_core.config.loading import dump_config
+from dapo_core.model_folder import require_reference
 from dapo_core.reward.routing import require_scorers
 from eval.problems.prompts import find_template
 from tasks.artifacts.artifact import Artifact
@@ -23,6 +24,7 @@ from tasks.preflight.memory import check_memory
 from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import check_answers, check_forms, check_grader, check_lengths
 from tasks.preflight.smoke import check_engines
+from tasks.preflight.trainer import check_trainer
 
 SMOKE_NEEDS = "it needs a model folder that is here (model.path), and nothing in the way"
 logger = logging.getLogger(__name__)
@@ -31,10 +33,12 @@ logger = logging.getLogger(__name__)
 _ready: set[str] = set()  # configurations that passed in this process
 
 
-def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
+def examine(config: ChainConfig, is_smoke: bool = False, on_nodes: bool = False) -> Findings:
     """Everything that files and a second can tell of the recipe before its first stage.
 
-    With `is_smoke`, where nothing else is in the way, also one response of each kind of engine.
+    With `on_nodes` also what every node of the cluster that train.ray_address names says of itself and of its
+    connections: some ten seconds. With `is_smoke`, where nothing else is in the way, also one response of each
+    kind of engine.
     """
     findings = Findings()
     with findings.catching("data"):
@@ -43,10 +47,16 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
     inputs = inputs_here(config, findings)
     with findings.catching("reward"):
         require_scorers((), config.reward, config.custom_reward)
-    with findings.catching("engine"):
-        require_known(config.rollout.engine_args)
+    is_own = config.train.backend == "own"
+    if is_own:
+        with findings.catching("engine"):
+            require_known(config.rollout.engine_args)
+    else:
+        check_trainer(config, findings)
     with findings.catching("resume"):
         require_resume(config.checkpoint.resume)
+    with findings.catching("reference model"):
+        require_reference(config.algorithm.kl.reference_path, inputs.model)
     with findings.catching("prompt"):
         for settings in (config.evaluate, *map(config.evaluate.of, config.evaluate.benchmarks)):
             find_template(settings.prompt, default="given")
@@ -54,8 +64,8 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
             judge_for(settings)
     facts = _examine_inputs(config, inputs, findings)
     check_baselines(config, findings)
-    check_machine(config, facts, findings)
-    check_memory(config, inputs.model, findings)
+    limit = check_machine(config, facts, inputs.model, on_nodes, findings)
+    check_memory(config, inputs.model, findings, limit)
     if is_smoke and inputs.model is not None and not findings.failed:
         check_engines(inputs.model, config, inputs.evaluation, findings)
     elif is_smoke:
@@ -80,7 +90,7 @@ def require_ready(config: ChainConfig) -> None:
     A configuration that passed is not examined again by the same process.
     """
     if (text := dump_config(config)) not in _ready:
-        _conclude(examine(config))
+        _conclude(examine(config, on_nodes=True))
         _ready.add(text)
 
 

@@ -18,7 +18,7 @@ from dapo_core.engines.base import GenerationRequest, Response, build_engine
 from dapo_core.errors import ModelError
 from dapo_core.pretrained import load_tokenizer
 from tasks.config import ChainConfig
-from tasks.preflight.finding import FAIL, OK, Findings
+from tasks.preflight.finding import FAIL, OK, WARN, Findings
 from tasks.serve_model.failure import ServeError
 from tasks.serve_model.servers import serve_model
 
@@ -29,14 +29,20 @@ logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 8
 QUESTION = "What is 2 + 3?"
+ENGINE_SECONDS = 600.0  # for an engine of a node to start and answer
 
 
 def check_engines(model: Path, config: ChainConfig, evaluation: EvaluationSet | None, findings: Findings) -> None:
     """One response of a server and one of a rollout engine; each is ended before the next starts."""
     with tempfile.TemporaryDirectory(prefix="dapo-smoke-") as folder, findings.catching("smoke"):
         _ask_server(model, config, evaluation, Path(folder) / "serve.log", findings)
+    if config.train.backend != "own":  # whose engine runs in another environment
+        return
     with findings.catching("smoke"):
-        _ask_engine(model, config, findings)
+        if config.train.ray_address is None:
+            _ask_engine(model, config, findings)
+        else:
+            _ask_engine_of_node(model, config, findings)
 
 
 def _ask_server(
@@ -82,6 +88,34 @@ def _ask_engine(model: Path, config: ChainConfig, findings: Findings) -> None:
     findings.add(
         "smoke", OK, f"rollout.engine={config.rollout.engine} gave {num_tokens} tokens after {seconds:.0f} s"
     )
+
+
+def _ask_engine_of_node(model: Path, config: ChainConfig, findings: Findings) -> None:
+    """On a device of the cluster that is free."""
+    from dapo_core.cluster.connection import connected_to_ray  # loads Ray
+    from dapo_core.cluster.every_node import finish, living_nodes, start_on
+
+    device, engine = device_for(config.train.device), f"rollout.engine={config.rollout.engine}"
+    if (num_parts := config.rollout.num_devices // config.rollout.num_workers) > 1:
+        found = f"{engine} spans {num_parts} devices, and was not started on a node"
+        findings.add(
+            "smoke", WARN, found, "the training starts it; --set rollout.tensor_parallel=1 tries one device"
+        )
+        return
+    began = time.monotonic()
+    with connected_to_ray(config.train, num_cpus=0):
+        free = [node for node in living_nodes() if node.free.get(device.ray_resource, 0) >= 1]
+        if not free:
+            findings.add(
+                "smoke", WARN, f"no {device.ray_resource} of the cluster is free", "repeat it when one is"
+            )
+            return
+        node = free[0]
+        devices = {} if device.kind == "cpu" else {device.ray_resource: 1.0}
+        task = start_on(node, devices, _respond, model.absolute(), config)
+        num_tokens = finish({node: task}, ENGINE_SECONDS).require()[node]
+    seconds = time.monotonic() - began
+    findings.add("smoke", OK, f"{engine} on {node.name} gave {num_tokens} tokens after {seconds:.0f} s")
 
 
 def _respond(model: Path, config: ChainConfig) -> int:

@@ -127,6 +127,8 @@ class RunningCommand(ABC):
             log.seek(self.log_offset)
             while not is_over:
                 is_over = self.poll() is not None  # asked before reading: what it wrote last is then in the file
+                if os.fstat(log.fileno()).st_size < log.tell():  # cut by a rotation of logs
+                    self.log_offset = log.seek(0)
                 *lines, pending = (pending + log.read()).split(b"\n")
                 if pending and (is_over or len(pending) > MAX_LINE_BYTES):
                     lines, pending = [*lines, pending], b""
@@ -184,6 +186,7 @@ def background_command(
     env: Mapping[str, str | None] | None = None,
     grace_seconds: float = GRACE_SECONDS,
     folder_variable: str | None = None,
+    cwd: str | None = None,
 ) -> Iterator[SupervisedProcess]:
     """Yield a running command that is ended, with everything below it, when the block is left in any way.
 
@@ -202,7 +205,7 @@ def background_command(
         settings = {"grace_seconds": grace_seconds, "stop_seconds": 0, "folder": folder, "detached": None}
         log_offset = path.stat().st_size
         with os.fdopen(lock):
-            popen = start_supervisor(command, path, [lock], settings, environment)
+            popen = start_supervisor(command, path, [lock], settings, environment, cwd)
         process = SupervisedProcess(label, path, log_offset, popen)
         logger.info("%s runs under pid %d, its output is in %s", label, process.pid, path)
         stack.callback(process.stop)
@@ -255,6 +258,7 @@ def start_supervisor(
     locks: Sequence[int],
     settings: Mapping[str, Any],
     env: Mapping[str, str | None] | None = None,
+    cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start the command under a supervisor, which inherits the locks, with `env` as for `background_command`.
 
@@ -270,6 +274,7 @@ def start_supervisor(
             stdout=log,
             stderr=log,
             env={name: value for name, value in environment.items() if value is not None},
+            cwd=cwd,
             start_new_session=True,
             pass_fds=locks,
         )

@@ -55,7 +55,7 @@ def descendants(ancestor_pid: int) -> dict[int, str]:
     """{pid: start time} of the living processes below a process, parents before children."""
     children: dict[int, dict[int, str]] = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        if (fields := _stat_fields(pid)) and fields[0] != "Z":
+        if (fields := stat_fields(pid)) and fields[0] != "Z":
             children.setdefault(int(fields[1]), {})[pid] = fields[19]
     found: dict[int, str] = {}
     waiting = [ancestor_pid]
@@ -66,7 +66,7 @@ def descendants(ancestor_pid: int) -> dict[int, str]:
     return found
 
 
-def _stat_fields(pid: int) -> list[str]:
+def stat_fields(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the name (state, ppid, ... start time at 19), [] when it is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", errors="replace") as stat:
         return stat.read().rpartition(")")[2].split()
@@ -278,7 +278,7 @@ def _write(output: bytes) -> None:
 def _signal(processes: dict[int, str], number: int) -> None:
     for pid, start_time in processes.items():
         # Since the scan the pid may have been given to another process: the start time differs then.
-        if (fields := _stat_fields(pid)) and fields[19] == start_time:
+        if (fields := stat_fields(pid)) and fields[19] == start_time:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
 

@@ -191,6 +191,7 @@ def _own_paths(config: ChainConfig) -> list[str]:
         **{source.key: source.path for source in all_sources(config)},
         "model.path": model.path,
         "custom_reward.path": scorer.path,
+        "algorithm.kl.reference_path": config.algorithm.kl.reference_path,
         "evaluate.prompt": None if prompt in (DEFAULT, *TEMPLATES) else prompt,
         **{
             f"evaluate.benchmarks.{name}.prompt": one.prompt

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 RECORD_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 REPORT_FOLDER = "report"
+STEPS_FILE = "metrics.jsonl"  # METRICS_FILE of dapo_core.metrics, which loads torch
 NUM_NAMED_RUNS = 5  # in an error
 MIN_SHORT_ID = 4
 MAX_VALUE_CHARS = 40
@@ -224,6 +225,23 @@ def find_evaluation(store: Path, text: str) -> tuple[Path, RecordedRun | None]:
     except StoreError as error:
         raise StoreError(f"{text} is no results folder, and {error}") from None
     return Path(require_artifact(run, "evaluate_after").path), run
+
+
+def find_training_log(store: Path, text: str) -> Path:
+    """The file with the training steps that `text` names: a log, a folder of `dapo train`, or a run."""
+    path = Path(text)
+    if path.is_file():
+        return path
+    if (path / STEPS_FILE).is_file():
+        return path / STEPS_FILE
+    try:
+        is_run = (path / RECORD_FILE).is_file()
+        run = read_run(path.absolute()) if is_run else find_run(store, text, "train_policy")
+    except StoreError as error:
+        raise StoreError(
+            f"{text} is neither a log of a training nor a folder with its {STEPS_FILE}, and {error}"
+        ) from None
+    return Path(require_artifact(run, "train_policy").path) / STEPS_FILE
 
 
 def _names(folders: Sequence[Path]) -> str:

@@ -14,6 +14,7 @@ from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.data.sources import describe_sources
+from tasks.external.environment import TrainerMissing
 from tasks.fetched_model import describe_fetch
 from tasks.links import Link, chain_of
 from tasks.runs.history import RecordedRun, artifact_of, differences_of, read_runs
@@ -64,7 +65,7 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
             continue
         try:
             key = link.key(*(found[label] for label in link.needs))
-        except (Unreachable, ServeError, CheckpointError) as error:
+        except (Unreachable, ServeError, CheckpointError, TrainerMissing) as error:
             note = _fetched(link) if isinstance(error, Unreachable) else str(error)
             stages.append(PlannedStage(link.label, "runs", note, (), None, None, None))
             continue
@@ -115,7 +116,10 @@ def _plan_waiting(
     if before is None:
         return PlannedStage(link.label, "runs", note, (), None, upstream, None)
     # Of its inputs those that are artifacts are not known yet; all else of its key is.
-    changes = _changes(before, link.stage.key(link.config, {**before["inputs"], **link.files(link.config)}))
+    try:
+        changes = _changes(before, link.stage.key(link.config, {**before["inputs"], **link.files(link.config)}))
+    except TrainerMissing as error:
+        return PlannedStage(link.label, "stale", f"{note}; {error}", (), None, upstream, None)
     asked = _asked(store, link, before["inputs"], "if the model changes also")
     note = "; ".join(filter(None, [note, asked]))
     return PlannedStage(link.label, "stale", note, changes, None, upstream, None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.metrics import METRICS_FILE
+from dapo_core.policy.profiling import PROFILES
 from dapo_core.tokenizing import LENGTHS_FILE
 from dapo_core.trackers import tracked_runs
 from durable import write_atomically
@@ -122,8 +123,15 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
         },
         stages={label: {"cached": stage.cached, "seconds": stage.seconds} for label, stage in run.stages.items()},
         artifacts={label: stage.artifact for label, stage in run.stages.items()},
+        traces=traces_of(training),
         card=card_of(run, training),
     )
+
+
+def traces_of(training: Artifact) -> dict[str, str]:
+    """Where the report finds the training's traces, by name: through the run's link to its output."""
+    names = sorted(path.name for path in Path(training.path, PROFILES).glob("*.json"))
+    return {name.removesuffix(".json"): f"../train_policy/{PROFILES}/{name}" for name in names}
 
 
 def _model_name(config: ChainConfig) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.loading import dump_config
 from dapo_core.errors import DapoError
+from dapo_core.model_folder import require_reference
 from dapo_core.reward.routing import require_scorers
 from durable import locked, write_atomically
 from eval.problems.prompts import find_template
@@ -233,6 +234,7 @@ def check_inputs(config: ChainConfig) -> None:
     source_files(config)
     require_scorers((), config.reward, config.custom_reward)
     require_resume(config.checkpoint.resume)
+    require_reference(config.algorithm.kl.reference_path)
     for settings in (config.evaluate, *map(config.evaluate.of, config.evaluate.benchmarks)):
         find_template(settings.prompt, default="given")
     for source in all_sources(config):

@@ -35,6 +35,11 @@ def time_of(config: ChainConfig, gigabytes: float | None = None) -> StepTime:
     in place of its model's. Raises ConfigError for an accelerator without train.device_model, and what
     `model_config` and `shape_of` raise.
     """
+    if config.train.backend != "own":
+        raise ConfigError(
+            f"train.backend={config.train.backend}: the estimate is of our own trainer; `dapo compare` and the "
+            "report show another one's seconds"
+        )
     shape, machine = shape_of(model_config(config.model)), _machine(config, gigabytes)
     for ran_with, steps in _trainings(config):
         if found := calibrate(ran_with, shape, _machine(ran_with), steps):
@@ -66,7 +71,13 @@ def _config_of(run: RecordedRun) -> ChainConfig | None:
 
 def _hardware(config: ChainConfig) -> tuple[Any, ...]:
     """What a factor of a run holds for."""
-    return config.model, config.train.device, config.train.device_model, config.rollout.engine
+    return (
+        config.train.backend,
+        config.model,
+        config.train.device,
+        config.train.device_model,
+        config.rollout.engine,
+    )
 
 
 def _machine(config: TrainingConfig, gigabytes: float | None = None) -> Machine:

@@ -16,7 +16,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from dapo_core.metrics import METRICS_FILE
+from dapo_core.training import train
+from durable import read_json_lines
+from flows.cli import app
+from flows.config import load_config
+from tests.in_process import without_ray
 from tests.tiny_models import Architecture, build_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -95,26 +102,62 @@ def typed(line: str, folder: Path, *more: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("architecture", "data", "write"),
-    [
-        ("qwen3", "questions.csv", write_gsm8k),
-        ("qwen2", "math.parquet", write_dapo_math),
-        ("llama", "choices.json", write_choices),
-    ],
-)
-def test_three_commands_lead_from_files_to_the_report(
-    tmp_path: Path, architecture: Architecture, data: str, write: Callable[[Path], None]
-) -> None:
-    build_tiny(tmp_path / "models/Qwen3-0.6B", architecture, positions=4096)
-    write(tmp_path / data)
+@pytest.fixture
+def commands() -> list[str]:
+    """init, plan and run, as the README has them."""
+    commands = readme_commands()
+    assert [line.split()[1] for line in commands] == ["init", "plan", "run"]
+    return commands
+
+
+def test_three_commands_lead_from_files_to_the_report(commands: list[str], tmp_path: Path) -> None:
+    build_tiny(tmp_path / "models/Qwen3-0.6B", "qwen3", positions=4096)
+    write_gsm8k(tmp_path / "questions.csv")
     (tmp_path / "reward.py").write_text(REWARD)
-    init, plan, run = readme_commands()
-    assert [line.split()[1] for line in (init, plan, run)] == ["init", "plan", "run"]
-    assert "next: dapo plan my.yaml" in typed(init.replace("questions.csv", data), tmp_path)
+    init, plan, run = commands
+    assert "next: dapo plan my.yaml" in typed(init, tmp_path)
     assert re.search(r"preflight: \d+ checks, nothing in the way", typed(plan, tmp_path))
     changes = [word for change in SHORT for word in ("--set", change)]
     typed(run, tmp_path, *changes)
     (report,) = (tmp_path / ".dapo/runs").glob("*/report/report.json")
     found = json.loads(report.read_text())
     assert (found["n"], found["train"]["steps"]) == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "data", "write"),
+    [("qwen2", "math.parquet", write_dapo_math), ("llama", "choices.json", write_choices)],
+)
+def test_other_files_and_models_plan_clean_and_train(
+    commands: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    architecture: Architecture,
+    data: str,
+    write: Callable[[Path], None],
+) -> None:
+    """In this process; tests of merging and of the engines serve models of each architecture."""
+    monkeypatch.chdir(tmp_path)
+    model = build_tiny(tmp_path / "models/Qwen3-0.6B", architecture, positions=4096)
+    write(tmp_path / data)
+    (tmp_path / "reward.py").write_text(REWARD)
+    init, plan, _ = (shlex.split(line.replace("questions.csv", data))[1:] for line in commands)
+    prepare = ["prepare-data", "my.yaml", "--output", "prepared"]
+    said = []
+    for words in (init, plan, prepare):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        said.append(done.output)
+    assert re.search(r"preflight: \d+ checks, nothing in the way", said[1])
+    assert re.fullmatch(r"prepared: 72 training and 8 held-out problems", said[2].strip())
+    config = load_config(Path("my.yaml"), [*SHORT, "rollout.engine=hf"])
+    with without_ray():
+        train(
+            config,
+            Path("prepared/train.parquet"),
+            model,
+            Path("output"),
+            held_out_path=Path("prepared/eval.parquet"),
+        )
+    (step,) = read_json_lines(Path("output") / METRICS_FILE)
+    assert step["actor/grad_norm"] > 0

@@ -16,9 +16,8 @@ import pytest
 from tasks.artifacts.artifact import StoreError
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
-from tests.processes import wait_until
+from tests.processes import DEADLINE_SECONDS, wait_until
 
-DEADLINE_SECONDS = 30.0
 PARTS = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions={})
 
 # Builds PARTS: each build enters its pid in `builds`, then waits for the file `go`; prints what produce returned.

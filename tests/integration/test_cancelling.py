@@ -24,12 +24,12 @@ from eval.run import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 from tests.operated import Site, describe
 
-FAR = 20.0
+FAR = 90.0
 SAMPLING = Sampling(max_tokens=64)
 NUM_STEPS = 12
 START_SECONDS = 180.0
 pytestmark = pytest.mark.timeout(1500)  # on two busy cores
-GONE_SECONDS = 40.0
+GONE_SECONDS = 180.0
 # Only the last step is due to be saved.
 CHANGES = (f"train.total_steps={NUM_STEPS}", "checkpoint.save_every=100", "validation.every=0")
 

@@ -24,10 +24,11 @@ from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.start import _PolicyRank
-from dapo_core.device import Device
+from dapo_core.device import Cpu
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
-from dapo_core.policy.rank import Policy, Update
+from dapo_core.policy.rank import Policy
+from dapo_core.policy.update import Update
 from dapo_core.turns import OF_RANKS
 from flows.config import Config
 from tests.batches import random_batch
@@ -316,7 +317,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_ends_nothing(
             assert "No such file" in message
 
 
-class _Meta(Device):
+class _Meta(Cpu):
     """A device whose memory is not the host's."""
 
     def torch_device(self) -> torch.device:
@@ -327,7 +328,7 @@ class _Meta(Device):
 def _away(rank: int, config: Config, folder: Path) -> list[str]:
     """What does not hold of the places of weights and moments."""
     policy, facts = _policy(config), {}
-    meta = _Meta("cpu", "gloo", "CPU", "float32")
+    meta = _Meta()
     for is_offloaded, place in ((False, META), (True, CPU)):
         optimizer = torch.optim.AdamW(policy.model.parameters())
         Shards(policy._causal_lm(), optimizer, meta, is_offloaded, run_seed=0)._state(0)

@@ -39,8 +39,8 @@ from tasks.processes.supervisor import descendants
 from tests.batches import random_batch
 from tests.trainings import World, config_of
 
-FAR = 60.0
-QUICK = 10.0  # for a call on a dead process and for cleaning up, far below a collective's limit of half an hour
+FAR = 120.0
+QUICK = 60.0  # for a call on a dead process and for cleaning up, far below a collective's limit of half an hour
 PAUSE = 0.3  # from stopping a process to killing it, in which the others come to wait for it
 SCORER = "def compute_score(**_):\n    return 1.0\n"
 ERRORS = {

@@ -152,7 +152,13 @@ def test_the_automation_of_the_guide_posts_a_run_that_ended_unseen(
 
 def test_the_unit_files_use_commands_and_settings_that_prefect_has(site: Site) -> None:
     units = {path.name: path.read_text() for path in (ROOT / "deploy").iterdir()}
-    assert set(units) == {"setup.sh", "compose.yaml", "dapo-server.service", "dapo-worker.service"}
+    assert set(units) == {
+        "setup.sh",
+        "compose.yaml",
+        "dapo-server.service",
+        "dapo-worker.service",
+        "inventory.yaml",
+    }
     start = re.compile(r"prefect ((?:server|worker) start.*?)[\n\"]")
     commands = {command for text in units.values() for command in start.findall(text)}
     assert len(commands) == 3

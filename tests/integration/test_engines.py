@@ -306,10 +306,10 @@ def test_abort_returns_partial_responses_and_does_not_disturb_the_others(engine)
 def test_an_aborted_response_continues_under_new_weights(engine, model_path):
     """Each token's log-prob is from the weights that sampled it; the length limit counts all of them."""
     old_model, new_model = load_model(model_path), end_bias(load_model(model_path))
-    requests = make_requests(8)
+    requests = make_requests(16)[8:]
     engine.submit(requests)
     decode(engine, 8 * 5)
-    partial = {response.request_id: response for response in engine.abort([str(number) for number in range(8)])}
+    partial = {response.request_id: response for response in engine.abort([each.request_id for each in requests])}
     engine.load_weights(new_model.named_parameters(), policy_version=1)
     continued = [
         replace(

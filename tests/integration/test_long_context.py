@@ -15,7 +15,8 @@ from dapo_core.batch import Batch, build_batch, split_batch
 from dapo_core.loss import LossTotals
 from dapo_core.memory.rank import rank_memory
 from dapo_core.memory.shape import shape_of
-from dapo_core.policy.rank import Policy, Update
+from dapo_core.policy.rank import Policy
+from dapo_core.policy.update import Update
 from flows.config import Config
 from tests.batches import make_group
 from tests.configs import make_config
@@ -77,7 +78,7 @@ def test_an_update_on_22528_tokens_takes_the_planned_memory(tmp_path: Path) -> N
         },
     )
     planned = rank_memory(config, shape_of(MODEL.to_dict()))
-    parts = ("update_weights", "update_gradients", "update_activations", "update_logits")
+    parts = ("update_weights", "update_gradients", "update_copies", "update_activations", "update_logits")
     expected = sum(getattr(planned, part) for part in parts)
     whole_logits, scores = 4 * RESPONSE * MODEL.vocab_size, 4 * (PROMPT + RESPONSE) ** 2
     for peak, update in run_ranks(2, _peak_of_an_update, config):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
@@ -23,9 +25,13 @@ from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
 from dapo_core.training import train
 from flows.config import load_config
+from tasks.preflight.cluster import check_cluster
+from tasks.preflight.finding import FAIL, OK, WARN, Findings
+from tasks.preflight.smoke import _ask_engine_of_node
 from tests.trainings import World, config_of
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
 NUM_NODES, DEVICES = 4, {"NPU": 16, "GPU": 32}  # GPUs of a node: what the largest recipe needs of four
 # A node whose port refuses is dead after 2 s instead of 15; one that only is slow has as long as ever.
 QUICK_DEATH = {
@@ -87,6 +93,61 @@ def test_a_lost_node_leaves_a_smaller_training(
 
 
 @pytest.fixture(scope="module")
+def other_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project with one line more."""
+    folder = tmp_path_factory.mktemp("project")
+    for name in ("dapo_core", "downloads", "eval", "tasks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("durable.py", "redaction.py"):
+        shutil.copy(ROOT / name, folder)
+    with (folder / "durable.py").open("a") as file:
+        file.write("# of another commit\n")
+    return folder
+
+
+def test_the_preflight_names_the_node_that_differs(
+    cluster: Cluster, shared: Path, other_project: Path, tmp_path: Path
+) -> None:
+    (shared / "store").mkdir()
+    os.chdir(tmp_path)
+    node = cluster.add_node(
+        num_cpus=1,
+        env_vars={"PYTHONPATH": str(other_project), "VLLM_USE_V1": "1", "RAY_prestart_worker_first_driver": "0"},
+    )
+    os.chdir(shared)
+    config = config_of(train={"ray_address": cluster.address}, store={"path": str(HERE / "store")})
+    findings = Findings()
+    check_cluster(config, None, is_whole=True, findings=findings)
+    cluster.remove_node(node)
+    said = {(each.check, each.status): each for each in findings}
+    other = re.escape(said["files", FAIL].where)
+    assert re.fullmatch(r".+ \(.+, node [0-9a-f]{6}\)", said["files", FAIL].where)
+    assert said["files", FAIL].found == "does not see output /proc/self/cwd/store (no such folder)"
+    assert re.match(other, said["versions", FAIL].where)
+    assert re.fullmatch(r"code [0-9a-f]{12}, and [0-9a-f]{12} on .+", said["versions", FAIL].found)
+    assert re.match(other, said["environment", WARN].where)
+    assert said["environment", WARN].found.startswith("VLLM_USE_V1=1: unset it")
+    assert said["network", OK].found == "2 TCP connections, from each node to each other"
+    assert said["all-reduce", OK].found.startswith("over gloo between 1 pair(s) of nodes")
+    assert {("nodes", OK), ("clock", OK), ("Ray", OK)} <= said.keys()
+    assert not list((shared / "store").iterdir())
+
+
+def test_an_engine_is_asked_on_a_node(cluster: Cluster, world: World) -> None:
+    findings = Findings()
+    _ask_engine_of_node(world.model, config_of(train={"ray_address": cluster.address}), findings)
+    [found] = findings
+    assert found.status == OK
+    assert re.fullmatch(r"rollout.engine=hf on \S+ \(.+\) gave \d+ tokens after \d+ s", found.found)
+    spread = config_of(
+        train={"ray_address": cluster.address, "device": "npu"},
+        rollout={"engine": "vllm", "tensor_parallel": 2},
+    )
+    _ask_engine_of_node(world.model, spread, findings)
+    assert (findings[1].status, "spans 2 devices" in findings[1].found) == (WARN, True)
+
+
+@pytest.fixture(scope="module")
 def nodes(cluster: Cluster, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Four nodes with devices, of which the second sees another folder HERE; this process is connected."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
@@ -109,7 +170,11 @@ def groups(nodes: Cluster) -> Iterator[list[PlacementGroup]]:
         remove_placement_group(group)
 
 
-RECIPES = {path.stem: (path, ()) for path in sorted(CONFIGS.glob("*.yaml"))}
+RECIPES = {
+    path.stem: (path, ())
+    for path in sorted(CONFIGS.glob("*.yaml"))
+    if load_config(path).train.backend == "own"  # another trainer places its own
+}
 SHARED = ("train.placement=colocated", "train.num_ranks=64", "rollout.num_workers=16", "rollout.tensor_parallel=4")
 
 
@@ -157,7 +222,7 @@ def test_a_node_without_the_files_is_named(nodes: Cluster, shared: Path, world: 
     config = config_of()
     require_shared([ids["node0"], ids["node2"]], config, HERE / "model", HERE / "output")
     message = (
-        r"^node \S+ \(\S+\) does not see model folder /proc/self/cwd/model \(No such file or directory\), "
+        r"^node \S+ \(.+?\) does not see model folder /proc/self/cwd/model \(No such file or directory\), "
         r"output /proc/self/cwd/output \(another folder\): put the store \(store\.path\)"
     )
     with pytest.raises(ConfigError, match=message):

@@ -329,7 +329,7 @@ def test_a_supervisor_that_is_killed_takes_the_command_with_it(
             listener.bind(str(folder / str(uuid.uuid4())))
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: start_time_of(command_pid) is None, "the command to end")
-        assert server.poll() == -signal.SIGKILL
+        wait_until(lambda: server.poll() == -signal.SIGKILL, "the supervisor's end to be known")
     assert not folder.exists()
 
 
@@ -341,3 +341,14 @@ def test_the_private_prefect_server_of_a_run_gets_its_password(
     monkeypatch.setattr(prefect_server, "PREFECT", python(code))
     with prefect_server._private_server("http://127.0.0.1:1/api", 1, "dapo:very-secret") as server:
         wait_until(lambda: server.tail(1) == ["dapo:"], "its password")
+
+
+def test_a_log_that_a_rotation_cuts_is_followed_from_its_new_beginning(tmp_path: Path) -> None:
+    log, lines = tmp_path / "log", list[str]()
+    code = (
+        "import os, sys, time\nprint('before ' * 100, flush=True)\ntime.sleep(1)\nos.truncate(sys.argv[1], 0)\n"
+        "print('after', flush=True)\n"
+    )
+    run_command([sys.executable, "-c", code, str(log)], log_path=log, label="job", on_line=lines.append)
+    assert lines[0].startswith("before")
+    assert lines[-1] == "after"

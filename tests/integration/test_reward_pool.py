@@ -152,7 +152,7 @@ def test_finished_waits_no_longer_than_it_may(make: Make) -> None:
     pool.submit("a", request("sleep"))
     started = time.monotonic()
     assert pool.finished(0.2) == []
-    assert 0.2 <= time.monotonic() - started < 5
+    assert 0.2 <= time.monotonic() - started < 25
     assert pool.num_pending == 1
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import yaml
 
-from dapo_core.checkpoint.state import TrainerState, read_state
+from dapo_core.checkpoint.state import read_state
 from dapo_core.errors import RolloutError
 from dapo_core.metrics import METRICS_FILE
+from dapo_core.policy.profiling import PROFILES
 from dapo_core.sampler import NotEnoughSignal
 from dapo_core.training import TrainResult, train
 from durable import read_json_lines
@@ -26,7 +30,6 @@ from tests.metric_names import expand
 from tests.processes import start_time_of, wait_until
 from tests.trainings import NUM_PROBLEMS, World, config_of, settings
 
-UNINTERRUPTED_STEPS = 4
 TOTAL_STEPS = 8
 OPTIMIZER_STEPS = 2  # per training step: train_prompts / mini_prompts
 # What every step that trains writes. Not among them are KL's and
@@ -39,6 +42,8 @@ actor/{entropy,pg_loss,pg_clipfrac,pg_clipfrac_lower,ppo_kl,grad_norm,skipped_up
 response_length/{mean,max,min,clip_ratio} prompt_length/{mean,max,min,clip_ratio} response/aborted_ratio
 response_length_non_aborted/{mean,max,min} global_seqlen/{min,max,minmax_diff,balanced_min,balanced_max,mean}
 rollout/{probs_diff_mean,probs_diff_max,kl,k3_kl,ppl_ratio,ess,chi2_token,chi2_seq}
+rollout_corr/{training_ppl,training_log_ppl,rollout_ppl,rollout_log_ppl,log_ppl_diff,log_ppl_abs_diff,ppl_ratio}
+rollout_corr/{log_ppl_diff_max,log_ppl_diff_min,kl,k3_kl,chi2_token,chi2_seq}
 sampler/{kept,all_right,all_wrong,surplus,stale,aborted,carried_out}_{groups,tokens}
 sampler/{waste_ratio,accuracy} sampler/{finished,kept,surplus}_{response_length,clip_ratio}
 sampler/staleness/{mean,max,token_ratio} reward/{right,wrong,no_answer,error,timeout,overlong}_ratio
@@ -48,6 +53,7 @@ perf/{trained_response_tokens,time_per_step,throughput} perf/{max_rss_gb,cpu_mem
 perf/{max_rss_gb,cpu_memory_used_gb}/{generate,anchor,update,publish} weight_sync/probe_difference
 """)
 OF_STALE_TOKENS = expand("rollout/importance_{mean,truncated_ratio}")
+PROFILE = {"steps": [2, 3], "ranks": [1]}
 NOT_OF_THE_RESULT = (
     "wall_time",
     "timing_s/",
@@ -61,15 +67,13 @@ NOT_OF_THE_RESULT = (
 
 @dataclass(frozen=True)
 class Run:
-    """A training output, as it was before it was continued and as it ended."""
+    """A training's output, its metrics, and what the caller saw on the way."""
 
     folder: Path
-    first: TrainResult
-    first_metrics: list[dict[str, float]]
-    first_state: TrainerState
-    checkpoints: list[list[str]]  # after each of the first steps
-    last: TrainResult
-    called: list[int]  # steps for which the callback of the continued run was called
+    result: TrainResult
+    metrics: list[dict[str, float]]
+    checkpoints: list[list[str]]  # after each step
+    positions: list[int]  # of the next prompt, after each step
 
 
 def checkpoint_names(folder: Path) -> list[str]:
@@ -78,33 +82,34 @@ def checkpoint_names(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Four steps, then four more by a second call on the same output, which saves asynchronously."""
+    """Eight steps, which are saved before the next one begins."""
     folder = tmp_path_factory.mktemp("run")
     checkpoints: list[list[str]] = []
-    first = train(
-        config_of(
-            train={"total_steps": UNINTERRUPTED_STEPS, "ray_address": ray_address},
-            checkpoint={"asynchronous": False},
-        ),
-        world.data,
-        world.model,
-        folder,
-        lambda step, metrics: checkpoints.append(checkpoint_names(folder)),
+    positions: list[int] = []
+
+    def look(step: int, metrics: dict[str, float]) -> None:
+        checkpoints.append(checkpoint_names(folder))
+        positions.append(read_state(folder / "checkpoints" / f"step_{step:06d}").prompt_position)
+
+    config = config_of(
+        train={"total_steps": TOTAL_STEPS, "ray_address": ray_address, "profile": PROFILE},
+        checkpoint={"asynchronous": False},
     )
-    first_metrics, first_state = read_json_lines(folder / METRICS_FILE), read_state(first.checkpoint)
-    called: list[int] = []
-    last = train(
-        config_of(train={"total_steps": TOTAL_STEPS, "ray_address": ray_address}),
-        world.data,
-        world.model,
-        folder,
-        lambda step, metrics: called.append(step),
-    )
-    return Run(folder, first, first_metrics, first_state, checkpoints, last, called)
+    result = train(config, world.data, world.model, folder, look)
+    return Run(folder, result, read_json_lines(folder / METRICS_FILE), checkpoints, positions)
+
+
+def test_chosen_ranks_trace_the_phases_of_chosen_steps(run: Run) -> None:
+    traces = {path.name: json.loads(path.read_bytes()) for path in (run.folder / PROFILES).iterdir()}
+    assert set(traces) == {"step_000002_rank_1.json", "step_000003_rank_1.json"}
+    for trace in traces.values():
+        spans = Counter(event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
+        assert {"old_log_prob", "forward", "backward", "weight_sync", "save_checkpoint"} <= spans.keys()
+        assert spans["update_actor"] == spans["optimizer"] == OPTIMIZER_STEPS
 
 
 def test_every_metric_is_written_and_no_unknown_one(run: Run) -> None:
-    for line in run.first_metrics:
+    for line in run.metrics:
         has_stale = line["sampler/staleness/token_ratio"] > 0
         assert has_stale == (line["step"] > 1)
         assert set(line) == (METRIC_NAMES | OF_STALE_TOKENS if has_stale else METRIC_NAMES)
@@ -114,7 +119,7 @@ def test_every_metric_is_written_and_no_unknown_one(run: Run) -> None:
 def test_phases_add_up_to_the_step(run: Run) -> None:
     phases = [name for name in METRIC_NAMES if name.startswith("timing_s/") and name != "timing_s/step"]
     shares = []  # of each step's time that no phase accounts for
-    for line in run.first_metrics:
+    for line in run.metrics:
         spent = sum(line[phase] for phase in phases)
         assert spent <= line["timing_s/step"]
         shares.append(1 - spent / line["timing_s/step"])
@@ -123,9 +128,9 @@ def test_phases_add_up_to_the_step(run: Run) -> None:
 
 
 def test_the_metrics_of_a_step_are_consistent(run: Run) -> None:
-    assert [line["step"] for line in run.first_metrics] == [1, 2, 3, 4]
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6, 7, 8]
     carried_in = 0.0
-    for line in run.first_metrics:
+    for line in run.metrics:
         num_responses = 16  # 4 prompts x 4 responses
         num_tokens = num_responses * (line["prompt_length/mean"] + line["response_length/mean"])
         assert line["perf/total_num_tokens"] == pytest.approx(num_tokens)
@@ -146,35 +151,29 @@ def test_the_metrics_of_a_step_are_consistent(run: Run) -> None:
 
 
 def test_engine_and_policy_agree_after_every_step(run: Run) -> None:
-    lines = read_json_lines(run.folder / METRICS_FILE)
-    assert [line["policy_version"] for line in lines] == [2, 4, 6, 8, 10, 12, 14, 16]
-    assert max(line["weight_sync/probe_difference"] for line in lines) < 1e-4
+    assert [line["policy_version"] for line in run.metrics] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert max(line["weight_sync/probe_difference"] for line in run.metrics) < 1e-4
 
 
 def test_the_last_checkpoints_are_kept(run: Run) -> None:
-    assert run.checkpoints == [
+    assert run.checkpoints[:3] == [
         ["latest", "lock", "step_000001"],
         ["latest", "lock", "step_000001", "step_000002"],
         ["latest", "lock", "step_000002", "step_000003"],
-        ["latest", "lock", "step_000003", "step_000004"],
     ]
-    assert run.first.checkpoint.name == "step_000004"
     # a finished output holds one, whatever checkpoint.keep_last says
     assert checkpoint_names(run.folder) == ["latest", "step_000008"]
 
 
-def test_a_second_call_continues_at_the_next_step(run: Run) -> None:
-    assert run.called == [5, 6, 7, 8]
-    assert (run.last.steps, run.last.policy_version) == (TOTAL_STEPS, TOTAL_STEPS * OPTIMIZER_STEPS)
-    lines = read_json_lines(run.folder / METRICS_FILE)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert lines[:4] == run.first_metrics
+def test_rate_and_position_follow_the_steps(run: Run) -> None:
+    assert (run.result.steps, run.result.policy_version) == (TOTAL_STEPS, TOTAL_STEPS * OPTIMIZER_STEPS)
+    assert run.result.checkpoint.name == "step_000008"
     # 1/6 of the rate per optimizer step of warm-up: steps 2, 4, 6 end training steps 1 to 3
-    assert [line["actor/lr"] for line in lines] == pytest.approx([2e-3 / 6, 4e-3 / 6, *[1e-3] * 6])
-    before, after = run.first_state, read_state(run.last.checkpoint)
-    num_drawn = sum(round(6 * line["train/num_gen_batches"]) for line in lines[4:])
-    assert after.prompt_position == before.prompt_position + num_drawn
-    assert lines[7]["training/epoch"] == pytest.approx(after.prompt_position / NUM_PROBLEMS)
+    assert [line["actor/lr"] for line in run.metrics] == pytest.approx([2e-3 / 6, 4e-3 / 6, *[1e-3] * 6])
+    drawn = [round(6 * line["train/num_gen_batches"]) for line in run.metrics]
+    assert run.positions == [*accumulate(drawn)]
+    epochs = [line["training/epoch"] for line in run.metrics]
+    assert epochs == pytest.approx([position / NUM_PROBLEMS for position in run.positions])
 
 
 def test_placement_changes_no_number(run: Run, world: World, ray_address: str, tmp_path: Path) -> None:
@@ -199,7 +198,7 @@ def test_placement_changes_no_number(run: Run, world: World, ray_address: str, t
         world.model,
         tmp_path,
     )
-    for line, other in zip(read_json_lines(tmp_path / METRICS_FILE), run.first_metrics[:2], strict=True):
+    for line, other in zip(read_json_lines(tmp_path / METRICS_FILE), run.metrics[:2], strict=True):
         # one data-parallel rank has it all
         assert line["global_seqlen/balanced_max"] == line["perf/total_num_tokens"]
         assert other["global_seqlen/balanced_max"] < other["perf/total_num_tokens"]
@@ -231,9 +230,9 @@ def test_killed_it_ends_with_the_same_bits(
     named = {"rank": "policy rank [01] of 2", "worker": "rollout worker 0 of 1"}[role]
     assert re.search(rf"{named} .*died: .*training restarts in 0 s from", log), log[-3000:]
     assert crash.differences(run.folder, training.output) == []
-    names = {".".join(name.split(".")[:2]) for name in crash.read_tensors(run.last.checkpoint)}
+    names = {".".join(name.split(".")[:2]) for name in crash.read_tensors(run.result.checkpoint)}
     assert {"rng.rank_0", "rng.rank_1"} <= names  # the comparison had something to compare
-    assert len(crash.read_tensors(run.last.checkpoint)) > 50
+    assert len(crash.read_tensors(run.result.checkpoint)) > 50
 
 
 def test_too_little_signal_names_what_to_change(world: World, tmp_path: Path) -> None:

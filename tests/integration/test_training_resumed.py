@@ -229,7 +229,7 @@ def stopped_by_ctrl_c(begun: Begun, world: World, config: Config, output: Path) 
             assert command.pid not in map(os.getpgid, below)  # a signal to the group reaches none of them
             os.killpg(command.pid, signal.SIGINT)
             exit_code = command.wait(FAR)
-            wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), seconds=10)
+            wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below))
         finally:
             if command.poll() is None:
                 command.kill()

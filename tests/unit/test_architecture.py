@@ -18,14 +18,15 @@ from tests.file_list import file_list
 from tests.imports import files_imported, modules_of
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = ("flows", "tasks", "dapo_core", "eval", "downloads", "durable.py", "redaction.py")
+OWN = ("flows", "tasks", "dapo_core", "eval", "downloads", "interop", "durable.py", "redaction.py")
 OWN_MODULES = {name.removesuffix(".py") for name in OWN}
 MAY_IMPORT = {
-    "flows": {"flows", "tasks", "dapo_core", "eval", "downloads", "durable", "redaction"},
-    "tasks": {"tasks", "dapo_core", "eval", "downloads", "durable", "redaction"},
-    "dapo_core": {"dapo_core", "eval", "durable", "redaction"},
-    "eval": {"eval", "downloads", "durable", "redaction"},
+    "flows": {"flows", "tasks", "dapo_core", "eval", "downloads", "interop", "durable", "redaction"},
+    "tasks": {"tasks", "dapo_core", "eval", "downloads", "interop", "durable", "redaction"},
+    "dapo_core": {"dapo_core", "eval", "interop", "durable", "redaction"},
+    "eval": {"eval", "downloads", "interop", "durable", "redaction"},
     "downloads": {"downloads", "durable", "redaction"},
+    "interop": {"interop"},
     "durable.py": set(),
     "redaction.py": set(),
 }
@@ -217,6 +218,15 @@ def test_light_modules_load_nothing_heavy() -> None:
     loaded = child_modules(code)
     assert "eval" in loaded
     assert loaded.isdisjoint(HEAVY)
+
+
+def test_the_process_of_a_run_loads_no_framework() -> None:
+    """Its stages' commands do, each on its own."""
+    loaded = child_modules(
+        "import flows.dapo_full, flows.single_stages, flows.dapo_nightly, tasks.preflight.machine"
+    )
+    assert "prefect" in loaded
+    assert loaded.isdisjoint({"torch", "ray", "vllm", "transformers", "matplotlib"})
 
 
 def test_help_loads_nothing_heavy_and_is_quick() -> None:

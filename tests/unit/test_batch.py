@@ -16,6 +16,7 @@ from dapo_core.batch import (
     build_batch,
     micro_batches,
     mini_batches,
+    random_order,
     shuffled,
     split_batch,
     workload,
@@ -209,9 +210,19 @@ def test_mini_batches_do_not_sort_groups_by_how_soon_they_finished() -> None:
 
 def test_mini_batches_take_every_response_once_in_order() -> None:
     batch = random_batch(num_groups=5, group_size=2)
-    parts = list(mini_batches(batch, 2))
+    parts = [batch.select(rows) for rows in mini_batches(batch, 2)]
     assert [part.num_responses for part in parts] == [4, 4, 2]
     assert torch.cat([part.advantages for part in parts]).tolist() == batch.advantages.tolist()
+    (whole,) = mini_batches(batch, 5)
+    assert whole.tolist() == list(range(10))
+
+
+def test_mini_batches_take_whole_groups_in_a_given_order() -> None:
+    batch = random_batch(num_groups=5, group_size=2)
+    rows = mini_batches(batch, 2, [3, 0, 4, 1, 2])
+    assert [each.tolist() for each in rows] == [[6, 7, 0, 1], [8, 9, 2, 3], [4, 5]]
+    assert random_order(64, 3, 1, 1).tolist() != random_order(64, 3, 1, 2).tolist() != list(range(64))
+    assert random_order(64, 3, 1, 1).tolist() == random_order(64, 3, 1, 1).tolist()
 
 
 def test_an_empty_micro_batch_is_a_row_that_trains_nothing() -> None:

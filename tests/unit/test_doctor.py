@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +25,7 @@ from prefect.client.schemas.objects import WorkerStatus
 from prefect.exceptions import ObjectNotFound
 from typer.testing import CliRunner
 
+from dapo_core.device import Cuda
 from dapo_core.errors import ConfigError
 from flows import doctor
 from flows.cli import app
@@ -232,14 +234,14 @@ def test_packages_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(doctor, "device_for", lambda kind: SimpleNamespace(visible=lambda environment: []))
+        patch.setattr(Cuda, "visible", lambda device, environment: [])
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * GIB - 1, total=8 * GIB))
         assert doctor.check_hardware().status == WARN
 
-    def broken(kind: str) -> None:
-        raise ConfigError(f"no {kind}")
+    def broken(device: Cuda, environment: Mapping[str, str]) -> list[str]:
+        raise ConfigError(f"no {device.kind}")
 
-    monkeypatch.setattr(doctor, "device_for", broken)
+    monkeypatch.setattr(Cuda, "visible", broken)
     assert doctor.check_hardware().status == FAIL
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dapo_core.config.engine_args import require_known
-from dapo_core.engines.vllm_engine import device_arguments
+from dapo_core.engines.vllm_engine import LOG_PROBS, device_arguments, obey_log_probs
 from dapo_core.errors import ConfigError
 from flows.config import resolve_config
 from tasks.preflight.finding import Findings
@@ -106,3 +107,17 @@ def test_devices_that_cannot_share_the_heads_are_found_beforehand(tmp_path: Path
     check_model(tmp_path / "model", config, findings)
     [failed] = findings.failed
     assert f"{section}.tensor_parallel=3 devices cannot share 2 attention heads" in f"{failed}"
+
+
+def test_a_sampler_that_was_built_without_the_mode_gives_log_probs_of_what_it_draws_from() -> None:
+    """As vllm-ascend builds its own, which is vLLM's with other kernels."""
+    from vllm.v1.sample.sampler import Sampler
+
+    sampler = Sampler()
+    assert sampler.logprobs_mode != LOG_PROBS
+    obey_log_probs(SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler)))
+    obey_log_probs(SimpleNamespace(model_runner=SimpleNamespace(sampler=None)))
+
+    wanted = Sampler(LOG_PROBS)
+    assert sampler.logprobs_mode == wanted.logprobs_mode == LOG_PROBS
+    assert sampler.topk_topp_sampler.logprobs_mode == wanted.topk_topp_sampler.logprobs_mode == LOG_PROBS

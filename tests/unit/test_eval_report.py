@@ -67,6 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             title="A <test>",
             stages={"train": {"cached": False, "seconds": 125.0}, "merge": {"cached": True, "seconds": 0.02}},
             artifacts={"merged model": folder / "merged"},
+            traces={"step_000002_rank_1": "../train_policy/profiles/step_000002_rank_1.json"},
         ),
     )
     return folder
@@ -99,6 +100,9 @@ def test_report_numbers_by_hand(report: dict[str, Any], folder: Path) -> None:
     assert report["train"] == {"steps": 3, "tokens_trained": 600, "tokens_generated": 750, "seconds": 7.5}
     assert report["stages"]["merge"] == {"cached": True, "seconds": 0.02}
     assert report["artifacts"] == {"merged model": str(folder / "merged")}
+    trace = "../train_policy/profiles/step_000002_rank_1.json"
+    assert f"- [step_000002_rank_1]({trace})" in (folder / "report" / "report.md").read_text()
+    assert f'<a href="{trace}">step_000002_rank_1</a>.' in (folder / "report" / "report.html").read_text()
     assert report["items"]["1"] == [1, 0]
     assert report["items"]["6"] == [None, 1]
     assert (report["before"]["model"], report["after"]["model"]) == ("base", "trained")
@@ -276,7 +280,7 @@ def test_html_is_one_file_that_runs_no_script_but_ours(folder: Path) -> None:
     assert "<title>A &lt;test&gt;</title>" in page
     # Accuracy by level and by subject, parts, lengths, transitions; of training score and seconds have values.
     assert page.count("<svg") == 8
-    assert not re.search(r"""(?:src|href)=["'](?!#|data:)""", page)
+    assert not re.search(r"""(?:src|href)=["'](?!#|data:|\.\./train_policy/)""", page)
     assert not re.search(r"#0[0-9a]0[0-9a]0[0-9a]\b", page)  # every stand-in became a colour of the page
 
 

@@ -84,9 +84,12 @@ def test_a_backward_pass_costs_two_forward_passes(config: PretrainedConfig) -> N
     model, length = tiny(config), 7
     with FlopCounterMode(display=False) as counter:
         model(torch.arange(length)[None], use_cache=False).logits.logsumexp(-1).sum().backward()
-    attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]  # alone has batches of matrices
+    counts = counter.get_flop_counts()
+    # transformers 5.5 makes the angles of positions by a product of matrices, which no weight is part of
+    angles = sum(sum(part.values()) for name, part in counts.items() if name.endswith("rotary_emb"))
+    attention = counts["Global"][torch.ops.aten.bmm] - angles  # else it alone has batches of matrices
     # eager attention multiplies all 7 x 7 pairs, of which causal attention needs 7 x 8 / 2
-    needed = counter.get_total_flops() - attention * 3 / 7
+    needed = counter.get_total_flops() - angles - attention * 3 / 7
     assert needed == flops(config, [length], length)
 
 
@@ -103,6 +106,7 @@ def test_an_architecture_of_other_products_has_no_number() -> None:
         ("NVIDIA H100 80GB HBM3", 989.4e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200", 989.4e12),
+        ("NVIDIA H20", 148e12),
         ("Ascend910B2", 353.8944e12),  # 24 cores x 8,192 operations x 1.8 GHz
         ("Ascend910B3", 294.912e12),  # 20 x 8,192 x 1.8 GHz
         ("Ascend910_9392", 363.7248e12),  # 24 x 8,192 x 1.85 GHz

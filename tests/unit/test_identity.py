@@ -51,6 +51,7 @@ def _changed(before: dict, now: dict) -> set[str]:
         # Where and how fast the work is done, how far, and what is looked at meanwhile.
         ({"train": {"num_ranks": 2, "sequence_parallel": 2, "max_restarts": 0}}, set()),
         ({"train": {"micro_batch_tokens": 65536, "total_steps": 7}}, set()),
+        ({"train": {"passes": 2, "adam_beta2": 0.95}}, {"train.passes", "train.adam_beta2"}),
         ({"rollout": {"num_workers": 3}, "run": {"name": "other"}}, set()),
         ({"checkpoint": {"keep_best": 1, "save_every": 3}, "validation": {"every": 2}}, set()),
         ({"store": {"path": "elsewhere"}, "serve": {"port": 8000}, "evaluate": {"seed": 5}}, set()),
@@ -66,11 +67,31 @@ def test_what_alters_the_training_is_bound(
     assert _changed(_identity(model_path), _identity(model_path, **sections)) == changed
 
 
+def test_the_reference_model_is_bound_by_its_content(model_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "config.json").write_text("{}", encoding="utf-8")
+    kl = {"place": "loss", "reference_path": str(model_path)}
+    first = _identity(model_path, algorithm={"kl": kl})
+    assert _identity(model_path, algorithm={"kl": {**kl, "reference_path": str(tmp_path / "moved")}}) == first
+    (tmp_path / "moved" / "config.json").write_text("[]", encoding="utf-8")
+    other = _identity(model_path, algorithm={"kl": {**kl, "reference_path": str(tmp_path / "moved")}})
+    assert _changed(first, other) == {"algorithm.kl.reference_path"}
+
+
+def test_a_training_whose_rate_falls_until_its_end_cannot_become_longer(model_path: Path) -> None:
+    def identities(**schedule: object) -> list[dict]:
+        return [_identity(model_path, train={"total_steps": steps, **schedule}) for steps in (100, 200)]
+
+    assert _changed(*identities(schedule="cosine")) == {"train.total_steps"}
+    assert _changed(*identities(schedule="cosine", schedule_steps=3200)) == set()
+
+
 def test_keys_are_those_of_the_configuration_and_none_is_volatile(model_path: Path) -> None:
     identity = _identity(model_path)
     assert set(identity) - {"prompts", "model"} <= set(known_fields(Config))
     trained = {name.removeprefix("train.") for name in identity if name.startswith("train.")}
-    assert trained == {n for n in TrainConfig.model_fields if not is_volatile(TrainConfig, n)} - {"total_steps"}
+    lasting = {name for name in TrainConfig.model_fields if not is_volatile(TrainConfig, name)}
+    assert trained == lasting - {"total_steps", "profile"}
     assert json.loads(json.dumps(identity)) == identity  # as a checkpoint gives it back
 
 

@@ -137,3 +137,9 @@ def test_a_response_that_trains_nothing_loses_its_kl_like_its_siblings() -> None
     assert penalised.rewards.tolist() == pytest.approx([0.85, -1.1])
     assert metrics == {"actor/reward_kl_penalty": pytest.approx(0.5), "actor/reward_kl_penalty_coeff": 0.1}
     assert KLController(KLConfig(place="loss")).penalise(batch) == (batch, {})
+
+
+@pytest.mark.parametrize("unused", [{"refresh_every": 5}, {"reference_path": "elsewhere"}])
+def test_a_reference_that_nothing_loads_is_refused(unused: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"with algorithm\.kl\.place=off there is none; set algorithm\.kl\.place"):
+        KLConfig.model_validate(unused)

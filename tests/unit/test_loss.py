@@ -13,7 +13,7 @@ from dapo_core.config.algorithm import AlgorithmConfig
 from dapo_core.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
 
 DAPO = AlgorithmConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_dual=10.0)
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 NAN, INF = float("nan"), float("inf")
 
 
@@ -94,6 +94,7 @@ def test_a_log_ratio_of_fifty_is_clamped_to_twenty(log_ratio: float, advantage: 
     ("aggregation", "weights"),
     [
         ("token-mean", [[1 / 3, 1 / 3], [1 / 3, 0], [0, 0]]),
+        ("token-sum", [[1, 1], [1, 0], [0, 0]]),
         ("seq-mean-token-sum", [[1 / 2, 1 / 2], [1 / 2, 0], [0, 0]]),
         ("seq-mean-token-mean", [[1 / 4, 1 / 4], [1 / 2, 0], [0, 0]]),  # 1 / (2 * 2) and 1 / (2 * 1)
         ("seq-mean-token-sum-norm", [[1 / 20, 1 / 20], [1 / 20, 0], [0, 0]]),  # 1 / (2 * 10)
@@ -102,7 +103,7 @@ def test_a_log_ratio_of_fifty_is_clamped_to_twenty(log_ratio: float, advantage: 
 def test_token_weights(aggregation: str, weights: list[list[float]]) -> None:
     mask = torch.tensor([[True, True], [True, False], [False, False]])
     found = _totals(mask).token_weights(mask, _algorithm(aggregation))
-    torch.testing.assert_close(found, torch.tensor(weights))
+    torch.testing.assert_close(found, torch.tensor(weights, dtype=torch.float32))
 
 
 # Responses of 1, 2 and 9 tokens with losses 10.1, 9.7 and 7.5 per token: over all tokens

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dapo_core.config.algorithm import AlgorithmConfig
 from dapo_core.loss import LossTokens, LossTotals, policy_loss
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 ESTIMATORS = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+")
 COUNTS = ("num_tokens", "clipped", "clipped_dual")
 SUMS = ("pg_loss", "kl_loss", "neg_log_ratio")

@@ -22,6 +22,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("memory_plan")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "num_ranks", "sequence_parallel"), [("Qwen3-8B", 16, 2), ("Qwen2.5-7B", 4, 1)])
 def test_plan_is_what_the_code_allocates(
     model: str, num_ranks: int, sequence_parallel: int, bench: ModuleType, tmp_path: Path

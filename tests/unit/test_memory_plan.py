@@ -93,8 +93,8 @@ def test_an_update_of_qwen3_32b_by_hand() -> None:
     # head's gradient and half of the layer's in bfloat16; the reduced layer's in float32
     assert rank.update_gradients == 2 * (head + layer // 2) + 4 * layer
     norms, head_norms = 2 * 8 * hidden, 6 * (queries + keys)
-    attention = 2 * 5 * queries + 4 * 64  # q, repeated k and v, the result twice; logsumexp of 64 heads
-    kept = norms + head_norms + attention + 4 * 2 * width  # 424,192 bytes a token
+    attention = 2 * (3 * queries + 2 * keys) + 4 * 64  # q, k, v, the result twice; logsumexp of 64 heads
+    kept = norms + head_norms + attention + 4 * 2 * width  # 395,520 bytes a token
     inputs = 64 * 2 * hidden  # of 64 checkpointed layers
     assert rank.update_activations == tokens * (inputs + kept + 2 * 2 * width + 2 * 2 * hidden)
 
@@ -126,6 +126,20 @@ def test_keys_that_save_memory_save_it() -> None:
     assert rank["train.sequence_parallel=4"].scoring_activations == plain.scoring_activations
     assert rank["train.dtype=float32"].forward_weights == 2 * plain.forward_weights
     assert rank["train.fsdp_size=4"].weights == 2 * plain.weights
+
+
+def test_a_reference_that_changes_is_in_checkpoints() -> None:
+    kept, fresh = (
+        planned(recipe("grpo_qwen3_8b_math", f"algorithm.kl.refresh_every={every}"), "Qwen3-8B")
+        for every in (0, 5)
+    )
+    number = shape_of(PUBLISHED["Qwen3-8B"]).num_parameters
+    assert kept.disk.checkpoint == 12 * number  # weights and two moments in float32
+    assert fresh.disk.checkpoint == 14 * number  # and the reference in bfloat16
+    copies = [
+        sum(use.host_bytes for use in plan.uses if use.what == "copy being written") for plan in (kept, fresh)
+    ]
+    assert copies[1] - copies[0] == kept.rank.reference > 0
 
 
 def test_a_micro_batch_is_no_larger_than_the_step() -> None:

@@ -21,7 +21,7 @@ from dapo_core.metrics import (
     seqlen_metrics,
     update_metrics,
 )
-from dapo_core.policy.rank import Update
+from dapo_core.policy.update import Update
 from dapo_core.reward.scorers import Verdict
 from dapo_core.rollout import Group, Rollout
 from dapo_core.sampler import Draw
@@ -161,6 +161,8 @@ def test_sequence_lengths_before_and_after_balancing() -> None:
         "global_seqlen/balanced_max": 13.0,  # 9 + 4
         "global_seqlen/mean": 12.0,
     }
+    two_passes = [_update(0.0, 1, 1.0, rank_tokens=tokens) for tokens in ((9, 3), (4, 8)) * 2]
+    assert seqlen_metrics(lengths, two_passes, 2) == metrics
     more_ranks_than_rows = seqlen_metrics(np.array([5, 3]), [_update(0.0, 1, 1.0, rank_tokens=(5, 3, 0))])
     assert more_ranks_than_rows["global_seqlen/min"] == more_ranks_than_rows["global_seqlen/balanced_min"] == 0.0
 

@@ -18,6 +18,7 @@ from dapo_core.model_folder import (
     model_fingerprint,
     require_model_folder,
     require_own_files,
+    require_reference,
     weight_files,
     weight_names,
 )
@@ -151,3 +152,21 @@ def test_pickles_come_with_their_index_and_code_with_leave() -> None:
     paths = [*SMALL, *pickles, *code, "training_args.bin"]
     assert files_to_fetch(paths, allow_pickle=True) == sorted([*SMALL, *pickles])
     assert files_to_fetch(paths, allow_pickle=True, with_code=True) == sorted([*SMALL, *pickles, *code])
+
+
+def test_a_reference_model_has_the_policys_sizes(tmp_path: Path) -> None:
+    policy, same = (build_tiny_qwen3(tmp_path / name) for name in ("policy", "same"))
+    require_reference(None, policy)
+    require_reference(str(same), policy)
+    require_reference(str(same), tmp_path / "not fetched yet")
+    config = json.loads((same / "config.json").read_text())
+    (same / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 7}))
+    with pytest.raises(
+        ModelError, match=r"same has num_hidden_layers 7 and the policy 2: .* algorithm\.kl\.refer"
+    ):
+        require_reference(str(same), policy)
+    (same / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        require_reference(str(same), policy)
+    with pytest.raises(ModelError, match=r"does not exist; set algorithm\.kl\.reference_path to"):
+        require_reference(str(tmp_path / "nowhere"), policy)

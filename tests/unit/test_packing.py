@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from dapo_core.batch import Batch, build_batch
+from dapo_core.device import Cpu
 from dapo_core.errors import ModelError
 from dapo_core.policy.attention import Packing, packed_attention
 from dapo_core.policy.log_probs import TokenLogProbs
@@ -145,6 +146,25 @@ def _peak_bytes(num_tokens: int, vocabulary: int, chunk_tokens: int) -> int:
 
 
 @pytest.mark.slow
+def test_key_heads_that_a_device_shares_give_what_repeated_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight query heads a key head, as in Qwen3-32B; accelerators share, and here torch's own kernel does."""
+    lengths = [7, 5, 2]
+    draw = torch.Generator().manual_seed(0)
+    states = [torch.randn(1, heads, sum(lengths), 8, generator=draw).bfloat16() for heads in (16, 2, 2)]
+
+    def attended(shares: bool) -> list[torch.Tensor]:
+        monkeypatch.setattr(Cpu, "shares_key_heads", shares)
+        given = [each.clone().requires_grad_() for each in states]
+        packing = Packing(lengths, torch.device("cpu"))
+        output, _ = packed_attention(torch.nn.Linear(1, 1), *given, None, packing=packing, scaling=0.35)
+        output.backward(output.detach())
+        return [output.detach(), *(each.grad for each in given if each.grad is not None)]
+
+    for shared, repeated in zip(attended(True), attended(False), strict=True):
+        torch.testing.assert_close(shared, repeated, rtol=0.02, atol=0.02)
+    assert [each.shape for each in attended(True)[1:]] == [each.shape for each in states]
+
+
 def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
     vocabulary = 151_936
     few, many = (_peak_bytes(num_tokens, vocabulary, chunk_tokens=16) for num_tokens in (64, 512))

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dapo_core.device import Device
+from dapo_core import versions
+from dapo_core.device import Cpu, Cuda
 from eval.gates import LAST_NIGHT
 from flows.config import Config, resolve_config
 from tasks.preflight import inputs
@@ -226,8 +228,9 @@ def test_caches_devices_and_ports_are_checked_against_the_recipe(tmp_path: Path,
 
 
 def test_shared_devices_count_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Device, "require", lambda self: None)
-    monkeypatch.setattr(Device, "visible", lambda self, environment: ["0", "1"])
+    monkeypatch.setattr(Cuda, "require", lambda self: None)
+    monkeypatch.setattr(Cuda, "visible", lambda self, environment: ["0", "1"])
+    monkeypatch.setattr("tasks.preflight.machine.check_devices_here", lambda *_: None)
 
     def said(status: str, placement: str) -> str:
         train = {"device": "cuda", "device_model": "H100", "num_ranks": 2, "placement": placement}
@@ -239,7 +242,34 @@ def test_shared_devices_count_once(tmp_path: Path, model: Path, monkeypatch: pyt
     assert "let ranks and engines share: train.placement=colocated" in refused
     assert said(OK, "colocated") == "2 of 2 cuda devices"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True contradicts" in said(FAIL, "colocated")
+    train = {"device": "cuda", "device_model": "H100", "num_ranks": 2, "placement": "colocated"}
+    config = recipe(tmp_path, model, train=train, rollout={"num_workers": 2})
+    [once] = [finding for finding in found(config, FAIL) if "expandable_segments" in finding.found]
+    assert once.found.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True: ")
+
+
+def test_devices_of_a_cluster_are_not_looked_for_here(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def checked(**external: Any) -> set[str]:
+        train = {"backend": "verl", "device": "cuda", "num_ranks": 32}
+        config = recipe(tmp_path, model, train=train, external={"python": sys.executable, **external})
+        return {finding.check for finding in found(config, FAIL)}
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert "devices" in checked()
+    assert "devices" not in checked(job_server="http://head:8265")
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert "devices" not in checked()
+
+
+def test_versions_that_are_no_known_set_warn(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = versions.sets()["npu-newest"].packages
+    monkeypatch.setattr("tasks.preflight.machine.stack", lambda: {**newest, "torch": "2.9.1"})
+    (finding,) = (finding for finding in found(recipe(tmp_path, model), WARN) if finding.check == "versions")
+    assert finding.found == "not a known set; of the nearest, npu-newest: torch 2.9.1 in place of 2.10.0"
+    monkeypatch.setattr("tasks.preflight.machine.stack", lambda: newest)
+    assert "versions" not in {finding.check for finding in found(recipe(tmp_path, model), WARN)}
 
 
 def test_a_tracker_without_its_client_is_said(
@@ -256,12 +286,14 @@ def test_a_tracker_without_its_client_is_said(
 def test_a_ray_cluster_that_does_not_answer_is_said_before_a_training_waits_for_it(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.preflight.machine.RAY_SECONDS", 0.01)
-    (finding,) = found(recipe(tmp_path, model, train={"ray_address": "127.0.0.1:1"}), FAIL)
-    assert (
-        finding.found
-        == "the Ray cluster at train.ray_address=127.0.0.1:1 does not answer: nothing came within 0.01 s"
-    )
+    monkeypatch.setattr("tasks.preflight.cluster.CLUSTER_SECONDS", 0.01)
+    config = recipe(tmp_path, model, train={"ray_address": "127.0.0.1:1"})
+    for on_nodes in (False, True):
+        [finding] = examine(config, on_nodes=on_nodes).failed
+        assert (
+            finding.found
+            == "the Ray cluster at train.ray_address=127.0.0.1:1 does not answer: nothing came within 0.01 s"
+        )
 
 
 def test_a_model_that_is_built_here_needs_generated_problems(tmp_path: Path, model: Path) -> None:
@@ -321,14 +353,14 @@ def test_a_training_that_cannot_fit_is_refused_with_numbers_and_keys(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2 GiB of memory: processes alone take 0.45 (rank) + 0.8 (engine) + 1 + 2 x 0.1 (trainer, Ray, scorers)."""
-    monkeypatch.setattr(Device, "memory_bytes", lambda device: 2 * 1024**3)
+    monkeypatch.setattr(Cpu, "memory_bytes", lambda device: 2 * 1024**3)
     (finding,) = found(recipe(tmp_path, model), FAIL)
     assert finding.check == "memory"
     assert re.search(r"^the machine: \d+\.\d GiB in phase \w+, and it has 2\.0$", finding.found)
     assert "train.allow_oversubscription=true tries all the same" in finding.advice
     (tried,) = found(recipe(tmp_path, model, train={"allow_oversubscription": True}), WARN)
     assert (tried.check, tried.found) == ("memory", finding.found)
-    monkeypatch.setattr(Device, "memory_bytes", lambda device: None)
+    monkeypatch.setattr(Cpu, "memory_bytes", lambda device: None)
     (unknown,) = [one for one in examine(recipe(tmp_path, model)) if one.check == "memory"]
     assert (unknown.status, "set train.device_model" in unknown.found) == (OK, True)
 

@@ -206,6 +206,7 @@ def test_what_decides_the_prepared_rows_is_in_the_key(tmp_path: Path) -> None:
     assert len({first, *keys}) == 6
 
 
+@pytest.mark.slow
 def test_reading_leaves_nothing_in_the_users_cache(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.csv", ROWS)
     code = f"from eval.problems.registry import load_set; print(len(load_set({path!r}).items))"

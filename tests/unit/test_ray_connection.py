@@ -44,7 +44,7 @@ class Init:
 @pytest.fixture(autouse=True)
 def _surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No token of the user, and a folder with a short path."""
-    monkeypatch.setattr(connection, "ask_cluster", lambda address: None)  # which connects in another process
+    monkeypatch.setattr(connection, "ask_cluster", lambda *_: None)  # which connects in another process
     monkeypatch.delenv(AUTH_MODE, raising=False)
     monkeypatch.delenv(AUTH_TOKEN, raising=False)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:

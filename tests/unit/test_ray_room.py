@@ -87,7 +87,7 @@ sys.exit(main("auto"))
         room.subprocess, "Popen", lambda _, **options: popen([sys.executable, "-c", code], cwd=ROOT, **options)
     )
     with pytest.raises(
-        ConfigError, match=r"none runs; start it with a token .*`export RAY_AUTH_MODE=token; .*ray start"
+        ConfigError, match=r"none runs; start one .* `dapo cluster up` .*or unset train.ray_address"
     ):
         room.ask_cluster("auto")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,10 @@ def load(name: str, *overrides: str) -> Config:
 
 
 def value_of(config: Config, key: str) -> Any:
-    return operator.attrgetter(key)(config)
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else getattr(value, name)
+    return value
 
 
 def keys_set(path: Path) -> Iterator[str]:
@@ -181,6 +183,7 @@ def test_grpo_differs_from_its_dapo_siblings_in_the_algorithm_and_the_task_alone
     task = {"run.name", "data.train", "data.eval", "custom_reward.path"}
     assert differing - task == {
         "algorithm.clip_ratio_high",
+        "algorithm.clip_ratio_dual",
         "algorithm.loss_aggregation",
         "algorithm.kl.place",
         "reward.overlong.enabled",

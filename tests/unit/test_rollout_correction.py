@@ -11,13 +11,9 @@ import torch
 
 from dapo_core.batch import build_batch
 from dapo_core.config.algorithm import RolloutCorrectionConfig
-from dapo_core.rollout_correction import (
-    correction_metrics,
-    importance_weights,
-    mask_rollouts,
-    mismatch_metrics,
-)
-from tests.batches import make_group
+from dapo_core.rollout_correction import importance_weights, mask_rollouts
+from dapo_core.rollout_metrics import correction_metrics, mismatch_metrics
+from tests.batches import make_group, random_batch
 from tests.configs import make_config
 
 NAN, INF = float("nan"), float("inf")
@@ -91,12 +87,128 @@ def test_metrics_of_weights_are_over_the_weighed_tokens() -> None:
         "rollout/importance_mean": pytest.approx(1.5),  # (2 + 1) / 2
         "rollout/importance_truncated_ratio": 0.5,
     }
+    icepop = correction_metrics(log_probs, batch, _settings(importance_min=0.9, importance_normalize=True))
+    assert icepop["rollout/importance_mean"] == pytest.approx(0.5)  # (0 + 1) / 2, before it is divided by 8 / 9
+    assert icepop["rollout/importance_truncated_ratio"] == 0.5
     of_all = correction_metrics(log_probs, batch, _settings(importance="token"))
     assert of_all["rollout/importance_mean"] == pytest.approx(6.5 / 9)  # 2 + 1 + 7 * 0.5
     assert of_all["rollout/importance_truncated_ratio"] == pytest.approx(1 / 9)
     fresh = replace(batch, is_stale=torch.zeros_like(batch.is_stale))
     for without in (correction_metrics(log_probs, fresh, _settings()), correction_metrics(log_probs, batch, OFF)):
-        assert not [name for name in without if "importance" in name]
+        assert not [name for name in without if "importance" in name or "rollout_is" in name]
+
+
+def _of_verl(settings: RolloutCorrectionConfig) -> dict[str, float]:
+    """Its metrics of weights and of what is dropped, of ratios 0.5, 3 | 2 and an empty response."""
+    batch = replace(random_batch(1, 3), rollout_log_probs=ROLLOUT, response_mask=MASK, is_stale=STALE)
+    metrics = correction_metrics(OLD, batch, settings)
+    prefix = "rollout_corr/rollout_"
+    return {
+        name.removeprefix(prefix): value
+        for name, value in metrics.items()
+        if name.startswith((prefix + "is", prefix + "rs"))
+    }
+
+
+def test_verls_metrics_of_token_weights() -> None:
+    # 0.5, 2.5 | 2: sum 5, squares 0.25 + 6.25 + 4; means of responses 1.5 and 2, of ratios 1.75 and 2
+    assert _of_verl(_settings(importance="token", importance_max=2.5, importance_normalize=True)) == pytest.approx(
+        {
+            "is_mean": 5 / 3,
+            "is_std": (10.5 / 3 - 25 / 9) ** 0.5,
+            "is_max": 2.5,
+            "is_min": 0.5,
+            "is_eff_sample_size": 25 / 31.5,  # 5^2 / (3 * 10.5)
+            "is_ratio_fraction_high": 1 / 3,
+            "is_ratio_fraction_low": 0.0,  # below 1 / 2.5
+            "is_seq_mean": 1.75,
+            "is_seq_std": 0.125**0.5,
+            "is_seq_max": 2.0,
+            "is_seq_min": 1.5,
+            "is_seq_max_deviation": 1.0,
+            "is_seq_fraction_high": 0.0,
+            "is_seq_fraction_low": 0.0,
+            "is_batch_norm_factor": 5 / 3,
+        },
+        rel=1e-6,
+    )
+
+
+def test_verls_metrics_of_response_weights_and_of_what_is_dropped() -> None:
+    # products 1.5 and 2, of which 2 is outside of [1.2, 1.75]: weights 1.5, 1.5 | 0
+    settings = _settings(
+        importance="sequence",
+        importance_min=1.2,
+        importance_max=1.75,
+        mask="token",
+        mask_high=2.5,
+        divergence="max-k2",
+    )
+    found = _of_verl(settings.model_copy(update={"divergence_max": 0.3}))
+    expected = {
+        "is_mean": 1.0,  # 3 / 3 tokens
+        "is_std": 0.5**0.5,  # 4.5 / 3 - 1
+        "is_max": 2.0,
+        "is_min": 1.5,
+        "is_eff_sample_size": 1 / 1.5,
+        "is_ratio_fraction_high": 0.5,  # of responses
+        "is_ratio_fraction_low": 0.0,
+        "is_oob_ratio": 1 / 3,  # of tokens
+        "is_seq_mean": 0.75,
+        "is_seq_std": 1.125**0.5,
+        "is_seq_max": 1.5,
+        "is_seq_min": 0.0,
+        "is_seq_max_deviation": 1.0,
+        "is_seq_fraction_high": 0.5,
+        "is_seq_fraction_low": 0.0,
+        "rs_masked_fraction": 2
+        / 3,  # ln 3 ^ 2 / 2 = 0.60 drops the first response, ln 2 ^ 2 / 2 = 0.24 not the second
+        "rs_seq_masked_fraction": 0.5,
+    }
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("importance", "low", "high", "expected"),
+    [
+        # ratios 0.5, 3 | 2: what is outside of the interval weighs 0, and is neither truncated nor dropped
+        ("token", 0.4, 2.5, [[0.5, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
+        ("token", 0.5, 2.0, [[0.5, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # the bounds are inside
+        ("token", 0.6, 3.5, [[0.0, 3.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
+        ("sequence", 1.6, 2.5, [[0.0, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # products 1.5 and 2
+        ("stale", 0.6, 2.5, [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # only the second token is stale
+    ],
+)
+def test_icepop_weighs_ratios_outside_of_an_interval_with_nothing(
+    importance: str, low: float, high: float, expected: list[list[float]]
+) -> None:
+    settings = _settings(importance=importance, importance_min=low, importance_max=high)
+    torch.testing.assert_close(_weights((OLD, ROLLOUT, MASK), settings, STALE), torch.tensor(expected))
+    assert mask_rollouts(OLD, ROLLOUT, MASK, settings).tolist() == MASK.tolist()
+
+
+@pytest.mark.parametrize(
+    ("importance", "mean", "weights"),
+    [
+        ("token", (0.5 + 2.5 + 2.0) / 3, [0.5, 2.5, 2.0]),  # truncated at 2.5
+        ("sequence", (1.5 + 2.0) / 2, [1.5, 1.5, 2.0]),  # each response once
+        ("stale", (1.0 + 2.5 + 1.0) / 3, [1.0, 2.5, 1.0]),
+    ],
+)
+def test_normalized_weights_have_the_mean_one(importance: str, mean: float, weights: list[float]) -> None:
+    settings = _settings(importance=importance, importance_max=2.5, importance_normalize=True)
+    found = _weights((OLD, ROLLOUT, MASK), settings, STALE)[MASK]
+    assert found.tolist() == pytest.approx([weight / mean for weight in weights], rel=1e-6)
+    settings = _settings(importance="token", importance_min=5.0, importance_max=6.0, importance_normalize=True)
+    assert _weights((OLD, ROLLOUT, MASK), settings)[MASK].tolist() == [0.0, 0.0, 0.0]  # no mean to divide by
+
+
+def test_weights_and_intervals_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"importance_min=2\.0 is not below importance_max=2\.0"):
+        _settings(importance="token", importance_min=2.0)
+    for ignored in ({"importance_min": 0.5}, {"importance_normalize": True}):
+        with pytest.raises(ValueError, match=r"importance=off has none; remove them"):
+            _settings(importance="off", **ignored)
 
 
 @pytest.mark.parametrize("importance", ["token", "sequence"])
@@ -121,11 +233,47 @@ def test_a_log_ratio_of_fifty_is_clamped_to_twenty(importance: str, log_ratio: f
         ("sequence", 0.5, 1.3, [[True, True, False], [False] * 3, [False] * 3]),
         ("sequence", 1.3, 2.5, [[False] * 3, [True, False, False], [False] * 3]),
         ("sequence", 0.5, 1.2, [[False] * 3, [False] * 3, [False] * 3]),
+        ("product", 0.5, 1.6, [[True, True, False], [False] * 3, [False] * 3]),  # 1.5 and 2
+        ("product", 1.6, 2.5, [[False] * 3, [True, False, False], [False] * 3]),
     ],
 )
 def test_masks(mask: str, low: float, high: float, expected: list[list[bool]]) -> None:
     settings = _settings(mask=mask, mask_low=low, mask_high=high)
     assert mask_rollouts(OLD, ROLLOUT, MASK, settings).tolist() == expected
+
+
+LN2, LN3 = math.log(2), math.log(3)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "of_tokens"),
+    [
+        # log-ratios -ln 2, ln 3 | ln 2: squares 0.4805, 1.2069 | 0.4805
+        ("token-k2", [LN2**2 / 2, LN3**2 / 2, LN2**2 / 2]),
+        ("sum-k2", [(LN2**2 + LN3**2) / 2, (LN2**2 + LN3**2) / 2, LN2**2 / 2]),
+        ("mean-k2", [(LN2**2 + LN3**2) / 4, (LN2**2 + LN3**2) / 4, LN2**2 / 2]),
+        ("max-k2", [LN3**2 / 2, LN3**2 / 2, LN2**2 / 2]),
+        # r - 1 - log r: 0.5 - 1 + 0.6931, 3 - 1 - 1.0986 | 2 - 1 - 0.6931
+        ("token-k3", [LN2 - 0.5, 2 - LN3, 1 - LN2]),
+        ("sum-k3", [1.5 + LN2 - LN3, 1.5 + LN2 - LN3, 1 - LN2]),
+        ("mean-k3", [(1.5 + LN2 - LN3) / 2, (1.5 + LN2 - LN3) / 2, 1 - LN2]),
+        ("max-k3", [2 - LN3, 2 - LN3, 1 - LN2]),
+    ],
+)
+def test_what_is_farther_from_the_engine_than_divergence_max_is_dropped(
+    divergence: str, of_tokens: list[float]
+) -> None:
+    for limit in sorted(of_tokens):
+        for bound in (limit * 0.9999, limit * 1.0001):
+            kept = mask_rollouts(OLD, ROLLOUT, MASK, _settings(divergence=divergence, divergence_max=bound))
+            assert kept[MASK].tolist() == [value <= bound for value in of_tokens]
+            assert not kept[~MASK].any()
+
+
+def test_mask_and_divergence_drop_what_either_drops() -> None:
+    # ratios 0.5, 3 | 2: the mask drops 3; mean k3 of the second response is 0.307, of the first 0.547
+    settings = _settings(mask="token", mask_low=0.4, mask_high=2.5, divergence="mean-k3", divergence_max=0.4)
+    assert mask_rollouts(OLD, ROLLOUT, MASK, settings).tolist() == [[False] * 3, [True, False, False], [False] * 3]
 
 
 def test_a_ratio_on_the_bound_trains() -> None:
@@ -161,8 +309,29 @@ def test_what_stands_under_the_mask_does_not_matter(level: str, junk: float) -> 
 
 
 def test_mismatch_metrics() -> None:
-    ln3 = math.log(3)
-    assert mismatch_metrics(OLD, ROLLOUT, MASK) == pytest.approx(
+    ln3 = LN3
+    # perplexities of the policy (0.25 * 0.75)^-0.5 and 2, of the engine (0.5 * 0.25)^-0.5 and 4
+    policy, engine = (0.1875**-0.5, 2.0), (0.125**-0.5, 4.0)
+    differences = [math.log(mine / its) for mine, its in zip(policy, engine, strict=True)]
+    metrics = mismatch_metrics(OLD, ROLLOUT, MASK)
+    assert {name: value for name, value in metrics.items() if name.startswith("rollout_corr/")} == pytest.approx(
+        {
+            "rollout_corr/training_ppl": sum(policy) / 2,
+            "rollout_corr/training_log_ppl": sum(map(math.log, policy)) / 2,
+            "rollout_corr/rollout_ppl": sum(engine) / 2,
+            "rollout_corr/rollout_log_ppl": sum(map(math.log, engine)) / 2,
+            "rollout_corr/log_ppl_diff": sum(differences) / 2,
+            "rollout_corr/log_ppl_abs_diff": (abs(differences[0]) + abs(differences[1])) / 2,
+            "rollout_corr/log_ppl_diff_max": max(differences),
+            "rollout_corr/log_ppl_diff_min": min(differences),
+            **{
+                f"rollout_corr/{name}": metrics[f"rollout/{name}"]
+                for name in ("kl", "k3_kl", "ppl_ratio", "chi2_token", "chi2_seq")
+            },
+        },
+        rel=1e-6,
+    )
+    assert {name: value for name, value in metrics.items() if name.startswith("rollout/")} == pytest.approx(
         {
             "rollout/probs_diff_mean": 1 / 3,  # (0.25 + 0.5 + 0.25) / 3
             "rollout/probs_diff_max": 0.5,
@@ -216,9 +385,13 @@ def test_stale_tokens_are_weighed_where_their_log_probs_compare(sections: dict[s
         ({"kl": {"place": "loss"}}, False),
         ({"kl": {"place": "reward"}}, True),
         ({"kl": {"place": "reward"}, "old_log_probs": "engine"}, False),
+        ({"rollout_correction": {"mask": "sequence"}, "old_log_probs": "engine"}, True),
         ({"rollout_correction": {"importance": "token"}}, False),
         ({"rollout_correction": {"importance": "sequence"}}, True),
         ({"rollout_correction": {"mask": "token"}}, True),
+        ({"rollout_correction": {"divergence": "token-k2"}}, True),
+        ({"rollout_correction": {"importance_min": 0.5}}, False),
+        ({"rollout_correction": {"importance_normalize": True}}, True),  # needs the whole batch
     ],
 )
 def test_what_reads_old_log_probs_before_an_update(algorithm: dict[str, Any], is_needed: bool) -> None:

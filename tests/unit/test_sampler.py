@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from dapo_core.compat import OURS, VERL
 from dapo_core.errors import RewardError, RolloutError
 from dapo_core.rollout import Group
-from dapo_core.sampler import NotEnoughSignal
+from dapo_core.sampler import NotEnoughSignal, Sampler
 from dapo_core.token_account import FATES
 from tests.batches import UNSCORED
 from tests.sources import (
@@ -61,6 +62,34 @@ def test_exhausted_raises_with_counts_accuracy_and_keys() -> None:
         "sampler.on_exhausted",
     ):
         assert key in message
+
+
+@pytest.mark.parametrize("order", ["stream", "finish"])
+def test_without_a_bound_a_step_draws_until_it_is_full(order: str) -> None:
+    source = ScriptedSource([WRONG] * 6 + [MIXED], burst=4)  # of 7 prompts one has signal
+    draw = make_sampler(source, train_prompts=4, order=order, max_num_gen_batches=0).draw(step=1)
+    assert len(draw.groups) == 4
+    assert draw.num_drawn >= 28  # 4 x 7: more than 5 draws of 4
+    assert draw.account.groups["all_wrong"] == 24
+
+
+@pytest.mark.parametrize(("on_exhausted", "num_trained"), [("train_partial", 2), ("skip_step", 0)])
+def test_without_a_bound_an_epoch_without_signal_ends_the_step(on_exhausted: str, num_trained: int) -> None:
+    script = [MIXED, RIGHT, MIXED, *[WRONG] * 60]
+
+    def sampler(way: str) -> Sampler:
+        return make_sampler(ScriptedSource(script, burst=1), 3, max_num_gen_batches=0, on_exhausted=way)
+
+    with pytest.raises(NotEnoughSignal) as caught:
+        sampler("raise").draw(1)
+    # the third prompt was the last with signal; when 7 more have finished, up to 3 are still in flight
+    assert "2 groups with signal, 3 are needed" in str(caught.value)
+    assert re.search(
+        r"The last (7|8|9|10) groups had no signal, and the data has 7 prompts: drawing on would not end "
+        r"\(sampler\.max_num_gen_batches=0\)\. Use .* raise rollout\.group_size, lower train\.train_prompts",
+        str(caught.value),
+    )
+    assert len(sampler(on_exhausted).draw(1).groups) == num_trained
 
 
 @pytest.mark.parametrize(

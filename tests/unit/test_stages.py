@@ -32,10 +32,10 @@ from tasks.evaluate_config import BenchmarkConfig
 from tasks.links import link_of
 from tasks.runs.history import read_runs
 from tasks.runs.run import Run, current_stage
-from tasks.stages import STAGES, Stage
+from tasks.stages import STAGES, TRAIN_POLICY, Stage
 from tests.configs import make_config
 from tests.recorded_runs import small_config
-from tests.tiny_models import build_tiny_qwen3
+from tests.tiny_models import build_tiny, build_tiny_qwen3
 
 CONFIG = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
 # The keys that each stage reads, by prefix; a change of any of them builds it again.
@@ -56,15 +56,16 @@ READS = {
             "reward.",
         ),
         *("custom_reward.", "sampler.", "rollout.", "train.", "checkpoint.", "validation."),
-        "model.trust_remote_code",
+        *("model.trust_remote_code", "external.strategy", "external.overrides"),
     ),
-    "merge_checkpoint": ("merge.",),
+    "merge_checkpoint": ("merge.", "external.converter"),
     "evaluate_model": ("serve.", "evaluate.", "model.trust_remote_code"),
 }
 # In the key by what they name or mean: the place does not count.
 BY_CONTENT = {"data.train", "data.eval", "data.prompt_template", "data.system_prompt", "model.path"}
 BY_CONTENT |= {
     "custom_reward.path",
+    "algorithm.kl.reference_path",
     "model.chat_template",
     *(f"data.columns.{name}" for name in ColumnsConfig.model_fields),
 }
@@ -96,15 +97,14 @@ FIELDS = dict(leaves(CONFIG_TREE))
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_field_changes_the_keys_of_its_readers_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.stages.code_digest", lambda modules, exclude: "")  # it reads the sources
+def test_a_field_changes_the_keys_of_its_readers_only(name: str) -> None:
     readers = {stage for stage, prefixes in READS.items() if name.startswith(prefixes)}
     assert FIELDS[name] is not None, "declare it with key() or volatile()"
     is_silent = FIELDS[name] or name in BY_CONTENT
     assert is_silent or readers, "no stage has this key in its cache key"
     expected = set() if is_silent else readers
     other = changed(CONFIG_TREE, name)
-    assert {s.name for s in STAGES if s.key(other, {}).config != s.key(CONFIG_TREE, {}).config} == expected
+    assert {s.name for s in STAGES if s.config_slice(other) != s.config_slice(CONFIG_TREE)} == expected
 
 
 def test_waiting_places_and_looks_are_volatile() -> None:
@@ -220,6 +220,24 @@ def test_a_changed_scorer_of_the_user_trains_again(tmp_path: Path) -> None:
     assert inputs("train_policy", own, data, model) != first
     scorer.write_text("def score(**_):\n    return 1\n")
     with pytest.raises(ConfigError, match=r"custom_reward\.name=compute_score is not .* which has score"):
+        inputs("train_policy", own, data, model)
+
+
+def test_another_content_of_the_reference_model_trains_again(tmp_path: Path) -> None:
+    folders = [build_tiny(tmp_path / name, "qwen3", seed=3) for name in ("here", "there")]
+    own, moved = (
+        small_config(tmp_path / "store", f"algorithm.kl.reference_path={folder}", "algorithm.kl.place=loss")
+        for folder in folders
+    )
+    data = prepared(own)
+    model = replace(data, digest="m")
+    assert TRAIN_POLICY.config_slice(own) == TRAIN_POLICY.config_slice(moved)
+    first = inputs("train_policy", own, data, model)
+    assert "kl_reference" in first
+    os.utime(folders[0] / "config.json", (1, 1))
+    assert inputs("train_policy", own, data, model) != first
+    (folders[0] / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"lacks config\.json; set algorithm\.kl\.reference_path to a complete"):
         inputs("train_policy", own, data, model)
 
 

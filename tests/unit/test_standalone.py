@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from flows.cli import CHAIN_MODULES
 from tests.integration.arithmetic_server import running
 
@@ -46,6 +48,7 @@ def dapo_alone(folder: Path, *lines: Sequence[str]) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_an_evaluation_goes_to_its_report_without_the_chain(tmp_path: Path) -> None:
     rows = [{"problem": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(8)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -70,6 +70,16 @@ def test_published_log_is_reproduced_from_its_settings() -> None:
     assert "364 TFLOP/s, of which policy and prompts reach 28%" in found.assumptions[1]
 
 
+def test_every_pass_over_a_step_takes_an_update() -> None:
+    one, two = (
+        TrainingConfig.model_validate({**PUBLISHED, "train": {**PUBLISHED["train"], "passes": passes}})
+        for passes in (1, 2)
+    )
+    once, twice = (step_time(each, shape("Qwen3-32B"), A3, assumed_lengths(each)) for each in (one, two))
+    assert twice.seconds == {**once.seconds, UPDATE: 2 * once.seconds[UPDATE]}  # 2 mini-batches: anchored anyway
+    assert twice.update_flops == 2 * once.update_flops
+
+
 @pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-30B-A3B"])
 def test_forward_is_a_third_of_the_operations_of_training(name: str) -> None:
     config = {"mlp_only_layers": [], **(published_config(name) or {})}

@@ -123,8 +123,16 @@ def test_ranks_and_engines_that_do_not_pair_up_are_refused() -> None:
     ],
 )
 def test_settings_under_which_an_engine_cannot_sleep_are_refused_by_name(kind: str, name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name}={value} contradicts train.placement=colocated"):
-        device_for(kind).prepare_sharing({name: value})
+    with pytest.raises(ConfigError, match=f"^{name}={value}"):
+        device_for(kind).prepare({name: value}, is_shared=True)
+
+
+def test_an_npu_in_the_nz_layout_is_refused_in_either_placement() -> None:
+    with pytest.raises(ConfigError, match=r"^VLLM_ASCEND_ENABLE_NZ=1: engines cannot take new weights"):
+        device_for("npu").prepare({"VLLM_ASCEND_ENABLE_NZ": "1"}, is_shared=False)
+    environment = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+    device_for("npu").prepare(environment, is_shared=False)
+    assert environment == {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "VLLM_ASCEND_ENABLE_NZ": "0"}
 
 
 def test_what_sharing_an_npu_needs_is_set() -> None:
@@ -132,7 +140,7 @@ def test_what_sharing_an_npu_needs_is_set() -> None:
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
         "HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050",
     }
-    device_for("npu").prepare_sharing(environment)
+    device_for("npu").prepare(environment, is_shared=True)
     assert environment == {
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
         "HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050",

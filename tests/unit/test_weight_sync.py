@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from dapo_core.batch import build_batch
 from dapo_core.errors import RolloutError
-from dapo_core.weight_sync import probe_difference, probe_log_probs
+from dapo_core.weight_sync import probe_difference, probe_log_probs, require_sampled_alike
 from dapo_core.weight_transfer import links
 from dapo_core.weight_transfer.links import SharedMemory
 from dapo_core.weight_transfer.plan import PlannedTensor, WeightPlan, plan_buckets
@@ -25,6 +26,7 @@ from dapo_core.weight_transfer.proof import (
     weighted_sum,
 )
 from tests.batches import make_group
+from tests.trainings import config_of
 
 NAN = float("nan")
 
@@ -50,6 +52,30 @@ def _probe(engines: list[list[list[float]]], dtype: str = "float32") -> float:
     assert asked == [(list(group.prompt.prompt_ids), rollout.response_ids) for rollout in group.rollouts]
     assert temperatures == [1.0]
     return difference
+
+
+def _sampled(difference: float, is_stale: bool = False, **keys: Any) -> None:
+    """A step whose engines gave log-probs this far from the policy's, for tokens of the step's or an older one."""
+    batch = build_batch([make_group([1.0, 0.0], num_response_tokens=[2, 1])], mask_truncated=False)
+    batch = dataclasses.replace(batch, is_stale=batch.response_mask & is_stale)
+    config = config_of(**keys)
+    require_sampled_alike(batch.rollout_log_probs + difference, batch, config, [torch.float32])
+
+
+def test_tokens_that_were_drawn_from_another_distribution_end_the_training() -> None:
+    _sampled(1e-4)
+    with pytest.raises(RolloutError) as caught:
+        _sampled(0.1, rollout={"temperature": 0.5})
+    assert "for the 3 tokens they sampled differ" in str(caught.value)
+    assert "rollout.temperature=0.5 by 0.1 nats per token, more than the 0.002 that float32" in str(caught.value)
+    with pytest.raises(RolloutError, match="3 of the policy's 3 log-probs are not finite"):
+        _sampled(NAN)
+
+
+def test_what_cannot_be_compared_is_not() -> None:
+    _sampled(0.1, is_stale=True)
+    _sampled(0.1, rollout={"top_p": 0.9})
+    _sampled(0.1, algorithm={"old_log_probs": "engine"})
 
 
 def _planned(**sizes: int) -> list[PlannedTensor]:

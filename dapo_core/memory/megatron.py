@@ -1,0 +1,116 @@
+"""What a rank of verl's Megatron training holds on its device in each phase: docs/memory.md has the formulas.
+
+Megatron's mixed precision: bfloat16 weights, float32 gradients, and a distributed optimizer with a float32 copy
+and two moments. Experts are taken to get equally many tokens. Nothing of it was compared with a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from dapo_core.memory.rank import layer_bytes
+
+if TYPE_CHECKING:
+    from dapo_core.config.training import TrainConfig, TrainingConfig
+    from dapo_core.memory.shape import ModelShape
+    from interop.render.megatron import Splits
+
+WEIGHT, GRADIENT, STATE = 2, 4, 12  # bytes of a parameter; STATE: a float32 copy and two moments
+LOGITS_SCORED, LOGITS_TRAINED = 10, 14  # bytes of a logit: bfloat16 and float32, exponentials; gradients too
+
+Part = tuple[str, int, int]  # what, bytes on the device, bytes on the host
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """The parts of a rank's memory in one pipeline stage."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    host_optimizer: int  # what steps on the host
+    reference: int
+    scoring: int  # activations of a pass without gradient
+    scoring_logits: int
+    activations: int
+    logits: int
+
+    @property
+    def peak(self) -> int:
+        """What the update takes with everything on the device."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+
+def largest_stage(config: TrainingConfig, shape: ModelShape, splits: Splits) -> StageMemory:
+    """The pipeline stage whose ranks need most for the update."""
+    stages = splits.stages(len(shape.layers))
+    first = [sum(stages[:number]) for number in range(len(stages))]
+    found = [
+        _stage(config, shape, splits, number, range(start, start + layers))
+        for number, (start, layers) in enumerate(zip(first, stages, strict=True))
+    ]
+    return max(found, key=lambda stage: stage.peak)
+
+
+def _stage(config: TrainingConfig, shape: ModelShape, splits: Splits, number: int, layers: range) -> StageMemory:
+    is_first, is_last = number == 0, number == splits.pipeline - 1
+    dense, experts = 0, 0
+    for layer in layers:
+        for tensor in shape.layers[layer]:
+            if len(tensor) == 3:
+                experts += prod(tensor) // (splits.expert * splits.of_experts)
+            elif len(tensor) == 2 and tensor[0] != shape.num_experts:
+                dense += prod(tensor) // splits.tensor
+            else:  # norms and the router, which every rank has whole
+                dense += prod(tensor)
+    table = shape.vocabulary * shape.hidden // splits.tensor
+    dense += table * (is_first or (is_last and shape.is_tied)) + table * (is_last and not shape.is_tied)
+    states = STATE * (dense // (splits.data * splits.context) + experts // splits.expert_data)
+    tokens = max(config.train.micro_batch_tokens, -(-_longest(config) // splits.context))
+    stream = WEIGHT * shape.hidden * tokens // splits.tensor  # sequence parallelism splits it too
+    one_layer = tokens * layer_bytes(config, shape) // splits.tensor
+    in_flight = splits.pipeline - number
+    kept = len(layers) * (stream if splits.recomputes else one_layer) * in_flight
+    vocabulary = shape.vocabulary // splits.tensor * tokens * is_last
+    return StageMemory(
+        weights=WEIGHT * (dense + experts),
+        gradients=GRADIENT * (dense + experts),
+        optimizer=int(states * (1 - splits.host_optimizer)),
+        host_optimizer=int(states * splits.host_optimizer),
+        reference=WEIGHT * (dense + experts) if config.algorithm.kl.place != "off" else 0,
+        scoring=one_layer + stream,
+        scoring_logits=vocabulary * LOGITS_SCORED,
+        activations=kept + (one_layer if splits.recomputes else stream),
+        logits=vocabulary * LOGITS_TRAINED,
+    )
+
+
+def _longest(config: TrainingConfig) -> int:
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def parts_of(stage: StageMemory, train: TrainConfig, phase: str, bucket: int) -> Iterator[Part]:
+    """What a rank holds in a phase. verl keeps on the device what no offload key sends away."""
+    on_weights = not train.offload_parameters or phase in ("anchor", "update", "publish")
+    on_gradients = not train.offload_parameters or phase == "update"
+    on_optimizer = not train.offload_optimizer or phase == "update"
+    on_reference = not train.offload_parameters or phase == "anchor"
+    for what, size, is_on in (
+        ("weights", stage.weights, on_weights),
+        ("optimizer", stage.optimizer, on_optimizer),
+        ("reference model", stage.reference, on_reference),
+    ):
+        yield (what, size, 0) if is_on else (what, 0, size)
+    yield "gradients", stage.gradients * on_gradients, 0  # offloading drops them
+    yield "optimizer on the host", 0, stage.host_optimizer
+    if phase == "anchor":
+        yield "activations", stage.scoring, 0
+        yield "logits", stage.scoring_logits, 0
+    elif phase == "update":
+        yield "activations", stage.activations, 0
+        yield "logits", stage.logits, 0
+    elif phase == "publish":
+        yield "weights being sent", 2 * bucket, 0

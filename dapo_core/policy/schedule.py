@@ -1,0 +1,33 @@
+"""The learning rate of each optimizer step."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dapo_core.config.updates import UpdatesConfig
+
+
+def learning_rate(step: int, train: UpdatesConfig) -> float:
+    """The rate of optimizer step `step`, 1 for the first. It depends on nothing else, so a resume changes nothing.
+
+    With W = warmup_steps, T = num_schedule_steps and m = min_learning_rate_ratio the peak rate is multiplied by
+    step / W during warm-up, then by 1 (constant) or by m + (1 - m) f(p), where p goes from 0 at step W to 1 at
+    step T and stays there: f(p) is 1 - p (linear) or (1 + cos(pi p)) / 2 (cosine). wsd stays at 1 until a share
+    decay_ratio of T - W is left, in whole steps, over which p goes from 0 to 1 and the rate falls as a cosine.
+    """
+    return train.learning_rate * _share(step, train)
+
+
+def _share(step: int, train: UpdatesConfig) -> float:
+    start, end = train.warmup_steps, train.num_schedule_steps
+    if step < start:
+        return step / start
+    if train.schedule == "constant":
+        return 1.0
+    if train.schedule == "wsd":
+        start = end - max(round(train.decay_ratio * (end - start)), 1)
+    progress = min(max((step - start) / (end - start), 0.0), 1.0)
+    fallen = progress if train.schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
+    return 1 - (1 - train.min_learning_rate_ratio) * fallen

@@ -1,0 +1,54 @@
+"""Our scorers behind verl's `custom_reward_function`; nothing heavy, since verl's processes load it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dapo_core.reward.routing import routes, scorer_name
+from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, Score
+from eval.answers.pool import CallFailed, CallTimedOut, Pool
+
+logger = logging.getLogger(__name__)
+
+ComputeScore = Callable[..., dict[str, Any]]
+
+
+def compute_score_for(entries: Sequence[str], timeout_seconds: float, is_as_verl: bool) -> ComputeScore:
+    """The function that verl calls with data_source, solution_str, ground_truth and extra_info.
+
+    `entries` are those of reward.scorers. Rules that may take long run in a process of their own, which the first
+    such call starts, for at most `timeout_seconds`. The result has the same fields for every response: `score` and
+    `acc` as our training counts them, `pred` for maj@N, and 1.0 in `no_answer` or `failed` where that is so.
+    """
+    table = routes(entries)
+    scorers = VERL_SCORERS if is_as_verl else SCORERS
+    pool = Pool("dapo_core.reward.custom:load_scorer", timeout_seconds=timeout_seconds)
+
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
+    ) -> dict[str, Any]:
+        name = scorer_name(data_source, table)
+        if scorers[name].window_characters is not None:
+            return _fields(scorers[name](solution_str, ground_truth))
+        call = pool.submit(name, data_source, solution_str, ground_truth, {})
+        try:
+            return _fields(Score(*call.result()))
+        except CallTimedOut:
+            return _fields(Score(0.0, "timeout"))
+        except CallFailed as error:
+            logger.warning("scoring a response of data_source %s: %s", data_source, error)
+            return _fields(Score(0.0, "error"))
+
+    return compute_score
+
+
+def _fields(score: Score) -> dict[str, Any]:
+    return {
+        "score": score.value,
+        "acc": score.acc,
+        "pred": score.answer or "",
+        "no_answer": float(score.verdict == "no_answer"),
+        "failed": float(score.verdict in ("error", "timeout")),
+    }

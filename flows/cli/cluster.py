@@ -1,0 +1,155 @@
+"""`dapo cluster up`, `status`, `down`: Ray on the machines of an inventory."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.cli import rendering
+from flows.cli.options import JsonOption, StoreOption
+from flows.services import DEFAULT_STORE
+
+if TYPE_CHECKING:
+    from tasks.nodes.status import HostStatus
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+cluster = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    epilog="Example: dapo cluster up mine.yaml; dapo cluster status mine.yaml; dapo cluster down mine.yaml",
+)
+cluster.add_typer(rendering.app)
+app.add_typer(
+    cluster,
+    name="cluster",
+    help="Start Ray on the machines of an inventory, over ssh or another command; look at it; end it.",
+    short_help="Start, watch and end Ray on several machines.",
+)
+InventoryArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="INVENTORY",
+        help="The machines, as in deploy/inventory.yaml; default: those of this job of SLURM, PBS or Volcano.",
+    ),
+]
+
+
+@cluster.command(
+    epilog="Example: dapo cluster up mine.yaml", short_help="Start Ray on every machine where it is missing."
+)
+def up(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) -> None:
+    """Start Ray on every machine of the inventory, the head first, and wait until all have joined.
+
+    Before anything starts, each is reached and compared: code, Python and Ray are equal, the interface that leads
+    to the head, a free port, the devices. What runs already stays as it is.
+    """
+    from tasks.nodes.launch import bring_up
+    from tasks.nodes.scheduler import machines_of
+
+    machines, source = machines_of(inventory, os.environ)
+    cluster = bring_up(machines, store, source or "the job's nodes")
+    for name, known in cluster.hosts.items():
+        state = "started" if name in cluster.started else "ran already"
+        typer.echo(f"{name}: {state}, {known['address']} on {known['name']}, node {known['node_id'][:8]}")
+    again = _typed(source)
+    is_quoted = cluster.address.startswith("[")  # a list in YAML
+    key = f"train.ray_address={cluster.address}" if not is_quoted else f"'train.ray_address=\"{cluster.address}\"'"
+    typer.echo(
+        f"Ray at {cluster.address}: {len(cluster.hosts)} hosts, {machines.num_devices} {machines.resource}\n"
+        f"On any of them:      dapo doctor CONFIG --set {key}\n"
+        f"                     dapo run CONFIG --set {key}\n"
+        "Trainings find the token there by themselves. Other programs need:\n"
+        f"                     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={shlex.quote(cluster.token_path)}\n"
+        f"Look at it, end it:  dapo cluster status{again}; dapo cluster down{again}{_store_option(store)}"
+    )
+
+
+@cluster.command(
+    epilog="Example: dapo cluster status mine.yaml --json",
+    short_help="What runs on every machine, and what is lost.",
+)
+def status(inventory: InventoryArgument = None, is_json: JsonOption = False) -> None:
+    """For every machine: interface, address, Ray's node, devices and those free, since when.
+
+    Exit status 1 if one is missing.
+    """
+    from flows.tables import print_json
+    from tasks.nodes.scheduler import machines_of
+    from tasks.nodes.status import UP, look_at
+
+    machines, _ = machines_of(inventory, os.environ)
+    hosts = look_at(machines)
+    if is_json:
+        print_json([asdict(host) for host in hosts])
+    else:
+        _print_hosts(hosts, machines.resource)
+    if any(host.state != UP for host in hosts):
+        raise typer.Exit(1)
+
+
+@cluster.command(
+    epilog="Example: dapo cluster down mine.yaml",
+    short_help="End what `dapo cluster up` started, and nothing else.",
+)
+def down(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) -> None:
+    """End what `dapo cluster up` started on every machine: its own processes and folders, and nothing else.
+
+    A machine that cannot be reached is named and stays in the store's record; exit status 1 then.
+    """
+    from tasks.nodes.record import others_started
+    from tasks.nodes.scheduler import machines_of
+    from tasks.nodes.status import take_down
+
+    machines, source = machines_of(inventory, os.environ)
+    ending = take_down(machines, store)
+    for line in ending.ended:
+        typer.echo(f"ended {line}")
+    for name, reason in ending.left.items():
+        typer.echo(f"{name}: not ended: {reason}")
+    if not ending.ended and not ending.left:
+        typer.echo(f"nothing of {source or 'this job'} is running")
+        if others := others_started(store, machines):
+            typer.echo(f"{store} knows of other clusters: {', '.join(others)}")
+    if ending.left:
+        typer.echo(f"type `dapo cluster down{_typed(source)}` again once they can be reached")
+        raise typer.Exit(1)
+
+
+def _print_hosts(hosts: Sequence[HostStatus], resource: str) -> None:
+    from rich.table import Table
+
+    from flows.tables import print_table
+
+    table = Table("host", "state", "interface", "address", "node", resource, "free", "since")
+    for host in hosts:
+        devices = (f"{host.devices:g}", f"{host.free:g}") if host.node_id else ("", "")
+        place = (host.interface, host.address, host.node_id[:8])
+        table.add_row(host.host, host.state, *place, *devices, _since(host.started_at))
+    print_table(table)
+    for host in hosts:
+        if host.reason:
+            typer.echo(f"{host.host}: {host.reason}")
+
+
+def _since(started_at: float | None) -> str:
+    if started_at is None:
+        return ""
+    began = datetime.datetime.fromtimestamp(started_at, datetime.timezone.utc)
+    up_for = datetime.datetime.now(datetime.timezone.utc) - began
+    return f"{began:%Y-%m-%d %H:%M} UTC ({str(up_for).partition('.')[0]})"
+
+
+def _typed(source: str) -> str:
+    """An inventory's file as an argument, "" for the job's own nodes."""
+    return f" {shlex.quote(source)}" if source else ""
+
+
+def _store_option(store: Path) -> str:
+    return "" if store.resolve() == DEFAULT_STORE.resolve() else f" --store {shlex.quote(str(store))}"

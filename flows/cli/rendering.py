@@ -1,0 +1,97 @@
+"""`dapo cluster render`: files that start Ray on a cluster's nodes, for sites that start things their own way."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.options import SetOption
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command(
+    epilog="Example: dapo cluster render mine.yaml --scripts --output start; dapo cluster render mine.yaml "
+    "--slurm --config configs/dapo_qwen3_32b_math.yaml --site partition=npu --output job; dapo cluster "
+    "render mine.yaml --kuberay --output pods",
+    short_help="Write scripts, a SLURM job or KubeRay's YAML that start it.",
+)
+def render(
+    inventory: Annotated[
+        Path | None, typer.Argument(metavar="INVENTORY", help="The machines; default: those of this allocation.")
+    ] = None,
+    is_scripts: Annotated[
+        bool, typer.Option("--scripts", help="A shell script for each node: start, stop.")
+    ] = False,
+    is_slurm: Annotated[
+        bool, typer.Option("--slurm", help="A batch file that starts Ray and runs --config on an allocation.")
+    ] = False,
+    is_kuberay: Annotated[
+        bool, typer.Option("--kuberay", help="A RayCluster; with --config a RayJob that runs the recipe.")
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="RECIPE", help="What runs on it, and sets its environment.")
+    ] = None,
+    overrides: SetOption = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the files; default: standard output.")] = None,
+    site: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Of --slurm: a further line of sbatch, such as partition=npu. Of --kuberay: image, claim (of the "
+            "store's volume) or queue (Volcano starts all pods or none). Repeatable.",
+        ),
+    ] = None,
+) -> None:
+    """Write what starts Ray on the nodes of an inventory, and with --slurm or --kuberay runs a recipe there.
+
+    Interfaces, variables and resources are those of `dapo cluster up` and `dapo doctor env`. Nothing is started.
+    """
+    from flows.config import load_config_or_defaults
+    from tasks.nodes.rendering.render import Recipe, Site, render_kuberay, render_scripts, render_slurm
+    from tasks.nodes.scheduler import machines_of
+
+    if is_scripts + is_slurm + is_kuberay != 1:
+        raise typer.BadParameter("one of --scripts, --slurm and --kuberay", param_hint="FORM")
+    if is_slurm and config is None:
+        raise typer.BadParameter("the batch file runs a recipe; name it", param_hint="--config")
+    if is_scripts and site:
+        raise typer.BadParameter("it is of --slurm and --kuberay", param_hint="--site")
+    machines, source = machines_of(inventory, os.environ)
+    device = [] if config is not None else [f"train.device={machines.device}"]
+    settings = load_config_or_defaults(config, [*device, "train.ray_address=auto", *(overrides or ())])
+    place = Site(source or "an allocation", tuple(site or ()))
+    path = _in_project(config) if config is not None and is_slurm else config
+    recipe = None if path is None else Recipe(str(path), tuple(overrides or ()))
+    if is_scripts:
+        files = render_scripts(machines, settings, place, recipe)
+    elif is_slurm and recipe is not None:
+        files = render_slurm(machines, settings, place, recipe, settings.flow.stop_seconds)
+    else:
+        files = render_kuberay(machines, settings, place, recipe)
+    for name, text in files.items():
+        if output is None:
+            typer.echo(text, nl=False)
+        else:
+            _write(output / name, text)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)  # it has the values of env
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint="--output") from None
+    typer.echo(f"wrote {path}")
+
+
+def _in_project(path: Path) -> Path:
+    """A recipe's path for a job, which begins in the project's folder."""
+    from tasks.nodes.inventory import PROJECT
+
+    whole = path.resolve()
+    return whole.relative_to(PROJECT) if whole.is_relative_to(PROJECT) else whole

@@ -1,0 +1,399 @@
+"""Changes of unit between verl's keys and ours, both ways, under the names that tables give in `convert`.
+
+Each `ours_from` function gets a value and all settings; its `theirs_from` twin gets all our keys, by name.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from interop.table import UNSAID
+from interop.theirs import Outcome, Theirs, ours_from, taken, theirs_from
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
+
+Ours = Mapping[str, Any]
+
+
+def unsupported(note: str) -> Outcome:
+    """An outcome that stops an import."""
+    return Outcome("unsupported", {}, note)
+
+
+@ours_from("sets")
+def _sets(value: Any, theirs: Theirs) -> Outcome:
+    return Outcome("taken", {"data.train": value if isinstance(value, list) else [value]})
+
+
+def _listed(sets: Any) -> list[Any]:
+    return [sets] if isinstance(sets, str) else list(sets)
+
+
+@theirs_from("sets")
+def _their_sets(ours: Ours) -> Any:
+    return _listed(ours["data.train"])
+
+
+@ours_from("eval_sets")
+def _eval_sets(value: Any, theirs: Theirs) -> Outcome:
+    return Outcome("taken", {"data.eval": value if isinstance(value, list) else [value]})
+
+
+@theirs_from("eval_sets")
+def _their_eval_sets(ours: Ours) -> Any:
+    return _listed(ours["data.eval"])
+
+
+_FOLDERS = (
+    "models",
+    "model",
+    "checkpoints",
+    "ckpts",
+    "ckpt",
+    "weights",
+    "pretrained",
+    "data",
+    "outputs",
+    "output",
+)
+
+
+@ours_from("model")
+def _model(value: Any, theirs: Theirs) -> Outcome:
+    is_name = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[\w.-]+", str(value))
+    if is_name is not None and is_name[1].lower() not in _FOLDERS and not Path(value).exists():
+        return taken(model__source="huggingface", model__id=value)
+    return taken(model__source="path", model__path=value)
+
+
+@theirs_from("model")
+def _their_model(ours: Ours) -> Any:
+    return ours["model.id"] or ours["model.path"] or UNSAID
+
+
+@ours_from("every")
+def _every(value: Any, theirs: Theirs) -> Outcome:
+    return taken(validation__every=max(int(value), 0))
+
+
+@theirs_from("every")
+def _their_every(ours: Ours) -> Any:
+    return ours["validation.every"] or -1
+
+
+@ours_from("num_logged")
+def _num_logged(value: Any, theirs: Theirs) -> Outcome:
+    return taken(validation__num_logged=max(int(value), 0))
+
+
+@theirs_from("num_logged")
+def _their_num_logged(ours: Ours) -> Any:
+    return ours["validation.num_logged"]
+
+
+@ours_from("before_training")
+def _before_training(value: Any, theirs: Theirs) -> Outcome:
+    if value and theirs["trainer.test_freq"] <= 0:
+        return Outcome("other-stage", {}, "the chain evaluates the model before training in a stage of its own")
+    return taken(validation__before_training=bool(value))
+
+
+@ours_from("save_every")
+def _save_every(value: Any, theirs: Theirs) -> Outcome:
+    if int(value) > 0:
+        return taken(checkpoint__save_every=int(value))
+    return Outcome("default", {}, "never, there; here every checkpoint.save_every steps, for resume and the merge")
+
+
+@ours_from("kept")
+def _kept(value: Any, theirs: Theirs) -> Outcome:
+    if value is None or int(value) <= 0:
+        return Outcome("default", {}, "all, there; here the newest checkpoint.keep_last")
+    return taken(checkpoint__keep_last=int(value))
+
+
+def num_devices(theirs: Theirs) -> int:
+    """Devices of the trainer: those of a node times the nodes."""
+    return int(theirs["trainer.n_gpus_per_node"]) * int(theirs["trainer.nnodes"])
+
+
+@ours_from("devices")
+def _devices(value: Any, theirs: Theirs) -> Outcome:
+    num, per_engine = num_devices(theirs), _devices_of_engine(theirs)
+    if num % per_engine:
+        return unsupported(f"{num} devices do not divide into engines of {per_engine}")
+    return taken(
+        "the same devices in turns: one policy rank on each",
+        train__num_ranks=num,
+        train__placement="colocated",
+        rollout__num_workers=num // per_engine,
+    )
+
+
+def _devices_of_engine(theirs: Theirs) -> int:
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    tensor, pipeline = (int(theirs[f"{ROLLOUT}.{name}"] or 1) for name in names)
+    return tensor * pipeline
+
+
+@theirs_from("devices")
+def _their_devices(ours: Ours) -> Any:
+    return UNSAID  # nodes and devices of a node: the renderer knows them
+
+
+@ours_from("too_long")
+def _too_long(value: Any, theirs: Theirs) -> Outcome:
+    if theirs["data.filter_overlong_prompts"]:
+        return taken("prompts that are too long are left out before", data__too_long="drop")
+    known = {"error": "error", "left": "truncate_left"}
+    if value not in known:
+        return unsupported("data.too_long knows error, truncate_left and drop")
+    return taken(data__too_long=known[value])
+
+
+@theirs_from("too_long")
+def _their_too_long(ours: Ours) -> Any:
+    return {"error": "error", "truncate_left": "left", "drop": "error"}[ours["data.too_long"]]
+
+
+@ours_from("drop_too_long")
+def _drop_too_long(value: Any, theirs: Theirs) -> Outcome:
+    if value:
+        return taken(data__too_long="drop")
+    if theirs["data.truncation"] == "left":
+        return taken("too long ones are cut as data.truncation says", data__too_long="truncate_left")
+    return Outcome("default", {}, "data.truncation decides")
+
+
+@theirs_from("drop_too_long")
+def _their_drop_too_long(ours: Ours) -> Any:
+    return ours["data.too_long"] == "drop"
+
+
+def updates_per_step(theirs: Theirs) -> int:
+    """Optimizer steps of a training step."""
+    batch, mini = int(theirs["data.train_batch_size"]), int(theirs[f"{ACTOR}.ppo_mini_batch_size"])
+    return math.ceil(batch / mini) * int(theirs[f"{ACTOR}.ppo_epochs"] or 1)
+
+
+def _first_of_warmup(theirs: Theirs) -> int:
+    """The lowest number of warm-up steps that is one; below it the ratio decides. 0 is one before verl 0.8."""
+    versions = theirs.table.versions
+    return int("0.8.0" in versions and versions.index(theirs.version) >= versions.index("0.8.0"))
+
+
+@ours_from("warmup_steps")
+def _warmup_steps(value: Any, theirs: Theirs) -> Outcome:
+    if value is None or int(value) < _first_of_warmup(theirs):
+        return Outcome("default", {}, f"{ACTOR}.optim.lr_warmup_steps_ratio decides")
+    updates = updates_per_step(theirs)
+    return taken(
+        f"{value} training steps x {updates} optimizer steps of each", train__warmup_steps=int(value) * updates
+    )
+
+
+@theirs_from("warmup_steps")
+def _their_warmup_steps(ours: Ours) -> Any:
+    updates = ours["train.train_prompts"] // ours["train.mini_prompts"] * ours["train.passes"]
+    return ours["train.warmup_steps"] // updates if ours["train.warmup_steps"] % updates == 0 else UNSAID
+
+
+@ours_from("warmup_ratio")
+def _warmup_ratio(value: Any, theirs: Theirs) -> Outcome:
+    steps = theirs[f"{ACTOR}.optim.lr_warmup_steps"]
+    if steps is not None and int(steps) >= _first_of_warmup(theirs):
+        return Outcome("meaningless", {}, f"{ACTOR}.optim.lr_warmup_steps decides")
+    total = total_steps(theirs)
+    if not value:
+        return taken(train__warmup_steps=0)
+    if total is None:
+        return unsupported("a share of steps whose number is unknown; set trainer.total_training_steps")
+    steps = int(value * total)
+    return taken(
+        f"{value} of {total} training steps, x {updates_per_step(theirs)} optimizer steps of each",
+        train__warmup_steps=steps * updates_per_step(theirs),
+    )
+
+
+def total_steps(theirs: Theirs) -> int | None:
+    """Training steps of the whole training, as far as the number of training prompts is known."""
+    steps = theirs["trainer.total_training_steps"]
+    rows = theirs.facts.get("num_train_rows")
+    if rows is None:
+        return None if steps is None else int(steps)
+    batch = int(theirs["data.gen_batch_size"] or theirs["data.train_batch_size"])
+    of_epochs = rows // batch * int(theirs["trainer.total_epochs"])
+    return of_epochs if steps is None else min(int(steps), of_epochs)
+
+
+@ours_from("total_steps")
+def _total_steps(value: Any, theirs: Theirs) -> Outcome:
+    if value is None:
+        return Outcome("default", {}, "trainer.total_epochs decides")
+    if (steps := total_steps(theirs)) is None or steps == int(value):
+        return taken(train__total_steps=int(value))
+    return _of_epochs(theirs["trainer.total_epochs"], steps, theirs)
+
+
+@ours_from("epochs")
+def _epochs(value: Any, theirs: Theirs) -> Outcome:
+    if theirs["trainer.total_training_steps"] is not None:
+        return Outcome("meaningless", {}, "trainer.total_training_steps decides, unless the epochs end before")
+    if (steps := total_steps(theirs)) is None:
+        return unsupported(
+            f"the steps of {value} epochs depend on the rows of data.train_files, which are unknown here: set "
+            "trainer.total_training_steps, or say how many rows (--set-env num_train_rows=N)"
+        )
+    return _of_epochs(value, steps, theirs)
+
+
+def _of_epochs(epochs: Any, steps: int, theirs: Theirs) -> Outcome:
+    said = f"{epochs} epochs of {theirs.facts['num_train_rows']} rows in whole batches"
+    return taken(said, train__total_steps=steps) if steps > 0 else unsupported(f"{said} are no training step")
+
+
+@ours_from("micro_batch_tokens")
+def _micro_batch_tokens(value: Any, theirs: Theirs) -> Outcome:
+    if not theirs[f"{ACTOR}.use_dynamic_bsz"]:
+        return Outcome(
+            "meaningless", {}, f"without {ACTOR}.use_dynamic_bsz, ppo_micro_batch_size_per_gpu is the limit"
+        )
+    return taken(train__micro_batch_tokens=int(value))
+
+
+def longest_sequence(theirs: Theirs) -> int:
+    """Tokens of the longest prompt with the longest response."""
+    return int(theirs["data.max_prompt_length"]) + int(theirs["data.max_response_length"])
+
+
+@ours_from("micro_batch_of_all")
+def _micro_batch_of_all(value: Any, theirs: Theirs) -> Outcome:
+    if value is None:
+        return Outcome("default", {}, "unset")
+    ranks = int(theirs[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1)
+    return _micro_batch_responses(int(value) * ranks // num_devices(theirs), theirs)
+
+
+@ours_from("micro_batch_responses")
+def _micro_batch_responses(value: Any, theirs: Theirs) -> Outcome:
+    if value is None:
+        return Outcome("default", {}, "unset")
+    if theirs[f"{ACTOR}.use_dynamic_bsz"]:
+        return Outcome("meaningless", {}, f"with {ACTOR}.use_dynamic_bsz, ppo_max_token_len_per_gpu is the limit")
+    longest, ranks = longest_sequence(theirs), int(theirs[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1)
+    return taken(
+        f"{value} responses of at most {longest} tokens, over {ranks} ranks that share a sequence",
+        train__micro_batch_tokens=math.ceil(int(value) * longest / ranks),
+    )
+
+
+@ours_from("fsdp_size")
+def _fsdp_size(value: Any, theirs: Theirs) -> Outcome:
+    if value is None or int(value) <= 0 or int(value) >= num_devices(theirs):
+        return Outcome("default", {}, "all ranks share one copy of the weights")
+    return taken(train__fsdp_size=int(value))
+
+
+@theirs_from("fsdp_size")
+def _their_fsdp_size(ours: Ours) -> Any:
+    return ours["train.fsdp_size"] or -1
+
+
+@ours_from("bucket")
+def _bucket(value: Any, theirs: Theirs) -> Outcome:
+    return taken(train__weight_bucket_bytes=int(value) * 1024**2)
+
+
+@theirs_from("bucket")
+def _their_bucket(ours: Ours) -> Any:
+    return -(-ours["train.weight_bucket_bytes"] // 1024**2)
+
+
+@ours_from("compute_dtype")
+def _compute_dtype(value: Any, theirs: Theirs) -> Outcome:
+    known = {"bfloat16": "auto", "bf16": "auto", "float32": "float32", "fp32": "float32"}
+    return taken(train__dtype=known[value]) if value in known else unsupported("float16 needs scaled losses")
+
+
+@theirs_from("compute_dtype")
+def _their_compute_dtype(ours: Ours) -> Any:
+    return "float32" if ours["train.dtype"] == "float32" else "bfloat16"
+
+
+@ours_from("expert_parallel")
+def _expert_parallel(value: Any, theirs: Theirs) -> Outcome:
+    devices = int(theirs[f"{ROLLOUT}.tensor_model_parallel_size"])
+    if int(value) not in (1, devices):
+        return unsupported(f"experts are shared out over all {devices} devices of an engine, or over none")
+    return taken(rollout__expert_parallel=int(value) > 1)
+
+
+@theirs_from("expert_parallel")
+def _their_expert_parallel(ours: Ours) -> Any:
+    return ours["rollout.tensor_parallel"] if ours["rollout.expert_parallel"] else 1
+
+
+@ours_from("trackers")
+def _trackers(value: Any, theirs: Theirs) -> Outcome:
+    names = value if isinstance(value, list) else [value]
+    unknown = [str(name) for name in names if name not in (*TRACKERS, "console", "file")]
+    if unknown:
+        return unsupported(f"train.trackers knows {', '.join(TRACKERS)}, not {', '.join(unknown)}")
+    return taken(
+        "the console and metrics.jsonl get every step anyway",
+        train__trackers=[name for name in names if name in TRACKERS],
+    )
+
+
+@theirs_from("trackers")
+def _their_trackers(ours: Ours) -> Any:
+    return ["console", *ours["train.trackers"]]
+
+
+@ours_from("resume")
+def _resume(value: Any, theirs: Theirs) -> Outcome:
+    if value == "resume_path":
+        return taken(checkpoint__resume=str(theirs["trainer.resume_from_path"]))
+    known = {"auto": "auto", "disable": "never"}
+    return taken(checkpoint__resume=known[value]) if value in known else unsupported("auto, disable, resume_path")
+
+
+@ours_from("resume_path")
+def _resume_path(value: Any, theirs: Theirs) -> Outcome:
+    if value is None or theirs["trainer.resume_mode"] != "resume_path":
+        return Outcome("meaningless", {}, "trainer.resume_mode decides")
+    return taken(checkpoint__resume=str(value))
+
+
+@theirs_from("resume_path")
+def _their_resume_path(ours: Ours) -> Any:
+    return UNSAID if ours["checkpoint.resume"] in ("auto", "never") else ours["checkpoint.resume"]
+
+
+@theirs_from("resume")
+def _their_resume(ours: Ours) -> Any:
+    return {"auto": "auto", "never": "disable"}.get(ours["checkpoint.resume"], "resume_path")
+
+
+# What our key says as it is.
+_SAME = {
+    "save_every": "checkpoint.save_every",
+    "kept": "checkpoint.keep_last",
+    "total_steps": "train.total_steps",
+    "before_training": "validation.before_training",
+    "micro_batch_tokens": "train.micro_batch_tokens",
+    "filter_draws": "sampler.max_num_gen_batches",
+    "gen_batch": "sampler.gen_prompts",
+    "val.temperature": "validation.temperature",
+    "val.top_p": "validation.top_p",
+    "val.top_k": "validation.top_k",
+    "val.n": "validation.num_samples",
+}
+for _convert, _key in _SAME.items():
+    theirs_from(_convert)(operator.itemgetter(_key))

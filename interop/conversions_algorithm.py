@@ -1,0 +1,193 @@
+"""Changes of meaning between verl's keys of the loss, the filter and validation, and ours, both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from interop.conversions import ACTOR, ROLLOUT, Ours, unsupported
+from interop.table import UNSAID
+from interop.theirs import Outcome, Theirs, ours_from, taken, theirs_from
+
+
+@ours_from("kl_in_loss")
+def _kl_in_loss(value: Any, theirs: Theirs) -> Outcome:
+    in_reward = bool(theirs["algorithm.use_kl_in_reward"])
+    return taken(algorithm__kl__place="loss" if value else "reward" if in_reward else "off")
+
+
+@theirs_from("kl_in_loss")
+def _their_kl_in_loss(ours: Ours) -> Any:
+    return ours["algorithm.kl.place"] == "loss"
+
+
+@ours_from("kl_in_reward")
+def _kl_in_reward(value: Any, theirs: Theirs) -> Outcome:
+    in_loss = bool(theirs[f"{ACTOR}.use_kl_loss"])
+    return taken(algorithm__kl__place="reward" if value else "loss" if in_loss else "off")
+
+
+@theirs_from("kl_in_reward")
+def _their_kl_in_reward(ours: Ours) -> Any:
+    return ours["algorithm.kl.place"] == "reward"
+
+
+_ESTIMATORS = {"kl": "kl", "k1": "kl", "abs": "abs", "mse": "mse", "k2": "mse", "low_var_kl": "low_var_kl"}
+_ESTIMATORS |= {"k3": "low_var_kl"}
+_ESTIMATORS |= {f"{name}+": f"{ours}+" for name, ours in _ESTIMATORS.items()}
+_IN_LOSS = {"kl_loss_coef": "coefficient", "kl_loss_type": "estimator"}
+_IN_REWARD = {"kl_coef": "coefficient", "kl_penalty": "estimator"}
+_IN_REWARD |= {"type": "controller", "horizon": "horizon", "target_kl": "target"}
+
+
+def _register_kl(place: str, switch: str, theirs_name: str, name: str) -> None:
+    @ours_from(f"{place}.{theirs_name}")
+    def _value(value: Any, theirs: Theirs) -> Outcome:
+        if not theirs[switch]:
+            return Outcome("meaningless", {}, f"{switch} is off")
+        if name == "estimator" and value not in _ESTIMATORS:
+            return unsupported(f"algorithm.kl.estimator knows {', '.join(_ESTIMATORS)}")
+        converted = _ESTIMATORS[value] if name == "estimator" else value
+        return Outcome("taken", {f"algorithm.kl.{name}": converted})
+
+    @theirs_from(f"{place}.{theirs_name}")
+    def _theirs(ours: Ours) -> Any:
+        return ours[f"algorithm.kl.{name}"] if ours["algorithm.kl.place"] == place else UNSAID
+
+
+for _theirs_name, _name in _IN_LOSS.items():
+    _register_kl("loss", f"{ACTOR}.use_kl_loss", _theirs_name, _name)
+for _theirs_name, _name in _IN_REWARD.items():
+    _register_kl("reward", "algorithm.use_kl_in_reward", _theirs_name, _name)
+
+
+@ours_from("filter_draws")
+def _filter_draws(value: Any, theirs: Theirs) -> Outcome:
+    if not theirs["algorithm.filter_groups.enable"]:
+        return Outcome("meaningless", {}, "algorithm.filter_groups.enable is off")
+    if int(value) <= 0:
+        return taken("no bound; an epoch of groups without signal ends a step", sampler__max_num_gen_batches=0)
+    return taken(sampler__max_num_gen_batches=int(value))
+
+
+@ours_from("gen_batch")
+def _gen_batch(value: Any, theirs: Theirs) -> Outcome:
+    prompts = theirs["data.train_batch_size"] if value is None else value
+    return taken(sampler__gen_prompts=int(prompts))
+
+
+def _register_validation(name: str, ours_name: str, greedy: Any) -> None:
+    @ours_from(f"val.{name}")
+    def _value(value: Any, theirs: Theirs) -> Outcome:
+        if not theirs[f"{ROLLOUT}.val_kwargs.do_sample"]:
+            return taken("greedy: val_kwargs.do_sample is off", **{f"validation__{ours_name}": greedy})
+        return taken(**{f"validation__{ours_name}": value})
+
+
+for _theirs_name, _name, _greedy in (
+    ("temperature", "temperature", 0.0),
+    ("top_p", "top_p", 1.0),
+    ("top_k", "top_k", -1),
+    ("n", "num_samples", 1),
+):
+    _register_validation(_theirs_name, _name, _greedy)
+
+
+@ours_from("val.do_sample")
+def _do_sample(value: Any, theirs: Theirs) -> Outcome:
+    if value:
+        return Outcome("default", {}, "validation.temperature above 0 samples")
+    return taken(validation__temperature=0.0)
+
+
+@theirs_from("val.do_sample")
+def _their_do_sample(ours: Ours) -> Any:
+    return ours["validation.temperature"] > 0
+
+
+_METRICS = {"acc": "acc", "score": "score", "reward": "seq_reward"}
+_METRICS |= {"seq_reward": "seq_reward", "seq_final_reward": "seq_final_reward"}
+
+
+@ours_from("filter_metric")
+def _filter_metric(value: Any, theirs: Theirs) -> Outcome:
+    if not theirs["algorithm.filter_groups.enable"]:
+        return Outcome("meaningless", {}, "algorithm.filter_groups.enable is off")
+    if value not in _METRICS:
+        return unsupported(f"sampler.metric knows {', '.join(_METRICS.values())}")
+    return taken(sampler__metric=_METRICS[value])
+
+
+@theirs_from("filter_metric")
+def _their_filter_metric(ours: Ours) -> Any:
+    return ours["sampler.metric"]
+
+
+@ours_from("overlong")
+def _overlong(value: Any, theirs: Theirs) -> Outcome:
+    if value and theirs["reward.reward_manager.name"] != "dapo":
+        return Outcome("meaningless", {}, "only reward_manager=dapo reads it")
+    return taken(reward__overlong__enabled=bool(value))
+
+
+@theirs_from("overlong")
+def _their_overlong(ours: Ours) -> Any:
+    return ours["reward.overlong.enabled"]
+
+
+@ours_from("overlong_tokens")
+def _overlong_tokens(value: Any, theirs: Theirs) -> Outcome:
+    if not theirs["reward.reward_kwargs.overlong_buffer_cfg.enable"]:
+        return Outcome("meaningless", {}, "the penalty is off")
+    return taken(reward__overlong__buffer_tokens=int(value))
+
+
+@theirs_from("overlong_tokens")
+def _their_overlong_tokens(ours: Ours) -> Any:
+    return ours["reward.overlong.buffer_tokens"]
+
+
+@ours_from("custom_name")
+def _custom_name(value: Any, theirs: Theirs) -> Outcome:
+    if value is None or theirs["reward.custom_reward_function.path"] is None:
+        return Outcome("meaningless", {}, "custom_reward_function.path is not set")
+    return taken(custom_reward__name=str(value))
+
+
+@theirs_from("custom_name")
+def _their_custom_name(ours: Ours) -> Any:
+    return UNSAID if ours["custom_reward.path"] is None else ours["custom_reward.name"]
+
+
+@ours_from("top_k")
+def _top_k(value: Any, theirs: Theirs) -> Outcome:
+    return taken(rollout__top_k=int(value) if int(value) > 0 else -1)
+
+
+@theirs_from("top_k")
+def _their_top_k(ours: Ours) -> Any:
+    return ours["rollout.top_k"]
+
+
+@ours_from("all_if_negative")
+def _all_if_negative(value: Any, theirs: Theirs) -> Outcome:
+    if value is None or int(value) <= 0:
+        return Outcome("default", {}, "all of them")
+    return taken(validation__num_prompts=int(value))
+
+
+@theirs_from("all_if_negative")
+def _their_all_if_negative(ours: Ours) -> Any:
+    return ours["validation.num_prompts"] or -1
+
+
+@ours_from("reference_path")
+def _reference_path(value: Any, theirs: Theirs) -> Outcome:
+    if value is None or not (theirs[f"{ACTOR}.use_kl_loss"] or theirs["algorithm.use_kl_in_reward"]):
+        return Outcome("meaningless", {}, "there is no KL, and so no reference")
+    return taken(algorithm__kl__reference_path=str(value))
+
+
+@theirs_from("reference_path")
+def _their_reference_path(ours: Ours) -> Any:
+    path = ours["algorithm.kl.reference_path"]
+    return UNSAID if path is None else path

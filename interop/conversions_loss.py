@@ -1,0 +1,222 @@
+"""Changes of meaning between verl's keys of optimizer, loss and rollout correction, and ours, both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from interop.conversions import ACTOR, Ours, unsupported
+from interop.table import UNSAID
+from interop.theirs import Outcome, Theirs, ours_from, taken, theirs_from
+
+CORRECTION = "algorithm.rollout_correction"
+IN_BYPASS = f"read for metrics alone with {CORRECTION}.bypass_mode: the ratio in the loss is that weight"
+_AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+@ours_from("normalize")
+def _normalize(value: Any, theirs: Theirs) -> Outcome:
+    if theirs["algorithm.adv_estimator"] == "rloo":
+        return taken("rloo never divides by the standard deviation", algorithm__normalize_by_std=False)
+    return taken(algorithm__normalize_by_std=bool(value))
+
+
+@theirs_from("normalize")
+def _their_normalize(ours: Ours) -> Any:
+    return ours["algorithm.normalize_by_std"]
+
+
+@ours_from("loss_aggregation")
+def _loss_aggregation(value: Any, theirs: Theirs) -> Outcome:
+    if value not in _AGGREGATIONS:
+        return unsupported(f"algorithm.loss_aggregation knows {', '.join(_AGGREGATIONS)}")
+    if value != "seq-mean-token-sum-norm":
+        return taken(algorithm__loss_aggregation=value)
+    constant = theirs[f"{ACTOR}.loss_scale_factor"] or theirs["data.max_response_length"]
+    return taken(
+        "divides by a constant, the width of a response there unless loss_scale_factor is set",
+        algorithm__loss_aggregation=value,
+        algorithm__loss_norm_tokens=int(constant),
+    )
+
+
+@theirs_from("loss_aggregation")
+def _their_loss_aggregation(ours: Ours) -> Any:
+    return ours["algorithm.loss_aggregation"]
+
+
+@ours_from("loss_norm")
+def _loss_norm(value: Any, theirs: Theirs) -> Outcome:
+    if value is None or theirs[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
+        return Outcome("meaningless", {}, f"{ACTOR}.loss_agg_mode is not seq-mean-token-sum-norm")
+    return taken(algorithm__loss_norm_tokens=int(value))
+
+
+@theirs_from("loss_norm")
+def _their_loss_norm(ours: Ours) -> Any:
+    return UNSAID if ours["algorithm.loss_norm_tokens"] is None else ours["algorithm.loss_norm_tokens"]
+
+
+@ours_from("schedule")
+def _schedule(value: Any, theirs: Theirs) -> Outcome:
+    if value is None:
+        return Outcome("default", {}, "unset")
+    if value not in ("constant", "cosine"):
+        return unsupported("of verl's schedules with FSDP, constant and cosine have keys")
+    return taken(train__schedule=value)
+
+
+@theirs_from("schedule")
+def _their_schedule(ours: Ours) -> Any:
+    return ours["train.schedule"] if ours["train.schedule"] in ("constant", "cosine") else UNSAID
+
+
+@ours_from("min_ratio")
+def _min_ratio(value: Any, theirs: Theirs) -> Outcome:
+    if not value or theirs[f"{ACTOR}.optim.lr_scheduler_type"] != "cosine":
+        return Outcome("meaningless", {}, "0, or the schedule is constant")
+    return taken(train__min_learning_rate_ratio=float(value))
+
+
+@theirs_from("min_ratio")
+def _their_min_ratio(ours: Ours) -> Any:
+    return ours["train.min_learning_rate_ratio"]
+
+
+@ours_from("betas")
+def _betas(value: Any, theirs: Theirs) -> Outcome:
+    first, second = value
+    return taken(train__adam_beta1=float(first), train__adam_beta2=float(second))
+
+
+@theirs_from("betas")
+def _their_betas(ours: Ours) -> Any:
+    return [ours["train.adam_beta1"], ours["train.adam_beta2"]]
+
+
+def _correction(**ours: Any) -> Outcome:
+    return Outcome("taken", {f"{CORRECTION}.{name}": value for name, value in ours.items()})
+
+
+@ours_from("importance")
+def _importance(value: Any, theirs: Theirs) -> Outcome:
+    if value is None:
+        return Outcome("default", {}, "off; here only tokens that older weights sampled are weighed")
+    if value not in ("token", "sequence"):
+        return unsupported(f"{CORRECTION}.importance knows token and sequence")
+    if theirs[f"{CORRECTION}.bypass_mode"]:
+        return Outcome("ignored-by-trainer", {}, IN_BYPASS)
+    return _correction(importance=value)
+
+
+@theirs_from("importance")
+def _their_importance(ours: Ours) -> Any:
+    importance = ours[f"{CORRECTION}.importance"]
+    return importance if importance in ("token", "sequence") else None
+
+
+@ours_from("importance_threshold")
+def _importance_threshold(value: Any, theirs: Theirs) -> Outcome:
+    if theirs[f"{CORRECTION}.rollout_is"] is None:
+        return Outcome("meaningless", {}, f"{CORRECTION}.rollout_is is off")
+    if theirs[f"{CORRECTION}.bypass_mode"]:
+        return Outcome("ignored-by-trainer", {}, IN_BYPASS)
+    low, _, high = str(value).rpartition("_")
+    return _correction(**({"importance_min": float(low)} if low else {}), importance_max=float(high))
+
+
+@theirs_from("importance_threshold")
+def _their_importance_threshold(ours: Ours) -> Any:
+    low, high = ours[f"{CORRECTION}.importance_min"], ours[f"{CORRECTION}.importance_max"]
+    return high if low is None else f"{low}_{high}"
+
+
+@ours_from("importance_normalize")
+def _importance_normalize(value: Any, theirs: Theirs) -> Outcome:
+    if theirs[f"{CORRECTION}.rollout_is"] is None:
+        return Outcome("meaningless", {}, f"{CORRECTION}.rollout_is is off")
+    if theirs[f"{CORRECTION}.bypass_mode"]:
+        return Outcome("ignored-by-trainer", {}, IN_BYPASS)
+    return _correction(importance_normalize=bool(value))
+
+
+@theirs_from("importance_normalize")
+def _their_importance_normalize(ours: Ours) -> Any:
+    return ours[f"{CORRECTION}.importance_normalize"]
+
+
+@ours_from("ratio_cap")
+def _ratio_cap(value: Any, theirs: Theirs) -> Outcome:
+    if float(value) <= 0:
+        return Outcome("default", {}, "off; here only tokens that older weights sampled are weighed")
+    return _correction(importance="token", importance_max=float(value))
+
+
+_MASKS = {"token_k1": "token", "seq_sum_k1": "product", "seq_mean_k1": "sequence"}
+_MASKS_BEFORE_0_8 = {"token": "token", "sequence": "product", "geometric": "sequence"}
+_DIVERGENCES = {f"token_{k}": f"token-{k}" for k in ("k2", "k3")}
+_DIVERGENCES |= {f"seq_{how}_{k}": f"{how}-{k}" for how in ("sum", "mean", "max") for k in ("k2", "k3")}
+
+
+@ours_from("rejection")
+def _rejection(value: Any, theirs: Theirs) -> Outcome:
+    if value is None:
+        return _correction(mask="off", divergence="off")
+    ours: dict[str, str] = {}
+    for name in str(value).replace(" ", "").split(","):
+        if name in _DIVERGENCES and "divergence" not in ours:
+            ours["divergence"] = _DIVERGENCES[name]
+        elif name in {**_MASKS, **_MASKS_BEFORE_0_8} and "mask" not in ours:
+            ours["mask"] = {**_MASKS, **_MASKS_BEFORE_0_8}[name]
+        else:
+            return unsupported(f"{name}: one bound of the ratio and one of its k2 or k3 have keys")
+    return _correction(**ours)
+
+
+@theirs_from("rejection")
+def _their_rejection(ours: Ours) -> Any:
+    chosen = {mask: name for name, mask in _MASKS.items()}, {ours: name for name, ours in _DIVERGENCES.items()}
+    names = [chosen[0].get(ours[f"{CORRECTION}.mask"]), chosen[1].get(ours[f"{CORRECTION}.divergence"])]
+    return ",".join(name for name in names if name) or None
+
+
+@ours_from("rejection_threshold")
+def _rejection_threshold(value: Any, theirs: Theirs) -> Outcome:
+    names = str(theirs[f"{CORRECTION}.rollout_rs"]).replace(" ", "").split(",")
+    if names == ["None"]:
+        return Outcome("meaningless", {}, f"{CORRECTION}.rollout_rs is off")
+    if names[0] in _MASKS_BEFORE_0_8:
+        high = float(theirs[f"{CORRECTION}.rollout_is_threshold"] if value is None else value)
+        low = theirs[f"{CORRECTION}.rollout_rs_threshold_lower"]
+        return _correction(mask_low=1 / high if low is None else float(low), mask_high=high)
+    bounds = str(value).replace(" ", "").split(",")
+    if len(bounds) not in (1, len(names)):
+        return unsupported(f"{len(bounds)} thresholds for {len(names)} rejections")
+    ours: dict[str, float] = {}
+    for name, bound in zip(names, bounds * len(names) if len(bounds) == 1 else bounds, strict=False):
+        first, _, last = bound.rpartition("_")
+        if name in _DIVERGENCES:
+            ours["divergence_max"] = float(last)
+        else:
+            low = float(first) if first else 1 / float(last)
+            ours |= {"mask_low": 1 / float(last), "mask_high": 1 / low}
+    return _correction(**ours)
+
+
+@theirs_from("rejection_threshold")
+def _their_rejection_threshold(ours: Ours) -> Any:
+    bounds = []
+    if ours[f"{CORRECTION}.mask"] != "off":
+        low, high = ours[f"{CORRECTION}.mask_low"], ours[f"{CORRECTION}.mask_high"]
+        if not low:
+            return UNSAID
+        bounds.append(f"{1 / high}_{1 / low}")
+    if ours[f"{CORRECTION}.divergence"] != "off":
+        bounds.append(str(ours[f"{CORRECTION}.divergence_max"]))
+    return ",".join(bounds) or None
+
+
+@ours_from("rejection_lower")
+def _rejection_lower(value: Any, theirs: Theirs) -> Outcome:
+    if value is None or theirs[f"{CORRECTION}.rollout_rs"] is None:
+        return Outcome("meaningless", {}, f"{CORRECTION}.rollout_rs is off, or the bound is 1 / the upper one")
+    return _correction(mask_low=float(value))

@@ -1,0 +1,64 @@
+"""Our recipe in the words of another trainer: the inverse of an import, by the same table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import interop.account  # noqa: F401  registers the conversions that the tables name
+from interop.table import UNSAID, Row, load
+from interop.theirs import Setting, theirs_of
+
+_ANY = ".*"
+
+
+def settings_for(tree: Mapping[str, Any], trainer: str, version: str | None = None) -> list[Setting]:
+    """The settings of a trainer's version that say what a resolved recipe says, in the table's order.
+
+    `tree` has every key of the recipe, defaults included. A setting's origin names the keys of ours that it says;
+    a key that the version lacks or reads nowhere is left out. Raises ForeignConfigError for an unknown version.
+    """
+    table = load(trainer)
+    version = table.newest if version is None else table.require_version(version)
+    ours = by_name(tree)
+    settings: list[Setting] = []
+    for row in sorted(table.rows, key=lambda row: row.is_family):  # a key of its own goes before its family
+        if (name := name_of(row, version)) is None:
+            continue
+        if row.is_family:
+            said = {setting.origin for setting in settings}
+            settings += (setting for setting in _of_family(name, row, ours) if setting.origin not in said)
+        elif set(row.ours) <= ours.keys() and (value := theirs_of(row, ours)) is not UNSAID:
+            settings.append(Setting(name, value, ", ".join(row.ours)))
+    return settings
+
+
+def _of_family(name: str, row: Row, ours: Mapping[str, Any]) -> Iterator[Setting]:
+    """The settings of a family of free keys that stand for a family of ours."""
+    if len(row.ours) != 1 or not (name.endswith(_ANY) and row.ours[0].endswith(_ANY)):
+        return
+    section = row.ours[0].removesuffix(_ANY)
+    for part, value in (ours.get(section) or {}).items():
+        yield Setting(f"{name.removesuffix(_ANY)}.{part}", value, f"{section}.{part}")
+
+
+def name_of(row: Row, version: str) -> str | None:
+    """The key of a row in a version; None where the version has none, or reads it nowhere."""
+    names = [] if version in row.ignored else row.names(version)
+    return names[0] if names else None
+
+
+def by_name(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a tree by dotted names; a section is a value too, since some keys hold one."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found[f"{prefix}{name}"] = value
+        if isinstance(value, Mapping):
+            found |= by_name(value, f"{prefix}{name}.")
+    return found
+
+
+def unsaid(names: Iterable[str], settings: Iterable[Setting]) -> Iterator[str]:
+    """Those of our keys that no setting says."""
+    said = {name for setting in settings for name in setting.origin.split(", ")}
+    return (name for name in names if name not in said)

@@ -1,0 +1,110 @@
+"""What to write in a recipe in place of a key of another trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import interop.account  # noqa: F401  registers the conversions that the tables name
+from interop.table import TRAINERS, UNSAID, Row, Table, load
+from interop.theirs import Outcome, Theirs, outcome_of, theirs_of
+
+_TITLES = {"mindspeed-rl": "MindSpeed-RL", "mindspeed-mm": "MindSpeed-MM"}
+_NEED_BOTH = {"trainer.n_gpus_per_node": "trainer.nnodes", "trainer.nnodes": "trainer.n_gpus_per_node"}
+
+
+def instead_of(typed: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, str]:
+    """By key, what a recipe says in place of keys of verl or MindSpeed; a key of none of them is left out.
+
+    `typed` are keys that no section of ours has, with values; a section may be typed as a whole. `ours` are values
+    of our keys, which units depend on: 10 training steps of warm-up are 10 x train_prompts / mini_prompts here.
+    """
+    found: dict[str, str] = {}
+    for trainer in TRAINERS:
+        table = load(trainer)
+        flat = {name: value for name, value in _flat(typed, table).items() if name not in found}
+        rows = {name: row for name in flat if (row := _row(table, name)) is not None}
+        if not rows:
+            continue
+        given = {row.key: flat[name] for name, row in rows.items()}
+        devices = {"trainer.n_gpus_per_node": ours.get("train.num_ranks"), "trainer.nnodes": 1}
+        said = [devices | _said(table, ours, with_constants=each) | given for each in (False, True)]
+        for name, row in rows.items():
+            is_alone = row.key in _NEED_BOTH and _NEED_BOTH[row.key] not in given
+            here = f"here {_keys(row)}" if is_alone else _here(table, row, name, flat[name], said)
+            found[name] = f"unknown key {name} is {_TITLES.get(trainer, trainer)}'s; {here}"
+    return found
+
+
+def key_of(name: str) -> str | None:
+    """What a key of another trainer is here, as a sentence; None for a key of none of them."""
+    for trainer in TRAINERS:
+        row = _row(load(trainer), name)
+        if row is not None:
+            whose = _TITLES.get(trainer, trainer)
+            return f"{name} is {whose}'s; here {_keys(row)}" if row.ours else f"{name} is {whose}'s: {row.reason}"
+    return None
+
+
+def _row(table: Table, name: str) -> Row | None:
+    row = table.resolve(name.lstrip("+~"), table.newest)
+    return None if row is not None and row.key.startswith("*") else row
+
+
+def _flat(typed: Mapping[str, Any], table: Table, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in typed.items():
+        row = table.find(f"{prefix}{name}")
+        if isinstance(value, Mapping) and value and (row is None or row.is_family):
+            flat |= _flat(value, table, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _said(table: Table, ours: Mapping[str, Any], with_constants: bool) -> dict[str, Any]:
+    """Their values for what our keys say, as far as these are sound, with what holds whatever our keys."""
+    said = {}
+    for row in table.rows:
+        if row.export is not UNSAID and not with_constants:
+            continue
+        try:
+            value = theirs_of(row, ours)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            continue
+        if value is not UNSAID:
+            said[row.key] = value
+    return said
+
+
+def _here(table: Table, row: Row, name: str, value: Any, said: list[dict[str, Any]]) -> str:
+    held = table.versions_of(name.lstrip("+~"))
+    version = next((each for each in reversed(held) if each not in row.ignored), table.newest)
+    outcomes = [outcome_of(row, name.lstrip("+~"), value, Theirs(table, version, each)) for each in said]
+    outcome = next((each for each in outcomes if each.fate == "taken"), outcomes[0])
+    return _sentence(row, outcome)
+
+
+def _keys(row: Row) -> str:
+    return ": ".join(each for each in (", ".join(row.ours), row.change or row.reason) if each)
+
+
+def _sentence(row: Row, outcome: Outcome) -> str:
+    match outcome.fate:
+        case "taken":
+            keys = ", ".join(f"{name}={_spelt(value)}" for name, value in outcome.ours.items())
+            return ": ".join(each for each in (f"here {keys}", outcome.note) if each)
+        case "unsupported":
+            return f"this value has no form here: {outcome.note}"
+        case "ignored-by-trainer":
+            return f"no version reads it: {outcome.note}"
+        case "other-stage":
+            return f"here a matter of another stage: {outcome.note}"
+        case _:
+            instead = f"; its key is {' or '.join(row.ours)}" if row.ours else ""
+            return f"not needed here{instead}: {outcome.note}"
+
+
+def _spelt(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

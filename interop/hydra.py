@@ -1,0 +1,217 @@
+"""Hydra's command line and YAML files of verl as settings: the grammar of overrides, and the line of each key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from interop.errors import ForeignConfigError
+from interop.theirs import Setting
+
+Kind = Literal["set", "add", "force", "delete"]
+SIGNS: dict[str, Kind] = {"": "set", "+": "add", "++": "force", "~": "delete"}
+KEY = re.compile(
+    r"(?P<sign>\+\+|\+|~|)"
+    r"(?P<key>[A-Za-z_][\w-]*(?:/[A-Za-z_][\w-]*)+|[A-Za-z_$][\w$-]*(?:\.(?:[A-Za-z_$][\w$-]*|\d+))*)"
+    r"(?:@(?P<package>[\w$.-]*))?(?P<equal>=[ \t]*)?(?P<value>.*)",
+    re.DOTALL | re.ASCII,
+)
+INTEGER = re.compile(r"[+-]?(?:0|[1-9](?:_?\d)*)")
+_UNSIGNED = r"(?:0|[1-9](?:_?\d)*)"
+_POINT = rf"(?:{_UNSIGNED}\.|{_UNSIGNED}?\.\d(?:_?\d)*)"
+FLOAT = re.compile(rf"[+-]?(?:{_POINT}|(?:{_UNSIGNED}|{_POINT})[eE][+-]?\d(?:_?\d)*|inf|nan)", re.IGNORECASE)
+WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
+# A piece of a bare value: a reference, an escape, blanks, or characters that need no quotes. `~` is $HOME's.
+BARE = re.compile(
+    r"(?P<reference>\$\{[^}]+\})|(?P<escape>\\[\\()\[\]{}:=, \t])|(?P<colon>[ \t]*:[ \t]*)|(?P<blank>[ \t]+)"
+    r"|[\w/\-\\+.$%*@?|~]",
+    re.ASCII,
+)
+FUNCTION = re.compile(r"([A-Za-z_][\w-]*)[ \t]*\(")
+
+
+class Override(NamedTuple):
+    """One word of the command line: what it does to a key, and the value."""
+
+    kind: Kind
+    key: str
+    value: Any
+
+
+def parse_override(text: str) -> Override:
+    """An override of Hydra 1.3: `a.b=c`, `+a=c`, `++a=c`, `~a`; raises ForeignConfigError where Hydra does too.
+
+    References such as `${data.train_batch_size}` stay as they are. Sweeps and functions are refused.
+    """
+    match = KEY.fullmatch(text)
+    if match is None or (match["equal"] is None and (match["sign"] != "~" or match["value"])):
+        raise ForeignConfigError(f"{text!r} is not KEY=VALUE")
+    key = match["key"] if match["package"] is None else f"{match['key']}@{match['package']}"
+    if not match["value"].strip(" \t"):
+        return Override(SIGNS[match["sign"]], key, "" if match["equal"] else None)
+    reader = _Value(match["value"], text)
+    value = reader.element()
+    if reader.rest().startswith(","):
+        raise ForeignConfigError(f"{text!r} is a sweep, which is several trainings; a list is [a,b]")
+    if reader.rest():
+        raise reader.refusal()
+    return Override(SIGNS[match["sign"]], key, value)
+
+
+class _Value:
+    """Reads one value from left to right."""
+
+    def __init__(self, text: str, whole: str) -> None:
+        self.text, self.whole, self.at = text, whole, 0
+
+    def rest(self) -> str:
+        return self.text[self.at :]
+
+    def refusal(self) -> ForeignConfigError:
+        return ForeignConfigError(
+            f"{self.whole!r}: Hydra does not read {self.rest()[:20]!r} at character "
+            f"{len(self.whole) - len(self.rest()) + 1}; put the value in quotes, inside those of the shell"
+        )
+
+    def skip(self, *characters: str) -> bool:
+        """Pass one of these characters, with the blanks around it."""
+        bare = self.rest().lstrip(" \t")
+        if not bare.startswith(characters or "\n"):
+            return False
+        self.at = len(self.text) - len(bare[1:].lstrip(" \t"))
+        return True
+
+    def element(self) -> Any:
+        """A list, a dictionary, a quoted text, or a bare value."""
+        start = self.rest()
+        if start.startswith("["):
+            return self.list_of()
+        if start.startswith("{"):
+            return self.dictionary()
+        blank = len(start) - len(start.lstrip(" \t"))
+        if start[blank:].startswith(("'", '"')):
+            self.at += blank
+            return self.quoted()
+        if FUNCTION.match(start):
+            raise ForeignConfigError(
+                f"{self.whole!r}: functions and sweeps of Hydra's command line are not followed"
+            )
+        return self.bare(is_key=False)
+
+    def list_of(self) -> list[Any]:
+        self.skip("[")
+        items: list[Any] = []
+        while not self.skip("]"):
+            if items and not self.skip(","):
+                raise self.refusal()
+            items.append(self.element())
+        return self.closed(items)
+
+    def dictionary(self) -> dict[Any, Any]:
+        self.skip("{")
+        items: dict[Any, Any] = {}
+        while not self.skip("}"):
+            if items and not self.skip(","):
+                raise self.refusal()
+            key = self.bare(is_key=True)
+            if not self.skip(":"):
+                raise self.refusal()
+            items[key] = self.element()
+        return self.closed(items)
+
+    def closed(self, value: Any) -> Any:
+        """A value after its bracket: blanks are allowed there only before another bracket or a comma."""
+        before = self.text[: self.at]
+        if before != before.rstrip(" \t") and not self.rest():
+            self.at = len(before.rstrip(" \t"))
+            raise self.refusal()
+        return value
+
+    def quoted(self) -> str:
+        quote = self.text[self.at]
+        match = re.compile(rf"{quote}((?:\\\\)*|.*?[^\\](?:\\\\)*){quote}", re.DOTALL).match(self.text, self.at)
+        if match is None:
+            raise self.refusal()
+        self.at = match.end()
+        unescaped = re.sub(rf"\\+{quote}", lambda found: found.group()[1::2], match[1] + quote)
+        return unescaped[:-1] if unescaped.endswith(quote) and not match[1].endswith("\\") else unescaped
+
+    def bare(self, is_key: bool) -> Any:
+        """A value without quotes: a number, a truth value, null, or a text with its blanks stripped."""
+        parts: list[tuple[str, bool]] = []
+        plain = True
+        while match := BARE.match(self.text, self.at):
+            if is_key and (match["reference"] or match["colon"]):
+                break
+            parts.append((match.group()[1] if match["escape"] else match.group(), bool(match["blank"])))
+            plain = plain and not match["escape"]
+            self.at = match.end()
+        while parts and parts[0][1]:
+            parts.pop(0)
+        while parts and parts[-1][1]:
+            parts.pop()
+        if not parts:
+            raise self.refusal()
+        text = "".join(part for part, _ in parts)
+        return typed(text) if plain else text
+
+
+def typed(text: str) -> Any:
+    """A bare text as Hydra types it."""
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    if INTEGER.fullmatch(text):
+        return int(text)
+    return float(text) if FLOAT.fullmatch(text) else text
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as OmegaConf reads it: 1e-6 is a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.[\d_]+(?:[eE][-+]?\d+)?)|[-+]?\.(?:inf|nan)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def settings_of_yaml(text: str, name: str) -> list[Setting]:
+    """The settings of a YAML file, each with its line; a list of texts is a list of overrides.
+
+    Raises ForeignConfigError for what is no YAML, or no mapping.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if isinstance(node, yaml.SequenceNode):
+            items = [(loader.construct_object(item, deep=True), item.start_mark.line + 1) for item in node.value]
+            return [_setting(str(item), f"{name}:{line}") for item, line in items]
+        if not isinstance(node, yaml.MappingNode):
+            raise ForeignConfigError(f"{name} has no keys: neither a mapping nor a list of overrides")
+        return list(_leaves(loader, node, name, ""))
+    except yaml.YAMLError as error:
+        raise ForeignConfigError(f"{name} is no YAML: {error}") from None
+
+
+def _leaves(loader: _Loader, node: yaml.MappingNode, name: str, prefix: str) -> Iterator[Setting]:
+    loader.flatten_mapping(node)
+    for key_node, value in node.value:
+        key = f"{prefix}{loader.construct_object(key_node)}"
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from _leaves(loader, value, name, f"{key}.")
+        else:
+            yield Setting(key, loader.construct_object(value, deep=True), f"{name}:{key_node.start_mark.line + 1}")
+
+
+def _setting(text: str, origin: str) -> Setting:
+    try:
+        override = parse_override(text)
+    except ForeignConfigError as error:
+        raise ForeignConfigError(f"{origin}: {error}") from None
+    return Setting(override.key, override.value, origin)

@@ -1,0 +1,186 @@
+"""Configurations of MindSpeed-RL and MindSpeed-MM, and their files for preparing data, as settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from interop.errors import ForeignConfigError
+from interop.theirs import Setting
+
+SECTIONS = (
+    *("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config", "vit_config"),
+    *("rl_config", "generate_config", "profiler_config", "msprobe_config"),
+)
+PREPROCESS = "preprocess"  # the section of a file of configs/datasets, which has none of its own
+_WHOLE = (f"{PREPROCESS}.map_keys", "defaults")  # whose values are mappings or lists of them
+_NAMES = (
+    "defaults",
+    "model",
+    "megatron_training.model",
+    "actor_config.model",
+    "vit_config.model",
+)  # of architectures
+_ARROW = re.compile(r"\s<-{2,}.*$", re.MULTILINE)  # the guides' remarks behind values: <------- on by default
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # which YAML 1.1 reads as text, and OmegaConf does not
+
+
+def trainer_of(settings: list[Setting]) -> str:
+    """Which of the two trainers a configuration is of: MindSpeed-MM's says so, or names a model's JSON file."""
+    for key, value, _ in settings:
+        if key.startswith("vit_config") or (key == "rl_config.is_multimodal" and value):
+            return "mindspeed-mm"
+        if key == "model" and isinstance(value, str):
+            return "mindspeed-mm"
+    return "mindspeed-rl"
+
+
+def is_mindspeed(text: str) -> bool:
+    """Whether a YAML text is a configuration of MindSpeed's, a part of one, or its file for preparing data."""
+    found = re.findall(r"^([ \t]*)([\w.-]+)[ \t]*:", text, re.MULTILINE)
+    least = min((len(indent) for indent, _ in found), default=0)
+    names = {name.replace("-", "_").partition(".")[0] for indent, name in found if len(indent) == least}
+    return bool(names & set(SECTIONS)) or _prepares(names) or (bool(names) and names <= _home().keys())
+
+
+def read_yaml(text: str, name: str, folder: Path | None = None) -> list[Setting]:
+    """The settings of a YAML text, each with `name:LINE` as its origin.
+
+    Remarks such as `true   <------- default` are left out. A key of one section that stands alone, as in excerpts,
+    gets its section. Keys of the file that `defaults` names come from `folder`/model, where it is there, unless
+    the text sets them. Raises ForeignConfigError for what is no YAML mapping.
+    """
+    plain = _ARROW.sub("", text.replace("\t", "    ").lstrip("\ufeff"))
+    loader = yaml.SafeLoader(plain)
+    try:
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise ForeignConfigError(f"{name} holds no keys")
+        settings = list(_settings(loader, node, name))
+    except yaml.YAMLError as error:
+        raise ForeignConfigError(f"{name} is no YAML: {error}") from None
+    finally:
+        loader.dispose()
+    settings = list(_placed(settings))
+    if folder is not None:
+        settings = [*_of_model_files(settings, folder), *settings]
+    return sorted(
+        settings, key=lambda setting: not setting.key.startswith("megatron_training.")
+    )  # actor_config wins
+
+
+def _settings(loader: yaml.SafeLoader, node: yaml.MappingNode, name: str, prefix: str = "") -> Iterator[Setting]:
+    loader.flatten_mapping(node)
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        key = f"{prefix}{str(loader.construct_object(key_node, deep=True)).replace('-', '_')}"
+        is_section = isinstance(value_node, yaml.MappingNode) and value_node.value and key not in _WHOLE
+        if is_section and not key.endswith(".map_keys") and key != "map_keys":
+            yield from _settings(loader, value_node, name, f"{key}.")
+        else:
+            yield Setting(key, _value(loader.construct_object(value_node, deep=True)), f"{name}:{line}")
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_value(each) for each in value]
+    return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
+
+
+def _placed(settings: list[Setting]) -> Iterator[Setting]:
+    """The settings with a section for those that stand alone."""
+    alone = {setting.key for setting in settings if "." not in setting.key}
+    prepares = _prepares(alone)
+    for setting in settings:
+        first = setting.key.partition(".")[0]
+        if prepares and first not in SECTIONS:
+            yield setting._replace(key=f"{PREPROCESS}.{setting.key}")
+        elif first in SECTIONS or first not in _home():
+            yield setting
+        else:
+            yield setting._replace(key=f"{_home()[first]}.{setting.key}")
+
+
+def _prepares(names: set[str]) -> bool:
+    """Whether keys are of a file of configs/datasets."""
+    return "input" in names and bool(names & {"output_prefix", "handler_name"})
+
+
+def _of_model_files(settings: list[Setting], folder: Path) -> Iterator[Setting]:
+    """The settings of the files that `defaults: [{model: [NAME]}]` names, as far as nothing else sets them."""
+    said = {setting.key.partition(".")[2] for setting in settings}
+    for model in _model_files(settings):
+        file = folder / "model" / f"{model}.yaml"
+        read = read_yaml(file.read_text(encoding="utf-8"), file.name) if file.is_file() else []
+        for key, value, origin in read:
+            if (name := key.removeprefix(f"{model}.")) not in said:
+                yield Setting(f"megatron_training.{name}", value, origin)
+
+
+def _model_files(settings: list[Setting]) -> Iterator[str]:
+    """The names below `model` in the list `defaults`."""
+    lists = [
+        setting.value for setting in settings if setting.key == "defaults" and isinstance(setting.value, list)
+    ]
+    for group in (each for listed in lists for each in listed if isinstance(each, Mapping)):
+        named = group.get("model", ())
+        yield from map(str, named if isinstance(named, list | tuple) else [named])
+
+
+@cache
+def key_list() -> dict[str, tuple[str, Any]]:
+    """{key with its section: (type, default)} of MindSpeed's classes; Megatron's below each of their sections."""
+    text = (resources.files("interop") / "keys" / "mindspeed_classes.yaml").read_text(encoding="utf-8")
+    keys: dict[str, tuple[str, Any]] = {}
+    for entry in yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))["classes"]:
+        places = (
+            ("megatron_training", "actor_config", "vit_config")
+            if entry["section"] == "megatron"
+            else (entry["section"],)
+        )
+        keys |= {f"{place}.{name}": (said[0], said[1]) for place in places for name, said in entry["keys"].items()}
+    return keys
+
+
+@cache
+def _home() -> dict[str, str]:
+    """{first part of a key: its section}, of the keys that one class alone has."""
+    homes: dict[str, set[str]] = {}
+    for key in key_list():
+        section, _, name = key.partition(".")
+        if section in ("megatron_training", "rl_config", "generate_config"):
+            homes.setdefault(name.partition(".")[0], set()).add(section)
+    return {name: min(sections) for name, sections in homes.items() if len(sections) == 1}
+
+
+def wrong_values(tree: Mapping[str, Any]) -> list[str]:
+    """What MindSpeed's classes do not take in a rendered configuration: unknown names, values of another type."""
+    wrong = []
+    for key, value in _leaves(tree):
+        known = key_list().get(key)
+        if key in _NAMES or key.startswith("model."):
+            continue
+        if known is None:
+            wrong.append(f"{key} is no key of MindSpeed's classes")
+        elif value is not None and type(value) not in _TYPES[known[0]]:
+            wrong.append(f"{key}={value!r} is no {known[0]}")
+    return wrong
+
+
+_TYPES = {"bool": (bool,), "int": (int,), "float": (float, int), "str": (str,), "list": (list,), "dict": (dict,)}
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        is_leaf = key_list().get(key, ("", None))[0] == "dict" or not isinstance(value, Mapping)
+        if is_leaf:
+            yield key, value
+        else:
+            yield from _leaves(value, f"{key}.")

@@ -1,0 +1,399 @@
+"""Files of another trainer's users as settings: bash scripts, YAML, lists of Hydra overrides. Nothing is run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from interop import mindspeed
+from interop.errors import ForeignConfigError
+from interop.hydra import parse_override, settings_of_yaml
+from interop.shell import Command, Script, ShellError, Unknown, Word, marks_of, numbers_of, read_script, shown
+from interop.table import TRAINERS, load
+from interop.theirs import Setting
+
+ENTRY = re.compile(
+    r"(?:.*[./])?(?:main_\w*ppo\w*|main_\w*dapo\w*|train_(?:grpo|dapo|ppo)\w*|posttrain\w*)(?:\.py)?"
+)
+OTHER_ENTRY = re.compile(r"(?:.*[./])?(?:\w*sft_trainer|main_eval|main_generation)\w*(?:\.py)?")
+LIKE_OVERRIDE = re.compile(r"(?:\+\+|\+|~)?[A-Za-z_]\w*(?:\.[\w$-]+)*=.*|~[A-Za-z_]\w*(?:\.[\w$-]+)+", re.DOTALL)
+CONFIG_OPTIONS = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd")
+BUILT_IN = re.compile(r"(?:ppo|dapo)\w*trainer\w*(?:[-_]megatron)?\w*")
+MEGATRON = re.compile(r".*megatron.*")
+ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*([^}]*))?\}")
+REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+
+
+@dataclass(frozen=True)
+class Training:
+    """A command that trains: its settings in order, its variables, and what it depends on."""
+
+    origin: str
+    command: str
+    settings: tuple[Setting, ...]
+    environment: dict[str, str]
+    conditions: tuple[str, ...]
+    config_names: tuple[Word, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A value that only the script's machine knows, and the keys that it reaches."""
+
+    unknown: Unknown
+    keys: tuple[tuple[str, str], ...]  # key, where it is set
+
+
+@dataclass
+class Reading:
+    """What the files say: settings in the order in which later ones win."""
+
+    settings: list[Setting]
+    trainer: str
+    environment: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_files(
+    paths: Sequence[Path],
+    given: Mapping[str, str] | None = None,
+    training: int | None = None,
+    trainer: str | None = None,
+) -> Reading:
+    """The settings in files; `given` are the variables of --set-env, `training` chooses among several, from 1.
+
+    Raises ForeignConfigError where there is no training or several, and in one message for all values that only
+    the script's own machine knows.
+    """
+    texts = {path: text_of(path) for path in paths}
+    scripts = {path.name: text for path, text in texts.items() if kind_of(path, text) == "bash"}
+    configs = {
+        path.name: config_of(text, path.name, path.parent)
+        if kind_of(path, text) == "yaml"
+        else overrides_of(text, path.name)
+        for path, text in texts.items()
+        if path.name not in scripts
+    }
+    if not scripts:
+        settings = [setting for found in configs.values() for setting in found]
+        if not settings:
+            raise ForeignConfigError(f"{', '.join(map(str, paths))}: no key in there")
+        return Reading(_resolved(settings, {}, given or {}), trainer or trainer_of(settings))
+    return _of_scripts(scripts, configs, given or {}, training, trainer)
+
+
+def text_of(path: Path) -> str:
+    """The text of a file in UTF-8 or, as editors on Chinese Windows write, GB 18030; lines end in \\n."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ForeignConfigError(f"{path} cannot be read: {error.strerror}") from None
+    for encoding in ("utf-8-sig", "gb18030"):
+        try:
+            return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+        except UnicodeDecodeError:
+            continue
+    raise ForeignConfigError(f"{path} is no text: neither UTF-8 nor GB 18030")
+
+
+def kind_of(path: Path, text: str) -> str:
+    """`bash`, `yaml` or `overrides`, by the name of a file, else by its first lines."""
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return "yaml"
+    if path.suffix in (".sh", ".bash") or text.startswith("#!"):
+        return "bash"
+    lines = [line.strip().rstrip("\\").strip() for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    return "overrides" if lines and all(_is_override(line) for line in lines) else "bash"
+
+
+def config_of(text: str, name: str, folder: Path | None = None) -> list[Setting]:
+    """The settings of a YAML text; MindSpeed's may name a file of its architecture in `folder`."""
+    if mindspeed.is_mindspeed(text):
+        return mindspeed.read_yaml(text, name, folder)
+    return settings_of_yaml(text, name)
+
+
+def _is_override(text: str) -> bool:
+    try:
+        return "." in parse_override(text).key
+    except ForeignConfigError:
+        return False
+
+
+def overrides_of(text: str, name: str) -> list[Setting]:
+    """The settings of a file with one override a line, as typed after the command."""
+    lines = [(number, line.strip().rstrip("\\").strip()) for number, line in enumerate(text.splitlines(), start=1)]
+    words = [Word(line, f"{name}:{number}") for number, line in lines if line and not line.startswith("#")]
+    return [setting for word in words for setting in _setting(word)]
+
+
+def trainer_of(settings: Iterable[Setting]) -> str:
+    """The trainer whose table knows most of the keys."""
+    settings = list(settings)
+    known = {name: sum(load(name).find(setting.key) is not None for setting in settings) for name in TRAINERS}
+    most = max(TRAINERS, key=lambda name: known[name])
+    return most if most == "verl" else mindspeed.trainer_of(settings)
+
+
+def rows_of(settings: Iterable[Setting]) -> list[str]:
+    """The training files that the settings name."""
+    values = [setting.value for setting in settings if setting.key == "data.train_files"]
+    last = values[-1] if values else []
+    return [str(path) for path in (last if isinstance(last, list) else [last])]
+
+
+def _roots(trainer: str) -> set[str]:
+    return {name.partition(".")[0] for row in load(trainer).rows for name in row.names()}
+
+
+def _root(text: str) -> str:
+    return re.split(r"[.=]", text.lstrip("+~"), maxsplit=1)[0]
+
+
+def _of_scripts(
+    scripts: Mapping[str, str],
+    configs: Mapping[str, list[Setting]],
+    given: Mapping[str, str],
+    training: int | None,
+    trainer: str | None,
+) -> Reading:
+    read: list[Script] = []
+    for name, text in scripts.items():
+        try:
+            read.append(
+                read_script(text, name, given, {key: each for key, each in scripts.items() if key != name})
+            )
+        except ShellError as error:
+            raise ForeignConfigError(str(error)) from None
+    started = {name for script in read for name in script.started}
+    read = [script for script in read if script.name not in started] or read[:1]
+    found = [(script, each) for script in read for each in trainings_of(script)]
+    script, chosen = _one(found, read, training)
+    settings, notes = [*chosen.settings], [*chosen.notes]
+    for word in chosen.config_names:
+        config, note = _config(word, script, configs)
+        settings = [*config, *settings]
+        notes += [note] if note else []
+    read_too, left_out = _others(configs, [setting.origin for setting in settings], bool(chosen.config_names))
+    settings, notes = [*read_too, *settings], [*notes, *left_out]
+    read_by_hydra = {match[1] for setting in settings for match in ENVIRONMENT.finditer(str(setting.value))}
+    _require_used({name: given[name] for name in given.keys() - read_by_hydra}, read)
+    _require_known(settings, script)
+    if not settings:
+        raise ForeignConfigError(
+            "\n".join([f"{chosen.origin}: no key of the training is in there; give its YAML as well", *notes])
+        )
+    before = [note for note in script.notes if _line(note) <= _line(chosen.origin)]
+    kept = [f"{at}: ${name} is kept as {'~' if name == 'HOME' else '.'}" for name, at in script.kept.items()]
+    environment = {name: text for name, text in chosen.environment.items() if not marks_of(text)}
+    settings = _resolved(settings, environment, given)
+    return Reading(settings, trainer or trainer_of(settings), environment, [*before, *kept, *notes])
+
+
+def _others(
+    configs: Mapping[str, list[Setting]], origins: Sequence[str], is_named: bool
+) -> tuple[list[Setting], list[str]]:
+    """The settings of files that no --config-name names, and notes of those left out.
+
+    Without such an option all are read, else those that prepare data for MindSpeed.
+    """
+    read, notes = [], []
+    used = {origin.rpartition(":")[0] for origin in origins}
+    for name, settings in configs.items():
+        prepares = all(setting.key.startswith(mindspeed.PREPROCESS) for setting in settings)
+        if not is_named or (prepares and name not in used):
+            read += settings
+        elif name not in used:
+            notes.append(f"{name} is left out: the command names another configuration")
+    return read, notes
+
+
+def _line(origin: str) -> int:
+    match = re.match(r"[^:]*:(\d+)", origin)
+    return int(match[1]) if match else 0
+
+
+def trainings_of(script: Script) -> list[Training]:
+    """The commands of a script that start a training, in order."""
+    roots = _roots("verl")
+    found = []
+    for command in script.commands:
+        texts = [word.text for word in command.words]
+        if LIKE_OVERRIDE.fullmatch(texts[0]) and _root(texts[0]) in roots:
+            raise ForeignConfigError(
+                f"{command.origin}: {texts[0][:60]!r} stands there as a command of its own: the line before it "
+                "has no backslash at its end, or a space behind the backslash"
+            )
+        is_entry = any(ENTRY.fullmatch(text) for text in texts[1:])
+        overrides = [text for text in texts if LIKE_OVERRIDE.fullmatch(text) and _root(text) in roots]
+        if any(OTHER_ENTRY.fullmatch(text) for text in texts[1:]):
+            continue
+        if (is_entry and not texts[0].endswith(("echo", "pkill"))) or len(overrides) > 1:
+            found.append(_training(command, script))
+    return found
+
+
+def _training(command: Command, script: Script) -> Training:
+    texts = [word.text for word in command.words]
+    entry = next((at for at, text in enumerate(texts) if ENTRY.fullmatch(text)), None)
+    if entry is None:
+        starts = [at + 1 for at, text in enumerate(texts) if text == "-m"]
+        starts += [at for at, text in enumerate(texts) if text.endswith(".py")]
+        entry = (
+            starts[-1]
+            if starts
+            else next(at for at, text in enumerate(texts) if LIKE_OVERRIDE.fullmatch(text)) - 1
+        )
+    settings: list[Setting] = []
+    config_names: list[Word] = []
+    notes: list[str] = []
+    words = iter(command.words[entry + 1 :])
+    for word in words:
+        option, equal, value = word.text.partition("=")
+        if option in CONFIG_OPTIONS:
+            named = Word(value, word.origin) if equal else next(words, Word("", word.origin))
+            if option in ("--config-name", "-cn"):
+                config_names.append(named)
+        elif marks_of(word.text) and not LIKE_OVERRIDE.fullmatch(shown(word.text, script.unknowns)):
+            settings.append(Setting(word.text, "", word.origin))
+        elif marks_of(word.text):
+            key, _, value = word.text.lstrip("+~").partition("=")
+            settings.append(Setting(key, value, word.origin))
+        elif word.text.startswith("-"):
+            notes.append(f"{word.origin}: the option {word.text} is not read")
+        elif word.text.strip():
+            settings += _setting(word)
+    command_text = " ".join(shown(text, script.unknowns) for text in texts[: entry + 1])
+    return Training(
+        *(command.origin, command_text, tuple(settings), command.environment, command.conditions),
+        *(tuple(config_names), tuple(notes)),
+    )
+
+
+def _setting(word: Word) -> Iterator[Setting]:
+    try:
+        override = parse_override(word.text)
+    except ForeignConfigError as error:
+        raise ForeignConfigError(f"{word.origin}: {error}") from None
+    yield Setting(override.key, override.value, word.origin)
+
+
+def _one(
+    found: list[tuple[Script, Training]], read: list[Script], training: int | None
+) -> tuple[Script, Training]:
+    """The training to import, or the error that says why there is none."""
+    if not found:
+        raise ForeignConfigError(_nothing_found(read))
+    if training is None and len(found) > 1:
+        lines = [
+            f"  {number}. {each.origin}: {each.command}"
+            + (f" (if {' and '.join(each.conditions)})" * bool(each.conditions))
+            for number, (_, each) in enumerate(found, start=1)
+        ]
+        raise ForeignConfigError("\n".join([f"{len(found)} trainings; name one as FILE#N:", *lines]))
+    if training is not None and not 1 <= training <= len(found):
+        raise ForeignConfigError(f"there is no training {training}: there are {len(found)}")
+    return found[(training or 1) - 1]
+
+
+def _nothing_found(read: list[Script]) -> str:
+    lines = [
+        "no training in there: looked for a command such as `python3 -m verl.trainer.main_ppo KEY=VALUE...` or "
+        "`python cli/train_grpo.py --config-name NAME`"
+    ]
+    for script in read:
+        for command in script.commands:
+            texts = [shown(word.text, script.unknowns) for word in command.words]
+            if PurePosixPath(texts[0]).name in ("bash", "sh", "source", ".") and len(texts) > 1:
+                lines.append(f"{command.origin} starts {texts[1]}: give that file, or both")
+        if script.ends:
+            lines.append(
+                f"{script.ends} ends the script there; arguments are given as --set-env 1=... --set-env 2=..."
+            )
+    return "\n".join(lines)
+
+
+def _config(word: Word, script: Script, configs: Mapping[str, list[Setting]]) -> tuple[list[Setting], str]:
+    """The settings of the configuration that a command names, and what has to be said about it."""
+    name = PurePosixPath(word.text).name
+    for known in (name, f"{name}.yaml", f"{name}.yml"):
+        if known in configs:
+            return configs[known], ""
+        for path, document in script.documents.items():
+            if PurePosixPath(path).name == known:
+                return config_of(document.text, f"{document.origin} {known}"), ""
+    if BUILT_IN.fullmatch(name.removesuffix(".yaml")):
+        if MEGATRON.fullmatch(name):
+            return [Setting("actor_rollout_ref.actor.strategy", "megatron", f"{word.origin} {name}")], ""
+        return [], ""
+    return [], f"{word.origin}: the configuration {word.text} is not among the files: its values are not read"
+
+
+def _require_used(given: Mapping[str, str], read: list[Script]) -> None:
+    used = {name for script in read for name in script.used}
+    if unused := sorted(given.keys() - used):
+        raise ForeignConfigError(
+            f"--set-env {', '.join(unused)}: nothing in {', '.join(script.name for script in read)} reads it: "
+            "the script sets it itself, or the name is another"
+        )
+
+
+def _require_known(settings: Iterable[Setting], script: Script) -> None:
+    """Raises for all values at once that only the script's own machine knows and that reach a key."""
+    asked: dict[int, list[tuple[str, str]]] = {}
+    for setting in settings:
+        for number in numbers_of(f"{setting.key}{setting.value}"):
+            key = "further arguments" if numbers_of(setting.key) else setting.key
+            asked.setdefault(number, []).append((key, setting.origin))
+    if not asked:
+        return
+    plural = "s" * (len(asked) > 1)
+    lines = [f"{len(asked)} value{plural} that only the machine of the script knows; give each with --set-env:"]
+    for number, keys in asked.items():
+        unknown = script.unknowns[number]
+        shown_keys = ", ".join(f"{key} ({origin})" for key, origin in keys[:4]) + ", ..." * (len(keys) > 4)
+        lines.append(f"  --set-env {_typed(unknown.name)}  {unknown.origin}, {unknown.why}; reaches {shown_keys}")
+    raise ForeignConfigError("\n".join(lines))
+
+
+def _typed(name: str) -> str:
+    return f"{name}=..." if re.fullmatch(r"\w+", name) else shlex.quote(f"{name}=...")
+
+
+def _resolved(
+    settings: Iterable[Setting], environment: Mapping[str, str], given: Mapping[str, str]
+) -> list[Setting]:
+    """The settings with variables and references inside their texts filled in; a reference alone stays."""
+    settings = list(settings)
+    values = {setting.key: setting.value for setting in settings}
+    known = {**environment, **given}
+    missing: list[str] = []
+
+    def variable(match: re.Match[str]) -> str:
+        if match[1] not in known and match[2] is None:
+            missing.append(match[1])
+        return known.get(match[1], match[2] or "")
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, list):
+            return [fill(each) for each in value]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        value = ENVIRONMENT.sub(variable, value)
+        if REFERENCE.fullmatch(value):
+            return value
+        return REFERENCE.sub(lambda match: str(values.get(match[1], match[0])), value)
+
+    filled = [setting._replace(value=fill(setting.value)) for setting in settings]
+    if missing:
+        raise ForeignConfigError(
+            "variables of the environment that the configuration reads; give each: "
+            + " ".join(f"--set-env {name}=..." for name in dict.fromkeys(missing))
+        )
+    return filled

@@ -1,0 +1,1 @@
+"""What another trainer is started with: its command line, environment and files."""

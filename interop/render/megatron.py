@@ -1,0 +1,176 @@
+"""How verl's Megatron overrides split a model over devices, and whether the parts divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from interop.errors import ForeignConfigError
+
+PREFIX = "actor_rollout_ref.actor.megatron."
+TRANSFORMER = f"{PREFIX}override_transformer_config."
+OPTIMIZER = "actor_rollout_ref.actor.optim.override_optimizer_config."
+_PARTS = {
+    "tensor": f"{PREFIX}tensor_model_parallel_size",
+    "pipeline": f"{PREFIX}pipeline_model_parallel_size",
+    "virtual": f"{PREFIX}virtual_pipeline_model_parallel_size",
+    "context": f"{PREFIX}context_parallel_size",
+    "expert": f"{PREFIX}expert_model_parallel_size",
+    "expert_tensor": f"{PREFIX}expert_tensor_parallel_size",
+    "first_layers": f"{TRANSFORMER}num_layers_in_first_pipeline_stage",
+    "last_layers": f"{TRANSFORMER}num_layers_in_last_pipeline_stage",
+    "counts_embedding": f"{TRANSFORMER}account_for_embedding_in_pipeline_split",
+    "counts_loss": f"{TRANSFORMER}account_for_loss_in_pipeline_split",
+}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What of a model decides whether a split divides it."""
+
+    layers: int
+    heads: int
+    key_heads: int
+    experts: int  # of a sparse layer; 0 without
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Megatron's parallel sizes and what it keeps off the devices."""
+
+    devices: int
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int | None = None  # model chunks of a pipeline stage
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None  # None: as tensor
+    first_layers: int | None = None
+    last_layers: int | None = None
+    counts_embedding: bool = False
+    counts_loss: bool = False
+    recomputes: bool = False  # each layer from its input
+    host_optimizer: float = 0.0  # share of the optimizer that steps on the host
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different responses."""
+        return self.devices // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def of_experts(self) -> int:
+        """Ranks over which an expert's rows are split."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def expert_data(self) -> int:
+        """Copies of each expert."""
+        return self.devices // (self.pipeline * self.expert * self.of_experts)
+
+    def stages(self, num_layers: int) -> list[int]:
+        """Layers of each pipeline stage."""
+        ends = {0: self.first_layers, self.pipeline - 1: self.last_layers}
+        given = {stage: layers for stage, layers in ends.items() if layers and self.pipeline > 1}
+        counted = {0: self.counts_embedding, self.pipeline - 1: self.counts_loss}
+        if given:
+            rest = (num_layers - sum(given.values())) // max(self.pipeline - len(given), 1)
+            return [given.get(stage, rest) for stage in range(self.pipeline)]
+        each = (num_layers + self.counts_embedding + self.counts_loss) // self.pipeline
+        if self.pipeline == 1:
+            return [num_layers]
+        return [each - counted.get(stage, False) for stage in range(self.pipeline)]
+
+
+def splits_of(overrides: Sequence[str], devices: int, context: int, recomputes: bool) -> Splits:
+    """The splits that verl's overrides say; what they do not say is 1, `context` and `recomputes`.
+
+    Raises ForeignConfigError for a size that is no number.
+    """
+    values = dict(map(_read, overrides))
+    sizes: dict[str, Any] = {name: values[key] for name, key in _PARTS.items() if values.get(key) is not None}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < (0 if name.endswith("_layers") else 1) - name.startswith("counts"):
+            raise ForeignConfigError(f"external.overrides: {_PARTS[name]}={size} is no size; give a whole number")
+    if f"{TRANSFORMER}recompute_granularity" in values:
+        recomputes = values[f"{TRANSFORMER}recompute_granularity"] == "full"
+    share = values.get(f"{OPTIMIZER}optimizer_offload_fraction", 0) if values.get(
+        f"{OPTIMIZER}optimizer_cpu_offload"
+    ) else 0  # fmt: skip
+    return Splits(
+        **{"devices": devices, "context": context, **sizes}, recomputes=recomputes, host_optimizer=float(share)
+    )
+
+
+def _read(text: str) -> tuple[str, Any]:
+    key, _, value = text.lstrip("+").partition("=")
+    return key, yaml.safe_load(value) if value else None
+
+
+def require_divided(splits: Splits, model: Layers, responses: int) -> None:
+    """Raise ForeignConfigError with all that does not divide; `responses` are those of an optimizer step."""
+    if found := list(_undivided(splits, model, responses)):
+        raise ForeignConfigError("\n".join(f"external.overrides: {each}" for each in found))
+
+
+def _undivided(splits: Splits, model: Layers, responses: int) -> Iterator[str]:
+    names = {name: key.removeprefix(PREFIX) for name, key in _PARTS.items()}
+    tensor, pipeline, context, devices = splits.tensor, splits.pipeline, splits.context, splits.devices
+    for what, number in (("attention heads", model.heads), ("key heads", model.key_heads)):
+        if number % tensor:
+            yield (
+                f"{names['tensor']}={tensor} does not divide the model's {number} {what}; "
+                f"{_divisors(number)} do, and {names['pipeline']} splits the layers"
+            )
+    whole = tensor * pipeline * context
+    if devices % whole:
+        yield (
+            f"{names['tensor']}={tensor} x {names['pipeline']}={pipeline} x {names['context']}={context} = "
+            f"{whole} does not divide train.num_ranks={devices}"
+        )
+        return
+    if responses % splits.data:
+        yield (
+            f"{responses} responses of an optimizer step (train.mini_prompts x rollout.group_size) do not divide "
+            f"over {splits.data} data-parallel ranks ({devices} / {whole}); change train.mini_prompts"
+        )
+    yield from _undivided_experts(splits, model, names)
+    yield from _undivided_layers(splits, model, names)
+
+
+def _undivided_experts(splits: Splits, model: Layers, names: Mapping[str, str]) -> Iterator[str]:
+    if splits.expert > 1 and not model.experts:
+        yield f"{names['expert']}={splits.expert}, and the model has no experts"
+    elif model.experts and model.experts % splits.expert:
+        yield (
+            f"{names['expert']}={splits.expert} does not divide the model's {model.experts} experts; "
+            f"{_divisors(model.experts)} do"
+        )
+    of_stage, wanted = splits.devices // splits.pipeline, splits.expert * splits.of_experts
+    if of_stage % wanted:
+        yield (
+            f"{names['expert']}={splits.expert} x {names['expert_tensor']}={splits.of_experts} = {wanted} does "
+            f"not divide the {of_stage} devices of a pipeline stage; set {names['expert_tensor']}=1, or change one"
+        )
+
+
+def _undivided_layers(splits: Splits, model: Layers, names: Mapping[str, str]) -> Iterator[str]:
+    stages = splits.stages(model.layers)
+    if sum(stages) != model.layers or min(stages) < 1:
+        account = f"{names['counts_embedding']} and {names['counts_loss']}"
+        yield (
+            f"{names['pipeline']}={splits.pipeline} does not divide the model's {model.layers} layers: stages of "
+            f"{stages}; set {account} if {model.layers} + 2 divides, or {names['first_layers']} and "
+            f"{names['last_layers']}"
+        )
+    elif splits.virtual and (splits.pipeline == 1 or any(layers % splits.virtual for layers in stages)):
+        yield (
+            f"{names['virtual']}={splits.virtual} does not divide the layers of pipeline stages, {stages}; it "
+            "counts the parts of each stage, of which there are several"
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0 and size <= 64)

@@ -1,0 +1,152 @@
+"""The variables of a bash script at one line, and the marks of what only its own machine knows.
+
+A value that cannot be known (a command's output, a variable that the script does not set) is a mark in the text:
+it is carried along and found again in whatever it reaches.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+MARK = re.compile("\ue000(\\d+)\ue001")
+EVERY_ITEM = ("@", "*")
+KEPT = {"HOME": "~", "PWD": "."}  # what stands for them, said by the reader
+UNSET = "not set by the script"
+OUTPUT = "a command's output"
+
+
+class ShellError(ValueError):
+    """A script that bash itself would not run to its training, or that this reader does not follow."""
+
+
+class Word(NamedTuple):
+    """A text of the script, and where it stands: "run.sh:41"."""
+
+    text: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """What only the script's own machine knows: its name for --set-env, where it stands, and why."""
+
+    name: str
+    origin: str
+    why: str
+
+
+@dataclass
+class Scope:
+    """The variables of a script at one line. Arrays are {index: Word}; a copy shares only what is asked for."""
+
+    name: str
+    given: dict[str, str]  # of --set-env
+    variables: dict[str, Word | dict[str, Word]] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
+    associative: set[str] = field(default_factory=set)
+    positional: list[Word] = field(default_factory=list)
+    unknowns: list[Unknown] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    kept: dict[str, str] = field(default_factory=dict)  # of KEPT: where it is used
+    line: int = 0
+
+    def copy(self) -> Scope:
+        """Another state of the same script: what is asked for and used stays shared."""
+        return replace(
+            self,
+            variables=dict(self.variables),
+            exported=set(self.exported),
+            associative=set(self.associative),
+            positional=list(self.positional),
+        )
+
+    @property
+    def origin(self) -> str:
+        return f"{self.name}:{self.line}"
+
+    def mark(self, name: str, why: str) -> str:
+        """A mark for what is not known, or its value if --set-env gives one."""
+        if name in self.given:
+            self.used.add(name)
+            return self.given[name]
+        for number, unknown in enumerate(self.unknowns):
+            if unknown.name == name and (why == unknown.why or unknown.origin == self.origin):
+                return f"\ue000{number}\ue001"
+        self.unknowns.append(Unknown(name, self.origin, why))
+        return f"\ue000{len(self.unknowns) - 1}\ue001"
+
+    def substituted(self, text: str) -> str:
+        """The mark of a command substitution, whose output is never known."""
+        return self.mark(" ".join(text.split()), OUTPUT)
+
+    def look_up(self, name: str) -> Word | dict[str, Word] | None:
+        """What a variable holds; None if nothing sets it."""
+        if name.isdigit():
+            number = int(name)
+            if number == 0:
+                return Word(self.name, self.origin)
+            return self.positional[number - 1] if number <= len(self.positional) else None
+        if name in EVERY_ITEM:
+            return {str(number): word for number, word in enumerate(self.positional)}
+        if name == "#":
+            return Word(str(len(self.positional)), self.origin)
+        if name in ("BASH_SOURCE", "FUNCNAME"):
+            return {"0": Word(self.name, self.origin)}
+        if name in self.variables:
+            return self.variables[name]
+        if name in self.given:
+            self.used.add(name)
+            return Word(self.given[name], self.origin)
+        if name in KEPT:
+            self.kept.setdefault(name, self.origin)
+            return Word(KEPT[name], self.origin)
+        return None
+
+    def text_of(self, name: str, index: str | None = None) -> str | None:
+        """The text of a variable or of one item of an array; None if nothing sets it."""
+        value = self.look_up(name)
+        if isinstance(value, dict):
+            item = value.get(index or "0")
+            return None if item is None else item.text
+        return None if value is None or index not in (None, "0") else value.text
+
+    def need(self, name: str) -> str:
+        """The text of a variable that something is computed from; a mark if nothing sets it."""
+        text = self.text_of(name)
+        return self.mark(name, UNSET) if text is None else text
+
+    def assign(self, name: str, text: str, index: str | None = None) -> None:
+        """Set a variable, or one item of an array."""
+        word = Word(text, self.origin)
+        if index is None and not isinstance(self.variables.get(name), dict):
+            self.variables[name] = word
+            return
+        current = self.variables.get(name)
+        items = dict(current) if isinstance(current, dict) else {} if current is None else {"0": current}
+        self.variables[name] = {**items, index or "0": word}
+
+
+def joined_marks(numbers: list[str]) -> str:
+    return "".join(f"\ue000{number}\ue001" for number in dict.fromkeys(numbers))
+
+
+def numbers_of(text: str) -> list[int]:
+    """The indices of the unknowns whose marks are in a text."""
+    return [int(number) for number in dict.fromkeys(MARK.findall(text))]
+
+
+def marks_of(text: str) -> str:
+    """The marks in a text alone: what is not known about anything computed from it."""
+    return joined_marks(MARK.findall(text))
+
+
+def shown(text: str, unknowns: list[Unknown]) -> str:
+    """A text for people: what is not known by its name."""
+
+    def name_of(match: re.Match[str]) -> str:
+        name = unknowns[int(match[1])].name
+        return f"${{{name}}}" if re.fullmatch(r"\w+", name) else name
+
+    return MARK.sub(name_of, text)

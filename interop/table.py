@@ -1,0 +1,306 @@
+"""The keys of another trainer as data: what each means here, and in which versions it has which name.
+
+`interop/keys/TRAINER.yaml` has `trainer`, `versions` (oldest first) and `sections`: a title and rows. `like` names
+a table whose other rows hold too, `aliases` are sections whose keys may stand in each of them, `ignores_unknown`
+says that the trainer says nothing of a key that it does not know. A row:
+
+    key      newest name, or a list of keys with one row; `a.b.*` is `a.b` and everything below, another * any text
+    in       versions that have the name: `0.6.0-0.7.0`, `0.8.0-`, several with commas; absent: all
+    addition versions in which the name is accepted beside the default configuration: a recipe's, or a free one
+    old      other names, each with its versions
+    fate     taken when `ours` is set; else default, other-stage, meaningless, unsupported or ignored-by-trainer
+    only     values for which the fate holds; any other is unsupported
+    ignored  versions in which the trainer reads the key nowhere
+    ours     our key, or a list of them
+    values   their value: ours
+    convert  name of a function in interop/conversions.py, for what `values` cannot say
+    default  their value when nothing is set; or `{versions: value}`
+    change   the change of unit, as a sentence
+    reason   why the fate is what it is
+    export   value that our trainings mean whatever their keys
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any, Literal, get_args
+
+from interop.errors import ForeignConfigError
+
+Fate = Literal[
+    "taken",
+    "default",
+    "other-stage",
+    "meaningless",
+    "unsupported",
+    "ignored-by-trainer",
+    "misspelt",
+    "contradicting",
+]
+FATES: tuple[str, ...] = get_args(Fate)
+BLOCKING = ("unsupported", "misspelt", "contradicting")  # an import stops at these unless they are allowed
+TRAINERS = ("verl", "mindspeed-rl", "mindspeed-mm")
+
+
+class _Unsaid:
+    def __repr__(self) -> str:
+        return "UNSAID"
+
+
+UNSAID: Any = _Unsaid()  # in place of a value that nothing sets, or that a trainer cannot say
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a key of another trainer, or a family of them, means here; the module's docstring names the fields."""
+
+    key: str
+    section: str
+    fate: Fate
+    versions: frozenset[str]
+    additions: frozenset[str]
+    old: Mapping[str, frozenset[str]]
+    ours: tuple[str, ...] = ()
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    only: tuple[Any, ...] | None = None
+    ignored: frozenset[str] = frozenset()
+    convert: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    change: str = ""
+    reason: str = ""
+    export: Any = UNSAID
+
+    @property
+    def is_family(self) -> bool:
+        """Whether the row stands for several keys."""
+        return "*" in self.key
+
+    def names(self, version: str | None = None) -> list[str]:
+        """Its names in a version, the newest first; without a version all it ever had."""
+        own = [self.key] if version is None or version in self.versions | self.additions else []
+        return own + [name for name, held in self.old.items() if version is None or version in held]
+
+    def default(self, version: str) -> Any:
+        """Their value in a version when nothing is set; UNSAID where the table does not say."""
+        return self.defaults.get(version, UNSAID)
+
+
+@dataclass(frozen=True)
+class Table:
+    """All keys of a trainer."""
+
+    trainer: str
+    versions: tuple[str, ...]
+    rows: tuple[Row, ...]
+    ignores_unknown: bool = False
+
+    @property
+    def newest(self) -> str:
+        """The newest version that the table knows."""
+        return self.versions[-1]
+
+    def require_version(self, version: str) -> str:
+        """The table's version that stands for a version: itself, or the newest before it with the same keys.
+
+        Raises ForeignConfigError for one that is older than all, or no version.
+        """
+        if version in self.versions:
+            return version
+        numbers = _numbers(version)
+        older = [each for each in self.versions if numbers and _numbers(each) <= numbers]
+        if not older:
+            raise ForeignConfigError(
+                f"{self.trainer} {version}: the keys are known of {', '.join(self.versions)}; name one of these"
+            )
+        return older[-1]
+
+    def find(self, name: str, version: str | None = None) -> Row | None:
+        """The row of a name in a version, or in any version; exact names before families, long families first."""
+        exact = [row for row in self._exact.get(name, ()) if name in row.names(version)]
+        if exact:
+            return exact[0]
+        for pattern, expression, row in self._families:
+            if expression.fullmatch(name) and pattern in row.names(version):
+                return row
+        return None
+
+    def resolve(self, name: str, version: str) -> Row | None:
+        """The row of a name that someone wrote: an exact name of another version before a family of this."""
+        rows = self._exact.get(name, ())
+        exact = [row for row in rows if name in row.names(version)] or list(rows)
+        return exact[0] if exact else self.find(name, version) or self.find(name)
+
+    def versions_of(self, name: str) -> list[str]:
+        """The versions that have a name, oldest first."""
+        rows = self._exact.get(name)
+        if rows:
+            return [each for each in self.versions if any(name in row.names(each) for row in rows)]
+        return [version for version in self.versions if self.find(name, version) is not None]
+
+    def group_of(self, name: str, value: Any) -> str | None:
+        """The group of Hydra's configuration files that an override chooses from; None for one that sets a key.
+
+        `group@place=file` and `folder/group=file` say so themselves; `section=file` gives a section a text.
+        """
+        group = name.partition("@")[0]
+        is_section = isinstance(value, str) and group in self._sections
+        return group if group != name or "/" in group or is_section else None
+
+    def nearest(self, name: str) -> str | None:
+        """The known name nearest in spelling: first among those with the same last part; None if none is near."""
+        leaf = name.rpartition(".")[2]
+        same_leaf = [known for known in self._exact if known.rpartition(".")[2] == leaf]
+        for candidates, cutoff in ((same_leaf, 0.6), (list(self._exact), 0.8)):
+            close = difflib.get_close_matches(name, candidates, n=1, cutoff=cutoff)
+            if close:
+                return close[0]
+        return None
+
+    @functools.cached_property
+    def _exact(self) -> dict[str, list[Row]]:
+        rows: dict[str, list[Row]] = {}
+        for row in self.rows:
+            for name in row.names():
+                if "*" not in name:
+                    rows.setdefault(name, []).append(row)
+        return rows
+
+    @functools.cached_property
+    def _sections(self) -> frozenset[str]:
+        parts = (known.split(".") for known in self._exact)
+        return frozenset(".".join(names[:depth]) for names in parts for depth in range(1, len(names)))
+
+    @functools.cached_property
+    def _families(self) -> list[tuple[str, re.Pattern[str], Row]]:
+        found = [(name, _expression(name), row) for row in self.rows for name in row.names() if "*" in name]
+        return sorted(found, key=lambda each: -len(each[0].replace("*", "")))
+
+
+@functools.cache
+def load(trainer: str) -> Table:
+    """The table of `verl`, `mindspeed-rl` or `mindspeed-mm`; raises ForeignConfigError for any other."""
+    if trainer not in TRAINERS:
+        raise ForeignConfigError(f"no table of the keys of {trainer}; there are {', '.join(TRAINERS)}")
+    return read(_content(trainer.replace("-", "_")))
+
+
+def _content(name: str) -> dict[str, Any]:
+    """What a table's file says, with the sections of the table that it is like under `like`."""
+    import yaml
+
+    file = resources.files("interop") / "keys" / f"{name}.yaml"
+    if not file.is_file():
+        raise ForeignConfigError(f"{file} is missing: the installation lacks a table")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    content: dict[str, Any] = yaml.load(file.read_text(encoding="utf-8"), Loader=loader)
+    return {**content, "like": _content(content["like"])["sections"]} if "like" in content else content
+
+
+def read(content: Mapping[str, Any]) -> Table:
+    """The table in a YAML file's content; raises ForeignConfigError for a row that says too little."""
+    versions, aliases = tuple(str(version) for version in content["versions"]), content.get("aliases", ())
+    rows = list(_rows(content["sections"], versions, aliases))
+    own = {row.key for row in rows}
+    rows += (row for row in _rows(content.get("like", ()), versions, aliases) if row.key not in own)
+    return Table(content["trainer"], versions, tuple(rows), content.get("ignores_unknown", False))
+
+
+def _rows(
+    sections: Sequence[Mapping[str, Any]], versions: tuple[str, ...], aliases: Sequence[str]
+) -> Iterator[Row]:
+    """A row for each key, whose names also stand in each of the sections that are aliases of its own."""
+    for section in sections:
+        for fields in section["rows"]:
+            for key in fields["key"] if isinstance(fields["key"], list) else [fields["key"]]:
+                names = {key: fields.get("in", "-"), **fields.get("old", {})}
+                old = dict(fields.get("old", {})) | _elsewhere(names, aliases)
+                yield _row({**fields, "key": key, "old": old}, section["title"], versions)
+
+
+def _elsewhere(names: Mapping[str, Any], aliases: Sequence[str]) -> dict[str, Any]:
+    """The names as they are in the other sections, with their versions."""
+    parts = {name: name.partition(".") for name in names}
+    return {
+        f"{other}.{rest}": names[name]
+        for name, (section, _, rest) in parts.items()
+        for other in aliases
+        if section in aliases and other != section
+    }
+
+
+_FIELDS = (
+    *("key", "in", "addition", "old", "fate", "only", "ignored", "ours", "values", "convert", "default"),
+    *("change", "reason", "export"),
+)
+
+
+def _row(fields: dict[str, Any], section: str, versions: tuple[str, ...]) -> Row:
+    key = fields["key"]
+    unknown = fields.keys() - set(_FIELDS)
+    ours = fields.get("ours", ())
+    ours = (ours,) if isinstance(ours, str) else tuple(ours)
+    fate = fields.get("fate", "taken" if ours else None)
+    if unknown or fate not in FATES or (fate == "taken") != bool(ours) or not (ours or fields.get("reason")):
+        raise ForeignConfigError(
+            f"row {key}: fate {fate}, our keys {ours}, unknown fields {sorted(unknown)}; a row has our key or a "
+            f"fate with a reason, and fields of {', '.join(_FIELDS)}"
+        )
+    addition = fields.get("addition")
+    only = fields.get("only")
+    return Row(
+        key=key,
+        section=section,
+        fate=fate,
+        versions=_range("-" if addition is None else "", versions, fields.get("in")),
+        additions=_range("", versions, addition),
+        old={name: _range("-", versions, held) for name, held in fields.get("old", {}).items()},
+        ours=ours,
+        values=fields.get("values", {}),
+        only=None if only is None else tuple(only if isinstance(only, list) else [only]),
+        ignored=_range("", versions, fields.get("ignored")),
+        convert=fields.get("convert"),
+        defaults=dict(_defaults(fields.get("default", UNSAID), versions)),
+        change=fields.get("change", ""),
+        reason=fields.get("reason", ""),
+        export=fields.get("export", UNSAID),
+    )
+
+
+def _defaults(value: Any, versions: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    is_by_version = isinstance(value, dict) and value and all(re.match(r"\d|-$", str(name)) for name in value)
+    by_range = value if is_by_version else {"-": value}
+    for held, of_range in by_range.items():
+        for version in _range("-", versions, held) if of_range is not UNSAID else ():
+            yield version, of_range
+
+
+def _range(absent: str, versions: tuple[str, ...], text: Any) -> frozenset[str]:
+    """The versions of `0.6.0-0.7.0, 0.9.1`, `0.8.0-` or `-` for all."""
+    held: set[str] = set()
+    for part in str(absent if text is None else text).replace(" ", "").split(","):
+        first, dash, last = part.partition("-")
+        if not part:
+            continue
+        for end in (first, last):
+            if end and end not in versions:
+                raise ForeignConfigError(f"versions {text}: {end} is none of {', '.join(versions)}")
+        start = versions.index(first) if first else 0
+        stop = versions.index(last) if last else (len(versions) - 1 if dash else start)
+        held.update(versions[start : stop + 1])
+    return frozenset(held)
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    below = pattern.endswith(".*")
+    text = re.escape(pattern.removesuffix(".*") if below else pattern).replace(r"\*", ".*")
+    return re.compile(text + r"(\..*)?" if below else text)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    return tuple(int(part) for part in match[1].split(".")) if match else ()

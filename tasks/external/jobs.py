@@ -1,0 +1,80 @@
+"""Where a trainer's command runs: here, or as a job of a Ray cluster through the client `ray job submit`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from dapo_core.errors import ConfigError
+from tasks.external.environment import interpreter
+from tasks.external.launch import Start, job_server
+from tasks.external_config import ExternalConfig
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 60.0
+JOB_FILE = "job.json"  # beside the command: the job that runs it
+
+
+@contextmanager
+def as_job(
+    external: ExternalConfig, start: Start, command_file: Path
+) -> Iterator[tuple[Sequence[str], Mapping[str, str]]]:
+    """The command to run here and what its environment gets: the trainer's own, or that of the client of a job.
+
+    A job that an earlier attempt left is stopped first; leaving the block with an error stops this one. The client
+    ends with status 1 when the job fails. Every node must see the training's output.
+    """
+    if (address := job_server(external)) is None:
+        yield start.argv, start.env
+        return
+    client, server = _client(external), ["--address", address]
+    record = command_file.with_name(JOB_FILE)
+    if record.is_file():
+        _stop([*client, "stop", *server, json.loads(record.read_text(encoding="utf-8"))["id"]])
+    job = f"dapo-{secrets.token_hex(6)}"
+    record.write_text(json.dumps({"id": job, "server": address}), encoding="utf-8")
+    words = ["bash", str(command_file)]
+    if external.source is not None:
+        words = ["env", f"--chdir={Path(external.source).absolute()}", *words]
+    with tempfile.TemporaryDirectory(prefix="dapo-job-") as folder:
+        runtime = (
+            Path(folder) / "runtime_env.json"
+        )  # a file of ours alone: the command line is everybody's to read
+        runtime.write_text(json.dumps({"env_vars": dict(start.env)}), encoding="utf-8")
+        submit = [*client, "submit", *server, "--submission-id", job, "--runtime-env", str(runtime), "--", *words]
+        try:
+            yield submit, {}
+        except BaseException:
+            _stop([*client, "stop", *server, job])
+            raise
+    record.unlink()
+
+
+def _client(external: ExternalConfig) -> list[str]:
+    """`ray job` of the trainer's environment, whose Ray is that of the cluster."""
+    ray = Path(interpreter(external)).with_name("ray")
+    if not ray.is_file() or not os.access(ray, os.X_OK):
+        found = shutil.which("ray")
+        if found is None:
+            raise ConfigError(
+                f"a Ray job needs the command ray, and neither {ray} nor the PATH has "
+                'it: pip install "ray[default]" there, in the version of the cluster'
+            )
+        ray = Path(found)
+    return [str(ray), "job"]
+
+
+def _stop(command: Sequence[str]) -> None:
+    """Stop a job; what the server answers of one that has ended is only logged."""
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=STOP_SECONDS)
+    said = (done.stdout + done.stderr).strip().splitlines()
+    logger.info("%s: %s", " ".join(command[-4:]), said[-1] if said else f"exit code {done.returncode}")

@@ -1,0 +1,256 @@
+"""A training by another trainer, from its rendered command to its last checkpoint: `dapo train` of such a recipe.
+
+    supervisor -> dapo train -> supervisor -> the trainer, or the client of a Ray job
+                   |  ^------- its lines, from trainer/trainer.log
+                   +-- metrics.jsonl, trackers, progress: as of a training of our own
+
+The trainer writes its checkpoints below checkpoints/ and continues from the newest by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dapo_core.checkpoint.folder import CHECKPOINTS
+from dapo_core.checkpoint.others import NEWEST_FILE, OtherCheckpoint, newest_other, other_checkpoints
+from dapo_core.checkpoint.resume import lock_checkpoints, move_aside, require_resume
+from dapo_core.errors import CheckpointError, ConfigError
+from dapo_core.metrics import METRICS_FILE, MetricsLog, format_step
+from dapo_core.model_folder import copy_model_files, require_model_folder
+from dapo_core.stopping import StopRequest, TrainingStopped
+from dapo_core.trackers import TRACKERS_FILE, require_trackers, tracking
+from durable import read_json_lines, write_atomically
+from interop.logs import LogParser, Record
+from tasks.config import ChainConfig
+from tasks.external.jobs import as_job
+from tasks.external.launch import TRAINER_FOLDER, Inputs, Start, start_of
+from tasks.external.same_training import (
+    identity_of,
+    record_identity,
+    refuse_checkpoint_of_another,
+    refuse_own_checkpoints,
+)
+from tasks.processes.child import ChildProcessFailed, background_command
+
+logger = logging.getLogger(__name__)
+
+COMMAND_FILE, LOG_FILE = "command.sh", "trainer.log"
+MODEL_FILES_FOLDER = "model"  # configuration and tokenizer of the model, for a converter
+# The line of a traceback that says what happened, behind Ray's or torch's prefix.
+_REASON = re.compile(r"(?:^|[\s)\]])(?:\w+\.)*(?P<name>\w+(?:Error|Exception|Interrupt|MandatoryValue))\b(?!\()")
+# A trainer that ends with one of these before its first step would do so again.
+_LASTING = re.compile(
+    r"(Assertion|Attribute|FileNotFound|HFValidation|Import|InterpolationKey|Key|ModuleNotFound|Name|NotImplemented|"
+    r"Type|Validation)Error|MissingMandatoryValue|Config\w+"
+)
+
+OnStep = Callable[[int, dict[str, float]], None]
+OnLine = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class OtherResult:
+    """Where training ended."""
+
+    checkpoint: Path
+    steps: int
+
+
+def train_with_other(
+    config: ChainConfig, inputs: Inputs, on_step: OnStep | None = None, on_line: OnLine | None = None
+) -> OtherResult:
+    """Have the trainer of train.backend train; metrics.jsonl and checkpoints are in `inputs.output`.
+
+    It continues from its newest complete checkpoint there. `on_step(step, metrics)` is called after each step,
+    `on_line` with each line that it writes. On SIGTERM or SIGINT it is ended, and TrainingStopped raised. Raises
+    ConfigError before it starts, ChildProcessFailed with its last lines when it fails, and CheckpointError when it
+    ends before its last step's checkpoint.
+    """
+    folder, total = inputs.output / CHECKPOINTS, config.train.total_steps
+    kept_steps = {*config.checkpoint.keep_steps, *config.checkpoint_steps}
+    with StopRequest() as stop, _raising_stopped(stop, folder, total):
+        require_resume(config.checkpoint.resume)
+        require_trackers(config.train.trackers)
+        require_model_folder(inputs.model)
+        start = start_of(config, inputs)
+        identity = identity_of(config, inputs)
+        with lock_checkpoints(folder):
+            if config.checkpoint.resume == "never":
+                _set_aside(folder)
+                start = start_of(config, inputs)  # what is rendered depends on the checkpoints that are there
+            refuse_own_checkpoints(folder)
+            done = _newest(folder, total)
+            if done is not None:
+                refuse_checkpoint_of_another(config, inputs, done.path, identity)
+            log = MetricsLog(inputs.output, done.step if done else None)
+            if done is None or done.step < total:
+                record_identity(inputs, identity)
+                with tracking(config, inputs.output, done is not None) as trackers:
+
+                    def report(step: int, metrics: dict[str, float]) -> None:
+                        log.append(step, None, metrics)
+                        trackers.on_step(step, metrics)
+                        if on_step is not None:
+                            on_step(step, metrics)
+                        _tidy(folder, config.checkpoint.keep_last, kept_steps)
+
+                    _run(config, start, inputs, Progress(report, on_line))
+            newest = _require_finished(config, inputs.output)
+            _tidy(folder, 1, kept_steps)
+    return OtherResult(newest.path, newest.step)
+
+
+class Progress:
+    """The lines of a trainer as steps.
+
+    A step of verl's is reported at once; one of MindSpeed's when another line follows it, since it may be wrapped
+    and grow with each line.
+    """
+
+    def __init__(self, on_step: OnStep, on_line: OnLine | None = None) -> None:
+        self.num_steps = 0
+        self._on_step = on_step
+        self._on_line = on_line or (lambda line: None)
+        self._parser = LogParser()
+        self._held: Record | None = None
+
+    def feed(self, line: str) -> None:
+        """Take the next line; of a step's line, the numbers go on under our names."""
+        record = self._parser.feed(line)
+        if self._held is not None and (record is None or record.step != self._held.step):
+            self.flush()
+        self._held = record
+        if record is None:
+            self._on_line(line)
+        elif record.trainer == "verl":  # minutes may pass before its next line
+            self.flush()
+
+    def flush(self) -> None:
+        """Report the step whose line came last."""
+        if (record := self._held) is not None:
+            self._held = None
+            self.num_steps += record.step > 0
+            self._on_line(format_step(record.step, record.metrics))
+            self._on_step(record.step, record.metrics)
+
+
+def _run(config: ChainConfig, start: Start, inputs: Inputs, progress: Progress) -> None:
+    """Run the trainer to its end."""
+    place, backend = inputs.folder, config.train.backend
+    start.write_files(inputs)
+    copy_model_files(inputs.model, place / MODEL_FILES_FOLDER)
+    write_atomically(place / COMMAND_FILE, f"exec {shlex.join(start.argv)}\n")
+    try:
+        with (
+            as_job(config.external, start, place / COMMAND_FILE) as (argv, env),
+            background_command(
+                argv,
+                log_path=place / LOG_FILE,
+                label=backend,
+                env=env,
+                grace_seconds=config.flow.stop_seconds / 2,  # of the stage's own
+                cwd=config.external.source,
+            ) as process,
+        ):
+            try:
+                process.hand_lines_to(progress.feed)
+            finally:
+                progress.flush()
+    except ChildProcessFailed as error:
+        raise explained(error, progress.num_steps > 0) from None
+
+
+def explained(error: ChildProcessFailed, has_begun: bool) -> ChildProcessFailed:
+    """The error, its summary with the reason among its last lines; lasting where the next attempt would end so."""
+    lines = str(error).split("\n  | ")[1:]
+    found = [(line, match["name"]) for line in lines if (match := _REASON.search(line))]
+    if found:
+        reason, name = found[-1]
+        error.summary = f"{error.summary}: {reason.strip()}"
+        error.is_lasting |= not has_begun and (_LASTING.fullmatch(name) is not None)
+    return error
+
+
+def _newest(folder: Path, total: int) -> OtherCheckpoint | None:
+    """The checkpoint that the trainer continues from; its file names the newest that is there."""
+    found = newest_other(folder)
+    if found is None:
+        return None
+    if found.step > total:
+        raise ConfigError(
+            f"{found.path} is of training step {found.step}, and train.total_steps={total}: raise it, or name "
+            "another --output"
+        )
+    newest = folder / NEWEST_FILE
+    if newest.read_text(encoding="ascii").strip() != str(found.step):
+        logger.warning("the checkpoint that %s names is gone; training continues from %s", newest, found.path.name)
+        write_atomically(newest, str(found.step))
+    return found
+
+
+def _require_finished(config: ChainConfig, output: Path) -> OtherCheckpoint:
+    """The checkpoint of the last step; raises CheckpointError where the trainer left none, or no metrics."""
+    backend, total = config.train.backend, config.train.total_steps
+    newest = newest_other(output / CHECKPOINTS)
+    if newest is None or newest.step < total:
+        log = output / TRAINER_FOLDER / LOG_FILE
+        if newest is None:
+            raise CheckpointError(
+                f"{backend} ended with exit code 0 and no checkpoint before train.total_steps={total}; its "
+                f"lines are in {log}"
+            )
+        raise CheckpointError(
+            f"{backend} ended with exit code 0 and its last checkpoint after step {newest.step}, not after "
+            f"train.total_steps={total}: lower it to what it trains (verl ends with its last epoch), "
+            f"or look at {log}"
+        )
+    if not read_json_lines(output / METRICS_FILE):
+        raise CheckpointError(
+            f"{backend} wrote no line of metrics that is known (verl: step:N - name:value - ...), so that a "
+            f"report would show nothing of it: leave its console logger on, and look at "
+            f"{output / TRAINER_FOLDER / LOG_FILE}"
+        )
+    return newest
+
+
+def _tidy(folder: Path, keep_last: int, kept_steps: set[int]) -> None:
+    """Remove complete checkpoints but the newest and those to keep."""
+    for other in other_checkpoints(folder)[:-keep_last]:
+        if other.step not in kept_steps:
+            logger.info("checkpoint %s is removed", other.path.name)
+            shutil.rmtree(other.path, ignore_errors=True)  # the trainer may be removing it as well
+
+
+def _set_aside(folder: Path) -> None:
+    """Move checkpoints, metrics and the record of trackers beside the new ones; metrics go last."""
+    old = [path for path in folder.iterdir() if path.name != "lock"]
+    others = [folder.parent / name for name in (TRACKERS_FILE, METRICS_FILE)]
+    old += [path for path in others if path.exists()]
+    move_aside(folder, old)
+
+
+@contextmanager
+def _raising_stopped(stop: StopRequest, folder: Path, total: int) -> Iterator[None]:
+    """Raise TrainingStopped, which names the checkpoint to continue from, where the first signal ends training."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if stop.signal is None or stop.is_urgent:
+            raise
+        newest = newest_other(folder)
+        message = "training was stopped before its first checkpoint; the same command starts from the beginning"
+        if newest is not None:
+            message = (
+                f"training was stopped; its newest checkpoint is {newest.path} of {total} steps; the same command "
+                "continues from there"
+            )
+        stopped = TrainingStopped(message)
+        stopped.exit_code = 128 + stop.signal
+        raise stopped from error

@@ -1,0 +1,59 @@
+"""What runs first on a node: is the project there, the same, and which Python and Ray?
+
+`reach.py` sends this file over standard input to the node's interpreter, so it needs nothing but the standard
+library. The request's work is then done by the node's own copy of the project, in on_node.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from typing import Any
+
+MARK = "dapo-node-answers "  # before the answer's line: what shells print at login comes first
+PARTS = ("dapo_core", "downloads", "eval", "flows", "interop", "tasks", "durable.py", "redaction.py")
+
+
+def code_digest(root: str) -> str:
+    """sha256 over names and content of the project's code below a folder."""
+    digest = hashlib.sha256()
+    for part in PARTS:
+        top = os.path.join(root, part)
+        found = [top] if os.path.isfile(top) else []
+        for folder, folders, files in os.walk(top):
+            folders[:] = sorted(name for name in folders if name != "__pycache__")
+            found += [os.path.join(folder, name) for name in sorted(files) if name.endswith((".py", ".yaml"))]
+        for path in found:
+            with open(path, "rb") as file:
+                content = hashlib.sha256(file.read()).hexdigest()
+            digest.update(f"{os.path.relpath(path, root)} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def answer(request: dict[str, Any]) -> None:
+    """Print the answer to a request: this machine's versions, and what on_node.py says unless the code differs."""
+    sys.path.insert(0, os.getcwd())
+    spec = importlib.util.find_spec("tasks")
+    places = spec.submodule_search_locations if spec else None
+    root = os.path.dirname(places[0]) if places else ""
+    has_project = os.path.exists(os.path.join(root, "tasks", "nodes", "on_node.py"))
+    try:
+        ray = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        ray = None
+    said: dict[str, Any] = {
+        "python": platform.python_version(),
+        "ray": ray,
+        "interpreter": sys.executable,
+        "cwd": os.getcwd(),
+    }
+    said["digest"] = code_digest(root) if has_project else None
+    if has_project and (said["digest"] == request["digest"] or not request["must_be_equal"]):
+        said["answer"] = importlib.import_module("tasks.nodes.on_node").answer(request)
+    sys.stdout.write(f"\n{MARK}{json.dumps(said)}\n")

@@ -1,0 +1,244 @@
+"""Files that start Ray on the hosts of an inventory: from the templates beside this file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from dapo_core.config.training import TrainingConfig
+from dapo_core.errors import ConfigError
+from tasks.nodes.inventory import Host, Inventory
+from tasks.nodes.launch import INTERFACE_VARIABLES, ray_options
+from tasks.preflight.environment import MIN_OPEN_FILES, wanted_alike
+
+TEMPLATES = Path(__file__).parent / "templates"
+STORE = "/store"  # where pods have the shared claim
+# What schedulers call the devices: SLURM's generic resource, which a site names, and that of the vendors' plugins
+# for Kubernetes (NVIDIA's k8s-device-plugin; Ascend's device plugin, for A2 and A3 alike).
+_GRES = {"cuda": "gpu", "npu": "npu"}
+_PLUGINS = {"cpu": "cpu", "cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
+_DRIVERS = {
+    "npu": ("/usr/local/Ascend/driver", "/usr/local/bin/npu-smi")
+}  # of the host, as the vendor's images expect
+_ASK_FOR_DEVICES = ("gres", "gpus", "gpus-per-node", "gpus-per-task")  # options of sbatch
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of a file and a job
+_KUBERNETES_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")  # and no longer, for a RayJob
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the files are rendered from, and `KEY=VALUE`s that only the place knows."""
+
+    source: str
+    words: Sequence[str] = ()
+
+    def of_kuberay(self) -> dict[str, str | None]:
+        """image, claim and queue; raises ConfigError for other keys."""
+        values: dict[str, str | None] = {"image": None, "claim": "dapo-store", "queue": None}
+        for word in self.words:
+            key, _, value = word.partition("=")
+            if key not in values or not value:
+                raise ConfigError(f"--site {word}: of --kuberay it is image=, claim= or queue= with a value")
+            values[key] = value
+        return values
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The recipe that runs there, and its changes of the form `section.key=value`."""
+
+    path: str
+    overrides: Sequence[str] = ()
+
+    @property
+    def words(self) -> str:
+        """The arguments of `dapo run` in a shell."""
+        return shlex.join([self.path, *(word for change in self.overrides for word in ("--set", change))])
+
+
+def render_scripts(
+    inventory: Inventory, config: TrainingConfig, site: Site, recipe: Recipe | None = None
+) -> dict[str, str]:
+    """A shell script for each host, by file name: `start` and `stop` Ray there."""
+    _require_devices(inventory, config, recipe)
+    order = inventory.in_order
+    shared = {
+        **_shared(inventory, site),
+        "head": inventory.head_host,
+        "names": [host.name for host in order],
+        "hosts": [host.reached_at for host in order],
+    }
+    files = {}
+    for host in order:
+        is_head = host is inventory.head_host
+        peers = order[1:] if is_head and len(order) > 1 else order[:1]
+        files[f"{host.name}.sh"] = _template("node.sh").render(
+            **shared,
+            host=host,
+            is_head=is_head,
+            peers=[peer.reached_at for peer in peers],
+            devices=inventory.devices_of(host),
+            environment=_shell_environment(inventory, host, config),
+            options=shlex.join(ray_options(inventory, host)),
+        )
+    return files
+
+
+def render_slurm(
+    inventory: Inventory, config: TrainingConfig, site: Site, recipe: Recipe, stop_seconds: float
+) -> dict[str, str]:
+    """One batch file for as many nodes as the inventory has; `dapo run` of the recipe is its last command.
+
+    Raises ConfigError where the inventory's hosts differ: the nodes of an allocation are asked for alike.
+    """
+    _require_devices(inventory, config, recipe)
+    host = _one_for_all(inventory, "--slurm", "devices", "env", "interface")
+    directives = [word.removeprefix("--") for word in site.words]
+    has_devices = any(line.partition("=")[0] in _ASK_FOR_DEVICES for line in directives)
+    if not _NAME.fullmatch(config.run.name):
+        raise ConfigError(
+            f"run.name={config.run.name} names a file and a job here: letters, digits and ._- only, such as "
+            "--set run.name=math"
+        )
+    name = f"{config.run.name}.sbatch"
+    text = _template("job.sbatch").render(
+        **_shared(inventory, site),
+        file=name,
+        name=config.run.name,
+        config=recipe.path,
+        recipe=recipe.words,
+        gres=None if has_devices else _GRES.get(inventory.device),
+        devices=inventory.devices_of(host),
+        directives=directives,
+        stop_seconds=int(stop_seconds),
+        interface=host.interface,
+        environment=_shell_environment(inventory, host, config),
+        options=shlex.join(ray_options(inventory, host)),
+    )
+    return {name: text}
+
+
+def render_kuberay(
+    inventory: Inventory, config: TrainingConfig, site: Site, recipe: Recipe | None
+) -> dict[str, str]:
+    """A RayCluster, or with a recipe a RayJob that runs it, with as many pods as the inventory has hosts.
+
+    Raises ConfigError where the inventory's hosts differ, and for a name that Kubernetes refuses.
+    """
+    _require_devices(inventory, config, recipe)
+    host = _one_for_all(inventory, "--kuberay", "devices", "env")
+    place = site.of_kuberay()
+    name = config.run.name.lower().replace("_", "-") if recipe else "dapo"
+    if not _KUBERNETES_NAME.fullmatch(name):
+        raise ConfigError(
+            f"run.name = {config.run.name} makes the name {name}, which Kubernetes refuses; rename the run"
+        )
+    options = ray_options(inventory, host)
+    parameters = dict(option.removeprefix("--").split("=", 1) for option in options)
+    if "resources" in parameters:  # KubeRay puts the value into a command line as it is
+        parameters["resources"] = json.dumps(parameters["resources"])
+    text = _template("kuberay.yaml").render(
+        **_shared(inventory, site),
+        file=f"{name}.yaml",
+        name=name,
+        config=recipe.path if recipe else None,
+        recipe=recipe.words if recipe else None,
+        start_parameters=parameters,
+        limits={_PLUGINS[inventory.device]: inventory.devices_of(host)},
+        driver_paths=_DRIVERS.get(inventory.device, ()),
+        environment=_plain_environment(inventory, host, config),  # a pod has one interface
+        ray_version=importlib.metadata.version("ray"),
+        image=place["image"] or f"dapo:{inventory.device}",
+        claim=place["claim"],
+        queue=place["queue"],
+        store=STORE,
+    )
+    return {f"{name}.yaml": text}
+
+
+def _require_devices(inventory: Inventory, config: TrainingConfig, recipe: Recipe | None) -> None:
+    """Raise ConfigError when a recipe asks for other devices than the inventory has, or for more."""
+    if recipe is None:
+        return
+    if config.train.device != inventory.device:
+        raise ConfigError(
+            f"the recipe has train.device={config.train.device} and the inventory device={inventory.device}; make "
+            "the two equal"
+        )
+    if config.train.backend == "own" and config.num_devices > inventory.num_devices:
+        raise ConfigError(
+            f"the recipe takes {config.num_devices} {inventory.resource}, and the inventory has "
+            f"{inventory.num_devices}: add hosts, or lower train.num_ranks={config.train.num_ranks} and "
+            f"rollout.num_workers={config.rollout.num_workers}"
+        )
+
+
+def _shared(inventory: Inventory, site: Site) -> dict[str, Any]:
+    return {
+        "source": site.source,
+        "num_nodes": len(inventory.hosts),
+        "num_devices": inventory.num_devices,
+        "resource": inventory.resource,
+        "project": inventory.project,
+        "setup": inventory.setup,
+        "python": inventory.python,
+        "port": inventory.port,
+        "seconds": inventory.start_seconds,
+        "head_options": f"--head --port={inventory.port} --include-dashboard={str(inventory.dashboard).lower()}",
+        "open_files": MIN_OPEN_FILES,
+    }
+
+
+def _one_for_all(inventory: Inventory, option: str, *keys: str) -> Host:
+    """A host that stands for all; raises ConfigError where they differ in one of the keys."""
+    first, *others = (
+        host.model_copy(update={"devices": inventory.devices_of(host)}) for host in inventory.in_order
+    )
+    for host in others:
+        for key in keys:
+            if (here := getattr(host, key)) != (there := getattr(first, key)):
+                raise ConfigError(
+                    f"{option} starts all nodes alike, and {key} of {host.name} is {here or 'unset'}, of "
+                    f"{first.name} {there or 'unset'}; make them equal, or render --scripts"
+                )
+    return first
+
+
+def _shell_environment(inventory: Inventory, host: Host, config: TrainingConfig) -> dict[str, str]:
+    """Variables as a shell assigns them: of the node's interface, of the table, and the inventory's."""
+    named = {name: form.format("$INTERFACE") for name, form in INTERFACE_VARIABLES[inventory.device].items()}
+    of_node = {name: f'"{value}"' for name, value in {**named, "VLLM_HOST_IP": "$ADDRESS"}.items()}
+    return {
+        **of_node,
+        **{name: shlex.quote(value) for name, value in _plain_environment(inventory, host, config).items()},
+    }
+
+
+def _plain_environment(inventory: Inventory, host: Host, config: TrainingConfig) -> dict[str, str]:
+    """Variables that do not depend on the node's interface."""
+    return {**wanted_alike(config), **inventory.environment_of(host)}
+
+
+def _template(name: str) -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"quote": shlex.quote, "quote_path": _quote_path, "json": json.dumps}
+    return environment.get_template(name)
+
+
+def _quote_path(path: str) -> str:
+    """A path as a shell reads it, with a leading ~ left to the shell of the host."""
+    return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)

@@ -1,0 +1,288 @@
+"""The preflight on a cluster: joins it, asks every node at once, and adds what they find."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo_core.cluster.room import Room, ask_cluster
+from dapo_core.device import device_for
+from dapo_core.errors import ConfigError, ModelError, WorkerDied
+from dapo_core.memory.devices import Limit
+from dapo_core.versions import stack
+from tasks.config import ChainConfig
+from tasks.preflight import nodes as checks
+from tasks.preflight.environment import conditions_of
+from tasks.preflight.finding import FAIL, OK, WARN, Findings
+from tasks.preflight.memory import plan_of
+from tasks.preflight.nodes import THIS_MACHINE, Pair
+
+if TYPE_CHECKING:
+    from dapo_core.cluster.every_node import Node
+
+CLUSTER_SECONDS = 10.0  # for the cluster to answer
+NODE_SECONDS = 60.0  # for a node to start a process and answer
+REDUCE_SECONDS = 30.0  # for two processes to meet and add
+
+
+def check_cluster(config: ChainConfig, model: Path | None, is_whole: bool, findings: Findings) -> Limit | None:
+    """The room of the cluster that train.ray_address names and, if `is_whole`, each of its nodes.
+
+    Returns the memory of the smallest device that was found.
+    """
+    address = str(config.train.ray_address)
+    try:
+        if not is_whole:
+            check_room(config, ask_cluster(address, CLUSTER_SECONDS), findings)
+            return None
+        from dapo_core.cluster.connection import connected_to_ray  # loads Ray
+
+        with connected_to_ray(config.train, num_cpus=0, answer_seconds=CLUSTER_SECONDS, is_quiet=True):
+            return _Look(config, model, findings).at_all()
+    except (ConfigError, WorkerDied) as error:
+        advice = "start Ray there (docs/operating.md), or unset train.ray_address for a private one"
+        findings.add("Ray", FAIL, str(error), advice)
+        return None
+
+
+def check_devices_here(config: ChainConfig, model: Path | None, findings: Findings) -> None:
+    """Devices of this machine, where the training takes a private Ray: health, links, and what is free."""
+    from tasks.preflight.node_probe import devices_here
+
+    kind = config.train.device
+    reports = {THIS_MACHINE: {"devices": devices_here(kind, os.environ)}}
+    smallest = checks.smallest_device(reports, kind)
+    checks.check_devices(reports, _needed_bytes(config, model, smallest), {}, findings)
+    checks.check_links(reports, findings)
+
+
+def check_room(config: ChainConfig, room: Room, findings: Findings) -> None:
+    """Devices and CPUs that the training needs, against those of the cluster."""
+    train = config.train
+    wanted = {device_for(train.device).ray_resource: config.num_devices}
+    wanted["CPU"] = config.num_cpus
+    for name, count in wanted.items():
+        total, free = room.total.get(name, 0), room.free.get(name, 0)
+        found = f"{count} {name} are needed, {train.ray_address} has {total:g}, of which {free:g} are free"
+        if count > total:
+            findings.add("Ray", FAIL, found, "lower train.num_ranks, rollout.num_workers or threads, or add nodes")
+        elif count > free:
+            findings.add("Ray", WARN, found, "the training waits until they are free")
+        else:
+            findings.add("Ray", OK, found)
+
+
+def _needed_bytes(config: ChainConfig, model: Path | None, smallest: int | None) -> int | None:
+    """What the memory plan takes of a device at most; None without a plan."""
+    if smallest is None:
+        return None
+    try:
+        plan = plan_of(config, model, limit=Limit("the smallest device", smallest))
+    except (ConfigError, ModelError):  # which check_memory says
+        return None
+    return min(max(load.peak_bytes for load in plan.loads), smallest)
+
+
+class _Look:
+    """One look at all nodes of the cluster that this process has joined."""
+
+    def __init__(self, config: ChainConfig, model: Path | None, findings: Findings) -> None:
+        self.config, self.model, self.findings = config, model, findings
+        self.device = device_for(config.train.device)
+        self.probes: Mapping[Node, Any] = {}
+
+    def at_all(self) -> Limit | None:
+        """Add the findings; returns the memory of the smallest device."""
+        from dapo_core.cluster.every_node import actors_on, living_nodes
+        from tasks.preflight.node_probe import NodeProbe
+
+        living = living_nodes()
+        total: Counter[str] = Counter()
+        free: Counter[str] = Counter()
+        for node in living:
+            total.update(node.resources)
+            free.update(node.free)
+        check_room(self.config, Room(total, free), self.findings)
+        with actors_on([node for node in living if self._has_devices(node)], NodeProbe) as probes:
+            self.probes = probes
+            reports = self._ask("report", self.device.kind, conditions_of(self.config))
+            if not reports:
+                return None
+            self.probes = {node: probe for node, probe in probes.items() if node in reports}
+            self.findings.add("nodes", OK, f"{len(reports)}: {', '.join(node.name for node in reports)}")
+            limit = self._compare(reports)
+            self._check_clocks()
+            self._check_files()
+            self._check_connections()
+            self._check_all_reduce()
+        return limit
+
+    def _has_devices(self, node: Node) -> bool:
+        return node.resources.get(self.device.ray_resource, 0) > 0
+
+    def _ask(
+        self,
+        method: str,
+        *arguments: Any,
+        of: Mapping[Node, Sequence[Any]] | None = None,
+        more_seconds: float = 0.0,
+    ) -> dict[Node, Any]:
+        """What a method of the probes returns, `of` each with its own arguments; others are a finding."""
+        from dapo_core.cluster.every_node import ask
+
+        wanted = dict.fromkeys(self.probes, arguments) if of is None else of
+        calls = {node: getattr(self.probes[node], method).remote(*given) for node, given in wanted.items()}
+        answers = ask(calls, NODE_SECONDS + more_seconds)
+        for error in answers.failed.values():
+            checks.add(self.findings, "answer", FAIL, str(error), ())
+        return answers.given
+
+    def _compare(self, given: Mapping[Node, Any]) -> Limit | None:
+        """What nodes report of themselves."""
+        from dapo_core.cluster.every_node import own_node
+        from tasks.preflight.node_probe import versions_here
+
+        kind, findings = self.device.kind, self.findings
+        own = own_node()
+        reports = {node.name: given[node] for node in sorted(given, key=lambda node: node.id != own)}
+        versions = {name: report["versions"] for name, report in reports.items()}
+        if own not in {node.id for node in given}:
+            versions[THIS_MACHINE] = versions_here("cpu", os.environ, None)
+        checks.check_versions(versions, findings)
+        checks.check_sets(reports, stack(), findings)
+        limit = None
+        if kind != "cpu":
+            smallest = checks.smallest_device(reports, kind)
+            limit = None if smallest is None else Limit("the cluster's smallest device", smallest)
+            promised = {node.name: int(node.resources.get(self.device.ray_resource, 0)) for node in given}
+            checks.check_devices(reports, _needed_bytes(self.config, self.model, smallest), promised, findings)
+            if smallest is not None and (model := self.config.train.device_model) is not None:
+                checks.check_device_model(model, smallest, findings)
+            checks.check_links(reports, findings)
+        checks.check_limits(reports, kind != "cpu", findings)
+        checks.check_disks(reports, findings)
+        checks.check_variables(reports, findings)
+        return limit
+
+    def _check_clocks(self) -> None:
+        skews = {}
+        for node in self.probes:
+            began = time.time()
+            for now in self._ask("now", of={node: ()}).values():
+                ended = time.time()
+                skews[node.name] = (now - (began + ended) / 2, (ended - began) / 2)
+        if skews:
+            checks.check_clocks(skews, self.findings)
+
+    def _check_files(self) -> None:
+        """The store and what ranks read, of which each node must see the same."""
+        from dapo_core.cluster.every_node import own_node
+        from dapo_core.cluster.shared_files import OUTPUT, digests, probe_in, shared_paths
+
+        store = Path(self.config.store.path).absolute()
+        folder = next(path for path in (store, *store.parents) if path.exists())
+        others = [node for node in self.probes if node.id != own_node()]
+        if not others or not os.access(folder, os.W_OK | os.X_OK):  # the second is a finding of the disk's check
+            return
+        paths = {what: path.absolute() for what, path in shared_paths(self.config, self.model).items()}
+        paths = {what: path for what, path in paths.items() if path.is_file() or (path / "config.json").is_file()}
+        paths[OUTPUT] = folder
+        with probe_in(folder) as probe:
+            seen = self._ask("differences", of=dict.fromkeys(others, (paths, digests(paths), probe)))
+        checks.check_seen({node.name: found for node, found in seen.items()}, self.findings)
+
+    def _check_connections(self) -> None:
+        """A TCP connection from each node to each port, at each address, of each other."""
+        from tasks.preflight.node_probe import NodeProbe
+
+        if len(self.probes) < 2:
+            return
+        listening = self._ask("listen", of={node: (node.address,) for node in self.probes})
+        dialled = {node: _targets(node, listening) for node in listening}
+        asked = {node: ([each[:3] for each in targets],) for node, (targets) in dialled.items()}
+        failures: dict[Pair, list[str]] = {}
+        seconds = NodeProbe.reach_seconds(max(map(len, dialled.values()), default=0))
+        for node, reasons in self._ask("reach", of=asked, more_seconds=seconds).items():
+            for (address, port, _, name, other), reason in zip(dialled[node], reasons, strict=True):
+                if reason:
+                    said = f"no connection to {address} port {port} ({name}): {reason}"
+                    failures.setdefault(Pair(node.name, other), []).append(said)
+        taken = {
+            node.name: [name for name, port in each["ports"].items() if port is None]
+            for node, each in listening.items()
+        }
+        checks.check_reached(taken, failures, sum(map(len, dialled.values())), self.findings)
+
+    def _check_all_reduce(self) -> None:
+        """An all-reduce of each node with its neighbours in a ring, pair by pair, so that the pair is known."""
+        results: dict[Pair, str | float] = {}
+        for pairs in rounds(list(self.probes)):
+            results |= self._reduce(pairs)
+        checks.check_reduced(results, self.device.backend, self.findings)
+
+    def _reduce(self, pairs: Sequence[tuple[Node, Node]]) -> dict[Pair, str | float]:
+        """The seconds of each pair, or why there are none; no node is in two."""
+        from dapo_core.cluster.every_node import finish, start_on
+        from tasks.preflight.node_probe import all_reduce
+
+        kind, resource = self.device.kind, self.device.ray_resource
+        devices = {} if kind == "cpu" else {resource: 1.0}
+        free = [pair for pair in pairs if not devices or all(node.free.get(resource, 0) >= 1 for node in pair)]
+        places = self._ask("rendezvous", of={one: (one.address,) for one, _ in free})
+        tasks = {
+            node: start_on(node, devices, all_reduce, rank, places[pair[0]], kind, REDUCE_SECONDS)
+            for pair in free
+            if pair[0] in places
+            for rank, node in enumerate(pair)
+        }
+        answers = finish(tasks, REDUCE_SECONDS * 1.5)
+        results: dict[Pair, str | float] = {}
+        for one, other in pairs:
+            if one not in tasks:
+                results[Pair(one.name, other.name)] = ""
+                continue
+            failed = [str(answers.failed[node]) for node in (one, other) if node in answers.failed]
+            results[Pair(one.name, other.name)] = (
+                "; ".join(failed) if failed else max(answers.given[one], answers.given[other])
+            )
+        return results
+
+
+def _targets(node: Node, listening: Mapping[Node, Any]) -> list[tuple[str, int, str, str, str]]:
+    """Address, port and word of what the others listen on, the range's name, and the other node's.
+
+    Each node begins with the one after it, so that not all dial one at once.
+    """
+    nodes = list(listening)
+    after = nodes.index(node) + 1
+    return [
+        (address, port, each["word"], f"{name}; {chosen}", other.name)
+        for other in [*nodes[after:], *nodes[: after - 1]]
+        for each in [listening[other]]
+        for address, chosen in _by_address(each["addresses"]).items()
+        for name, port in each["ports"].items()
+        if port is not None
+    ]
+
+
+def _by_address(addresses: Mapping[str, str]) -> dict[str, str]:
+    """What chooses each address."""
+    return {
+        address: ", ".join(name for name, chosen in addresses.items() if chosen == address)
+        for address in addresses.values()
+    }
+
+
+def rounds(nodes: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
+    """Neighbours in a ring, in rounds in which no node is twice."""
+    pairs = list(pairwise(nodes))
+    found = [pairs[::2], pairs[1::2]]
+    if len(nodes) > 2:
+        last = (nodes[-1], nodes[0])
+        found = [found[0], [*found[1], last]] if len(nodes) % 2 == 0 else [*found, [last]]
+    return [one for one in found if one]

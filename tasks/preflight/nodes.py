@@ -1,0 +1,339 @@
+"""Findings about the nodes of a cluster, from what each reports of itself: equal on all is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from dapo_core.memory.devices import find_device, usable_bytes
+from dapo_core.versions import set_of, sets, unknown_set
+from tasks.preflight.environment import MIN_OPEN_FILES, Variable, faults
+from tasks.preflight.finding import FAIL, OK, WARN, Finding, Findings
+
+TABLE = Path(__file__).parent / "nodes.yaml"
+GIB = 1024**3
+THIS_MACHINE = "this machine"  # where the chain runs, when it is no node of the cluster
+OF_ANY_MACHINE = ("Python", "code", "transformers", "ray")
+MAX_SKEW_SECONDS = 2.0
+MIN_LOCKED_BYTES = 16 * GIB
+MIN_SHARED_BYTES = 1 * GIB
+MAX_UNUSED_SHARE = 0.1  # of memory, in huge pages
+MIN_FREE_BYTES, MAX_FULL_SHARE = 1 * GIB, 0.95
+TOLERANCE_BYTES = 1 * GIB  # between the vendors' counts of memory and torch's
+SHOWN = 4  # processes of a device, devices of a node
+
+Reports = Mapping[str, Mapping[str, Any]]  # by node
+
+
+class Pair(NamedTuple):
+    """Two nodes, of which the first dials."""
+
+    one: str
+    other: str
+
+
+@cache
+def _rows() -> dict[str, dict[str, str]]:
+    rows: dict[str, dict[str, str]] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return rows
+
+
+def add(findings: Findings, row: str, status: str, found: str, nodes: Collection[str]) -> None:
+    """Append a finding of the table's row about nodes."""
+    texts = _rows()[row]
+    findings.append(Finding(texts["check"], status, found, texts["mend"], ", ".join(nodes), texts["why"]))
+
+
+def joined(found: Iterable[tuple[str, str, str, str]]) -> list[tuple[str, str, str, str]]:
+    """Row, status, text and node, with the texts of several devices of a node as one."""
+    texts: dict[tuple[str, str, str], list[str]] = {}
+    for row, status, text, node in found:
+        texts.setdefault((row, status, node), []).append(text)
+    return [
+        (row, status, "; ".join(each[:SHOWN]) + _more(each), node) for (row, status, node), each in texts.items()
+    ]
+
+
+def _more(shown: Sequence[Any]) -> str:
+    return f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+
+
+def add_grouped(findings: Findings, found: Iterable[tuple[str, str, str, str]], num_nodes: int) -> None:
+    """Append findings of row, status, text and node, of `num_nodes`: one for all nodes with the same text."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for row, status, text, node in found:
+        groups.setdefault((row, status, text), []).append(node)
+    for (row, status, text), nodes in groups.items():
+        is_all = len(nodes) == num_nodes > 1
+        add(findings, row, status, text, [f"all {num_nodes} nodes"] if is_all else nodes)
+
+
+def check_versions(versions: Mapping[str, Mapping[str, str]], findings: Findings) -> None:
+    """Versions by node: equal on all, else which node has which.
+
+    This machine, where it is no node, need not have what belongs to devices.
+    """
+    names = list(dict.fromkeys(name for each in versions.values() for name in each))
+    is_equal = True
+    for name in names:
+        groups: dict[str, list[str]] = {}
+        for node, each in versions.items():
+            if node != THIS_MACHINE or name in OF_ANY_MACHINE:
+                groups.setdefault(each.get(name, "none"), []).append(node)
+        if len(groups) > 1:
+            is_equal = False
+            usual, *others = sorted(groups.items(), key=lambda group: -len(group[1]))
+            for value, nodes in others:
+                found = f"{name} {value}, and {usual[0]} on {', '.join(usual[1])}"
+                row = name if name in ("code", "driver") else "version"
+                add(findings, row, WARN if name == "driver" else FAIL, found, nodes)
+    if is_equal:
+        shown = ", ".join(f"{name} {value}" for name, value in next(iter(versions.values())).items())
+        findings.add("versions", OK, f"equal on {len(versions)} machines: {shown}")
+
+
+def check_sets(reports: Reports, here: Mapping[str, str], findings: Findings) -> None:
+    """Packages and CANN of nodes that are in no known set together; what is as on this machine is said of it."""
+    found = []
+    for node, report in reports.items():
+        packages, toolkit = report["stack"], report["versions"].get("CANN")
+        if packages != here and (difference := unknown_set(packages)):
+            found.append(("set", WARN, difference, node))
+        name = set_of(packages)
+        made_with = sets()[name].cann if name else None
+        if made_with and toolkit and made_with.lower() != toolkit.lower():
+            found.append(("cann", WARN, f"CANN {toolkit}, and the set {name} is made with {made_with}", node))
+    add_grouped(findings, found, len(reports))
+
+
+def check_devices(
+    reports: Reports,
+    needed_bytes: int | None,
+    promised: Mapping[str, int],
+    findings: Findings,
+) -> None:
+    """Health, processes, memory and number of devices; `promised` by Ray, `needed_bytes` of each by the plan."""
+    before, num_devices, least = len(findings), 0, None
+    found: list[tuple[str, str, str, str]] = []
+    for node, report in reports.items():
+        seen = report["devices"]
+        devices = seen["devices"]
+        num_devices += len(devices)
+        found += [("tool", WARN, f"could not be read: {line}", node) for line in seen["unread"]]
+        if devices and promised.get(node, 0) > len(devices):
+            text = f"Ray has {promised[node]} devices there, and {seen['tool']} shows {len(devices)}"
+            found.append(("count", FAIL, text, node))
+        for device in devices:
+            found += [(*one, node) for one in _of_device(device, needed_bytes)]
+            free = _free(device)
+            least = free if least is None else min(least, free if free is not None else least)
+    add_grouped(findings, joined(found), len(reports))
+    if num_devices and len(findings) == before:
+        place = "here" if THIS_MACHINE in reports else f"on {len(reports)} nodes"
+        room = "" if least is None else f", at least {least / GIB:.1f} GiB free on each"
+        findings.add("devices", OK, f"{num_devices} {place}, healthy, without other processes{room}")
+
+
+def _of_device(device: Mapping[str, Any], needed_bytes: int | None) -> list[tuple[str, str, str]]:
+    """Row, status and text of what is wrong with a device."""
+    label, health, free = device["label"], device["health"], _free(device)
+    found = []
+    if health is None:
+        found.append(("tool", WARN, f"{label}: its health could not be read"))
+    elif health != "OK":
+        found.append(("health", WARN if health.startswith("Warning") else FAIL, f"{label}: {health}"))
+    if free is None:
+        found.append(("tool", WARN, f"{label}: its memory could not be read"))
+    shortage = ""
+    if free is not None and needed_bytes is not None and free + TOLERANCE_BYTES < needed_bytes:
+        shortage = f"{label}: {free / GIB:.1f} GiB are free, and {needed_bytes / GIB:.1f} are needed"
+    others = [process for process in device["processes"] if not process["is_of_ray"]]
+    jobs = [process for process in device["processes"] if process["is_of_ray"]]
+    if others:
+        found.append(("process", FAIL if shortage else WARN, f"{label}: {_named(others)}"))
+    if jobs:
+        found.append(("taken", WARN, f"{label}: {_named(jobs)}"))
+    if shortage and not jobs:
+        found.append(("free", FAIL, shortage))
+    return found
+
+
+def _free(device: Mapping[str, Any]) -> int | None:
+    if device["total_bytes"] is None or device["used_bytes"] is None:
+        return None
+    return int(device["total_bytes"] - device["used_bytes"])
+
+
+def _named(processes: Sequence[Mapping[str, Any]]) -> str:
+    """The largest processes with what they hold."""
+    largest = sorted(processes, key=lambda process: -(process["num_bytes"] or 0))
+    shown = [
+        f"process {each['pid']} ({each['name'] or 'without a name'})"
+        + ("" if each["num_bytes"] is None else f" holds {each['num_bytes'] / GIB:.1f} GiB")
+        for each in largest[:SHOWN]
+    ]
+    return ", ".join(shown) + _more(largest)
+
+
+def smallest_device(reports: Reports, kind: str) -> int | None:
+    """Bytes that torch sees of the smallest device; None where no tool says."""
+    totals = [
+        device["total_bytes"]
+        for report in reports.values()
+        for device in report["devices"]["devices"]
+        if device["total_bytes"] is not None
+    ]
+    return usable_bytes(kind, min(totals)) if totals else None
+
+
+def check_device_model(name: str, smallest: int, findings: Findings) -> None:
+    """The device that the memory plan is made for, against the smallest that is there."""
+    planned = find_device(name).num_bytes
+    if abs(planned - smallest) > TOLERANCE_BYTES:
+        text = f"train.device_model={name} has {planned / GIB:.1f} GiB, and a device there {smallest / GIB:.1f}"
+        add(findings, "model", FAIL if smallest < planned else WARN, text, ())
+
+
+def check_links(reports: Reports, findings: Findings) -> None:
+    """The ports of NPUs: up, with an address, tested, and with the same TLS on all; a single node needs none."""
+    before, found = len(findings), []
+    switches: dict[str, list[str]] = {}
+    num_ports, down = 0, FAIL if len(reports) > 1 else WARN
+    for node, report in reports.items():
+        seen = report["devices"]
+        if reason := seen.get("links_unread"):
+            found.append(("links_unread", WARN, f"could not be read: {reason}", node))
+        for port in seen.get("links", ()):
+            num_ports += 1
+            found += [(*one, node) for one in _of_port(port, down)]
+            if port["tls"] is not None:
+                switches.setdefault(port["tls"], []).append(f"{node} {port['label']}")
+    add_grouped(findings, joined(found), len(reports))
+    if len(switches) > 1:
+        usual, other = sorted(switches, key=lambda value: -len(switches[value]))
+        named = ", ".join(switches[other][:SHOWN]) + _more(switches[other])
+        text = f"TLS is {_TLS[other]} there, and {_TLS[usual]} on {len(switches[usual])} other ports"
+        add(findings, "tls", FAIL, text, (named,))
+    if num_ports and len(findings) == before:
+        findings.add(
+            "links", OK, f"{num_ports} ports up, TLS {_TLS.get(next(iter(switches), ''), 'unknown')} on all"
+        )
+
+
+_TLS = {"0": "off", "1": "on"}
+
+
+def _of_port(port: Mapping[str, str | None], down: str) -> list[tuple[str, str, str]]:
+    label, found = port["label"], []
+    if port["link"] is None:
+        found.append(("links_unread", WARN, f"{label}: its link could not be read"))
+    elif port["link"] != "UP":
+        found.append(("link", down, f"{label}: link {port['link']}"))
+    if port["health"] not in (None, "Success"):
+        found.append(("net_health", WARN, f"{label}: net_health {port['health']}"))
+    if port["address"] is None and port["link"] is not None:
+        found.append(("port_address", WARN, f"{label}: no address"))
+    return found
+
+
+def check_clocks(skews: Mapping[str, tuple[float, float]], findings: Findings) -> None:
+    """Seconds that each node's clock is ahead of this machine's, and how exactly that is known."""
+    found = [
+        ("clock", WARN, f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this machine", node)
+        for node, (skew, error) in skews.items()
+        if abs(skew) - error > MAX_SKEW_SECONDS
+    ]
+    add_grouped(findings, found, len(skews))
+    if not found:
+        findings.add("clock", OK, f"equal within {max(abs(skew) + error for skew, error in skews.values()):.1f} s")
+
+
+def check_limits(reports: Reports, is_accelerated: bool, findings: Findings) -> None:
+    """Limits of processes, shared memory and unused huge pages."""
+    found = []
+    for node, report in reports.items():
+        files, locked = report["limits"]["open files"], report["limits"]["locked memory"]
+        sizes = report["memory"]
+        if files is not None and files < MIN_OPEN_FILES:
+            found.append(("open_files", WARN, f"ulimit -n is {files}, and {MIN_OPEN_FILES} are advised", node))
+        if is_accelerated and locked is not None and locked < MIN_LOCKED_BYTES:
+            found.append(("locked_memory", WARN, f"ulimit -l is {locked / 1024:.0f} KiB", node))
+        if sizes["shared"] < MIN_SHARED_BYTES:
+            found.append(("shared_memory", WARN, f"/dev/shm has {sizes['shared'] / 1024**2:.0f} MiB", node))
+        if sizes["unused_huge_pages"] > MAX_UNUSED_SHARE * sizes["total"]:
+            text = f"{sizes['unused_huge_pages'] / GIB:.0f} GiB are in huge pages that nothing uses"
+            found.append(("huge_pages", WARN, text, node))
+    add_grouped(findings, found, len(reports))
+    if not found:
+        findings.add("limits", OK, "open files, locked memory, /dev/shm and huge pages")
+
+
+def check_disks(reports: Reports, findings: Findings) -> None:
+    """Room for temporary files and for Ray's objects and logs on each node."""
+    found = []
+    for node, report in reports.items():
+        for path, sizes in report["disk"].items():
+            free, full = sizes["free"], 1 - sizes["free"] / max(sizes["total"], 1)
+            if free < MIN_FREE_BYTES or full > MAX_FULL_SHARE:
+                text = f"{path} has {free / GIB:.1f} GiB free and is {full:.0%} full"
+                found.append(("full", FAIL if free < MIN_FREE_BYTES else WARN, text, node))
+    add_grouped(findings, found, len(reports))
+    if not found:
+        least = min(sizes["free"] for report in reports.values() for sizes in report["disk"].values())
+        findings.add("node disk", OK, f"at least {least / GIB:.0f} GiB free for temporary files and Ray's")
+
+
+def check_variables(reports: Reports, findings: Findings) -> None:
+    """Variables of each node's own environment that are dead or in the way."""
+    add_grouped(
+        findings,
+        (
+            ("variable", status, f"{name}: {fault}", node)
+            for node, report in reports.items()
+            for name, status, fault in faults(Variable(**row) for row in report["environment"])
+        ),
+        len(reports),
+    )
+
+
+def check_seen(differences: Mapping[str, Sequence[str]], findings: Findings) -> None:
+    """What each node does not see of the store, the model and the scorer as this machine does."""
+    found = [
+        ("files", FAIL, f"does not see {', '.join(each)}", node) for node, each in differences.items() if each
+    ]
+    add_grouped(findings, found, len(differences))
+    if differences and not found:
+        findings.add("files", OK, f"store and model are the same on {len(differences) + 1} machines")
+
+
+def check_reached(
+    taken: Mapping[str, Sequence[str]], failures: Mapping[Pair, Sequence[str]], num_tried: int, findings: Findings
+) -> None:
+    """Ranges without a free port by node, and connections that failed by pair of nodes."""
+    add_grouped(
+        findings,
+        (("range", WARN, f"no port of {name} is free", node) for node, names in taken.items() for name in names),
+        len(taken),
+    )
+    for pair, reasons in failures.items():
+        add(findings, "connection", FAIL, "; ".join(reasons), (f"from {pair.one} to {pair.other}",))
+    if num_tried and not failures:
+        findings.add("network", OK, f"{num_tried} TCP connections, from each node to each other")
+
+
+def check_reduced(results: Mapping[Pair, str | float], backend: str, findings: Findings) -> None:
+    """Seconds of the all-reduce of each pair of nodes, or why there was none; "" where its devices were taken."""
+    for pair, result in results.items():
+        where = (f"between {pair.one} and {pair.other}",)
+        if result == "":
+            add(findings, "reduce_busy", WARN, "not tried", where)
+        elif isinstance(result, str):
+            add(findings, "reduce", FAIL, f"no all-reduce over {backend}: {result}", where)
+    times = [result for result in results.values() if isinstance(result, float)]
+    if times and len(times) == len(results):
+        slowest = f", {1000 * max(times):.0f} ms at most" if len(times) > 1 else f", {1000 * times[0]:.0f} ms"
+        findings.add("all-reduce", OK, f"over {backend} between {len(times)} pair(s) of nodes{slowest}")

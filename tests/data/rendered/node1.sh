@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Ray on node1, the head: 16 NPU.
+#     bash node1.sh start   # waits until all have joined: node1, node2
+#     bash node1.sh stop    # ends what start began, and nothing else
+# Rendered from tests/data/rendered/inventory.yaml by `dapo cluster render`: change that, and render again.
+set -euo pipefail
+
+NODE=node1
+HEAD=node1
+PORT=6379
+RAY_HEAD=$HEAD:$PORT
+cd "$HOME"/dapo-pipeline
+PYTHON=.venv/bin/python
+STATE=${DAPO_STATE:-$HOME/.dapo/scripts}/$NODE-$PORT
+
+die() {
+  echo "$NODE: $*" >&2
+  exit 1
+}
+
+# Sets INTERFACE and ADDRESS: interface $1, or if that is empty the one that leads to a host of $3 and on; $2: this host.
+find_interface() {
+  read -r INTERFACE ADDRESS < <("$PYTHON" -c '
+import sys
+from dapo_core.errors import DapoError
+from tasks.nodes.interface import interface_towards
+try:
+    found = interface_towards(sys.argv[3:], sys.argv[1] or None, sys.argv[2])
+except DapoError as error:
+    sys.exit(str(error))
+print(found.name, found.address)' "$@") || die "no interface for Ray (above)"
+}
+
+require_token() { # the same on every node; whoever has it may run code as this user
+  export RAY_AUTH_MODE=token
+  [ -n "${RAY_AUTH_TOKEN:-}" ] || [ -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ] ||
+    die "no token: ray get-auth-token --generate, then copy ~/.ray/auth_token to every node (docs/security.md)"
+}
+
+raise_limits() { # open files, of Ray and the engines together
+  ulimit -Sn 32768 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"
+}
+
+wait_for_head() { # until its port answers, for $1 seconds at most
+  local end=$((SECONDS + $1))
+  until timeout 3 bash -c "exec 3<>/dev/tcp/$HEAD/$PORT" 2>/dev/null; do
+    [ "$SECONDS" -lt "$end" ] || die "port $PORT of $HEAD does not answer within $1 s: is Ray started there, is the port open?"
+    sleep 1
+  done
+}
+
+began_at() { # when a process began, in ticks since the machine did; nothing for one that has ended
+  sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 20
+}
+
+is_running() { # sets PID and FOLDER; a pid is used again, a pid with its start time is not
+  local began
+  [ -s "$STATE/process" ] && read -r PID began FOLDER <"$STATE/process" && [ "$(began_at "$PID")" = "$began" ]
+}
+
+start() {
+  require_token
+  if is_running; then
+    echo "$NODE: Ray runs, pid $PID"
+  else
+    raise_limits
+    find_interface '' node1 192.0.2.12
+    export GLOO_SOCKET_IFNAME="$INTERFACE"
+    export TP_SOCKET_IFNAME="$INTERFACE"
+    export HCCL_SOCKET_IFNAME="=$INTERFACE"
+    export VLLM_HOST_IP="$ADDRESS"
+    export VLLM_ASCEND_ENABLE_NZ=0
+    export TASK_QUEUE_ENABLE=1
+    export HCCL_CONNECT_TIMEOUT=1800
+    mkdir -p "$STATE"
+    FOLDER=$(mktemp -d /tmp/dapo-ray-XXXXXX) # of Ray's sockets and logs; their paths must be short
+    setsid "$PYTHON" -m ray.scripts.scripts start --head --port=6379 --include-dashboard=false \
+      --node-ip-address="$ADDRESS" '--resources={"NPU": 16}' --num-cpus=192 \
+      --temp-dir="$FOLDER" --disable-usage-stats --block >"$STATE/log" 2>&1 </dev/null &
+    PID=$!
+    echo "$PID $(began_at "$PID") $FOLDER" >"$STATE/process"
+    echo "$NODE: Ray starts at $ADDRESS ($INTERFACE), pid $PID, log $STATE/log"
+  fi
+  wait_until_started 120
+  "$PYTHON" -m tasks.nodes.joined "$RAY_HEAD" --seconds 120 --resource NPU --count 32 \
+    node1 192.0.2.12
+  echo "train with RAY_AUTH_MODE=token dapo run CONFIG --set train.ray_address=$RAY_HEAD"
+}
+
+wait_until_started() { # for $1 seconds at most
+  local end=$((SECONDS + $1))
+  until grep -q "Ray runtime started" "$STATE/log"; do
+    is_running || die "Ray has ended: $(tail -n 3 "$STATE/log" | tr '\n' ' ')(log $STATE/log)"
+    [ "$SECONDS" -lt "$end" ] || die "Ray has not started within $1 s (log $STATE/log)"
+    sleep 1
+  done
+}
+
+stop() {
+  if ! is_running; then
+    echo "$NODE: no Ray of this script runs"
+    return
+  fi
+  kill -TERM "$PID"
+  for _ in $(seq 30); do
+    kill -0 -- "-$PID" 2>/dev/null || break
+    sleep 0.5
+  done
+  kill -KILL -- "-$PID" 2>/dev/null || true # the process group that start made
+  rm -rf -- "$FOLDER" "$STATE/process"
+  echo "$NODE: Ray has ended"
+}
+
+case "${1:-}" in
+  start) start ;;
+  stop) stop ;;
+  *) die "say start or stop" ;;
+esac

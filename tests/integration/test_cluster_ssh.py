@@ -1,0 +1,83 @@
+"""A host over a real sshd on loopback: it answers, does not know a key, or is not known itself."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks.nodes.inventory import Inventory
+from tasks.nodes.reach import Answer, ask
+
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+START_SECONDS = 20.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keys, and the client's configuration for the host `node`, which an sshd of our own serves."""
+    if SSHD is None or shutil.which("ssh") is None:
+        pytest.skip("there is no sshd (Debian's openssh-server)")
+    separation = Path("/run/sshd")
+    if not separation.is_dir():
+        if os.geteuid() != 0:
+            pytest.skip(f"sshd needs {separation}, which only root makes")
+        separation.mkdir(mode=0o755)
+    folder = tmp_path_factory.mktemp("ssh")
+    for name in ("host", "own", "other"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nPidFile none\nUsePAM no\nStrictModes no\n"
+        f"AuthorizedKeysFile {folder}/own.pub\nPasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+    )
+    key = (folder / "host.pub").read_text()
+    (folder / "known").write_text(f"[127.0.0.1]:{port} {key}")
+    (folder / "config").write_text(
+        f"Host node\n HostName 127.0.0.1\n Port {port}\n User {getpass.getuser()}\n"
+        f" IdentitiesOnly yes\n UserKnownHostsFile {folder}/known\n StrictHostKeyChecking yes\n"
+    )
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while "Server listening" not in (folder / "log").read_text():
+            assert server.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield folder
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _ask(folder: Path, key: str = "own", *options: str) -> Answer:
+    shell = " ".join((f"ssh -F {folder}/config -i {folder}/{key} -o BatchMode=yes", *options, "{host}"))
+    inventory = Inventory(hosts=("node",), device="cpu", devices=1, shell=shell)
+    return ask(inventory, {"node": {"verb": "status", "cluster": "node_1", "host": "node"}})["node"]
+
+
+def test_a_host_over_ssh(folder: Path) -> None:
+    answer = _ask(folder)
+    assert (answer.problem, answer.said) == ("", {"running": None}), (folder / "log").read_text()
+
+
+def test_a_key_that_the_host_does_not_know(folder: Path) -> None:
+    answer = _ask(folder, "other")
+    assert "Permission denied (publickey" in answer.problem
+    assert answer.problem.endswith("; give it your key: ssh-copy-id node")
+
+
+def test_a_host_whose_key_is_not_known(folder: Path) -> None:
+    (folder / "nothing").touch()
+    answer = _ask(folder, "own", f"-o UserKnownHostsFile={folder}/nothing")
+    assert answer.problem == "Host key verification failed; type ssh node once and compare its key"

@@ -1,0 +1,377 @@
+"""`dapo cluster up`, `status`, `down` on network namespaces; where there are none, on addresses of loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from dapo_core.cluster.started import clusters_folder
+from flows.cli import app
+from tasks.processes.supervisor import descendants
+from tests.namespaces import FakeHost, NoNamespacesError, hosts
+from tests.trainings import World
+
+ROOT = Path(__file__).resolve().parents[2]
+PORT = 6391
+# A training of two ranks that share a device of each of two nodes with two engines.
+TRAINING = """
+import sys
+from pathlib import Path
+from dapo_core.training import train
+from tests.trainings import config_of
+
+address, data, model, output = sys.argv[1:]
+changes = {
+    "train": {"ray_address": address, "num_ranks": 2, "placement": "colocated", "total_steps": 1},
+    "rollout": {"num_workers": 2},
+}
+print("RESULT", train(config_of(**changes), Path(data), Path(model), Path(output)).steps)
+"""
+# What the preflight finds of the cluster, as JSON.
+PREFLIGHT = """
+import json, sys
+from dataclasses import asdict
+from tasks.preflight.cluster import check_cluster
+from tasks.preflight.finding import Findings
+from tests.trainings import config_of
+
+address, store = sys.argv[1:]
+findings = Findings()
+train = {"ray_address": address, "num_ranks": 2, "placement": "colocated"}
+config = config_of(train=train, rollout={"num_workers": 2}, store={"path": store})
+check_cluster(config, None, is_whole=True, findings=findings)
+print("FOUND", json.dumps([asdict(finding) for finding in findings]))
+"""
+
+
+@dataclass
+class Site:
+    """The inventory of some hosts, and the commands that are typed with it."""
+
+    inventory: Path
+    store: Path
+    names: list[str]
+
+    def type(self, command: str, *options: str) -> Result:
+        return CliRunner().invoke(app, ["cluster", command, str(self.inventory), *options])
+
+    def up(self) -> Result:
+        return self.type("up", "--store", str(self.store))
+
+    def down(self) -> Result:
+        return self.type("down", "--store", str(self.store))
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        return {host["host"]: host for host in json.loads(self.type("status", "--json").stdout)}
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[list[FakeHost] | str]:
+    """Two hosts, or why there are none."""
+    try:
+        with hosts(2) as found:
+            yield found
+    except NoNamespacesError as error:
+        yield str(error)
+
+
+@pytest.fixture
+def namespaces(network: list[FakeHost] | str) -> list[FakeHost]:
+    if isinstance(network, str):
+        pytest.skip(network)
+    return network
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home that all hosts share, and no token of another Ray."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+            patch.delenv(name, raising=False)
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("RAY_prestart_worker_first_driver", "0")
+        patch.chdir(ROOT)
+        yield Path.home()
+
+
+def _site(folder: Path, network: list[FakeHost] | str, **changes: Any) -> Site:
+    if isinstance(network, str):
+        listed = [{"name": f"loop{n}", "address": f"127.0.0.{n}", "interface": "lo"} for n in (2, 3)]
+        shell = "env DAPO_HOST={host} sh -c"
+    else:
+        listed = [{"name": host.name, "address": host.address} for host in network]
+        shell = "ip netns exec {host} sh -c"
+    values = {"hosts": listed, "device": "cpu", "devices": 1, "port": PORT, "shell": shell}
+    values |= {"start_seconds": 300, **changes}  # machines that run other tests are slow
+    folder.mkdir(exist_ok=True)
+    (folder / "nodes.yaml").write_text(yaml.safe_dump(values))
+    return Site(folder / "nodes.yaml", folder / "store", [host["name"] for host in listed])
+
+
+@pytest.fixture(scope="module")
+def site(network: list[FakeHost] | str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """The hosts that the tests below start Ray on, one after the other."""
+    site = _site(tmp_path_factory.mktemp("site"), network)
+    yield site
+    site.down()
+
+
+# What keeps anything from being started.
+
+
+def _refused(site: Site) -> str:
+    """What `up` says when it starts nothing."""
+    result = site.up()
+    message = str(result.exception)
+    assert "nothing was started" in message, result.output
+    assert not clusters_folder().exists() or not list(clusters_folder().iterdir())
+    return message
+
+
+def test_a_way_that_is_link_local_or_leads_nowhere(namespaces: list[FakeHost], tmp_path: Path) -> None:
+    first, second = namespaces
+    listed = [{"name": first.name, "address": "169.254.7.1"}, {"name": second.name}]
+    message = _refused(_site(tmp_path, namespaces, hosts=listed))
+    assert (
+        f"{first.name}: 169.254.7.1: usb0 has only a link-local address, 169.254.7.1; this machine has " in message
+    )
+    assert f"{first.interface} ({first.address}" in message
+    ask = "from tasks.nodes.interface import interface_towards as towards; print(towards(['203.0.113.9']))"
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        first.run(f'{sys.executable} -c "{ask}"')
+    assert "203.0.113.9 cannot be reached: Network is unreachable; this machine has " in caught.value.stderr
+    first.run(f"ip addr add fd77::1/64 dev {first.interface} nodad")
+    ask = "from tasks.nodes.interface import interface_towards as towards; print(towards(['fd77::2']).address)"
+    assert first.run(f'{sys.executable} -c "{ask}"') == "fd77::1\n"
+
+
+@pytest.mark.parametrize(
+    ("interface", "words"),
+    [
+        ("eth7", "no interface eth7; this machine has docker0 (172.17.0.1"),
+        ("spare0", "interface spare0 is down"),
+        ("usb0", "interface usb0 has only the link-local address 169.254.7.2"),
+        ("docker0", "its address 172.17.0.1 is one of the head itself: set the host's interface"),
+    ],
+)
+def test_a_wrong_interface(namespaces: list[FakeHost], tmp_path: Path, interface: str, words: str) -> None:
+    first, second = namespaces
+    listed = [
+        {"name": first.name, "address": first.address},
+        {"name": second.name, "address": second.address, "interface": interface},
+    ]
+    assert f"{second.name}: {words}" in _refused(_site(tmp_path, namespaces, hosts=listed))
+
+
+def test_a_host_that_is_not_there_and_a_port_that_is_taken(namespaces: list[FakeHost], tmp_path: Path) -> None:
+    first, _ = namespaces
+    listed = [{"name": first.name, "address": first.address}, {"name": "dapo-none", "address": "198.18.0.99"}]
+    listens = f"s = socket.create_server(({first.address!r}, {PORT})); print('open', flush=True); s.accept()"
+    program = f"import socket; {listens}"
+    command = ["ip", "netns", "exec", first.name, sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+        try:
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == "open\n"
+            message = _refused(_site(tmp_path, namespaces, hosts=listed))
+        finally:
+            stranger.kill()
+    assert f"{first.name}: port {PORT} is taken by pid {stranger.pid} of " in message
+    assert "end it, or set another port" in message
+    assert "dapo-none: ip netns exec dapo-none sh -c ... ended with status 255" in message
+    assert 'Cannot open network namespace "dapo-none"' in message
+
+
+def test_a_host_with_another_ray_or_other_code(namespaces: list[FakeHost], tmp_path: Path) -> None:
+    second = namespaces[1]
+    other_ray, other_code = tmp_path / "packages", tmp_path / "project"
+    (other_ray / "ray-9.9.9.dist-info").mkdir(parents=True)
+    (other_ray / "ray-9.9.9.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: ray\nVersion: 9.9.9\n"
+    )
+    (other_code / "tasks" / "nodes").mkdir(parents=True)
+    (other_code / "tasks" / "nodes" / "on_node.py").write_text("raise SystemExit('is not imported')\n")
+    script = tmp_path / "shell"
+    script.write_text(
+        f'#!/bin/sh\n[ "$1" = {second.name} ] && {{ eval "$CHANGE"; }}\nexec ip netns exec "$1" sh -c "$2"\n'
+    )
+    script.chmod(0o755)
+    site = _site(tmp_path, namespaces, shell=f"{script} {{host}}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CHANGE", f"export PYTHONPATH={other_ray}")
+        assert f"{second.name}: it has ray 9.9.9, the head " in _refused(site)
+        patch.setenv("CHANGE", f'set -- "$1" "cd {other_code}; ${{2#*;}}"')
+        message = _refused(site)
+    assert f"{second.name}: its code in {other_code} is not the code here (digest " in message
+
+
+# One cluster from its start to its end.
+
+
+def test_a_port_that_is_blocked_is_named_and_the_next_up_starts_what_is_missing(
+    namespaces: list[FakeHost], site: Site
+) -> None:
+    first, second = namespaces
+    with first.closed(PORT):
+        result = site.up()
+    message = str(result.exception)
+    assert f"1 of 2 hosts have joined {first.address}:{PORT}; missing:\n" in message
+    assert (
+        f"  {second.name}: {first.address} port {PORT} does not answer it within 3 s: a firewall drops" in message
+    )
+    status = site.status()
+    assert [status[host.name]["state"] for host in namespaces] == ["up", "not started"]
+
+
+def test_up_is_told_by_status_and_a_second_up_leaves_it(network: list[FakeHost] | str, site: Site) -> None:
+    head, other = site.names
+    result = site.up()
+    assert result.exit_code == 0, f"{result.output}{result.exception}"
+    assert f"{other}: started, " in result.output
+    assert f"{head}: started, " in result.output or not isinstance(network, str)  # which ran already
+    status = site.status()
+    assert [host["state"] for host in status.values()] == ["up", "up"]
+    assert [(host["devices"], host["free"]) for host in status.values()] == [(1, 1), (1, 1)]
+    assert len({host["node_id"] for host in status.values()}) == 2
+    if not isinstance(network, str):
+        assert [(host["interface"], host["address"]) for host in status.values()] == [
+            (host.interface, host.address) for host in network
+        ]
+    began = {host["started_at"] for host in status.values()}
+    result = site.up()
+    assert f"{head}: ran already" in result.output
+    assert f"{other}: ran already" in result.output
+    assert f"dapo run CONFIG --set train.ray_address={status[head]['address']}:{PORT}" in result.output
+    assert {host["started_at"] for host in site.status().values()} == began
+
+
+def test_the_token_is_private_and_on_no_command_line(site: Site) -> None:
+    [token] = clusters_folder().glob("*/token")
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (token, token.parent)] == [0o600, 0o700]
+    secret = token.read_bytes()
+    assert len(secret) == 64
+    pids = [pid for record in _records() for pid in (record["pid"], *descendants(record["pid"]))]
+    assert len(pids) > 8
+    assert not [pid for pid in pids if secret in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert secret not in b"".join(path.read_bytes() for path in site.store.rglob("*") if path.is_file())
+    for record in _records():
+        assert stat.S_IMODE(Path(record["folder"]).stat().st_mode) == 0o700
+
+
+def test_a_recipe_trains_across_two_hosts(
+    namespaces: list[FakeHost], site: Site, world: World, tmp_path: Path
+) -> None:
+    first = namespaces[0]
+    before = [host.sent_bytes() for host in namespaces]
+    arguments = [f"{first.address}:{PORT}", str(world.data), str(world.model), str(tmp_path / "output")]
+    done = subprocess.run(
+        ["ip", "netns", "exec", first.name, sys.executable, "-c", TRAINING, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert "RESULT 1" in done.stdout, f"{done.stdout}{done.stderr}"
+    assert "is used without a token" not in done.stderr
+    assert (tmp_path / "output" / "metrics.jsonl").read_text().count("\n") == 1
+    sent = [host.sent_bytes() - start for host, start in zip(namespaces, before, strict=True)]
+    assert min(sent) > 100_000, f"gradients and weights of two ranks crossed the wire: {sent} bytes"
+
+
+def test_the_preflight_names_the_pair_of_hosts_that_a_port_is_closed_between(
+    namespaces: list[FakeHost], site: Site, tmp_path: Path
+) -> None:
+    first, second = namespaces
+    last = 19999  # of Ray's workers; the preflight begins there
+    command = ["ip", "netns", "exec", first.name, sys.executable, "-c", PREFLIGHT]
+    with second.closed(last):
+        done = subprocess.run(
+            [*command, f"{first.address}:{PORT}", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")] or [done.stderr]
+    found = {(each["check"], each["status"]): each for each in json.loads(line.removeprefix("FOUND "))}
+    assert not [check for check, status in found if status == "fail" and check != "network"], found
+    network = found["network", "fail"]
+    assert first.address in network["where"].split(" to ")[0]
+    assert second.address in network["where"].split(" to ")[1]
+    assert network["found"] == (
+        f"no connection to {second.address} port {last} (Ray's workers, 10002-{last}; Ray's address, "
+        f"GLOO_SOCKET_IFNAME={second.interface}): no answer within 3 s"
+    )
+    assert ("all-reduce", "ok") in found
+
+
+def test_a_partition_is_said(namespaces: list[FakeHost], site: Site) -> None:
+    first, second = namespaces
+    with second.cut_off():
+        result = site.type("status")
+    assert result.exit_code == 1
+    line = f"{second.name}: {first.address} port {PORT} does not answer it within 3 s"
+    assert line in result.output
+
+
+def test_down_ends_what_was_started_and_nothing_else(network: list[FakeHost] | str, site: Site) -> None:
+    records = _records()
+    assert len(records) == 2
+    ours = {pid: psutil.Process(pid) for record in records for pid in (record["pid"], *descendants(record["pid"]))}
+    place = [] if isinstance(network, str) else ["ip", "netns", "exec", network[0].name]
+    # A stranger that looks like Ray, on a host; `ray stop` would end it.
+    command = [
+        *place,
+        sys.executable,
+        "-c",
+        "import time; time.sleep(300)",
+        "raylet/raylet",
+        "--node_ip_address=x",
+    ]
+    stranger = subprocess.Popen(command)
+    try:
+        if not isinstance(network, str):  # a host that cannot be reached keeps its record
+            known = yaml.safe_load(site.inventory.read_text())
+            away = {
+                **known,
+                "shell": f"sh -c '[ $0 = {site.names[0]} ] && exec ip netns exec $0 sh -c \"$1\"' {{host}}",
+            }
+            site.inventory.write_text(yaml.safe_dump(away))
+            result = site.down()
+            assert result.exit_code == 1
+            assert f"ended {site.names[0]}: " in result.output
+            assert f"{site.names[1]}: not ended: sh -c " in result.output
+            assert [known["host"] for known in _records()] == [site.names[1]]
+            site.inventory.write_text(yaml.safe_dump(known))
+        result = site.down()
+        assert result.exit_code == 0, result.output
+        assert f"ended {site.names[1]}: " in result.output
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+    left = [process for process in ours.values() if process.is_running()]
+    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert [record["folder"] for record in records if Path(record["folder"]).exists()] == []
+    assert list(clusters_folder().iterdir()) == []
+    assert list(site.store.rglob("*.json")) == []
+    assert f"nothing of {site.inventory} is running" in site.down().output
+
+
+def _records() -> list[dict[str, Any]]:
+    """What the hosts keep of their Rays."""
+    files = sorted(clusters_folder().glob("*/*/record.json"))
+    return [{**json.loads(path.read_text()), "host": path.parent.name} for path in files]

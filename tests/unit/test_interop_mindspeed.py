@@ -1,0 +1,224 @@
+"""Configurations of MindSpeed-RL and MindSpeed-MM: read, accounted for, and in our keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from interop.account import Account, account_of
+from interop.errors import ForeignConfigError
+from interop.mindspeed import is_mindspeed, key_list, read_yaml, trainer_of
+from interop.read import read_files
+from interop.table import UNSAID, load
+from interop.theirs import Setting
+
+GUIDES = Path(__file__).resolve().parents[1] / "data" / "guides"
+GOLDEN = GUIDES / "mindspeed_accounts.json"
+FILES = {
+    "mindspeed-rl": ("mindspeed_rl_32b.yaml", "mindspeed_rl_math_17k.yaml"),
+    "mindspeed-mm": ("mindspeed_mm_qwen25vl_7b.yaml",),
+}
+
+
+def account(*texts: str) -> Account:
+    settings = [setting for text in texts for setting in read_yaml(text, "x.yaml")]
+    return account_of(settings, trainer_of(settings))
+
+
+def only(text: str) -> Any:
+    """The entry of the last setting."""
+    return account(text).entries[-1]
+
+
+def as_json(accounted: Account) -> dict[str, Any]:
+    return {entry.setting.key: [entry.fate, entry.ours] for entry in accounted.entries}
+
+
+@pytest.mark.parametrize("trainer", FILES)
+def test_the_guides_are_accounted_for(trainer: str) -> None:
+    texts = [(GUIDES / name).read_text(encoding="utf-8") for name in FILES[trainer]]
+    assert all(map(is_mindspeed, texts))
+    accounted = account(*texts)
+    assert accounted.trainer == trainer
+    assert as_json(accounted) == json.loads(GOLDEN.read_text(encoding="utf-8"))[trainer]
+
+
+@pytest.mark.parametrize("trainer", FILES)
+def test_files_are_read_whatever_their_trainer(trainer: str) -> None:
+    reading = read_files([GUIDES / name for name in FILES[trainer]])
+    assert reading.trainer == trainer
+    accounted = account_of(reading.settings, reading.trainer)
+    assert as_json(accounted) == json.loads(GOLDEN.read_text(encoding="utf-8"))[trainer]
+
+
+def test_a_script_chooses_its_configuration_and_overrides_it(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "YAML=${1:-mindspeed_rl_32b}\n"
+        'if [ "$MASTER_ADDR" = "$CURRENT_IP" ]; then\n'
+        "  python cli/train_dapo.py --config-name $YAML rl_config.n_samples_per_prompt=16 2>&1 | tee run.log\n"
+        "fi\n"
+    )
+    names = (*FILES["mindspeed-rl"], *FILES["mindspeed-mm"])
+    reading = read_files([script, *(GUIDES / name for name in names)], {"MASTER_ADDR": "a", "CURRENT_IP": "a"})
+    assert reading.notes == [f"{FILES['mindspeed-mm'][0]} is left out: the command names another configuration"]
+    accounted = account_of(reading.settings, reading.trainer)
+    assert accounted.blocking() == []
+    assert accounted.tree()["rollout"]["group_size"] == 16
+    assert accounted.tree()["data"]["train"] == ["./dataset/dapo-math-17k.parquet"]
+
+
+def test_the_guide_of_32b_is_a_recipe() -> None:
+    accounted = account(*((GUIDES / name).read_text(encoding="utf-8") for name in FILES["mindspeed-rl"]))
+    assert accounted.blocking() == []
+    tree = accounted.tree()
+    assert tree["train"] == {
+        "train_prompts": 32, "mini_prompts": 32, "num_ranks": 16, "placement": "colocated", "device": "npu",
+        "learning_rate": 1e-6, "schedule": "constant", "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.95,
+        "max_grad_norm": 1.0, "warmup_steps": 20, "micro_batch_tokens": 4096, "total_steps": 2000, "passes": 1,
+        "shuffle_passes": False, "trackers": ["tensorboard"], "sequence_parallel": 1, "offload_parameters": False,
+        "offload_optimizer": False,
+    }  # fmt: skip
+    assert tree["sampler"] == {"dynamic": True, "metric": "acc", "max_num_gen_batches": 0, "gen_prompts": 64}
+    assert tree["data"] == {
+        "train": ["./dataset/dapo-math-17k.parquet"], "max_prompt_tokens": 2048, "shuffle": False,
+    }  # fmt: skip
+    assert tree["algorithm"]["kl"] == {"place": "off"}
+    assert (tree["rollout"]["num_workers"], tree["rollout"]["tensor_parallel"], tree["rollout"]["group_size"]) == (
+        2,
+        8,
+        8,
+    )
+
+
+# A configuration, the fate of its last key, and what that is here.
+CONVERSIONS: list[tuple[str, str, dict[str, Any]]] = [
+    ("rl_config.clip_ratio: 0.2", "taken", {"algorithm.clip_ratio_low": 0.2, "algorithm.clip_ratio_high": 0.2}),
+    ("rl_config.clip_higher_enable: true; rl_config.clip_ratio: 0.2", "meaningless", {}),
+    ("rl_config.token_level_loss: false", "taken", {"algorithm.loss_aggregation": "seq-mean-token-mean"}),
+    ("megatron_training.global_batch_size: 8", "taken", {"train.train_prompts": 8, "sampler.gen_prompts": 8}),
+    ("filter_groups_enable: true; actor_config.global_batch_size: 8", "taken", {"sampler.gen_prompts": 8}),
+    ("megatron_training.stage: ray_grpo; rl_config.init_kl_coef: 0.01", "taken",
+     {"algorithm.kl.place": "loss", "algorithm.kl.coefficient": 0.01}),
+    ("megatron_training.stage: ray_dapo; rl_config.init_kl_coef: 0.01", "meaningless", {}),
+    ("megatron_training.stage: ray_ppo", "unsupported", {}),
+    ("rl_config.use_kl_in_reward: true; rl_config.kl_ctrl_type: adaptive", "taken",
+     {"algorithm.kl.controller": "adaptive"}),
+    ("rl_config.kl_ctrl_type: adaptive", "unsupported", {}),
+    ("rl_config.adv_estimator: gae", "unsupported", {}),
+    ("rl_config.multi_turn_enable: true", "unsupported", {}),
+    ("rl_config.verifier_function: [strict_format]", "unsupported", {}),
+    ("rl_config.filter_groups_max_batches: 5", "meaningless", {}),
+    ("rl_config.overlong_buffer: 512", "meaningless", {}),
+    ("rl_config.use_dynamic_bsz: true; rl_config.update_max_packing_token_size: 32768", "taken",
+     {"train.micro_batch_tokens": 32768}),
+    ("actor_config.context_parallel_size: 2; use_dynamic_bsz: true; rl_config.max_packing_token_size: 4096",
+     "taken", {"train.micro_batch_tokens": 2048}),
+    ("actor_config.lr: 2e-6; actor_config.lr_decay_style: cosine; actor_config.min_lr: 1e-6", "taken",
+     {"train.min_learning_rate_ratio": 0.5}),
+    ("megatron_training.train_iters: 100; actor_config.lr_warmup_fraction: 0.1", "unsupported", {}),
+    ("megatron_training.data_path: ./data", "unsupported", {}),
+    ("megatron_training.data_path: d/train.parquet", "taken", {"data.train": ["d/train.parquet"]}),
+    ("actor_config.tensor_model_parallel_size: 8", "meaningless", {}),
+    ("megatron_training.tensor_model_parallel_size: 8", "meaningless", {}),
+    ("generate_config.infer_tensor_parallel_size: 3; rl_config.actor_resource: {num_npus: 8}", "unsupported", {}),
+    ("generate_config.sampling_config: {top_k: 50}", "taken", {"rollout.top_k": 50}),
+    ("rl_config.use_wandb: true; rl_config.use_tensorboard: true", "taken", {"train.trackers": ["wandb"]}),
+    ("rl_config.n_sample_per_prompt: 8", "misspelt", {}),
+    ("megatron_training.zzz_of_a_fork: 1", "ignored-by-trainer", {}),
+    ("token_level_loss: true   <------- 默认开启", "taken", {"algorithm.loss_aggregation": "token-mean"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "fate", "ours"), CONVERSIONS)
+def test_conversions(text: str, fate: str, ours: dict[str, Any]) -> None:
+    lines = text.split("; ")
+    last = lines[-1].partition(":")[0]
+    [entry] = [entry for entry in account("\n".join(lines)).entries if last in entry.setting.key]
+    assert (entry.fate, entry.ours) == (fate, ours), entry.note
+
+
+def test_a_misspelt_key_names_the_right_one() -> None:
+    assert "rl_config.n_samples_per_prompt" in only("rl_config: {n_sample_per_prompt: 8}").note
+    unknown = only("megatron_training: {zzz_of_a_fork: 1}").note
+    assert "says nothing of keys that it does not know" in unknown
+
+
+def test_lengths_that_disagree_contradict_each_other() -> None:
+    text = """
+        rl_config: {overlong_buffer_enable: true, rollout_max_tokens: 2048}
+        generate_config: {sampling_config: {max_tokens: 4096}}
+    """
+    fates = {entry.setting.key: entry.fate for entry in account(text).entries}
+    assert fates["rl_config.rollout_max_tokens"] == "contradicting"
+    assert fates["generate_config.sampling_config.max_tokens"] == "contradicting"
+
+
+def test_the_model_file_sets_what_nothing_else_does(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "small.yaml").write_text("small:\n  num_layers: 2\n  adam_beta2: 0.95\n  seed: 1\n")
+    text = "defaults:\n  - model:\n      - small\nmegatron_training:\n  model: small\n  seed: 7\n"
+    settings = read_yaml(text, "run.yaml", tmp_path)
+    assert Setting("megatron_training.adam_beta2", 0.95, "small.yaml:3") in settings
+    assert [each.value for each in settings if each.key.endswith(".seed")] == [7]
+    assert account_of(settings, "mindspeed-rl").tree()["train"]["adam_beta2"] == 0.95
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "rl_config: [", "just text"])
+def test_what_is_no_configuration_is_refused(text: str) -> None:
+    with pytest.raises(ForeignConfigError, match=r"run\.yaml"):
+        read_yaml(text, "run.yaml")
+    assert not is_mindspeed(text) or "rl_config" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["data:\n  seed: 1\nactor_rollout_ref:\n  actor:\n    clip_ratio_low: 0.2\n    lr: 1\n", "trainer.nnodes: 1",
+     *(path.read_text() for path in (GUIDES.parents[2] / "configs").glob("*.yaml"))],
+)  # fmt: skip
+def test_other_configurations_are_not_mindspeeds(text: str) -> None:
+    assert not is_mindspeed(text)
+
+
+def test_odd_files_are_read() -> None:
+    text = "\ufeffrl_config:\n\tn-samples-per-prompt: 8 # 每条\nx: &a {lr: 1e-6}\nactor_config:\n  <<: *a\n"
+    text = text.replace("\n", "\r\n")
+    settings = {setting.key: setting for setting in read_yaml(text, "x.yaml")}
+    assert settings["rl_config.n_samples_per_prompt"] == ("rl_config.n_samples_per_prompt", 8, "x.yaml:2")
+    assert settings["actor_config.lr"].value == 1e-6
+
+
+@pytest.mark.parametrize("trainer", ["mindspeed-rl", "mindspeed-mm"])
+def test_every_key_of_the_classes_has_a_row(trainer: str) -> None:
+    table = load(trainer)
+    for key, (kind, default) in key_list().items():
+        row = table.find(key, table.newest)
+        assert row is not None, key
+        if row.default(table.newest) is not UNSAID and not row.is_family:
+            assert row.default(table.newest) == default, key
+        assert kind in ("bool", "int", "float", "str", "list", "dict")
+    known = {*key_list(), "defaults", "model", "megatron_training.model", "actor_config.model"}
+    odd = {row.key for row in table.rows if table.newest in row.versions and not row.is_family} - known
+    assert odd == {"reward_config", "critic_config", "ref_config", "vit_config"}
+
+
+def test_the_guides_own_text_has_the_same_account() -> None:
+    folder = Path(os.environ.get("DAPO_TEST_DATA", "")).parent / "guides"
+    if not folder.is_dir():
+        pytest.skip("needs $DAPO_TEST_DATA/../guides")
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    num_keys = 0
+    for name, trainer in (("003", "mindspeed-mm"), ("004", "mindspeed-rl")):
+        [guide] = folder.glob(f"{name}_*")
+        for block in re.findall(
+            r"```yaml\n(.*?)(?:```|\n3。|\n3\.)", guide.read_text(encoding="utf-8"), re.DOTALL
+        ):
+            for entry in account_of(read_yaml(block, guide.name), trainer).entries:
+                assert [entry.fate, entry.ours] == golden[trainer][entry.setting.key], entry.setting.key
+                num_keys += 1
+    assert num_keys == 20 + 6 + 12 + 6

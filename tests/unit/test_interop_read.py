@@ -1,0 +1,292 @@
+"""Files of other trainers' users as settings: Hydra's grammar beside Hydra itself, scripts, YAML."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from interop.errors import ForeignConfigError
+from interop.hydra import parse_override, settings_of_yaml
+from interop.read import read_files
+from tests.verl_composed import folder_beside
+
+HYDRA = """
+import json, sys
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
+def plain(value):
+    if isinstance(value, QuotedString): return value.text
+    if isinstance(value, list): return [plain(each) for each in value]
+    if isinstance(value, dict): return {plain(key): plain(each) for key, each in value.items()}
+    return value
+parser, results = OverridesParser.create(), []
+for text in json.load(sys.stdin):
+    try:
+        override = parser.parse_override(text)
+        sweep = override.is_sweep_override()
+        key = override.get_key_element().lstrip("+~")
+        results.append("refused" if sweep else [override.type.name, key, repr(plain(override._value))])
+    except Exception:
+        results.append("refused")
+print(json.dumps(results))
+"""
+KINDS = {"set": "CHANGE", "add": "ADD", "force": "FORCE_ADD", "delete": "DEL"}
+ATOMS = (
+    *(
+        "a",
+        "b-c",
+        "1",
+        "0",
+        "01",
+        "1e-6",
+        "-1.5",
+        ".5",
+        "2.",
+        "true",
+        "NULL",
+        "inf",
+        "1_0",
+        " ",
+        "\t",
+        ",",
+        ":",
+        "=",
+    ),
+    *("[", "]", "{", "}", "'", '"', "\\", "\\,", "\\'", "${a.b}", "$", "/", "+", "#", "ü", "%", "*", "@", "|"),
+    *(
+        "['a','b']",
+        "{a:1,b:[c,d]}",
+        "'it\\'s'",
+        '"q"',
+        "[1, 2 ,3]",
+        "{ x : y }",
+        "''",
+        "[]",
+        "{}",
+        "${oc.env:X,1}",
+    ),
+)
+KEYS = ("a", "+a.b", "++a_1.0.c", "~a", "a/b", "a@p", "$x", "1a", "a-b.c")
+
+
+def ours_of(text: str) -> Any:
+    try:
+        override = parse_override(text)
+    except ForeignConfigError:
+        return "refused"
+    return [KINDS[override.kind], override.key, repr(override.value)]
+
+
+def test_overrides_mean_what_hydra_reads() -> None:
+    random = Random(0)
+    texts = [
+        random.choice(KEYS)
+        + random.choice(("=", "=", "=", " =", "= ", ""))
+        + "".join(random.choices(ATOMS, k=count % 5))
+        for count in range(3000)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", HYDRA],
+        input=json.dumps(texts), capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(folder_beside())},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for text, theirs in zip(texts, json.loads(done.stdout), strict=True):
+        assert ours_of(text) == theirs, text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a=['console','wandb']", ["console", "wandb"]),
+        ("a=[console,wandb]", ["console", "wandb"]),
+        ("a=~/verl/x.parquet", "~/verl/x.parquet"),  # of $HOME; Hydra itself wants it in quotes
+        ("a=0.99_1.01", "0.99_1.01"),
+        ("a=1e-6", 1e-6),
+        ("+a={x:null,y:[1,2.5,True]}", {"x": None, "y": [1, 2.5, True]}),
+        ("a=${data.train_batch_size}", "${data.train_batch_size}"),
+    ],
+)
+def test_values_of_scripts(text: str, value: object) -> None:
+    assert parse_override(text).value == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a=b,c", "is a sweep, which is several trainings; a list is \\[a,b\\]"),
+        ("a=choice(1,2)", "functions and sweeps"),
+        ("a=b=c", "does not read '=c' at character 4; put the value in quotes"),
+        ("a=[b", "does not read ''"),
+        ("a.b", "is not KEY=VALUE"),
+    ],
+)
+def test_what_hydra_refuses_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ForeignConfigError, match=message):
+        parse_override(text)
+
+
+def test_keys_of_yaml_have_their_lines() -> None:
+    text = "defaults: [ppo_trainer]\nactor:\n  optim:\n    lr: 1e-6  # 学习率\n  x: {}\n  y: [1, 2]\n"
+    assert [tuple(setting) for setting in settings_of_yaml(text, "f.yaml")] == [
+        ("defaults", ["ppo_trainer"], "f.yaml:1"),
+        ("actor.optim.lr", 1e-6, "f.yaml:4"),
+        ("actor.x", {}, "f.yaml:5"),
+        ("actor.y", [1, 2], "f.yaml:6"),
+    ]
+    assert [tuple(setting) for setting in settings_of_yaml("- a.b=1\n- +c=[x]\n", "o.yaml")] == [
+        ("a.b", 1, "o.yaml:1"),
+        ("c", ["x"], "o.yaml:2"),
+    ]
+
+
+def write(folder: Path, text: str | bytes, name: str = "run.sh") -> Path:
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+MAIN = "python3 -m verl.trainer.main_ppo"
+
+
+def test_a_training_is_found_behind_whatever_starts_it(tmp_path: Path) -> None:
+    two = "data.train_batch_size=8 trainer.nnodes=2"
+    for start in (
+        f"{MAIN} {two}",
+        f"nohup {MAIN} {two} > log 2>&1 &",
+        f"ray job submit --address=http://h:8265 --runtime-env=r.yaml -- {MAIN} {two}",
+        f"bash -c '{MAIN} {two}'",
+        f"torchrun --nproc_per_node=8 my/train.py {two} | tee log",
+        f"srun --nodes=2 uv run python -m recipe.mine.main {two}",
+        f"cd /x && PYTHONUNBUFFERED=1 {MAIN} --config-path=config --config-name='ppo_trainer' {two}",
+    ):
+        reading = read_files([write(tmp_path, f"#!/bin/bash\n{start}\n")])
+        assert [setting[:2] for setting in reading.settings] == [
+            ("data.train_batch_size", 8),
+            ("trainer.nnodes", 2),
+        ]
+        assert reading.trainer == "verl"
+
+
+@pytest.mark.parametrize("change", ["crlf", "bom", "gb18030"])
+def test_files_of_other_editors(tmp_path: Path, change: str) -> None:
+    text = (
+        f"# 修改为模型路径\nN=$((2 * 4))\nset -x\n{MAIN} \\\n  data.train_batch_size=$N \\\n  trainer.nnodes=2\n"
+    )
+    content = {
+        "crlf": text.replace("\n", "\r\n").encode(),
+        "bom": b"\xef\xbb\xbf" + text.encode(),
+        "gb18030": text.encode("gb18030"),
+    }[change]
+    reading = read_files([write(tmp_path, content)])
+    assert [tuple(setting) for setting in reading.settings] == [
+        ("data.train_batch_size", 8, "run.sh:5"),
+        ("trainer.nnodes", 2, "run.sh:6"),
+    ]
+
+
+def test_all_unknown_values_are_asked_for_at_once(tmp_path: Path) -> None:
+    text = f"""MODEL=${{MODEL:-$(pwd)/Qwen}}
+NOW=$(date +%s)
+{MAIN} actor_rollout_ref.model.path=$MODEL/hf data.train_files=$DATA/a.parquet \\
+  trainer.default_local_dir=ckpts/$DATA trainer.experiment_name=x-$(uname -n) 2>&1 | tee $NOW.log
+"""
+    path = write(tmp_path, text)
+    with pytest.raises(ForeignConfigError) as caught:
+        read_files([path])
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "3 values that only the machine of the script knows; give each with --set-env:"
+    assert lines[1].startswith(
+        "  --set-env MODEL=...  run.sh:1, from $(pwd); reaches actor_rollout_ref.model.path (run.sh:3)"
+    )
+    assert lines[2] == (
+        "  --set-env DATA=...  run.sh:3, not set by the script; reaches data.train_files (run.sh:3), "
+        "trainer.default_local_dir (run.sh:4)"
+    )
+    assert lines[3].startswith("  --set-env '$(uname -n)=...'  run.sh:4, a command's output")
+    reading = read_files([path], {"MODEL": "/m", "DATA": "/d", "$(uname -n)": "node"})
+    assert [setting.value for setting in reading.settings] == [
+        "/m/hf",
+        "/d/a.parquet",
+        "ckpts//d",
+        "x-node",
+    ]
+    with pytest.raises(ForeignConfigError, match=r"--set-env OTHER: nothing in run.sh reads it"):
+        read_files([path], {"MODEL": "/m", "DATA": "/d", "$(uname -n)": "node", "OTHER": "1"})
+
+
+def test_several_trainings_and_none(tmp_path: Path) -> None:
+    text = (
+        f"for lr in 1e-6 5e-6; do\n  {MAIN} actor_rollout_ref.actor.optim.lr=$lr data.train_batch_size=4\ndone\n"
+    )
+    path = write(tmp_path, text)
+    with pytest.raises(ForeignConfigError, match=r"2 trainings; name one as FILE#N:\n  1\. run.sh:2: python3 -m"):
+        read_files([path])
+    assert read_files([path], training=2).settings[0].value == 5e-6
+    with pytest.raises(ForeignConfigError, match="no training 3: there are 2"):
+        read_files([path], training=3)
+    none = write(tmp_path, 'if [ $# -lt 2 ]; then echo usage; exit 1; fi\nbash other.sh "$@"\n', "start.sh")
+    with pytest.raises(
+        ForeignConfigError, match=r"looked for a command such as(.|\n)*start.sh:1 ends the script there"
+    ):
+        read_files([none])
+    with pytest.raises(ForeignConfigError, match=r"start.sh:2 starts other.sh: give that file"):
+        read_files([none], {"1": "a", "2": "b"})
+    other = write(tmp_path, f"{MAIN} data.train_batch_size=$1 trainer.nnodes=${{N:-1}}\n", "other.sh")
+    both = read_files([none, other], {"1": "16", "2": "b"})
+    assert tuple(both.settings[0]) == ("data.train_batch_size", 16, "other.sh:1")
+
+
+def test_a_backslash_that_continues_nothing_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, f"{MAIN} data.train_batch_size=4 \\ \n  trainer.nnodes=2 \\\n  trainer.save_freq=1\n")
+    with pytest.raises(
+        ForeignConfigError, match=r"run.sh:2: 'trainer.nnodes=2' stands there as a command of its own"
+    ):
+        read_files([path])
+
+
+def test_configurations_come_before_the_command_line(tmp_path: Path) -> None:
+    config = write(tmp_path, "data:\n  train_batch_size: 4\n  seed: ${oc.env:SEED}\n", "mine.yaml")
+    script = write(tmp_path, f"{MAIN} --config-name mine data.max_prompt_length=64 data.train_batch_size=8\n")
+    reading = read_files([script, config], {"SEED": "3"})
+    assert [(setting.key, setting.value) for setting in reading.settings] == [
+        ("data.train_batch_size", 4),
+        ("data.seed", "3"),
+        ("data.max_prompt_length", 64),
+        ("data.train_batch_size", 8),
+    ]
+    with pytest.raises(ForeignConfigError, match="give each: --set-env SEED="):
+        read_files([config])
+    assert [setting.key for setting in read_files([config], {"SEED": "3"}).settings] == [
+        "data.train_batch_size",
+        "data.seed",
+    ]
+    alone = read_files([script])
+    assert alone.notes == ["run.sh:1: the configuration mine is not among the files: its values are not read"]
+    overrides = write(tmp_path, "data.train_batch_size=4\n# 注\n+data.x='a b'\n", "overrides.txt")
+    assert [tuple(each) for each in read_files([overrides]).settings] == [
+        ("data.train_batch_size", 4, "overrides.txt:1"),
+        ("data.x", "a b", "overrides.txt:3"),
+    ]
+
+
+def test_a_document_of_the_script_is_its_configuration(tmp_path: Path) -> None:
+    text = f"""BATCH=32
+cat <<EOF > conf/mine.yaml
+data:
+  train_batch_size: $BATCH
+EOF
+{MAIN} --config-path conf --config-name=mine data.max_prompt_length=64 trainer.nnodes=1
+"""
+    reading = read_files([write(tmp_path, text)])
+    assert [setting[:2] for setting in reading.settings][:2] == [
+        ("data.train_batch_size", 32),
+        ("data.max_prompt_length", 64),
+    ]

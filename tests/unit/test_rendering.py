@@ -1,0 +1,240 @@
+"""Rendered starts of a cluster: equal to the files in tests/data/rendered, which shells and schemas accept."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from flows.cli import app
+from flows.config import load_config_or_defaults
+from tasks.preflight.environment import INTERFACE, wanted
+from tests.kubernetes_schemas import refusals
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path("tests/data/rendered")
+RECIPE = "configs/dapo_qwen3_32b_math.yaml"
+# Each form, as it is typed in the project's folder. To render the files again, add `--output tests/data/rendered`.
+FORMS = {
+    "scripts": [f"{DATA}/inventory.yaml", "--scripts"],
+    "slurm": [
+        f"{DATA}/alike.yaml",
+        "--slurm",
+        "--config",
+        RECIPE,
+        "--set",
+        "run.seed=2",
+        "--site",
+        "partition=npu",
+    ],
+    "cluster": [f"{DATA}/alike.yaml", "--kuberay"],
+    "job": [
+        f"{DATA}/alike.yaml",
+        "--kuberay",
+        "--config",
+        RECIPE,
+        "--site",
+        "queue=gang",
+        "--site",
+        "image=mine:1",
+        "--site",
+        "claim=my-store",
+    ],
+}
+SHELL_FILES = ("node1.sh", "node2.sh", "dapo_qwen3_32b_math.sbatch")
+SHELLCHECK = shutil.which("shellcheck")
+
+
+@pytest.fixture(autouse=True)
+def _in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def _render(*words: str) -> str:
+    done = CliRunner().invoke(app, ["cluster", "render", *words])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_rendered_is_what_the_files_have(form: str, tmp_path: Path) -> None:
+    _render(*FORMS[form], "--output", str(tmp_path))
+    for path in tmp_path.iterdir():
+        text = path.read_text().replace(importlib.metadata.version("ray"), "2.60.0")
+        assert text == (DATA / path.name).read_text(), path.name
+
+
+def test_every_form_has_its_files() -> None:
+    assert {path.name for path in DATA.iterdir()} == {
+        "inventory.yaml", "alike.yaml", *SHELL_FILES, "dapo.yaml", "dapo-qwen3-32b-math.yaml",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHELL_FILES)
+def test_shells_accept_the_scripts(name: str) -> None:
+    subprocess.run(["bash", "-n", DATA / name], check=True)
+    if SHELLCHECK is None:
+        pytest.skip("shellcheck is not installed (Debian's package of that name)")
+    done = subprocess.run([SHELLCHECK, DATA / name], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_scripts_have_none_of_the_guides_faults() -> None:
+    """ray_start.sh of the guides kills every python, removes /tmp/ray, waits for ever, asks for the interface."""
+    for name in SHELL_FILES:
+        text = (DATA / name).read_text()
+        for fault in ("pkill", "killall", "ray stop", "/tmp/ray", "while true", "ifconfig"):
+            assert fault not in text, (name, fault)
+
+
+@pytest.mark.parametrize("name", ["node1.sh", "dapo_qwen3_32b_math.sbatch", "dapo.yaml"])
+def test_variables_are_those_of_the_table(name: str) -> None:
+    overrides = ["train.device=npu", "train.ray_address=auto"]
+    config = load_config_or_defaults(Path(RECIPE) if name.endswith("sbatch") else None, overrides)
+    text = (DATA / name).read_text()
+    for variable, value in wanted(config).items():
+        if name == "dapo.yaml":
+            assert value == INTERFACE or f'{{name: {variable}, value: "{value}"}}' in text
+        elif value == INTERFACE:
+            assert f'export {variable}="' in text
+            assert '$INTERFACE"\n' in text
+        elif variable != "HCCL_CONNECT_TIMEOUT" or name != "node1.sh":  # which the inventory sets there
+            assert f"export {variable}={value}\n" in text
+
+
+def test_a_hosts_own_keys_are_in_its_script() -> None:
+    first, second = ((DATA / name).read_text() for name in ("node1.sh", "node2.sh"))
+    assert "export HCCL_CONNECT_TIMEOUT=1800\n" in first
+    assert "find_interface '' node1 192.0.2.12\n" in first
+    assert "find_interface bond1 192.0.2.12 node1\n" in second
+    assert "export HCCL_BUFFSIZE=400\n" in second
+    assert "HCCL_BUFFSIZE" not in first
+
+
+@pytest.mark.parametrize(
+    ("device", "options"),
+    [("cpu", "--num-cpus=3"), ("cuda", "--num-gpus=3"), ("npu", "'--resources={\"NPU\": 3}'")],
+)
+def test_resources_are_the_devices(device: str, options: str, tmp_path: Path) -> None:
+    (tmp_path / "i.yaml").write_text(f"hosts: [a]\ndevice: {device}\ndevices: 3\n")
+    assert f" {options} " in _render(str(tmp_path / "i.yaml"), "--scripts")
+    [document] = yaml.safe_load_all(_render(str(tmp_path / "i.yaml"), "--kuberay"))
+    head = document["spec"]["headGroupSpec"]
+    limits = head["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits == {{"cpu": "cpu", "cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}[device]: 3}
+    # KubeRay writes --KEY=VALUE into a line of shell.
+    key, value = next(iter(head["rayStartParams"].items()))
+    words = subprocess.run(["bash", "-c", f"printf %s --{key}={value}"], capture_output=True, text=True).stdout
+    assert words == options.strip("'")
+    assert "workerGroupSpecs" not in document["spec"]  # one host
+
+
+@pytest.mark.parametrize("form", [("--scripts",), ("--slurm", "--config", RECIPE)])
+def test_setup_runs_before_anything_else(form: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "i.yaml").write_text("hosts: [a]\ndevices: 16\nsetup: . /etc/set_env.sh\n")
+    changes = ("--set", "train.num_ranks=8", "--set", "rollout.num_workers=2") if "--config" in form else ()
+    text = _render(str(tmp_path / "i.yaml"), *form, *changes)
+    before = r"^cd .*\n(if \[ .* = start \]; then\n)?set \+eu #.*\n"
+    assert re.search(before + r"\{\n\. /etc/set_env\.sh\n\} \|\| \{\n", text, re.MULTILINE)
+
+
+def test_a_setup_that_fails_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "i.yaml").write_text(f"hosts: [a]\ndevices: 16\nsetup: . {tmp_path}/none.sh\n")
+    (tmp_path / "a.sh").write_text(_render(str(tmp_path / "i.yaml"), "--scripts"))
+    done = subprocess.run(["bash", str(tmp_path / "a.sh"), "start"], capture_output=True, text=True)
+    assert (done.returncode, "setup has failed" in done.stderr) == (1, True), done.stderr
+    done = subprocess.run(["bash", str(tmp_path / "a.sh"), "stop"], capture_output=True, text=True)
+    assert (done.returncode, "no Ray of this script runs" in done.stdout) == (0, True), done
+
+
+@pytest.mark.parametrize("name", ["a/b", "../x", "my run"])
+def test_a_batch_file_needs_a_plain_name(name: str, tmp_path: Path) -> None:
+    words = ["cluster", "render", *FORMS["slurm"], "--set", f"run.name={name}", "--output", str(tmp_path)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code != 0
+    assert "names a file and a job" in f"{done.output} {done.exception}"
+
+
+def test_what_holds_the_values_of_env_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
+    _render(*FORMS["scripts"], "--output", str(tmp_path / "new"))
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o600}
+
+
+def test_another_option_of_gres_keeps_the_devices() -> None:
+    assert "--gres=npu:16" in _render(*FORMS["slurm"], "--site", "gres-flags=enforce-binding")
+    assert "--gres=npu:16" not in _render(*FORMS["slurm"], "--site", "gres=npu:8")
+
+
+def _documents() -> dict[str, Any]:
+    return {name: yaml.safe_load((DATA / name).read_text()) for name in ("dapo.yaml", "dapo-qwen3-32b-math.yaml")}
+
+
+def test_kuberay_has_the_fields_of_its_definition() -> None:
+    schema = yaml.safe_load(Path("tests/data/kuberay/schema.yaml").read_text())
+    for name, document in _documents().items():
+        jsonschema.validate(document, schema)
+        document["spec"]["headGroupSpecs"] = {}
+        with pytest.raises(jsonschema.ValidationError):  # a misspelt field is refused
+            jsonschema.validate(document, schema)
+        assert document["metadata"]["name"] == name.removesuffix(".yaml")
+
+
+def test_kubernetes_accepts_the_pods() -> None:
+    for document in _documents().values():
+        spec = document["spec"].get("rayClusterSpec", document["spec"])
+        for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+            assert refusals("podtemplatespec-v1", group["template"]) == []
+    group["template"]["spec"]["containers"][0]["volumeMount"] = []
+    assert refusals("podtemplatespec-v1", group["template"]) != []
+
+
+def test_the_token_comes_from_a_secret_alone() -> None:
+    cluster, job = _documents().values()
+    container = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    variables = {each["name"]: each for each in container["env"]}
+    assert variables["RAY_AUTH_TOKEN"]["valueFrom"] == {
+        "secretKeyRef": {"name": "dapo-ray-token", "key": "auth_token"}
+    }
+    assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}  # then KubeRay makes it
+    assert "RAY_AUTH_TOKEN" not in (DATA / "dapo-qwen3-32b-math.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("inventory", "words", "message"),
+    [
+        ("devices: 16", [], "one of --scripts, --slurm and --kuberay"),
+        ("devices: 16", ["--scripts", "--slurm"], "one of --scripts, --slurm and --kuberay"),
+        ("devices: 16", ["--slurm"], "the batch file runs a recipe"),
+        ("devices: 16", ["--scripts", "--site", "a=b"], "it is of --slurm and --kuberay"),
+        ("devices: 16", ["--kuberay", "--site", "imgae=b"], "it is image=, claim= or queue="),
+        ("devices: 16", ["--slurm", "--config", RECIPE], "takes 64 NPU, and the inventory has 32"),
+        (
+            "devices: 64\ndevice: cuda",
+            ["--kuberay", "--config", RECIPE],
+            "train.device=npu and the inventory device=cuda",
+        ),
+        ("devices: 64", ["--kuberay", "--config", RECIPE, "--set", "run.name=Übung"], "Kubernetes refuses"),
+        ("devices: 64\nhosts: [a, {name: b, devices: 8}]", ["--kuberay"], "devices of b is 8, of a 64"),
+        (
+            "devices: 64\nhosts: [a, {name: b, interface: eth1}]",
+            ["--slurm", "--config", RECIPE],
+            "interface of b is eth1, of a unset",
+        ),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused(
+    inventory: str, words: list[str], message: str, tmp_path: Path
+) -> None:
+    hosts = "" if "hosts" in inventory else "hosts: [a, b]\n"
+    (tmp_path / "i.yaml").write_text(f"{hosts}{inventory}\n")
+    done = CliRunner().invoke(app, ["cluster", "render", str(tmp_path / "i.yaml"), *words])
+    assert done.exit_code != 0
+    assert message in f"{done.output} {done.exception}"

@@ -1,0 +1,209 @@
+"""Allocations of SLURM, PBS and Volcano as inventories."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_core.errors import ConfigError
+from tasks.nodes import scheduler
+from tasks.nodes.hostlist import expand
+from tasks.nodes.inventory import Inventory
+from tasks.nodes.scheduler import from_scheduler
+
+
+@st.composite
+def _brackets(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A bracket and the numbers in it, each range with leading zeros of its own."""
+    texts, numbers = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        first, length, width = draw(st.integers(0, 1200)), draw(st.integers(0, 12)), draw(st.integers(1, 5))
+        width = max(width, len(str(first)))
+        texts.append(f"{first:0{width}}" + (f"-{first + length:0{width}}" if length else ""))
+        numbers += [f"{number:0{width}}" for number in range(first, first + length + 1)]
+    return f"[{','.join(texts)}]", numbers
+
+
+@st.composite
+def _items(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A name with none to two brackets, and the names it stands for."""
+    word = st.from_regex(r"[a-z][a-z0-9-]{0,5}[a-z]", fullmatch=True)
+    text = draw(word)
+    names = [text]
+    for _ in range(draw(st.integers(0, 2))):
+        bracket, numbers = draw(_brackets())
+        end = draw(st.one_of(st.just(""), word))
+        text += bracket + end
+        names = [name + number + end for name in names for number in numbers]
+    return text, names
+
+
+@given(st.lists(_items(), min_size=1, max_size=4))
+def test_expansion_gives_the_names_that_were_compressed(items: list[tuple[str, list[str]]]) -> None:
+    assert expand(",".join(text for text, _ in items)) == [name for _, names in items for name in names]
+
+
+def test_expansion_as_scontrol_prints_it() -> None:
+    """`scontrol show hostnames` of SLURM 22.05 printed these."""
+    assert expand("a[01-03,7],b5") == ["a01", "a02", "a03", "a7", "b5"]
+    assert expand("r[1-2]n[01-02],x") == ["r1n01", "r1n02", "r2n01", "r2n02", "x"]
+    assert expand("a[08,9-10]") == ["a08", "a9", "a10"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", ",", "a[1,2[3-4]]", "a[3-1]", "a[1-2", "a]b", "a b", "a[]", "a[x]", "a[1-99999999]"]
+)
+def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="list of hosts"):
+        expand(text)
+
+
+@pytest.fixture(autouse=True)
+def _no_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def _devices(inventory: Inventory) -> dict[str, int]:
+    return {host.name: inventory.devices_of(host) for host in inventory.hosts}
+
+
+def test_slurm_with_gpus() -> None:
+    found = from_scheduler(
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_GPUS_ON_NODE": "8", "PBS_NODEFILE": ""}
+    )
+    assert (found.device, found.head_host.name, _devices(found)) == ("cuda", "gpu01", {"gpu01": 8, "gpu02": 8})
+    assert found.shell == "ssh"  # what SLURM does with processes is not known here
+
+
+@pytest.mark.parametrize(
+    ("variables", "count"),
+    [
+        ({"SLURM_GPUS_PER_NODE": "a100:4"}, 4),
+        ({"SLURM_GPUS_PER_NODE": "a100:4,h100:2"}, 6),
+        ({"SLURM_JOB_GPUS": "0,2,4-7"}, 6),
+        ({"SLURM_GPUS_PER_TASK": "1", "SLURM_TASKS_PER_NODE": "8(x2)"}, 8),
+    ],
+)
+def test_slurm_counts_devices_in_several_words(variables: dict[str, str], count: int) -> None:
+    found = from_scheduler({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", **variables})
+    assert _devices(found) == {"n1": count, "n2": count}
+
+
+def test_slurm_without_devices_gives_each_node_its_processors() -> None:
+    found = from_scheduler(
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "c[1-3]", "SLURM_JOB_CPUS_PER_NODE": "72(x2),36"}
+    )
+    assert (found.device, _devices(found)) == ("cpu", {"c1": 72, "c2": 72, "c3": 36})
+
+
+def test_slurm_asks_scontrol_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A site's own resource of NPUs is in no variable; scontrol has it, and the names."""
+    script = tmp_path / "scontrol"
+    script.write_text(
+        "#!/bin/sh\n"
+        '[ "$2" = hostnames ] && printf "x1\\nx2\\n"\n'
+        '[ "$2" = config ] && echo "ProctrackType           = proctrack/linuxproc"\n'
+        '[ "$2" = job ] && echo "JobId=7 TRES=cpu=384,gres/npu=32 TresPerNode=gres/npu:910c:16 Network=(null)"\n'
+        "exit 0\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    found = from_scheduler({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x[1-2]"})
+    assert (found.device, _devices(found)) == ("npu", {"x1": 16, "x2": 16})
+    command = found.command(found.hosts[1], "echo a b")
+    assert command[0] == "srun"
+    assert command[-4:] == ["--nodelist=x2", "sh", "-c", "echo a b"]
+    for more in ("gres/npu:910c:16,gres/nvme:900", "gres/nic:2,gres/npu:16"):
+        script.write_text(re.sub("TresPerNode=[^ ]*", f"TresPerNode={more}", script.read_text()))
+        found = from_scheduler({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x[1-2]"})
+        assert (found.device, _devices(found)) == ("npu", {"x1": 16, "x2": 16}), more
+    script.write_text(script.read_text().replace("linuxproc", "cgroup"))
+    assert from_scheduler({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x[1-2]"}).shell == "ssh"
+
+
+def test_over_ssh_each_node_sets_the_variables_of_cann(tmp_path: Path) -> None:
+    home = tmp_path / "Ascend kit" / "latest"
+    home.mkdir(parents=True)
+    (home.parent / "set_env.sh").touch()
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x1", "ASCEND_RT_VISIBLE_DEVICES": "0"}
+    assert from_scheduler({**environ, "ASCEND_TOOLKIT_HOME": str(home)}).setup == f". '{home.parent}/set_env.sh'"
+    assert from_scheduler(environ).setup is None
+
+
+def test_npus_that_only_the_visible_devices_tell() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x1", "ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3"}
+    found = from_scheduler(environ)
+    assert (found.device, _devices(found)) == ("npu", {"x1": 4})
+
+
+def test_pbs(tmp_path: Path) -> None:
+    nodes, gpus = tmp_path / "nodes", tmp_path / "gpus"
+    nodes.write_text("b2\nb2\na1\na1\n")
+    gpus.write_text("b2-gpu0\nb2-gpu1\na1-gpu0\na1-gpu1\n")
+    cpu = from_scheduler({"PBS_NODEFILE": str(nodes), "PBS_JOBID": "9.head"})
+    assert (cpu.device, cpu.shell, cpu.head_host.name, _devices(cpu)) == ("cpu", "ssh", "b2", {"b2": 2, "a1": 2})
+    cuda = from_scheduler({"PBS_NODEFILE": str(nodes), "PBS_GPUFILE": str(gpus)})
+    assert (cuda.device, _devices(cuda)) == ("cuda", {"b2": 2, "a1": 2})
+
+
+def test_volcano(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tasks.first_recipe import Machine
+
+    monkeypatch.setattr(Machine, "this", lambda: Machine("npu", 16, 192))
+    environ = {
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job",
+        "VC_MASTER_HOSTS": "job-master-0.job",
+        "VC_WORKER_NUM": "2",
+    }
+    found = from_scheduler(environ)
+    assert [host.name for host in found.in_order] == ["job-master-0.job", "job-worker-0.job", "job-worker-1.job"]
+    assert (found.device, found.num_devices) == ("npu", 48)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({}, "no job of a scheduler"),
+        ({"SLURM_JOB_ID": "7"}, "SLURM_JOB_NODELIST is not set"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_PER_NODE": "a100"}, "no number of devices"),
+        ({"PBS_NODEFILE": "/nowhere/nodes"}, "/nowhere/nodes cannot be read"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "render INVENTORY --kuberay"),
+    ],
+)
+def test_what_no_job_says_is_asked_for(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        from_scheduler(environ)
+
+
+def test_an_empty_node_file_is_no_cluster(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("\n")
+    with pytest.raises(ConfigError, match="names no node"):
+        from_scheduler({"PBS_NODEFILE": str(tmp_path / "nodes")})
+
+
+def test_no_answer_of_scontrol_is_no_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nsleep 5\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    monkeypatch.setattr(scheduler, "SCONTROL_SECONDS", 0.2)
+    found = from_scheduler({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_ON_NODE": "2"})
+    assert _devices(found) == {"n1": 2}
+
+
+@pytest.mark.parametrize(
+    ("said", "count"),
+    [("gres/gpu:v100:4,gres/nvme:900", 4), ("gres:gpu:4,gres:tmpfs:200G", 4), ("gres/nic:2,gres/npu:8", 8)],
+)
+def test_only_devices_are_counted(monkeypatch: pytest.MonkeyPatch, said: str, count: int) -> None:
+    from tasks.nodes import scheduler
+
+    monkeypatch.setattr(scheduler, "_scontrol", lambda *words: [f"JobId=7 TresPerNode={said}"] * ("job" in words))
+    monkeypatch.setattr(scheduler, "_kind_of_gpus", lambda: "cuda")
+    inventory = from_scheduler({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b"})
+    assert [host.devices for host in inventory.hosts] == [count, count]

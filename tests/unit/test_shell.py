@@ -1,0 +1,181 @@
+"""Bash scripts read without running them, beside a real bash on scripts that the tests make."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from interop.shell import Script, ShellError, marks_of, read_script, shown
+from interop.shell.scope import UNSET
+
+VALUES = ("", "1", "12", "a b", "x.tar.gz", "p/q/r", "True", "-3", "é中", "A*b")
+VALUE = st.sampled_from(VALUES)
+NAME = st.sampled_from(("A", "B", "C", "unset_one"))
+GLOB = st.sampled_from(("*", "?", ".*", "*/", "[a-p]", "1", "\\*", '"*"', "a", "x*"))
+SIMPLE = st.one_of(
+    NAME.map(lambda name: f"${name}"),
+    NAME.map(lambda name: f"${{#{name}}}"),
+    st.tuples(NAME, st.sampled_from((":-", "-", ":+", "+", ":=", "=")), VALUE).map(
+        lambda t: f"${{{t[0]}{t[1]}{t[2]}}}"
+    ),
+    st.tuples(NAME, st.sampled_from(("#", "##", "%", "%%")), GLOB).map(lambda t: f"${{{t[0]}{t[1]}{t[2]}}}"),
+    st.tuples(NAME, st.sampled_from(("/", "//", "/#", "/%")), GLOB).map(
+        lambda t: f'${{{t[0]}{t[1]}{t[2]}/-"z z"}}'
+    ),
+    st.tuples(NAME, st.integers(-4, 4), st.integers(0, 3)).map(lambda t: f"${{{t[0]}: {t[1]}:{t[2]}}}"),
+    st.tuples(NAME, st.sampled_from(("^^", ",,", "^", ","))).map(lambda t: f"${{{t[0]}{t[1]}}}"),
+)
+NUMBER = st.sampled_from(("7", "010", "0x1f", "N", "$N", "${N}", "M", "-2", "1"))
+OPERATOR = st.sampled_from(("+", "-", "*", "<<", ">", "==", "&", "|", "^", "&&", "||", "<=", "!="))
+ARITHMETIC = st.recursive(
+    NUMBER,
+    lambda inner: st.one_of(
+        st.tuples(inner, OPERATOR, inner).map(lambda t: f"{t[0]} {t[1]} {t[2]}"),
+        st.tuples(inner, st.sampled_from(("/", "%"))).map(lambda t: f"({t[0]}) {t[1]} 3"),
+        st.tuples(inner, inner, inner).map(lambda t: f"({t[0]} ? {t[1]} : {t[2]})"),
+        inner.map(lambda text: f"(!({text}) + ~N)"),
+        inner.map(lambda text: f"({text}) ** 2"),
+    ),
+    max_leaves=5,
+)
+ARRAY = st.sampled_from(
+    ('"${L[@]}"', "${L[@]}", '"${L[*]}"', "${#L[@]}", "${L[1]}", "${L[-1]}", '"${L[@]:1}"', '"${L[@]%b}"')
+)
+PIECE = st.one_of(
+    SIMPLE,
+    SIMPLE.map(lambda text: f'"{text}"'),
+    SIMPLE.map(lambda text: f'"pre {text} post"'),
+    ARITHMETIC.map(lambda text: f"$(({text}))"),
+    ARRAY,
+    st.sampled_from(("bare", "k=v", '""', "\\\n", '"q\\"q"')),
+    st.sampled_from(("'single $A'", "$'t\\tn\\x41'", "a\\ b", "{1..3}", "{x,y z}", "'['")),
+)  # fmt: skip
+WORD = st.lists(PIECE, min_size=1, max_size=3).map("".join)
+TEST = st.one_of(
+    st.tuples(NAME, st.sampled_from(("=", "!=")), VALUE).map(lambda t: f'[ "${{{t[0]}:-}}" {t[1]} "{t[2]}" ]'),
+    st.tuples(NAME, GLOB).map(lambda t: f'[[ "${{{t[0]}-}}" == {t[1]} ]]'),
+    st.tuples(st.sampled_from(("-lt", "-ge", "-eq")), ARITHMETIC).map(lambda t: f"[ $N {t[0]} $(({t[1]})) ]"),
+    NAME.map(lambda name: f'[ -n "${{{name}-}}" -a ! -z "$A" ]'),
+    NAME.map(lambda name: f'[[ -z ${{{name}-}} || ( $N -gt 3 && "$A" < "b" ) ]]'),
+    ARITHMETIC.map(lambda text: f"(( {text} ))"),
+)
+SHOW = WORD.map(lambda word: f"show {word}")
+STATEMENT = st.one_of(
+    SHOW,
+    st.tuples(st.sampled_from("ABC"), WORD).map(lambda t: f"{t[0]}={t[1]}"),
+    st.tuples(st.sampled_from("ABC"), WORD).map(lambda t: f"{t[0]}+={t[1]}"),
+    WORD.map(lambda word: f"L+=({word} # a comment\n  k=1)"),
+    st.tuples(TEST, SHOW, SHOW).map(lambda t: f"if {t[0]}; then {t[1]}; A=then; else {t[2]}; A=else; fi"),
+    st.tuples(TEST, TEST).map(lambda t: f"if {t[0]}; then B=1; elif {t[1]}; then B=2; fi"),
+    st.tuples(TEST, TEST).map(lambda t: f"{t[0]} && {t[1]} || C=neither"),
+    st.tuples(NAME, GLOB).map(
+        lambda t: f'case "${{{t[0]}-}}" in {t[1]}) show one;; 1|2) show two;; *) C=other;; esac'
+    ),
+    WORD.map(lambda word: f'for i in {word} last; do show $i; [ "$i" = 2 ] && break; done'),
+    WORD.map(lambda word: f'f() {{ local v=$1; show "$#" "$@" "${{@:2}}" $v; }}; f {word} two'),
+    st.just("while [ $N -lt 9 ]; do N=$((N + 2)); done; show $N"),
+    st.just("for ((i = 0; i < 3; i++)); do ((N += i)); done; show $i $N"),
+    WORD.map(lambda word: f"( A=inside; show $A {word} ); show $A"),
+)
+PROLOGUE = "A=x.tar.gz; B='a b'; C=; N=5; M='N + 1'; L=(one 'two b' three)\n"
+
+
+def shows(script: Script) -> list[list[str]]:
+    return [[word.text for word in each.words[1:]] for each in script.commands if each.words[0].text == "show"]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash to compare with")
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.lists(STATEMENT, min_size=1, max_size=4), min_size=10, max_size=10))
+def test_words_are_those_of_bash(scripts: list[list[str]]) -> None:
+    """Ten scripts in one bash, each in a subshell; a script that bash stops is left out."""
+    texts = [PROLOGUE + "\n".join(statements) + "\nshow end\n" for statements in scripts]
+    show = "show() { for w in \"$@\"; do printf '%s\\0' \"$w\"; done; printf '\\1\\0'; }\nset -f\n"
+    whole = show + "".join(f"(\n{text})\nprintf '\\2\\0'\n" for text in texts)
+    done = subprocess.run(["bash", "-c", whole], capture_output=True, timeout=60, env={"LC_ALL": "C.UTF-8"})
+    for text, output in zip(texts, done.stdout.decode().split("\2\0"), strict=False):
+        commands = [part.split("\0")[:-1] for part in output.split("\1\0")[:-1]]
+        if commands[-1:] == [["end"]]:
+            script = read_script(text, "made.sh", {})
+            if not any(unknown.why == UNSET for unknown in script.unknowns):  # what bash takes as empty
+                assert shows(script) == commands, text
+
+
+def words_of(text: str, **given: str) -> list[str]:
+    script = read_script(text, "run.sh", given)
+    return [shown(word.text, script.unknowns) for word in script.commands[-1].words]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("echo $(date) `uname -m` $HOSTNAME", ["echo", "$(date)", "`uname -m`", "${HOSTNAME}"]),
+        ("D=$(date +%F)\necho x-$D ${D:-y} ${D:+z} ${#D} ${D%-*}", ["echo", "x-${D}"] + ["${D}"] * 4),
+        ("N=$(nproc)\necho $((N * 2)) $((3 * 2))", ["echo", "${N}", "6"]),
+        ("echo $HOME/data ~/x $PWD/y", ["echo", "~/data", "~/x", "./y"]),
+        ("if [ $(hostname) = a ]; then X=1; else X=2; fi\necho $X y", ["echo", "$(hostname)", "y"]),
+        ("if [ $(hostname) = a ]; then X=1; else exit 1; fi\necho $X", ["echo", "1"]),
+        ("if [ -f x ]; then X=1; else X=1; fi\necho $X", ["echo", "1"]),
+        ("while true; do if [ $(nproc) -gt 4 ]; then X=1; break; else sleep 5; fi; done\necho $X", ["echo", "1"]),
+        ("case $MODE in a) X=1 ;; b) X=2 ;; *) exit 1 ;; esac\necho $X", ["echo", "${MODE}"]),
+        ("A=(1)\nif command -v npu-smi; then A+=(2); fi\necho ${A[@]}", ["echo", "command -v npu-smi"]),
+        ('f() { python -m $1 "$@"; }\nf x y=1', ["python", "-m", "x", "x", "y=1"]),
+        ("bash -c 'A=1; nohup python -m x a.b=$A 2>&1 | cat' > log &", ["cat"]),
+        ("export B=2\nbash -c 'echo $B c=$0'", ["echo", "2", "c=run.sh"]),
+        ("a=1\\\nb=2\necho $a", ["echo", "1b=2"]),
+        ("A=1 B=2\n\nL=(x)\nfor i in 1 2; do\n  C=$i\ndone\necho $A $B $L $C", ["echo", "1", "2", "x", "2"]),
+        ("false && exit\n[ 1 = 2 ] || echo yes", ["echo", "yes"]),
+        ("uv sync || exit 1\necho on", ["echo", "on"]),
+    ],
+)
+def test_what_only_the_machine_knows_is_carried_along(text: str, words: list[str]) -> None:
+    assert words_of(text) == words
+
+
+def test_an_answer_takes_the_place_of_what_is_unknown() -> None:
+    text = 'D=$(date)\nif [ "$1" = a ]; then E=${X:-3}; else E=no; fi\necho $D $E $(nproc)'
+    assert words_of(text, D="d", X="4", **{"1": "a", "$(nproc)": "8"}) == ["echo", "d", "4", "8"]
+    script = read_script(text, "run.sh", {"D": "d", "E": "ignored"})
+    assert script.used == {"D"}  # E is set by the script, whatever its environment holds
+
+
+def test_origins_environment_and_documents() -> None:
+    text = """export V=1 W=$(date)
+A=( # a comment
+  one  # 中文
+
+  "two"
+)
+cat <<EOF > conf/x.yaml
+v: $V
+q: "it's"
+EOF
+U=3 python -m x \\
+  "${A[@]}" \\
+  three 2>&1 | tee log
+"""
+    script = read_script(text, "run.sh", {})
+    command = next(each for each in script.commands if each.words[0].text == "python")
+    assert [word.origin for word in command.words] == [*["run.sh:11"] * 3, "run.sh:3", "run.sh:5", "run.sh:13"]
+    assert command.environment["V"] == "1"
+    assert command.environment["U"] == "3"
+    assert marks_of(command.environment["W"])
+    assert script.documents["conf/x.yaml"].text == 'v: 1\nq: "it\'s"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x=1\necho $((1.5 * 2))", "run.sh:2: '1.5 \\* 2' is not an integer expression"),
+        ("echo $((4 / 0))", "run.sh:1: 4 / 0 has no value"),
+        ("if x; then\necho", "run.sh:1: not understood as bash"),
+        ("f() { f; }\nf", "f calls itself more than"),
+    ],
+)
+def test_what_bash_refuses_is_refused_with_the_line(text: str, message: str) -> None:
+    with pytest.raises(ShellError, match=message):
+        read_script(text, "run.sh", {})
