@@ -69,14 +69,16 @@ def render(
     if is_scripts:
         files = render_scripts(machines, settings, place, recipe)
     elif is_slurm and recipe is not None:
-        files = render_slurm(machines, settings, place, recipe, settings.flow.stop_seconds)
+        files = render_slurm(machines, settings, place, recipe)
     else:
         files = render_kuberay(machines, settings, place, recipe)
+    if output is None:
+        typer.echo("".join(files.values()), nl=False)
+        return
     for name, text in files.items():
-        if output is None:
-            typer.echo(text, nl=False)
-        else:
-            _write(output / name, text)
+        _write(output / name, text)
+    for stale in place.stale_scripts(output, files) if is_scripts else ():
+        typer.echo(f"{stale} is of a host that {place.source} no longer has: stop its Ray, then remove the file")
 
 
 def _write(path: Path, text: str) -> None:

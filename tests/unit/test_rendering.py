@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from flows.cli import app
 from flows.config import load_config_or_defaults
 from tasks.preflight.environment import INTERFACE, wanted
 from tests.kubernetes_schemas import refusals
+from tests.processes import start_time_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path("tests/data/rendered")
@@ -155,6 +158,64 @@ def test_a_setup_that_fails_ends_the_start(tmp_path: Path) -> None:
     assert (done.returncode, "no Ray of this script runs" in done.stdout) == (0, True), done
 
 
+# A first process with a child in its own session, and one that wrote over its environment and has a log open.
+LEADER = """
+setsid sleep 600 >&2 & echo $!
+env -i sleep 600 3>"$DAPO_RAY/log" >&2 & echo $!
+exec sleep 600 >&-
+"""
+NO_RAY = """#!/bin/bash
+[ "$2" != ray.scripts.scripts ] && exec {} "$@"
+"""
+
+
+@pytest.mark.parametrize("verb", ["stop", "start"])
+def test_what_a_killed_first_process_leaves_is_ended_and_nothing_else(verb: str, tmp_path: Path) -> None:
+    python, folder, state = tmp_path / "python", tmp_path / "ray", tmp_path / "a-6379"
+    python.write_text(NO_RAY.format(sys.executable))
+    python.chmod(0o755)
+    host = "{name: a, address: 127.0.0.1, interface: lo}"
+    (tmp_path / "i.yaml").write_text(f"hosts: [{host}]\ndevices: 1\npython: {python}\n")
+    (tmp_path / "a.sh").write_text(_render(str(tmp_path / "i.yaml"), "--scripts"))
+    folder.mkdir()
+    state.mkdir()
+    environment = {**os.environ, "DAPO_RAY": str(folder)}
+    with (
+        subprocess.Popen(
+            ["bash", "-c", LEADER], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        ) as leader,
+        (folder / "log").open("w") as log,
+        subprocess.Popen(["sleep", "600"], stdin=log) as bystander,
+    ):
+        assert leader.stdout is not None
+        left = [int(line) for line in leader.stdout]
+        (state / "process").write_text(f"{leader.pid} {start_time_of(leader.pid)} {folder}\n")
+        leader.kill()
+        leader.wait()
+        done = subprocess.run(
+            ["bash", str(tmp_path / "a.sh"), verb],
+            env={**os.environ, "DAPO_STATE": str(tmp_path), "RAY_AUTH_TOKEN": "secret"},
+            capture_output=True,
+            text=True,
+        )
+        is_left_alone = bystander.poll() is None
+        bystander.kill()
+    assert "a: Ray has ended\n" in done.stdout, done
+    assert ("what it left is ended first" in done.stdout) == (verb == "start")
+    assert [start_time_of(pid) for pid in left] == [None, None]
+    assert not folder.exists()
+    assert is_left_alone
+
+
+def test_a_batch_file_for_one_node_takes_its_address(tmp_path: Path) -> None:
+    """The node's own name may be an address of loopback."""
+    line = "RAY_HEAD=${ADDRESS/*:*/[$ADDRESS]}:$PORT"
+    (tmp_path / "i.yaml").write_text("hosts: [a]\ndevices: 64\n")
+    text = _render(str(tmp_path / "i.yaml"), "--slurm", "--config", RECIPE)
+    assert f'find_interface \'\' "$HEAD" "$HEAD"\n{line}' in text
+    assert line not in _render(*FORMS["slurm"])
+
+
 @pytest.mark.parametrize("name", ["a/b", "../x", "my run"])
 def test_a_batch_file_needs_a_plain_name(name: str, tmp_path: Path) -> None:
     words = ["cluster", "render", *FORMS["slurm"], "--set", f"run.name={name}", "--output", str(tmp_path)]
@@ -166,6 +227,23 @@ def test_a_batch_file_needs_a_plain_name(name: str, tmp_path: Path) -> None:
 def test_what_holds_the_values_of_env_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     _render(*FORMS["scripts"], "--output", str(tmp_path / "new"))
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o600}
+
+
+def test_scripts_of_hosts_that_are_gone_are_named_and_stay(tmp_path: Path) -> None:
+    inventory, folder = tmp_path / "i.yaml", tmp_path / "start"
+    inventory.write_text("hosts: [a, b, c]\ndevices: 1\n")
+    _render(str(inventory), "--scripts", "--output", str(folder))
+    (folder / "mine.sh").write_text("# Rendered from nothing\n")
+    inventory.write_text("hosts: [a, b]\ndevices: 1\n")
+    said = _render(str(inventory), "--scripts", "--output", str(folder)).splitlines()
+    assert said[2:] == [
+        f"{folder}/c.sh is of a host that {inventory} no longer has: stop its Ray, then remove the file"
+    ]
+    assert {path.name for path in folder.iterdir()} == {"a.sh", "b.sh", "c.sh", "mine.sh"}
+
+
+def test_slurm_sends_its_signal_as_early_as_it_can() -> None:
+    assert "#SBATCH --signal=B:TERM@65535\n" in _render(*FORMS["slurm"], "--set", "flow.stop_seconds=65475")
 
 
 def test_another_option_of_gres_keeps_the_devices() -> None:
@@ -222,6 +300,11 @@ def test_the_token_comes_from_a_secret_alone() -> None:
             "train.device=npu and the inventory device=cuda",
         ),
         ("devices: 64", ["--kuberay", "--config", RECIPE, "--set", "run.name=Übung"], "Kubernetes refuses"),
+        (
+            "devices: 64",
+            ["--slurm", "--config", RECIPE, "--set", "flow.stop_seconds=65476"],
+            "flow.stop_seconds=65476 is more than the 65475 s",
+        ),
         ("devices: 64\nhosts: [a, {name: b, devices: 8}]", ["--kuberay"], "devices of b is 8, of a 64"),
         (
             "devices: 64\nhosts: [a, {name: b, interface: eth1}]",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import jinja2
 
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
+from tasks.config import ChainConfig
 from tasks.nodes.inventory import Host, Inventory
 from tasks.nodes.launch import INTERFACE_VARIABLES, ray_options
 from tasks.preflight.environment import MIN_OPEN_FILES, wanted_alike
@@ -29,6 +31,8 @@ _DRIVERS = {
     "npu": ("/usr/local/Ascend/driver", "/usr/local/bin/npu-smi")
 }  # of the host, as the vendor's images expect
 _ASK_FOR_DEVICES = ("gres", "gpus", "gpus-per-node", "gpus-per-task")  # options of sbatch
+_MAX_SIGNAL_SECONDS = 65_535  # of sbatch's --signal
+_SIGNAL_MARGIN_SECONDS = 60
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of a file and a job
 _KUBERNETES_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")  # and no longer, for a RayJob
 
@@ -49,6 +53,12 @@ class Site:
                 raise ConfigError(f"--site {word}: of --kuberay it is image=, claim= or queue= with a value")
             values[key] = value
         return values
+
+    def stale_scripts(self, folder: Path, names: Collection[str]) -> list[Path]:
+        """Scripts of a folder beside those of `names`, whose header says that they are from the same source."""
+        header = f"\n# Rendered from {self.source} by `dapo cluster render`: ".encode()
+        others = (path for path in sorted(folder.glob("*.sh")) if path.name not in names)
+        return [path for path in others if header in path.read_bytes()]
 
 
 @dataclass(frozen=True)
@@ -92,9 +102,7 @@ def render_scripts(
     return files
 
 
-def render_slurm(
-    inventory: Inventory, config: TrainingConfig, site: Site, recipe: Recipe, stop_seconds: float
-) -> dict[str, str]:
+def render_slurm(inventory: Inventory, config: ChainConfig, site: Site, recipe: Recipe) -> dict[str, str]:
     """One batch file for as many nodes as the inventory has; `dapo run` of the recipe is its last command.
 
     Raises ConfigError where the inventory's hosts differ: the nodes of an allocation are asked for alike.
@@ -108,6 +116,12 @@ def render_slurm(
             f"run.name={config.run.name} names a file and a job here: letters, digits and ._- only, such as "
             "--set run.name=math"
         )
+    stop_seconds, most = config.flow.stop_seconds, _MAX_SIGNAL_SECONDS - _SIGNAL_MARGIN_SECONDS
+    if stop_seconds > most:
+        raise ConfigError(
+            f"flow.stop_seconds={stop_seconds:.10g} is more than the {most} s before a time limit that SLURM "
+            f"tells a job: --set flow.stop_seconds={most} or less"
+        )
     name = f"{config.run.name}.sbatch"
     text = _template("job.sbatch").render(
         **_shared(inventory, site),
@@ -118,7 +132,8 @@ def render_slurm(
         gres=None if has_devices else _GRES.get(inventory.device),
         devices=inventory.devices_of(host),
         directives=directives,
-        stop_seconds=int(stop_seconds),
+        signal_seconds=math.ceil(stop_seconds) + _SIGNAL_MARGIN_SECONDS,
+        store=config.store.path,
         interface=host.interface,
         environment=_shell_environment(inventory, host, config),
         options=shlex.join(ray_options(inventory, host)),
