@@ -169,6 +169,11 @@ NO_RAY = """#!/bin/bash
 """
 
 
+def _typed(script: Path, verb: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "DAPO_STATE": str(script.parent), "RAY_AUTH_TOKEN": "secret"}
+    return subprocess.run(["bash", str(script), verb], env=environment, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("verb", ["stop", "start"])
 def test_what_a_killed_first_process_leaves_is_ended_and_nothing_else(verb: str, tmp_path: Path) -> None:
     python, folder, state = tmp_path / "python", tmp_path / "ray", tmp_path / "a-6379"
@@ -192,12 +197,7 @@ def test_what_a_killed_first_process_leaves_is_ended_and_nothing_else(verb: str,
         (state / "process").write_text(f"{leader.pid} {start_time_of(leader.pid)} {folder}\n")
         leader.kill()
         leader.wait()
-        done = subprocess.run(
-            ["bash", str(tmp_path / "a.sh"), verb],
-            env={**os.environ, "DAPO_STATE": str(tmp_path), "RAY_AUTH_TOKEN": "secret"},
-            capture_output=True,
-            text=True,
-        )
+        done, again = (_typed(tmp_path / "a.sh", each) for each in (verb, "stop"))
         is_left_alone = bystander.poll() is None
         bystander.kill()
     assert "a: Ray has ended\n" in done.stdout, done
@@ -205,6 +205,8 @@ def test_what_a_killed_first_process_leaves_is_ended_and_nothing_else(verb: str,
     assert [start_time_of(pid) for pid in left] == [None, None]
     assert not folder.exists()
     assert is_left_alone
+    said = "Ray has ended" if verb == "start" else "no Ray of this script runs"  # of the new one, which fails
+    assert again.stdout == f"a: {said}\n"
 
 
 def test_a_batch_file_for_one_node_takes_its_address(tmp_path: Path) -> None:
