@@ -18,7 +18,7 @@ SCORER = """
 import json, os
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    with open({path!r}, "w") as file:
+    with open(f"{path}/{{os.getpid()}}.json", "w") as file:
         json.dump(dict(os.environ), file)
     return float(len(solution_str) % 2)
 """
@@ -30,17 +30,22 @@ def test_the_record_of_a_training_has_what_its_processes_had(
     for name in ("VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "OMP_WAIT_POLICY", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RAY_COLOR_PREFIX", "1")  # the user's own stays, and is not the chain's
-    scorer, seen = tmp_path / "scorer.py", tmp_path / "seen.json"
-    scorer.write_text(SCORER.format(path=str(seen)))
+    scorer, seen = tmp_path / "scorer.py", tmp_path / "seen"
+    seen.mkdir()
+    scorer.write_text(SCORER.format(path=seen))
     config = small_config(
         tmp_path / "store",
         f"custom_reward.path={scorer}",
-        "model.recipe.warm_start.steps=2",
+        "model.recipe.num_steps=2",
         "train.total_steps=1",
         "train.num_ranks=1",
         "rollout.num_workers=1",
         "rollout.engine=vllm",
-        "sampler.max_seconds_without_kept=300",
+        "rollout.group_size=2",
+        "train.train_prompts=4",
+        "train.mini_prompts=4",
+        "sampler.gen_prompts=4",
+        "sampler.dynamic=false",
         "validation.every=0",
     )
     with Run.start(config) as run:
@@ -49,7 +54,7 @@ def test_the_record_of_a_training_has_what_its_processes_had(
         training = chain.train_policy.fn(run, data, model).result()
     rows = json.loads((run.folder / "run.json").read_text())["environment"]
     assert rows == read_run(run.folder).environment
-    had = json.loads(seen.read_text())
+    had = json.loads(next(seen.iterdir()).read_text())
     given = {row["name"]: row["value"] for row in rows if row["children"] in ("Ray's workers", "rollout workers")}
     assert given["GLOO_SOCKET_IFNAME"] == "lo"
     assert given["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
