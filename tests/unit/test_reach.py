@@ -13,7 +13,7 @@ import pytest
 
 from dapo_core.cluster.started import clusters_folder, token_environment
 from tasks.interfaces import INTERFACE_VARIABLES, is_virtual
-from tasks.nodes import launch, on_node, reach
+from tasks.nodes import interface, launch, on_node, reach
 from tasks.nodes.inventory import Inventory
 from tasks.nodes.reach import Answer, ask
 
