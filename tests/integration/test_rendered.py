@@ -69,16 +69,12 @@ def names(network: list[FakeHost], tmp_path: Path) -> Iterator[list[FakeHost]]:
 
 def _render(tmp_path: Path, found: list[FakeHost], python: str, *words: str) -> Path:
     tree = {"hosts": [h.name for h in found], "device": "cpu", "devices": 2, "port": PORT, "python": python}
-    (tmp_path / "inventory.yaml").write_text(yaml.safe_dump({**tree, "start_seconds": 90}))
+    (tmp_path / "inventory.yaml").write_text(yaml.safe_dump({**tree, "start_seconds": 300}))
     output = tmp_path / "rendered"
     words = ("cluster", "render", str(tmp_path / "inventory.yaml"), *words, "--output", str(output))
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, (done.output, done.exception)
     return output
-
-
-def _ray_folders() -> set[Path]:
-    return set(Path("/tmp").glob("dapo-ray-??????"))
 
 
 def _processes(host: FakeHost) -> list[str]:
@@ -125,13 +121,13 @@ def test_a_start_without_a_token_says_how_to_make_one(names: list[FakeHost], tmp
 
 
 def test_the_batch_file_runs_the_recipe_on_two_hosts(names: list[FakeHost], tmp_path: Path) -> None:
-    before = _ray_folders()
     words, bin_folder = " ".join(host.name for host in names), tmp_path / "bin"
     bin_folder.mkdir()
     for name, text in {
         "python": INTERPRETER.format(python=sys.executable),
         "srun": SRUN.format(hosts=words),
         "scontrol": SCONTROL.format(hosts=words),
+        "mktemp": f'#!/bin/sh\n/usr/bin/mktemp "$@" | tee -a {tmp_path}/made\n',
     }.items():
         (bin_folder / name).write_text(text)
         (bin_folder / name).chmod(0o755)
@@ -156,4 +152,6 @@ def test_the_batch_file_runs_the_recipe_on_two_hosts(names: list[FakeHost], tmp_
     assert '"CPU": 4.0' in done.stdout  # what the stand-in of `dapo run` finds with the job's token
     assert [_processes(host) for host in names] == [[], []]
     assert not list(Path.cwd().glob(f".dapo/ray-test{os.getpid()}-*"))  # with the job's token
-    assert _ray_folders() <= before
+    made = [Path(line) for line in (tmp_path / "made").read_text().splitlines()]
+    assert any(path.name.startswith("dapo-ray-") for path in made)
+    assert not any(path.exists() for path in made)
