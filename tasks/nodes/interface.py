@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +10,10 @@ from dataclasses import dataclass
 import psutil
 
 from dapo_core.errors import DapoError
+from tasks.interfaces import is_virtual
 
 ELSEWHERE = "203.0.113.1"  # of no machine (TEST-NET-3): the default route leads there
 ANY_PORT = 9  # of a datagram socket, which sends nothing when it connects
-VIRTUAL = ("docker", "veth", "virbr", "cali", "flannel", "cni", "podman", "lxc", "nerdctl")  # beginnings
-_BRIDGE_OF_DOCKER = re.compile(r"br-[0-9a-f]{12}")
 
 
 class NoInterfaceError(DapoError):
@@ -72,20 +70,21 @@ def source_towards(address: str) -> str:
 
 def describe_interfaces() -> str:
     """Every interface with its addresses, and those that are down."""
-    up = psutil.net_if_stats()
+    stats = psutil.net_if_stats()
     shown = []
     for name, entries in sorted(psutil.net_if_addrs().items()):
         held = [each.address for each in entries if each.family in (socket.AF_INET, socket.AF_INET6)]
         state = ", ".join(held) or "no address"
-        shown.append(f"{name} ({state}{'' if name in up and up[name].isup else '; down'})")
+        device = stats.get(_device(name))
+        shown.append(f"{name} ({state}{'' if device is not None and device.isup else '; down'})")
     return ", ".join(shown)
 
 
 def _named(name: str, targets: Sequence[str], own: str) -> Interface:
-    stats, entries = psutil.net_if_stats(), psutil.net_if_addrs()
-    if name not in stats:
+    stats, entries = psutil.net_if_stats().get(_device(name)), psutil.net_if_addrs()
+    if stats is None:
         raise NoInterfaceError(f"no interface {name}; this machine has {describe_interfaces()}")
-    if not stats[name].isup:
+    if not stats.isup:
         raise NoInterfaceError(f"interface {name} is down; this machine has {describe_interfaces()}")
     families = {
         socket.AF_INET6 if ":" in address else socket.AF_INET for t in targets for address in _addresses(t)
@@ -98,7 +97,7 @@ def _named(name: str, targets: Sequence[str], own: str) -> Interface:
     meant = [
         address for address in _addresses(own) if address in usable or (name == "lo" and _is_loopback(address))
     ]
-    return Interface(name, (meant or usable)[0], stats[name].mtu)
+    return Interface(name, (meant or usable)[0], stats.mtu)
 
 
 def _is_ipv6(address: str) -> bool:
@@ -122,8 +121,13 @@ def interface_of(address: str) -> Interface | None:
     stats = psutil.net_if_stats()
     for name, entries in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address.partition("%")[0] for each in entries):
-            return Interface(name, address, stats[name.partition(":")[0]].mtu)  # eth0:1 is a label of eth0
+            return Interface(name, address, stats[_device(name)].mtu)
     return None
+
+
+def _device(name: str) -> str:
+    """The interface that has a name: eth0:1 is the label of an address of eth0."""
+    return name.partition(":")[0]
 
 
 def _unfit(source: str, found: Interface | None) -> str:
@@ -137,11 +141,6 @@ def _unfit(source: str, found: Interface | None) -> str:
     if is_virtual(found.name):
         return f"{found.name} leads there, a bridge of containers of this machine"
     return ""
-
-
-def is_virtual(name: str) -> bool:
-    """Whether an interface is one of containers or virtual machines; a site's own br-lan is not."""
-    return name.startswith(VIRTUAL) or _BRIDGE_OF_DOCKER.fullmatch(name) is not None
 
 
 def _called(target: str, address: str) -> str:

@@ -25,7 +25,7 @@ INTERPRETER = """#!/bin/bash
 if [ "$2" = flows.cli ]; then
   echo "dapo ${{*:3}}"
   address=${{@: -1:1}}
-  [ "$3" = doctor ] || exec timeout 60 {python} -m dapo_core.cluster.room "${{address#*=}}"
+  [ "$3" = doctor ] || exec timeout 300 {python} -m dapo_core.cluster.room "${{address#*=}}"
   exit 0
 fi
 exec {python} "$@"
@@ -83,16 +83,12 @@ def alone(names: list[FakeHost]) -> Iterator[FakeHost]:
 
 def _render(tmp_path: Path, found: list[FakeHost], python: str, *words: str) -> Path:
     tree = {"hosts": [h.name for h in found], "device": "cpu", "devices": 2, "port": PORT, "python": python}
-    (tmp_path / "inventory.yaml").write_text(yaml.safe_dump({**tree, "start_seconds": 90}))
+    (tmp_path / "inventory.yaml").write_text(yaml.safe_dump({**tree, "start_seconds": 300}))
     output = tmp_path / "rendered"
     words = ("cluster", "render", str(tmp_path / "inventory.yaml"), *words, "--output", str(output))
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, (done.output, done.exception)
     return output
-
-
-def _ray_folders() -> set[Path]:
-    return set(Path("/tmp").glob("dapo-ray-??????"))
 
 
 def _processes(host: FakeHost) -> list[str]:
@@ -120,31 +116,31 @@ class Scripts:
         )
 
     def said(self, host: FakeHost, verb: str) -> str:
-        return self.type(host, verb).communicate(timeout=150)[0]
+        return self.type(host, verb).communicate(timeout=400)[0]
 
-    def kill_first_process(self, host: FakeHost) -> None:
-        """Kill what the start began, which then ends nothing else."""
-        pid = (self.state / f"{host.name}-{PORT}" / "process").read_text().split()[0]
-        os.kill(int(pid), signal.SIGKILL)
+    def started(self, host: FakeHost) -> tuple[int, Path]:
+        """The pid of the first process of the start, and Ray's folder."""
+        pid, _, folder = (self.state / f"{host.name}-{PORT}" / "process").read_text().split()
+        return int(pid), Path(folder)
 
 
 def test_scripts_start_and_stop_ray_on_two_hosts(names: list[FakeHost], tmp_path: Path) -> None:
-    before = _ray_folders()
     scripts = Scripts(tmp_path, names)
     head, other = names
     try:
         starting = [scripts.type(host, "start") for host in (other, head)]  # the other one waits for the head
-        said = [each.communicate(timeout=150)[0] for each in starting]
+        said = [each.communicate(timeout=400)[0] for each in starting]
         assert [each.returncode for each in starting] == [0, 0], said
         assert f"Ray starts at {other.address} ({other.interface})" in said[0]  # and none of the decoys
         assert f"2 nodes have joined {head.name}:{PORT} with 4 CPU" in said[1]
         assert "Ray runs" in scripts.said(head, "start")
-        scripts.kill_first_process(other)
+        folders = [scripts.started(host)[1] for host in names]
+        os.kill(scripts.started(other)[0], signal.SIGKILL)
     finally:
         ended = [scripts.said(host, "stop") for host in (other, head)]
     assert all("Ray has ended" in each for each in ended), ended
     assert [_processes(host) for host in names] == [[], []]
-    assert _ray_folders() <= before
+    assert not any(folder.exists() for folder in folders)
     assert "no Ray of this script runs" in scripts.said(head, "stop")
 
 
@@ -164,7 +160,7 @@ def test_a_start_without_a_token_says_how_to_make_one(names: list[FakeHost], tmp
     folder = _render(tmp_path, names, sys.executable, "--scripts")
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     command = ["bash", str(folder / f"{names[0].name}.sh"), "start"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "ray get-auth-token --generate" in done.stderr
 
@@ -177,6 +173,7 @@ def _submit(tmp_path: Path, found: list[FakeHost], on_host: str = "") -> subproc
         "python": INTERPRETER.format(python=sys.executable),
         "srun": SRUN.format(hosts=words, on_host=on_host),
         "scontrol": SCONTROL.format(hosts=words),
+        "mktemp": f'#!/bin/sh\n/usr/bin/mktemp "$@" | tee -a {tmp_path}/made\n',
     }.items():
         (bin_folder / name).write_text(text)
         (bin_folder / name).chmod(0o755)
@@ -192,7 +189,7 @@ def _submit(tmp_path: Path, found: list[FakeHost], on_host: str = "") -> subproc
         "SLURMD_NODENAME": found[0].name,
     }
     command = ["ip", "netns", "exec", found[0].name, "bash", str(folder / "two.sbatch")]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
 
 
 def _changes(tmp_path: Path) -> list[str]:
@@ -201,7 +198,6 @@ def _changes(tmp_path: Path) -> list[str]:
 
 
 def test_the_batch_file_runs_the_recipe_on_two_hosts(names: list[FakeHost], tmp_path: Path) -> None:
-    before = _ray_folders()
     done = _submit(tmp_path, names)
     assert done.returncode == 0, done.stdout + done.stderr
     address = f"{names[0].name}:{PORT}"
@@ -211,7 +207,9 @@ def test_the_batch_file_runs_the_recipe_on_two_hosts(names: list[FakeHost], tmp_
     assert '"CPU": 4.0' in done.stdout  # what the stand-in of `dapo run` finds with the job's token
     assert [_processes(host) for host in names] == [[], []]
     assert list((tmp_path / "the store" / ".clusters").iterdir()) == []  # the job's token is gone
-    assert _ray_folders() <= before
+    made = [Path(line) for line in (tmp_path / "made").read_text().splitlines()]
+    assert any(path.name.startswith("dapo-ray-") for path in made)
+    assert not any(path.exists() for path in made)
 
 
 def test_a_node_without_the_store_says_so_before_ray_starts(names: list[FakeHost], tmp_path: Path) -> None:

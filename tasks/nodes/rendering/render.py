@@ -17,8 +17,9 @@ import jinja2
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
 from tasks.config import ChainConfig
+from tasks.interfaces import INTERFACE_VARIABLES
 from tasks.nodes.inventory import Host, Inventory
-from tasks.nodes.launch import INTERFACE_VARIABLES, ray_options
+from tasks.nodes.launch import ray_options
 from tasks.preflight.environment import MIN_OPEN_FILES, wanted_alike
 
 TEMPLATES = Path(__file__).parent / "templates"
