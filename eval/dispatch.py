@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+import uvloop
+
 from eval.client import Answer, Connection, Endpoint, RequestError, Sampling
 from eval.identity import ModelChangedError, Weights
 from eval.problems.items import Item
@@ -327,7 +329,7 @@ def run_in_thread(work: Coroutine[Any, Any, None], stop: Callable[[], None]) -> 
     TerminationSignal. Handlers run in the main thread, so here it only waits. `stop` is called in the loop at the
     end, and after an interruption has to make the coroutine return.
     """
-    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     loop = runner.get_loop()
     with ThreadPoolExecutor(1) as thread:
         try:

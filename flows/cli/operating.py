@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import logging
 import os
@@ -149,12 +150,14 @@ def _lint_variables(config: Path | None, overrides: Sequence[str], is_export: bo
     from flows.config import load_config_or_defaults
     from flows.tables import print_json, print_variables
     from tasks.first_recipe import Machine
+    from tasks.nodes.on_node import DEVICE_FILES
     from tasks.preflight.environment import STATUSES, exports, lint
     from tasks.preflight.finding import FAIL
 
     device = [] if config is not None else [f"train.device={Machine.this().kind}"]
     settings = load_config_or_defaults(config, [*device, *overrides])
-    variables = lint(os.environ, settings)
+    is_node = bool(glob.glob(DEVICE_FILES.get(settings.train.device, "")))
+    variables = lint(os.environ, settings, is_node)
     if is_json:
         print_json([{**asdict(each), "status": STATUSES[each.state]} for each in variables])
     elif is_export:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +10,9 @@ from dataclasses import dataclass
 import psutil
 
 from dapo_core.errors import DapoError
+from tasks.interfaces import is_virtual
 
 ANY_PORT = 9  # of a datagram socket, which sends nothing when it connects
-VIRTUAL = ("docker", "veth", "virbr", "cali", "flannel", "cni", "podman", "lxc", "nerdctl")  # beginnings
-_BRIDGE_OF_DOCKER = re.compile(r"br-[0-9a-f]{12}")
 
 
 class NoInterfaceError(DapoError):
@@ -134,11 +132,6 @@ def _unfit(source: str, found: Interface | None) -> str:
     if is_virtual(found.name):
         return f"{found.name} leads there, a bridge of containers of this machine"
     return ""
-
-
-def is_virtual(name: str) -> bool:
-    """Whether an interface is one of containers or virtual machines; a site's own br-lan is not."""
-    return name.startswith(VIRTUAL) or _BRIDGE_OF_DOCKER.fullmatch(name) is not None
 
 
 def _called(target: str, address: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.config.training import TrainingConfig
+from tasks.interfaces import INTERFACE_VARIABLES
 from tasks.nodes.inventory import Host, Inventory
 from tasks.nodes.reach import ANSWER_SECONDS, Answer, ClusterError, ask
 from tasks.nodes.record import ClusterRecord, cluster_key
@@ -21,13 +22,6 @@ from tasks.preflight.environment import wanted_alike
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-# Variables that name a node's interface: gloo and torch's tensor pipes take a name, the others the beginning of
-# one, or after "=" all of it. environment.yaml says what each does.
-INTERFACE_VARIABLES = {
-    "cpu": {"GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}"},
-    "cuda": {"GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"},
-    "npu": {"GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}", "HCCL_SOCKET_IFNAME": "={}"},
-}
 
 
 @dataclass(frozen=True)

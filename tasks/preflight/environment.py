@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import platform
 import re
 import resource
+import shlex
 import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,17 +21,22 @@ from packaging.version import Version
 from dapo_core.config.loading import TEMPLATE_WORDS
 from dapo_core.config.training import TrainingConfig
 from dapo_core.versions import installed
+from tasks.interfaces import INTERFACE_VARIABLES, is_virtual
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 
 TABLE = Path(__file__).parent / "environment.yaml"
 INTERFACE = "INTERFACE"  # stands for the node's interface that reaches the others
-_NOT_OF_NODES = ("lo", "docker", "veth", "br-", "virbr", "cali", "flannel", "cni")  # beginnings of names
+NODE = "node"  # beside the names of `conditions_of`: the machine is one of a cluster's
 MIN_OPEN_FILES = 32_768
 _MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of an ELF file
+_PREFIXES = ("HCCL_", "ASCEND_", "VLLM_ASCEND_", "PYTORCH_NPU_", "NCCL_", "GLOO_")
+_NEARNESS = 0.9  # of difflib: one letter of ten, as no two names of the vendors are but the next one
+_OF_VENDORS = ("ASCEND_VISIBLE_DEVICES",)  # of Ascend's container runtime
 
-State = Literal["set", "ours", "missing", "dead", "caution", "conflict", "placeholder"]
+State = Literal["set", "ours", "missing", "dead", "misspelt", "caution", "conflict", "placeholder"]
 STATUSES: dict[State, str] = {
-    "set": OK, "ours": OK, "missing": WARN, "dead": WARN, "caution": WARN, "conflict": FAIL, "placeholder": FAIL,
+    "set": OK, "ours": OK, "missing": WARN, "dead": WARN, "misspelt": WARN, "caution": WARN, "conflict": FAIL,
+    "placeholder": FAIL,
 }  # fmt: skip
 
 
@@ -44,18 +51,23 @@ class Variable:
     advice: str = ""
 
 
-def lint(environment: Mapping[str, str], config: TrainingConfig) -> list[Variable]:
-    """What is set, what the chain sets, what is missing, dead or in the way, in the table's order."""
-    return lint_under(environment, config.train.device, conditions_of(config))
+def lint(environment: Mapping[str, str], config: TrainingConfig, is_node: bool = False) -> list[Variable]:
+    """What is set, what the chain sets, what is missing, dead, misspelt or in the way, in the table's order.
+
+    `is_node`: this machine is one of the cluster's, if the training has one.
+    """
+    return lint_under(environment, config.train.device, conditions_of(config) | ({NODE} if is_node else set()))
 
 
 def lint_under(environment: Mapping[str, str], device: str, conditions: frozenset[str]) -> list[Variable]:
     """As `lint`, for a kind of device and the names that `when` knows and that hold."""
     found: list[Variable] = []
-    for row in yaml.safe_load(TABLE.read_text(encoding="utf-8")):
-        if device in row.get("devices", (device,)):
-            found += _of_row(row, environment, conditions)
-    return [*found, *_open_files()]
+    rows = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    own = [row for row in rows if device in row.get("devices", (device,))]
+    for row in own:
+        found += _of_row(row, environment, conditions, device)
+    unknown = environment.keys() - {row["name"] for row in rows} - {*_OF_VENDORS}
+    return [*found, *_misspelt(unknown, environment, own), *_open_files()]
 
 
 def wanted(config: TrainingConfig) -> dict[str, str]:
@@ -91,7 +103,7 @@ def faults(variables: Iterable[Variable]) -> Iterator[tuple[str, str, str]]:
 def exports(variables: list[Variable]) -> list[str]:
     """Shell lines that set what is missing on this node; what it cannot know is a comment."""
     return [
-        f"export {each.name}={each.value}" if each.value else f"# {each.name}: {each.advice}"
+        f"export {each.name}={shlex.quote(each.value)}" if each.value else f"# {each.name}: {each.advice}"
         for each in variables
         if each.state == "missing"
     ]
@@ -108,7 +120,21 @@ def conditions_of(config: TrainingConfig) -> frozenset[str]:
     return frozenset(name for name, is_true in held.items() if is_true)
 
 
-def _of_row(row: dict[str, Any], environment: Mapping[str, str], conditions: frozenset[str]) -> Iterator[Variable]:
+def _misspelt(
+    unknown: Iterable[str], environment: Mapping[str, str], rows: Iterable[Mapping[str, Any]]
+) -> Iterator[Variable]:
+    """Variables whose names are almost one of the rows'; the vendors have many more names than the table."""
+    known = [row["name"] for row in rows if "dead" not in row]
+    for name in sorted(unknown):
+        prefix = next(filter(name.startswith, _PREFIXES), None)
+        alike = [each for each in known if prefix is not None and each.startswith(prefix)]
+        if near := difflib.get_close_matches(name, alike, 1, _NEARNESS):
+            yield Variable(name, "misspelt", environment[name], "None that is known.", f"did you mean {near[0]}?")
+
+
+def _of_row(
+    row: dict[str, Any], environment: Mapping[str, str], conditions: frozenset[str], device: str
+) -> Iterator[Variable]:
     name, effect = row["name"], row["effect"]
     is_asked = set(row.get("when", ())) <= conditions
     value = environment.get(name, environment.get(name.lower()) if name.endswith("_PROXY") else None)
@@ -117,7 +143,7 @@ def _of_row(row: dict[str, Any], environment: Mapping[str, str], conditions: fro
             yield Variable(name, "ours", row["ours"], effect, "set by the chain for its own processes")
         elif is_asked and row.get("want") == INTERFACE:
             names = _interfaces()
-            alone = names[0] if len(names) == 1 else ""
+            alone = INTERFACE_VARIABLES[device][name].format(names[0]) if len(names) == 1 else ""
             advice = "each node has its own" + ("" if alone else f"; here {', '.join(names)}")
             yield Variable(name, "missing", alone, effect, advice)
         elif is_asked and "want" in row:
@@ -144,17 +170,19 @@ def _fault(row: dict[str, Any], value: str, conditions: frozenset[str]) -> tuple
         if applies and re.fullmatch(against["value"], value, re.IGNORECASE):
             return "caution" if against.get("is_caution") else "conflict", str(against["why"])
     state: State = "conflict"
+    of_this_machine: State = "caution" if "nodes" in conditions and NODE not in conditions else "conflict"
     match row.get("is"):
         case "interface":
-            fault = _fault_of_interface(value)
-            state = "caution" if "nodes" in conditions else "conflict"  # this machine may be none of the nodes
+            fault, state = _fault_of_interface(value), of_this_machine
+        case "address":
+            fault, state = _fault_of_address(value), of_this_machine
         case "libraries":
             fault = "; ".join(filter(None, map(_fault_of_library, re.split(r"[: ]+", value.strip()))))
             state = "caution"
         case "ascending":
             numbers = [part.strip() for part in value.split(",") if part.strip()]
             is_ascending = all(part.isdigit() for part in numbers) and numbers == sorted(set(numbers), key=int)
-            fault = "" if is_ascending else "devices must be numbers in ascending order, each once"
+            fault = "" if is_ascending else "devices must be numbers in ascending order, each once, such as 0,1,2"
         case _:
             fault = ""
     return (state, fault) if fault else ("set", "")
@@ -166,7 +194,7 @@ def _interfaces() -> list[str]:
     return sorted(
         name
         for name, addresses in psutil.net_if_addrs().items()
-        if is_up.get(name) and not name.startswith(_NOT_OF_NODES)
+        if is_up.get(name) and name != "lo" and not is_virtual(name)
         if any(each.family == socket.AF_INET and not each.address.startswith("169.254.") for each in addresses)
     )
 
@@ -202,6 +230,19 @@ def _fault_of_interface(value: str) -> str:
         if not any(here[name].isup for name in named):
             return f"{', '.join(named)} is down"
     return ""
+
+
+def _fault_of_address(value: str) -> str:
+    held = {
+        each.address: name
+        for name, several in sorted(psutil.net_if_addrs().items())
+        for each in several
+        if each.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    if value in held:
+        return ""
+    alike = [f"{each} ({name})" for each, name in held.items() if (":" in each) == (":" in value)]
+    return f"no interface of this machine has it; there are {', '.join(alike)}"
 
 
 def _fault_of_library(path: str) -> str:

@@ -25,7 +25,7 @@ import psutil
 from dapo_core.cluster.meeting import meeting_point
 from dapo_core.versions import installed, stack
 from tasks.artifacts.stage_key import code_digest
-from tasks.preflight.environment import chosen_addresses, lint_under
+from tasks.preflight.environment import NODE, chosen_addresses, lint_under
 from tasks.preflight.vendor_tools import cann, hccn_tool, npu_smi, nvidia_smi
 from tasks.preflight.vendor_tools.states import DevicesFound
 
@@ -53,7 +53,7 @@ def node_report(device: str, conditions: frozenset[str]) -> dict[str, Any]:
             path: disk(path)
             for path in (tempfile.gettempdir(), ray_words().get("session_dir", tempfile.gettempdir()))
         },
-        "environment": [asdict(variable) for variable in lint_under(environment, device, conditions)],
+        "environment": [asdict(variable) for variable in lint_under(environment, device, conditions | {NODE})],
     }
 
 

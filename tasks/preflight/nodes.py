@@ -163,6 +163,7 @@ def _of_device(device: Mapping[str, Any], needed_bytes: int | None) -> list[tupl
 
 
 def _free(device: Mapping[str, Any]) -> int | None:
+    """Memory that no process holds; None where the tool does not say."""
     if device["total_bytes"] is None or device["used_bytes"] is None:
         return None
     return int(device["total_bytes"] - device["used_bytes"])

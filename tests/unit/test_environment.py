@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import struct
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +20,26 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.cli import app
+from tasks.artifacts.stage_key import PROJECT_ROOT
+from tasks.nodes.on_node import DEVICE_FILES
 from tasks.preflight.environment import STATUSES, TABLE, Variable, check_environment, exports, lint
 from tasks.preflight.finding import FAIL, Findings
 from tests.trainings import config_of
 
 RECIPE = "configs/dapo_qwen3_32b_math.yaml"  # NPUs of four nodes, colocated
+OF_VENDORS = """
+    HCCL_ALGO HCCL_BLOCKING_WAIT HCCL_CONCURRENT_ENABLE HCCL_DEBUG_CONFIG HCCL_DESYNC_DEBUG HCCL_DFS_CONFIG
+    HCCL_DIAGNOSE_ENABLE HCCL_ENTRY_LOG_ENABLE HCCL_EVENT_TIMEOUT HCCL_IF_BASE_PORT HCCL_INTER_HCCS_DISABLE
+    HCCL_INTRA_PCIE_ENABLE HCCL_INTRA_ROCE_ENABLE HCCL_LOGIC_SUPERPOD_ID HCCL_OP_RETRY_ENABLE
+    HCCL_OP_RETRY_PARAMS HCCL_RDMA_QPS_PER_CONNECTION HCCL_RDMA_RETRY_CNT HCCL_RDMA_SL HCCL_RDMA_TC
+    HCCL_RDMA_TIMEOUT HCCL_SOCKET_FAMILY HCCL_SO_PATH HCCL_WHITELIST_DISABLE HCCL_WHITELIST_FILE
+    ASCEND_AICPU_PATH ASCEND_CACHE_PATH ASCEND_DEVICE_ID ASCEND_GLOBAL_LOG_LEVEL ASCEND_HOME_PATH
+    ASCEND_OPP_PATH ASCEND_PROCESS_LOG_PATH ASCEND_SLOG_PRINT_TO_STDOUT ASCEND_TOOLKIT_HOME
+    ASCEND_VISIBLE_DEVICES ASCEND_WORK_PATH PYTORCH_NPU_ALLOC_CONF VLLM_ASCEND_ENABLE_BATCH_MEMCPY
+    VLLM_ASCEND_ENABLE_CONTEXT_PARALLEL VLLM_ASCEND_ENABLE_FLASHCOMM1 VLLM_ASCEND_ENABLE_MLAPO
+    VLLM_ASCEND_ENABLE_MLP_OPTIMIZE VLLM_ASCEND_SFA_SORT_TOPK NCCL_ALGO NCCL_BUFFSIZE NCCL_DEBUG NCCL_IB_HCA
+    NCCL_P2P_DISABLE NCCL_SOCKET_FAMILY NCCL_SOCKET_NTHREADS GLOO_DEVICE_TRANSPORT
+"""
 Address = namedtuple("Address", "family address")
 
 
@@ -58,6 +76,15 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
         ("GLOO_SOCKET_IFNAME", "Your SOCKET IFNAME", "placeholder", "put the real value there"),
         ("HCCL_IF_IP", "<IP>", "placeholder", "put the real value there"),
         ("HCCL_IF_IP", "YOUR_IP", "placeholder", "put the real value there"),
+        ("HCCL_IF_IP", "10.0.0.5", "set", ""),
+        (
+            "HCCL_IF_IP",
+            "10.0.0.6",
+            "conflict",
+            "no interface of this machine has it; there are 172.17.0.1 (docker0), 10.0",
+        ),
+        ("HCCL_IF_IP", "enp1s0", "conflict", "no interface of this machine has it"),
+        ("HCCL_SOCKET_IFNAME", "=enp", "conflict", "no interface enp;"),
         ("HCCL_CONNECT_TIMEOUT", "5400", "set", ""),
         ("HCCL_CONNECT_TIMEOUT", "5400s", "conflict", "120 to 7200"),
         ("HCCL_CONNECT_TIMEOUT", "5", "conflict", "120 to 7200"),
@@ -99,14 +126,59 @@ def test_what_is_in_the_way_depends_on_the_recipe() -> None:
 
 
 @pytest.mark.usefixtures("interfaces")
+@pytest.mark.parametrize(("name", "value"), [("HCCL_IF_IP", "10.0.0.6"), ("HCCL_SOCKET_IFNAME", "=eth7")])
+def test_what_another_machine_may_have_is_an_error_on_a_node(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert _found(name, {name: value}, _npu(ray_address="auto")).state == "caution"
+    runner = CliRunner(
+        env={name: value, "VLLM_ASCEND_ENABLE_NZ": None, "GLOO_SOCKET_IFNAME": None, "LD_PRELOAD": None}
+    )
+    assert runner.invoke(app, ["doctor", "env", RECIPE]).exit_code == 0
+    (tmp_path / "davinci0").touch()
+    monkeypatch.setitem(DEVICE_FILES, "npu", str(tmp_path / "davinci[0-9]*"))
+    said = runner.invoke(app, ["doctor", "env", RECIPE, "--json"])
+    assert said.exit_code == 1
+    assert [row["name"] for row in json.loads(said.output) if row["state"] == "conflict"] == [name]
+
+
+@pytest.mark.usefixtures("interfaces")
 def test_exports_name_this_nodes_interface_and_never_a_placeholder(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = exports(lint({}, _npu(ray_address="auto")))
-    assert {"export HCCL_SOCKET_IFNAME=enp1s0", "export HCCL_CONNECT_TIMEOUT=5400"} <= set(lines)
+    names = ["export HCCL_SOCKET_IFNAME==enp1s0", "export GLOO_SOCKET_IFNAME=enp1s0"]  # HCCL: all of the name
+    assert {*names, "export HCCL_CONNECT_TIMEOUT=5400"} <= set(lines)
     monkeypatch.setattr(
         psutil, "net_if_stats", lambda: {name: SimpleNamespace(isup=True) for name in ("lo", "enp1s0", "enp2s0")}
     )
     lines = exports(lint({}, _npu(ray_address="auto")))
     assert "# HCCL_SOCKET_IFNAME: each node has its own; here enp1s0, enp2s0" in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("HCCL_CONECT_TIMEOUT", "HCCL_CONNECT_TIMEOUT"),
+        ("HCCL_IFIP", "HCCL_IF_IP"),
+        ("HCCL_SOCKET_IF_NAME", "HCCL_SOCKET_IFNAME"),
+        ("ASCEND_RT_VISIBLE_DEVICE", "ASCEND_RT_VISIBLE_DEVICES"),
+        ("VLLM_ASCEND_ENABEL_NZ", "VLLM_ASCEND_ENABLE_NZ"),
+        ("PYTORCH_NPU_ALLOC_CONFIG", "PYTORCH_NPU_ALLOC_CONF"),
+        ("GLOO_SOCKET_IFNAM", "GLOO_SOCKET_IFNAME"),
+    ],
+)
+def test_a_misspelt_variable_is_named_with_what_is_meant(name: str, meant: str) -> None:
+    found = _found(name, {name: "1"}, _npu())
+    assert (found.state, found.value, found.advice) == ("misspelt", "1", f"did you mean {meant}?")
+    findings = Findings()
+    check_environment({name: "1"}, _npu(), findings)
+    assert [(one.status, one.found) for one in findings] == [("warn", f"{name}=1: did you mean {meant}?")]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_nothing_is_said_of_other_variables_of_the_vendors(device: str) -> None:
+    """Of CANN, torch_npu, vllm-ascend, NCCL and gloo: none is a misspelt name of the table."""
+    variables = lint(dict.fromkeys(OF_VENDORS.split(), "1"), config_of(train={"device": device}))
+    assert [each.name for each in variables if each.state == "misspelt"] == []
 
 
 def test_a_library_of_another_machine_is_named(tmp_path: Path) -> None:
@@ -154,3 +226,32 @@ def test_the_command_prints_a_table_lines_for_a_shell_or_json() -> None:
     assert runner.invoke(app, ["doctor", "--export"]).exit_code == 2
     assert runner.invoke(app, ["doctor", "env", RECIPE, RECIPE]).exit_code == 2
     assert set(STATUSES.values()) == {"ok", "warn", "fail"}
+
+
+def test_bash_takes_the_lines_and_they_cause_no_finding() -> None:
+    """As a person does: look, eval the lines in the same shell, look again."""
+    look = f"{sys.executable} -m flows.cli doctor env {RECIPE} --set run.deterministic=true"
+    script = f"""{look} --json; printf '\\n---\\n'; eval "$({look} --export)"; {look} --json"""
+    strange = {"RAY_DEDUP_LOGS": """it's "0"; $(exit 3)""", "HCCL_CONECT_TIMEOUT": "a 'b' $c"}
+    environment = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME")} | strange
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, cwd=PROJECT_ROOT
+    )
+    before, after = ({row["name"]: row for row in json.loads(part)} for part in done.stdout.split("---"))
+    assert done.stderr == ""
+    assert {before[name]["state"] for name in ("TASK_QUEUE_ENABLE", "HCCL_DETERMINISTIC")} == {"missing"}
+    for name, row in after.items():
+        was = before[name]
+        if was["state"] == "missing" and was["value"]:
+            assert row == was | {"state": "set", "status": "ok", "advice": ""}
+        else:
+            assert row == was
+
+
+def test_an_interface_with_an_odd_name_stays_one_word() -> None:
+    odd = Variable("GLOO_SOCKET_IFNAME", "missing", 'it\'s $(exit 3) "a"', "")
+    [line] = exports([odd])
+    done = subprocess.run(
+        ["bash", "-c", f'{line}\nprintf %s "$GLOO_SOCKET_IFNAME"'], capture_output=True, text=True
+    )
+    assert done.stdout == odd.value

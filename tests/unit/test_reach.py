@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from dapo_core.cluster.started import clusters_folder, token_environment
-from tasks.nodes import interface, launch, on_node, reach
+from tasks.interfaces import INTERFACE_VARIABLES, is_virtual
+from tasks.nodes import launch, on_node, reach
 from tasks.nodes.inventory import Inventory
 from tasks.nodes.reach import Answer, ask
 
@@ -161,7 +162,7 @@ def test_each_kind_of_device_gets_the_variables_of_the_table() -> None:
     from tasks.preflight.environment import TABLE
 
     rows = [row for row in yaml.safe_load(TABLE.read_text()) if row.get("is") == "interface"]
-    for device, variables in launch.INTERFACE_VARIABLES.items():
+    for device, variables in INTERFACE_VARIABLES.items():
         assert set(variables) == {row["name"] for row in rows if device in row.get("devices", (device,))}
 
 
@@ -193,6 +194,6 @@ def test_a_start_that_failed_before_ray_leaves_no_token_after_down() -> None:
 
 
 def test_bridges_of_containers_are_virtual_and_a_site_s_are_not() -> None:
-    assert interface.is_virtual("br-0123456789ab")
-    assert interface.is_virtual("docker0")
-    assert not interface.is_virtual("br-lan")
+    assert is_virtual("br-0123456789ab")
+    assert is_virtual("docker0")
+    assert not is_virtual("br-lan")

@@ -88,7 +88,7 @@ def test_what_npu_smi_cannot_say_is_not_guessed() -> None:
     assert npu_smi.parse("").unread == ("npu-smi info shows no device",)
     rows = "| 0     910B3               | NA            | - | \n| 0   | NA  | -  - / -   NA |\n"
     [device] = npu_smi.parse(rows).devices
-    assert (device.health, device.free_bytes) == (None, None)
+    assert (device.health, device.used_bytes, device.total_bytes) == (None, None, None)
     text = "[WARNING]The driver package may not be completely installed, which may cause function abnormal."
     assert npu_smi.parse(recorded("npu_smi_24.1.0_910b3.txt") + text).unread == (text,)
 

@@ -16,8 +16,9 @@ import jinja2
 
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
+from tasks.interfaces import INTERFACE_VARIABLES
 from tasks.nodes.inventory import Host, Inventory
-from tasks.nodes.launch import INTERFACE_VARIABLES, ray_options
+from tasks.nodes.launch import ray_options
 from tasks.nodes.rendering.remarks import STORE, remarks_of_kuberay
 from tasks.preflight.environment import MIN_OPEN_FILES, wanted_alike
 

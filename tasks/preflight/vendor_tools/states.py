@@ -35,13 +35,6 @@ class DeviceState:
     processes: tuple[DeviceProcess, ...] = ()
     uuid: str = ""
 
-    @property
-    def free_bytes(self) -> int | None:
-        """Memory that no process holds; None where the tool does not say."""
-        if self.total_bytes is None or self.used_bytes is None:
-            return None
-        return self.total_bytes - self.used_bytes
-
 
 @dataclass(frozen=True)
 class DevicesFound:
