@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -73,7 +74,14 @@ def render(
         files = render_slurm(machines, settings, place, recipe, settings.flow.stop_seconds)
     else:
         files = render_kuberay(machines, settings, place, recipe, settings.flow.stop_seconds)
-    for remark in (*remarks_of_env(machines), *(remarks_of_kuberay(machines, settings) if is_kuberay else ())):
+    said = remarks_of_env(machines)
+    if is_kuberay:
+        said += remarks_of_kuberay(machines, settings if config else None)
+    _hand_over(files, said, output)
+
+
+def _hand_over(files: Mapping[str, str], remarks: Iterable[str], output: Path | None) -> None:
+    for remark in remarks:
         typer.secho(remark, err=True, fg="yellow")
     for name, text in files.items():
         if output is None:

@@ -1,7 +1,7 @@
-"""`python -m tasks.nodes.leave`: ends the runs of a pod in order, before Kubernetes ends its Ray.
+"""`python -m tasks.nodes.leave`: ends what runs in a pod in order, before Kubernetes ends its Ray.
 
-A pod's preStop hook: it sends SIGTERM to each `dapo` here, and returns once the training has written its last
-checkpoint. In a pod without a run it waits for the actors of one. terminationGracePeriodSeconds bounds it.
+A pod's preStop hook: it has the training write its last checkpoint, and returns once that is done. In a pod without
+a training it waits for the actors of one. terminationGracePeriodSeconds bounds it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,31 @@ def is_run(words: list[str]) -> bool:
     return any(Path(word).name == "dapo" for word in words[:2])
 
 
+def is_training(words: list[str]) -> bool:
+    """True for the supervisor of a detached command, which passes the first SIGTERM on and ignores others."""
+    return _is_supervisor(words) and '"detached": null' not in "".join(words[:5])
+
+
 def is_at_work(words: list[str]) -> bool:
-    """True for a run, for what supervises a training, and for an actor."""
+    """True for a run, for what it supervises, and for an actor."""
     title = words[0].removeprefix(_ACTOR)
     is_actor = title != words[0] and not title.startswith(_OF_RAY)
-    return is_run(words) or is_actor or any(Path(word).name == _SUPERVISOR for word in words[:4])
+    return is_run(words) or is_actor or _is_supervisor(words)
+
+
+def _is_supervisor(words: list[str]) -> bool:
+    return any(Path(word).name == _SUPERVISOR for word in words[:4])
 
 
 def main() -> None:
-    """Ask each run to end, and wait until nothing is at work."""
-    for pid, words in commands():
-        if is_run(words):
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.kill(pid, signal.SIGTERM)
+    """Ask the training to end, or a run that is at another stage, and wait until nothing is at work.
+
+    Not both: Ray may have asked the run already, and a second signal to a run ends its training at once.
+    """
+    found = list(commands())
+    for pid, _ in [each for each in found if is_training(each[1])] or [each for each in found if is_run(each[1])]:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, signal.SIGTERM)
     while any(is_at_work(words) for _, words in commands()):
         time.sleep(POLL_SECONDS)
 

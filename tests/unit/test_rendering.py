@@ -245,8 +245,8 @@ def test_a_recipe_travels_with_its_job(tmp_path: Path) -> None:
         ("custom_reward.path", "configs/rewards/finance_choice.py", True),  # docker/ copies configs
         ("custom_reward.path", "rewards/mine.py", False),
         ("custom_reward.path", "/store/mine.py", True),
-        ("model.path", "/home/me/model", False),
-        ("data.train", "/home/me/questions.parquet", False),
+        ("model.path", "/data/model", False),
+        ("data.train", "/data/questions.parquet", False),
         ("data.train", "tests/data/rendered/alike.yaml", False),  # any file that is here
         ("data.train", "dapo-math-17k", True),
         ("data.train", "hf:me/questions", True),
