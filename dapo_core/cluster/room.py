@@ -1,6 +1,7 @@
 """What a running Ray cluster has, asked in a process of its own: connecting to one may block for minutes.
 
-`python -m dapo_core.cluster.room ADDRESS` prints the resources as JSON, in all, free and of each node.
+`python -m dapo_core.cluster.room ADDRESS [PARENT_PID]` prints the resources as JSON: in all, free, of each node.
+It ends with that parent, which a signal may end at any moment.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from dapo_core.cluster.started import AUTH_MODE, token_environment
 from dapo_core.errors import ConfigError, WorkerDied
+from eval.answers.pool import end_with
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ def ask_cluster(address: str, max_seconds: float = ANSWER_SECONDS) -> Room:
     Ray's reason, when a cluster does not answer. While it waits, a signal is obeyed at once, and the log says what
     for.
     """
-    command = [sys.executable, "-m", "dapo_core.cluster.room", address]
+    command = [sys.executable, "-m", "dapo_core.cluster.room", address, str(os.getpid())]
     began = next_word = time.monotonic()
     # Ray waits in silence for a cluster that turns away processes without a token.
     hint = "" if AUTH_MODE in os.environ else f"; if it has a token, set {AUTH_MODE}=token (docs/security.md)"
@@ -136,4 +138,6 @@ def _require_listener(address: str) -> None:
 
 
 if __name__ == "__main__":
+    for parent_pid in sys.argv[2:]:
+        end_with(int(parent_pid))
     sys.exit(main(sys.argv[1]))

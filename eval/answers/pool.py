@@ -190,14 +190,19 @@ class _Process:
         return reply
 
 
+def end_with(parent_pid: int) -> None:
+    """Have this process killed when the thread of its parent that started it ends; exit if it has ended."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        sys.exit()
+
+
 def main() -> None:
     """Entry point of a process: PARENT_PID FD MEMORY_BYTES MODULE:FUNCTION [ARGUMENT...]."""
     parent_pid, fd = (int(argument) for argument in sys.argv[1:3])
     limit, maker, *arguments = sys.argv[3:]
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:
-        return
+    end_with(parent_pid)
     os.set_inheritable(fd, False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if limit:

@@ -67,20 +67,21 @@ def source_towards(address: str) -> str:
 
 def describe_interfaces() -> str:
     """Every interface with its addresses, and those that are down."""
-    up = psutil.net_if_stats()
+    stats = psutil.net_if_stats()
     shown = []
     for name, entries in sorted(psutil.net_if_addrs().items()):
         held = [each.address for each in entries if each.family in (socket.AF_INET, socket.AF_INET6)]
         state = ", ".join(held) or "no address"
-        shown.append(f"{name} ({state}{'' if name in up and up[name].isup else '; down'})")
+        device = stats.get(_device(name))
+        shown.append(f"{name} ({state}{'' if device is not None and device.isup else '; down'})")
     return ", ".join(shown)
 
 
 def _named(name: str, targets: Sequence[str], own: str) -> Interface:
-    stats, entries = psutil.net_if_stats(), psutil.net_if_addrs()
-    if name not in stats:
+    stats, entries = psutil.net_if_stats().get(_device(name)), psutil.net_if_addrs()
+    if stats is None:
         raise NoInterfaceError(f"no interface {name}; this machine has {describe_interfaces()}")
-    if not stats[name].isup:
+    if not stats.isup:
         raise NoInterfaceError(f"interface {name} is down; this machine has {describe_interfaces()}")
     families = {
         socket.AF_INET6 if ":" in address else socket.AF_INET for t in targets for address in _addresses(t)
@@ -93,7 +94,7 @@ def _named(name: str, targets: Sequence[str], own: str) -> Interface:
     meant = [
         address for address in _addresses(own) if address in usable or (name == "lo" and _is_loopback(address))
     ]
-    return Interface(name, (meant or usable)[0], stats[name].mtu)
+    return Interface(name, (meant or usable)[0], stats.mtu)
 
 
 def _is_ipv6(address: str) -> bool:
@@ -117,8 +118,13 @@ def interface_of(address: str) -> Interface | None:
     stats = psutil.net_if_stats()
     for name, entries in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address.partition("%")[0] for each in entries):
-            return Interface(name, address, stats[name.partition(":")[0]].mtu)  # eth0:1 is a label of eth0
+            return Interface(name, address, stats[_device(name)].mtu)
     return None
+
+
+def _device(name: str) -> str:
+    """The interface that has a name: eth0:1 is the label of an address of eth0."""
+    return name.partition(":")[0]
 
 
 def _unfit(source: str, found: Interface | None) -> str:

@@ -110,7 +110,7 @@ class Inventory(Section):
     setup: str | None = Field(
         None,
         min_length=1,
-        description="Shell that runs first on every host, such as . /usr/local/Ascend/.../set_env.sh",
+        description="Line of bash that runs first on every host, such as . /usr/local/Ascend/.../set_env.sh",
     )
     port: int = Field(6379, ge=1, le=65535, description="Port of Ray's head.")
     dashboard: bool = Field(

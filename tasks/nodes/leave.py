@@ -1,7 +1,7 @@
 """`python -m tasks.nodes.leave`: ends what runs in a pod in order, before Kubernetes ends its Ray.
 
-A pod's preStop hook: it has the training write its last checkpoint, and returns once that is done. In a pod without
-a training it waits for the actors of one. terminationGracePeriodSeconds bounds it.
+A pod's preStop hook: it has the training write its last checkpoint and returns once that is done. In a pod with
+no training it waits for the actors of one. terminationGracePeriodSeconds bounds it.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def _nodes(request: Mapping[str, Any]) -> dict[str, Any]:
     token = clusters_folder() / request["cluster"] / TOKEN
     environment = {**os.environ, AUTH_MODE: "token", AUTH_TOKEN_PATH: str(token)}
     environment.pop(AUTH_TOKEN, None)
-    command = [sys.executable, "-m", "dapo_core.cluster.room", request["head_address"]]
+    command = [sys.executable, "-m", "dapo_core.cluster.room", request["head_address"], str(os.getpid())]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=request["seconds"])
     except subprocess.TimeoutExpired:

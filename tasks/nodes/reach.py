@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shlex
 import subprocess
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ MAX_AT_ONCE = 64
 ANSWER_SECONDS = 60.0  # beyond the time to connect, unless the work takes longer
 NO_FOLDER, NO_PYTHON, NO_SETUP = 71, 72, 73  # exit statuses of the line that is sent
 MAX_SHOWN = 300  # characters of an error
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9 ./_~=:,;|&<>(){}-]")
 
 
 class ClusterError(DapoError, RuntimeError):
@@ -83,12 +85,21 @@ def _ask(inventory: Inventory, host: Host, request: Mapping[str, Any], work_seco
 
 
 def line_on_host(inventory: Inventory) -> str:
-    """The line of shell that runs a program from standard input in the project's folder of a host."""
+    """The line that runs a program from standard input in the project's folder of a host, for any login shell."""
     folder, python = (_quoted(text) for text in (inventory.project, inventory.python))
     has_python = f"command -v {python} >/dev/null 2>&1 || exit {NO_PYTHON}"
     # standard input is the program's, standard output the answer's
     setup = f"{{ {inventory.setup}\n}} </dev/null >&2 || exit {NO_SETUP}; " if inventory.setup else ""
-    return f"cd {folder} || exit {NO_FOLDER}; {setup}{has_python}; exec {python} -"
+    return in_bash(f"cd {folder} || exit {NO_FOLDER}; {setup}{has_python}; exec {python} -")
+
+
+def in_bash(line: str) -> str:
+    """The command that has bash run a line, written so that csh and fish read it as bash does.
+
+    Quotes, backslashes, `!` and line ends mean something else to each: they are sent as octal numbers.
+    """
+    numbers = _NOT_PLAIN.sub(lambda found: f"\\0{ord(found[0]):03o}", line.encode().decode("latin-1"))
+    return f'exec bash --norc -c \'eval "$(printf %b "{numbers}")"\''  # ~/.bashrc is the login shell's to read
 
 
 def _quoted(path: str) -> str:

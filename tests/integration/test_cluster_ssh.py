@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from tasks.nodes.inventory import Inventory
 from tasks.nodes.reach import Answer, ask
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-START_SECONDS = 20.0
+START_SECONDS = 200.0
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "sshd_config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nPidFile none\nUsePAM no\nStrictModes no\n"
         f"AuthorizedKeysFile {folder}/own.pub\nPasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+        f'AcceptEnv DAPO_*\nForceCommand $DAPO_SHELL -c "$SSH_ORIGINAL_COMMAND"\n'  # as of a user with this shell
     )
     key = (folder / "host.pub").read_text()
     (folder / "known").write_text(f"[127.0.0.1]:{port} {key}")
@@ -60,15 +62,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         server.wait()
 
 
-def _ask(folder: Path, key: str = "own", *options: str) -> Answer:
-    shell = " ".join((f"ssh -F {folder}/config -i {folder}/{key} -o BatchMode=yes", *options, "{host}"))
-    inventory = Inventory(hosts=("node",), device="cpu", devices=1, shell=shell)
+def _ask(folder: Path, key: str = "own", *options: str, login: str = "sh", **changes: Any) -> Answer:
+    settings = (f"-F {folder}/config -i {folder}/{key} -o BatchMode=yes -o SetEnv=DAPO_SHELL={login}", *options)
+    shell = " ".join(("ssh", *settings, "{host}"))
+    inventory = Inventory(hosts=("node",), device="cpu", devices=1, shell=shell, **changes)
     return ask(inventory, {"node": {"verb": "status", "cluster": "node_1", "host": "node"}})["node"]
 
 
-def test_a_host_over_ssh(folder: Path) -> None:
-    answer = _ask(folder)
+@pytest.mark.parametrize("login", ["bash", "dash", "tcsh", "fish"])
+def test_a_host_over_ssh_whatever_the_login_shell(folder: Path, tmp_path: Path, login: str) -> None:
+    if shutil.which(login) is None:
+        pytest.skip(f"there is no {login} (Debian's {login})")
+    text = r"""$HOME `id` "two" \ 'one' !! é *"""
+    setup = f"[ $# = 0 ]\ncat <<'END' >{tmp_path}/text\n{text}\nEND\n"
+    answer = _ask(folder, login=login, setup=setup)
     assert (answer.problem, answer.said) == ("", {"running": None}), (folder / "log").read_text()
+    assert (tmp_path / "text").read_text() == f"{text}\n"
 
 
 def test_a_key_that_the_host_does_not_know(folder: Path) -> None:

@@ -26,7 +26,7 @@ from tests.other_trainings import TRAIN, config_of, inputs, make_place, steps
 from tests.stand_in_trainer import install, install_mindspeed
 
 ROOT = Path(__file__).resolve().parents[2]
-FAR = 60.0
+FAR = 240.0
 pytestmark = pytest.mark.timeout(600)  # on two busy cores
 
 

@@ -83,7 +83,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 def client_of(serving: Serving, api_key: str | None = None) -> httpx.Client:
     headers = {"Authorization": f"Bearer {api_key or serving.server.api_key}"}
-    return httpx.Client(base_url=serving.server.base_url, headers=headers, timeout=60, trust_env=False)
+    return httpx.Client(base_url=serving.server.base_url, headers=headers, timeout=300, trust_env=False)
 
 
 def test_each_is_healthy_under_our_name_with_sockets_in_a_folder_of_its_own(serving: Serving) -> None:

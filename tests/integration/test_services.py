@@ -58,7 +58,7 @@ def test_server_and_worker_come_up_serve_the_project_and_go_down(site: Site) -> 
     assert is_healthy(address)
     for password, status in ((None, 401), ("guessed", 401), (site.password, 200)):
         auth = ("dapo", password) if password else None
-        answer = httpx.post(f"{address}/deployments/filter", json={}, auth=auth, trust_env=False, timeout=60)
+        answer = httpx.post(f"{address}/deployments/filter", json={}, auth=auth, trust_env=False, timeout=300)
         assert (answer.status_code, "dapo-full" in answer.text) == (status, status == 200)
     assert (
         "asks for a password: export PREFECT_API_AUTH_STRING="

@@ -13,7 +13,7 @@ import pytest
 
 from dapo_core.cluster.started import clusters_folder, token_environment
 from tasks.interfaces import INTERFACE_VARIABLES, is_virtual
-from tasks.nodes import launch, on_node, reach
+from tasks.nodes import interface, launch, on_node, reach
 from tasks.nodes.inventory import Inventory
 from tasks.nodes.reach import Answer, ask
 
@@ -30,7 +30,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def _ask(shell: str = "env DAPO_HOST={host} sh -c", **changes: Any) -> Answer:
     inventory = Inventory(hosts=("a",), device="cpu", devices=1, shell=shell, connect_seconds=1, **changes)
-    return ask(inventory, {"a": {"verb": "status", "cluster": "a_1", "host": "a"}}, 20, must_be_equal=True)["a"]
+    return ask(inventory, {"a": {"verb": "status", "cluster": "a_1", "host": "a"}}, 200, must_be_equal=True)["a"]
 
 
 def test_a_host_answers() -> None:
@@ -95,7 +95,9 @@ def test_what_ssh_says_is_shown_with_the_command_that_mends_it(
     assert (
         (tmp_path / "words")
         .read_text()
-        .startswith("-o BatchMode=yes -o ControlMaster=no -o ControlPath=none -o ConnectTimeout=1 -l me -- a cd ")
+        .startswith(
+            "-o BatchMode=yes -o ControlMaster=no -o ControlPath=none -o ConnectTimeout=1 -l me -- a exec "
+        )
     )
 
 
@@ -154,6 +156,23 @@ def test_a_training_takes_the_token_of_its_cluster_alone() -> None:
     assert token_environment("10.0.0.1:6379", {}) == {}
     token.unlink()
     assert token_environment("10.0.0.1:6379", {}) == {}
+
+
+def test_of_several_clusters_at_an_address_the_newest_has_the_token() -> None:
+    for age, name in enumerate(("10.0.0.1_6379", "node1_6379", "head_6379")):
+        folder = clusters_folder() / name
+        folder.mkdir(parents=True)
+        (folder / "address").write_text("10.0.0.1:6379")
+        os.utime(folder / "address", (0, 1_000_000 - (age - 1) ** 2))  # the second is the newest
+        (folder / "token").touch(0o600)
+    found = token_environment("10.0.0.1:6379", {})["RAY_AUTH_TOKEN_PATH"]
+    assert found == str(clusters_folder() / "node1_6379" / "token")
+
+
+def test_the_addresses_of_a_name_in_the_resolver_s_order_with_ipv4_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["fd00::2", "10.0.0.9", "fd00::1", "10.0.0.2", "10.0.0.9"]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *words: [(0, 0, 0, "", (each, 0)) for each in given])
+    assert interface._addresses("node1") == ["10.0.0.9", "10.0.0.2", "fd00::2", "fd00::1"]
 
 
 def test_each_kind_of_device_gets_the_variables_of_the_table() -> None:
