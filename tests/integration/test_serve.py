@@ -148,7 +148,9 @@ def test_greedy_answers_are_the_policy_s_with_its_log_probs(serving: Serving) ->
 def num_answered(server: Server) -> float:
     """Requests that the server has finished, from its own metrics."""
     headers = {"Authorization": f"Bearer {server.api_key}"}
-    lines = httpx.get(f"{server.base_url}/metrics", headers=headers, trust_env=False).text.splitlines()
+    lines = httpx.get(
+        f"{server.base_url}/metrics", headers=headers, timeout=300, trust_env=False
+    ).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total"))
 
 
