@@ -8,7 +8,8 @@ ASCEND_VLLM := .venv-ascend-vllm
 
 unexport PYTHONDONTWRITEBYTECODE # each of the hundreds of processes that tests start would compile the project again
 
-.PHONY: help npu cuda demo test test-fast test-ascend-set check bench ablation files keys requirements from-verl format
+.PHONY: help npu cuda demo test test-fast test-ascend-set test-ascend-core test-ascend-engine check bench ablation \
+  files keys requirements from-verl format
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -36,8 +37,12 @@ ENGINE_TESTS := $(patsubst %,tests/integration/test_%.py,engines weight_sync mer
 # vLLM 0.23's sampler on CPUs loses the seeds of sampled rows beside greedy ones.
 OF_ENGINE := test_vllm_gives or weight_sync or (vllm and not two and not test_greedy_responses)
 
-test-ascend-set: $(ASCEND)/.installed $(ASCEND_VLLM)/.installed ## the training core and vLLM with the newest Ascend set's versions, on this CPU
+test-ascend-set: test-ascend-core test-ascend-engine ## the training core and vLLM with the newest Ascend set's versions, on this CPU
+
+test-ascend-core: $(ASCEND)/.installed
 	$(ASCEND)/bin/python -m pytest $(CORE_TESTS) -k "not ($(NOT_IN_CORE))" --numprocesses 2 --dist loadfile
+
+test-ascend-engine: $(ASCEND_VLLM)/.installed
 	$(ASCEND_VLLM)/bin/python -m pytest $(ENGINE_TESTS) -k "$(OF_ENGINE)"
 
 check: $(INSTALLED) ## format, lint, types, architecture

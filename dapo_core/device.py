@@ -52,6 +52,10 @@ class Device(ABC):
     def memory_bytes(self) -> int | None:
         """Memory of this machine's first device, of a CPU all that processes may use; None where there is none."""
 
+    def variables(self, is_shared: bool) -> dict[str, str]:
+        """What ranks and engines need set, unless it is set; `is_shared`: two processes on one device."""
+        return {}
+
     @abstractmethod
     def prepare(self, environment: MutableMapping[str, str], is_shared: bool) -> None:
         """Set what ranks and engines need, before torch or vLLM read it; `is_shared`: two processes on one device.
@@ -258,16 +262,19 @@ class Npu(Accelerator):
         torch_npu = _import_torch_npu()
         return torch_npu.profiler.profile()
 
+    def variables(self, is_shared: bool) -> dict[str, str]:
+        ports = {"HCCL_HOST_SOCKET_PORT_RANGE": "auto", "HCCL_NPU_SOCKET_PORT_RANGE": "auto"}
+        return {"VLLM_ASCEND_ENABLE_NZ": "0", **(ports if is_shared else {})}
+
     def prepare(self, environment: MutableMapping[str, str], is_shared: bool) -> None:
         super().prepare(environment, is_shared)
-        if environment.setdefault("VLLM_ASCEND_ENABLE_NZ", "0") != "0":
+        for name, value in self.variables(is_shared).items():
+            environment.setdefault(name, value)
+        if environment["VLLM_ASCEND_ENABLE_NZ"] != "0":
             raise ConfigError(
                 f"VLLM_ASCEND_ENABLE_NZ={environment['VLLM_ASCEND_ENABLE_NZ']}: engines cannot take new "
                 "weights in the NZ layout, which every step gives them; set it to 0 or unset it"
             )
-        if is_shared:
-            environment.setdefault("HCCL_HOST_SOCKET_PORT_RANGE", "auto")
-            environment.setdefault("HCCL_NPU_SOCKET_PORT_RANGE", "auto")
 
 
 _DEVICES: dict[str, Device] = {device.kind: device for device in (Cpu(), Cuda(), Npu())}

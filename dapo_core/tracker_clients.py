@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dapo_core.environment import MLFLOW, set_defaults
 from durable import leaves
 from redaction import redact
 
@@ -170,7 +171,7 @@ class MLflow(Client):
     """A run of MLflow at $MLFLOW_TRACKING_URI, else in a database file."""
 
     def __init__(self, place: Place, record: Record, config: Mapping[str, Any]) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when it is imported
+        set_defaults(MLFLOW)
         from mlflow import MlflowClient
 
         place.folder.mkdir(parents=True, exist_ok=True)

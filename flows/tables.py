@@ -248,6 +248,7 @@ def print_run(
 
     `changes` is None when a configuration cannot be read.
     """
+    from tasks.child_environment import by_children
     from tasks.runs.history import artifact_of
 
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -266,6 +267,10 @@ def print_run(
     for label in run.stages:  # below the table, which would cut or fold them
         artifact = artifact_of(run, label)
         console.print(f"{label} {artifact.path if artifact else 'removed, by dapo gc or by hand'}")
+    if run.environment:
+        console.print("Variables that the chain set for its child processes (why: --json):")
+        for children, words in by_children(run.environment).items():
+            console.print(f"  {children}: {words}")
     if report is not None:
         console.print(report["verdict"])
     if before is None:

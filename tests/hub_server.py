@@ -73,7 +73,7 @@ class HubServer(ThreadingHTTPServer):
         self.plain: Files = {}
         self.asked: list[Asked] = []
         self.cut: dict[str, list[int]] = {}
-        self.slow_seconds = 0.0  # per block of content
+        self.held_from: int | None = None  # content from this byte on is not sent as long as this is set
         self.interfere: Callable[[Handler], bool] = lambda handler: False
 
     @property
@@ -228,12 +228,12 @@ class Handler(BaseHTTPRequestHandler):
         cuts = next((cuts for part, cuts in self.server.cut.items() if cuts and part in self.path), [])
         end = min(len(content), begin + cuts.pop(0)) if cuts else len(content)
         for start in range(begin, end, 65536):
+            while self.server.held_from is not None and start >= self.server.held_from:
+                threading.Event().wait(0.02)
             block = content[start : min(start + 65536, end)]
             self.wfile.write(block)
             self.wfile.flush()
             self.row.num_bytes += len(block)
-            if self.server.slow_seconds:
-                threading.Event().wait(self.server.slow_seconds)
         self.close_connection = self.close_connection or end < len(content)
 
     def log_message(self, format: str, *args: object) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 USER, PASSWORD = "dapo", "postgres-password"
-STARTUP_SECONDS = 60.0
+STARTUP_SECONDS = 200.0
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def started_postgres() -> Iterator[str]:
             yield f"postgresql+asyncpg://{USER}:{PASSWORD}@/postgres?host={folder}"
         finally:
             server.send_signal(signal.SIGINT)  # ends connections that are left, unlike SIGTERM
-            server.wait(30)
+            server.wait(200)
     finally:
         shutil.rmtree(folder)
 

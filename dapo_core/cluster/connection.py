@@ -22,6 +22,7 @@ from ray.exceptions import AuthenticationError
 
 from dapo_core.cluster.room import ANSWER_SECONDS, ask_cluster, use_known_token
 from dapo_core.cluster.started import AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH
+from dapo_core.environment import LOOPBACK, RAY, WORKERS, set_defaults
 from dapo_core.errors import ConfigError, WorkerDied
 
 if TYPE_CHECKING:
@@ -31,12 +32,6 @@ logger = logging.getLogger(__name__)
 
 # A socket's path has at most 107 bytes; this is what Ray appends to a folder.
 MAX_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
-# Set for the whole job, so that Ray can use the worker processes that it starts in advance.
-WORKER_ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns: spinning threads would starve each other
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
-LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo"}  # all ranks are on this machine
 _OPTIONS: dict[str, Any] = {"logging_level": "warning", "log_to_driver": True}
 
 
@@ -50,9 +45,7 @@ def connected_to_ray(
     to answer; if `is_quiet`, this process does not show what its workers print.
     Raises ConfigError when a cluster refuses this process, and WorkerDied when Ray does not start or answer.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    set_defaults(RAY)
     address = train.ray_address
     with _private_ray(num_cpus) if address is None else _joined_ray(address, answer_seconds, is_quiet) as folder:
         yield folder
@@ -69,7 +62,7 @@ def _joined_ray(address: str, answer_seconds: float, is_quiet: bool) -> Iterator
     try:
         with _keep_signal_handling():
             options = _OPTIONS | {"log_to_driver": not is_quiet}
-            ray.init(address=address, runtime_env={"env_vars": WORKER_ENVIRONMENT}, **options)
+            ray.init(address=address, runtime_env={"env_vars": WORKERS}, **options)
     except (AuthenticationError, ConnectionError, TimeoutError) as error:
         if isinstance(error, AuthenticationError) or "AuthenticationError" in str(error.__cause__):
             raise ConfigError(
@@ -129,7 +122,7 @@ def _start(folder: Path, num_cpus: int) -> None:
                 address="local",
                 num_cpus=num_cpus,
                 include_dashboard=False,
-                runtime_env={"env_vars": WORKER_ENVIRONMENT | LOOPBACK_ENVIRONMENT},
+                runtime_env={"env_vars": WORKERS | LOOPBACK},
                 _temp_dir=str(folder / "ray"),  # which Ray makes open to all, inside of a folder that is not
                 **_OPTIONS,
             )

@@ -27,6 +27,7 @@ from dapo_core.engines.base import (
     Row,
     read_eos_ids,
 )
+from dapo_core.environment import VLLM_IN_PROCESS, VLLM_PARTS_ON_CPU, VLLM_QUIET, set_defaults
 from dapo_core.errors import ModelError, RolloutError
 
 HEAD = "lm_head.weight"
@@ -167,16 +168,15 @@ def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
 def _start(
     model_path: str | Path, settings: EngineSettings, seed: int, max_tokens: int, part: EnginePart | None
 ) -> Any:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process, so that weights need not be sent
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ |= VLLM_IN_PROCESS
+    set_defaults(VLLM_QUIET)
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         torch._dynamo.config.disable = True  # before vLLM compiles its samplers, which needs a C++ compiler
         torch.set_num_threads(settings.threads)
-        if part is not None:  # else vLLM looks for a NUMA node for each part
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if part is not None:
+            set_defaults(VLLM_PARTS_ON_CPU)
     from vllm import EngineArgs
 
     from dapo_core.engines import vllm_transfer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import reduce
@@ -18,6 +17,7 @@ from torch.profiler import record_function
 from dapo_core.batch import Measured, RankShare
 from dapo_core.checkpoint.shards import Shards
 from dapo_core.device import Device, device_for
+from dapo_core.environment import DETERMINISTIC, set_defaults
 from dapo_core.errors import ModelError
 from dapo_core.loss import LossSums, LossTotals, PolicyLoss, policy_loss
 from dapo_core.model_folder import require_model_folder, weight_names
@@ -71,7 +71,7 @@ class Policy(Profiled):
         self.num_optimizer_steps = 0
         self._searches_left = MOST_SEARCHES if self.train.nan_guard else 0
         if config.run.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+            set_defaults(DETERMINISTIC)
             torch.use_deterministic_algorithms(True)  # operations without a deterministic kernel raise
         self.group = sequence_group(self.train.sequence_parallel)
         self.model_config = load_model_config(model_path, config.model.trust_remote_code)

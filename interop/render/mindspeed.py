@@ -119,7 +119,7 @@ def render(
         command = [str(places.folder / START), *command]
     return Launch(
         argv=tuple(command),
-        env=_environment(ours, trainer),
+        env=environment(tree, trainer),
         files=files,
         overrides=tuple(override(setting.key, setting.value) for setting in settings if setting.origin),
         said=frozenset(name for setting in settings for name in setting.origin.split(", "))
@@ -142,8 +142,9 @@ def _place_of_architectures(ours: Mapping[str, Any]) -> str:
     return f"hydra.searchpath=[file://{Path(source).absolute()}/configs]"
 
 
-def _environment(ours: Mapping[str, Any], trainer: str) -> dict[str, str]:
-    address = ours["train.ray_address"]
+def environment(tree: Mapping[str, Any], trainer: str) -> dict[str, str]:
+    """What the trainer's process gets beside external.env."""
+    address = tree["train"]["ray_address"]
     ray = {} if address is None else {"RAY_ADDRESS": str(address)}
     return {**_ENV, **(_ENV_OF_IMAGES if trainer == "mindspeed-mm" else {}), **ray}
 

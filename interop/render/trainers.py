@@ -15,6 +15,11 @@ def render(trainer: str, tree: Mapping[str, Any], places: verl.Places, version: 
     return mindspeed.render(tree, places, version, trainer)
 
 
+def environment(trainer: str, tree: Mapping[str, Any]) -> dict[str, str]:
+    """What a trainer's process gets beside external.env, for a resolved recipe."""
+    return verl.environment(tree) if trainer == "verl" else mindspeed.environment(tree, trainer)
+
+
 def own_overrides(
     trainer: str, tree: Mapping[str, Any], places: verl.Places, version: str | None = None
 ) -> tuple[str, ...]:

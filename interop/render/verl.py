@@ -106,7 +106,7 @@ def render(tree: Mapping[str, Any], places: Places, version: str | None = None) 
         said |= {"sampler.max_num_gen_batches"}
     return Launch(
         argv=("-m", entry, *megatron, *overrides),
-        env=_environment(tree),
+        env=environment(tree),
         files=_files(tree),
         overrides=overrides,
         said=frozenset(said),
@@ -280,7 +280,8 @@ def _for_megatron(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
     return found
 
 
-def _environment(tree: Mapping[str, Any]) -> dict[str, str]:
+def environment(tree: Mapping[str, Any]) -> dict[str, str]:
+    """What verl's process gets beside external.env."""
     ours = by_name(tree)
     env = {"HYDRA_FULL_ERROR": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "true"}
     if ours["train.device"] == "npu":

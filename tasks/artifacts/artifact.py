@@ -64,6 +64,7 @@ class Output:
 
     metrics: Mapping[str, Any]
     digests: Mapping[str, str]  # relative path -> "ALGORITHM:HEX"
+    environment: Sequence[Mapping[str, Any]] = ()  # variables set for child processes, for the manifest
 
 
 @dataclass(frozen=True, order=True)

@@ -307,6 +307,7 @@ class ArtifactStore:
             "versions": dict(parts.versions),
             "host": platform.node(),
             **times,
+            "environment": list(output.environment),
             "metrics": redacted(output.metrics),
         }
         (partial / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, default=_number) + "\n")

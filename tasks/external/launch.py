@@ -64,10 +64,12 @@ def start_of(config: ChainConfig, inputs: Inputs) -> Start:
     versions, external = trainer_versions(config), config.external
     version = versions.get(config.train.backend) or external.version
     start = _rendered(config, inputs, version, interpreter(external))
-    env = {**start.env, **trainer_env(external)}
-    if job_server(external) is None:  # without an address, a Ray of its own and not one that happens to run here
-        env = {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS") or "local", **env}
-    return replace(start, env=env)
+    return replace(start, env={**own_ray(external), **start.env, **trainer_env(external)})
+
+
+def own_ray(external: ExternalConfig) -> dict[str, str]:
+    """The Ray of a trainer that is told no address: one of its own, and not one that happens to run here."""
+    return {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS") or "local"} if job_server(external) is None else {}
 
 
 def planned_start(config: ChainConfig) -> Start:

@@ -36,6 +36,7 @@ from tasks.processes.supervisor import KILL, STOP
 
 logger = logging.getLogger(__name__)
 
+OUTPUT_AT_ONCE = {"PYTHONUNBUFFERED": "1"}  # else Python keeps the last lines in a buffer
 GRACE_SECONDS = 10.0
 POLL_SECONDS = 0.1
 NUM_ERROR_LINES = 20
@@ -265,7 +266,7 @@ def start_supervisor(
     Prefect's credentials stay with us: no stage talks to its server.
     """
     own = {name: value for name, value in os.environ.items() if not _is_prefect_secret(name)}
-    environment = {"PYTHONUNBUFFERED": "1", **own, **(env or {})}  # else Python keeps the last lines in a buffer
+    environment = {**OUTPUT_AT_ONCE, **own, **(env or {})}
     words = json.dumps({"parent_pid": os.getpid(), **settings})
     with log_path.open("ab") as log:
         return subprocess.Popen(

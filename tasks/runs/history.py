@@ -71,6 +71,7 @@ class RecordedRun:
     stages: Mapping[str, StageRecord]
     error: str | None
     report: Mapping[str, Any] | None  # the headline: before, after, difference, p, n
+    environment: Sequence[Mapping[str, Any]] = ()  # set for child processes: name, value, children, why, stages
 
     def __post_init__(self) -> None:
         if not all(map(_LABEL.fullmatch, self.stages)):  # they also name files of an export
@@ -147,6 +148,7 @@ def read_run(folder: Path) -> RecordedRun:
             stages={label: StageRecord(**values) for label, values in record["stages"].items()},
             error=record.get("error"),
             report=record.get("report"),
+            environment=record.get("environment", ()),
         )
     except OSError as error:
         raise StoreError(

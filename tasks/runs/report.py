@@ -18,6 +18,7 @@ from eval.plots import Plots
 from eval.suite_report import Models, write_suite_report
 from tasks.artifacts.artifact import Artifact, read_manifest
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
+from tasks.child_environment import by_children
 from tasks.config import ChainConfig
 from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import benchmark_sources, eval_sources
@@ -102,6 +103,8 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
         f"{side} {manifest['ended_at'][:16].replace('T', ' ')}, {_words(engines[side])}"
         for side, manifest in manifests.items()
     )
+    given = by_children(row for rows in run.environment.values() for row in rows)
+    environment = "; ".join(f"{children}: {words}" for children, words in given.items())
     model = _model_name(run.config)
     since = since_first_night(run.store.root, run.config.run.name, after.path) if run.flow == NIGHTLY else ""
     return Provenance(
@@ -118,6 +121,7 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
             "run": run.folder.name,
             "code": code_version(),
             "evaluated": "; ".join(evaluated),
+            **({"environment": environment} if environment else {}),
             **({"since the first night": since} if since else {}),
             **({"tracked": tracked} if (tracked := ", ".join(tracked_runs(Path(training.path)))) else {}),
         },

@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,9 +24,10 @@ from dapo_core.reward.routing import require_scorers
 from durable import locked, write_atomically
 from eval.problems.prompts import find_template
 from redaction import redacted
-from tasks.artifacts.artifact import Artifact, StoreError
+from tasks.artifacts.artifact import Artifact, Output, StoreError
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
 from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore, Build
+from tasks.child_environment import Rows, child_environment, of_stages
 from tasks.config import ChainConfig
 from tasks.data.sources import all_sources, source_files
 from tasks.links import Link, link_of
@@ -58,6 +59,7 @@ class Run:
     flow: str  # dapo-full, or the name of the one stage that is run
     forced: frozenset[str] = frozenset()  # labels of stages that are built although the store has them
     stages: dict[str, StageRecord] = field(default_factory=dict)
+    environment: dict[str, Rows] = field(default_factory=dict)  # by stage, also of a cached one
     started_at: float = field(default_factory=time.time)
     outcome: dict[str, Any] = field(default_factory=lambda: {"state": "running"})
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
@@ -117,13 +119,20 @@ class Run:
         """
         started = time.monotonic()
         is_forced = label in self.forced and label not in self.stages
+        link = link_of(self.config, label)
+
+        def build_and_list(folder: Path) -> Output:
+            built = build(folder)
+            output = built if isinstance(built, Output) else Output(built, {})
+            return replace(output, environment=child_environment(link, output.metrics, os.environ))
+
         with _speaking_of(label):
             is_kept = False
             while not is_kept:
                 artifact, cached = self.store.produce(
                     key,
-                    build,
-                    resumable=link_of(self.config, label).stage.is_resumable,
+                    build_and_list,
+                    resumable=link.stage.is_resumable,
                     force=is_forced,
                     waiting=clock_stopped(),
                 )
@@ -151,6 +160,7 @@ class Run:
     def _keep(self, label: str, artifact: Artifact, cached: bool, seconds: float) -> None:
         """Record and link the artifact, so that garbage collection keeps it."""
         self.stages[label] = StageRecord(cached, seconds, artifact.path, artifact.key, artifact.digest)
+        self.environment[label] = artifact.manifest().get("environment", [])  # none of an earlier version
         link = self.folder / label
         link.unlink(missing_ok=True)  # of an attempt that was removed
         link.symlink_to(os.path.relpath(artifact.path, self.folder))  # so that a store can be moved
@@ -168,6 +178,7 @@ class Run:
             "started_at": self.started_at,
             "seconds": time.time() - self.started_at,
             "stages": {label: vars(stage) for label, stage in self.stages.items()},
+            "environment": of_stages(self.environment),
             **self.outcome,
         }
         write_atomically(self.folder / RECORD_FILE, json.dumps(record, indent=2))

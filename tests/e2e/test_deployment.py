@@ -99,7 +99,9 @@ def power_cut(site: Site) -> PowerCut:
 
     paused = {chain: False, training: False}
     for flow_run in paused:
-        site.wait_for("the run's process is there", lambda flow_run=flow_run: site.flow_process(flow_run), 120)
+        site.wait_for(
+            "the run's process is there", lambda flow_run=flow_run: site.flow_process(flow_run), CHAIN_SECONDS
+        )
     site.wait_for("an evaluation and a training are under way", are_both_paused, CHAIN_SECONDS)
     assert len(site.end_everything()) > 10
     answers = lines_in(site.store, "evaluate_model/*/*.partial/results.jsonl")
@@ -143,7 +145,7 @@ def test_after_a_power_cut_no_answered_item_is_asked_again(power_cut: PowerCut, 
 
 def test_runs_that_died_with_the_machine_become_crashed(site: Site, power_cut: PowerCut, chain: Finished) -> None:
     for flow_run in power_cut.flow_runs:
-        state = site.wait_until_final(flow_run, 120)
+        state = site.wait_until_final(flow_run, CHAIN_SECONDS)
         assert state["type"] == "CRASHED"
         assert "No heartbeat" in state["message"]
 

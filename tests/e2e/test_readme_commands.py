@@ -85,7 +85,7 @@ def served_log_probs(url: str, batch: Batch) -> list[list[float]]:
         ids = batch.token_ids[row, : num_prompt + int(batch.response_lengths[row])].tolist()
         question = {"model": "policy", "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
         answer = httpx.post(
-            url, json=question, headers={"Authorization": "Bearer secret"}, timeout=60, trust_env=False
+            url, json=question, headers={"Authorization": "Bearer secret"}, timeout=300, trust_env=False
         )
         shown = answer.raise_for_status().json()["choices"][0]["prompt_logprobs"]
         served.append([shown[place][str(ids[place])]["logprob"] for place in range(num_prompt, len(ids))])

@@ -20,6 +20,7 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server: ArithmeticServer
+    number = 0  # of its request among all, from 1; others may have come when a test looks at `server.requests`
 
     def setup(self) -> None:
         super().setup()
@@ -42,6 +43,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.asked[prompt] += 1
             attempt = self.server.asked[prompt]
             self.server.requests.append((self.path, self.headers.get("Authorization"), body))
+            self.number = len(self.server.requests)
             self.server.in_flight += 1
             self.server.most_in_flight = max(self.server.most_in_flight, self.server.in_flight)
         try:

@@ -75,9 +75,10 @@ def test_a_signal_ends_an_evaluation_whenever_it_comes(
     stop_at, due = 0, threading.Semaphore(0)
 
     def kill_or_hold(handler: Handler, prompt: str, attempt: int) -> bool:
-        if len(server.requests) >= stop_at and due.acquire(blocking=False):
+        if handler.number >= stop_at and due.acquire(blocking=False):
             os.kill(os.getpid(), signal.SIGTERM)
-        return prompt == "1499 + 1 = ?" and release.wait(FAR)
+        is_late = handler.number >= stop_at + 30  # the signal takes a while, in which not all may be answered
+        return (is_late or prompt == "1499 + 1 = ?") and release.wait(FAR)
 
     def evaluate_and_kill() -> None:
         due.release()

@@ -97,7 +97,7 @@ def _held_writes() -> Iterator[threading.Event]:
     may_write, write_data = threading.Event(), _Writer.write_data
 
     def held(*arguments: Any) -> Any:
-        assert may_write.wait(60)
+        assert may_write.wait(300)
         return write_data(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -18,7 +18,7 @@ from tasks.nodes.inventory import Inventory
 from tasks.nodes.reach import Answer, ask
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-START_SECONDS = 20.0
+START_SECONDS = 200.0
 
 
 @pytest.fixture(scope="module")

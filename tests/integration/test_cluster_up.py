@@ -321,7 +321,7 @@ def test_the_preflight_names_the_pair_of_hosts_that_a_port_is_closed_between(
             [*command, f"{first.address}:{PORT}", str(tmp_path)],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
     [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")] or [done.stderr]

@@ -33,7 +33,6 @@ from dapo_core.cluster.start import Cluster, start_cluster
 from dapo_core.data import Prompt
 from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
 from dapo_core.rollout import GroupRequest
-from dapo_core.weight_sync import publish_weights
 from flows.config import Config
 from tasks.processes.supervisor import descendants
 from tests.batches import random_batch
@@ -213,7 +212,3 @@ def test_a_dead_process_is_named_and_can_be_restarted(ray_address: str, world: W
         assert cluster.rollouts.num_in_flight > 0
         with killed_within(ray.get(cluster.rollouts.workers[0].place.remote())):
             take_groups(cluster.rollouts)
-    with ExitStack() as stack:
-        cluster = stack.enter_context(left_after_a_death(config, world.model, "rollout worker 0 of 1"))
-        stack.enter_context(killed_within(ray.get(cluster.rollouts.workers[0].place.remote())))
-        publish_weights(cluster, 0)

@@ -33,7 +33,7 @@ NAMES = [
     "prepare-data",
     "train-policy",
 ]
-SCHEDULE_SECONDS = 90.0
+SCHEDULE_SECONDS = 300.0
 WRONG = [
     ("config", "configs/arith_cpu.json"),
     ("overrides", "run.seed=2"),

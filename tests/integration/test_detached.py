@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +27,9 @@ from tasks.processes.child import ChildProcessFailed
 from tasks.processes.detached import DetachOptions, Record, attach_or_start, read_record
 from tasks.retries import is_lasting, shortened
 from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
+from tests.sources import Clock
 
-OPTIONS = DetachOptions(unwatched_seconds=60.0, stop_seconds=10.0, grace_seconds=0.5)
+OPTIONS = DetachOptions(unwatched_seconds=300.0, stop_seconds=300.0, grace_seconds=0.5)
 
 # Says "tick" until the file exists, then ends.
 TICKER = """
@@ -38,13 +40,16 @@ TICKER = """
     print("last words")
     sys.exit(int(sys.argv[2]))
 """
-# At SIGTERM says whether its helper, of the same process group, was left alone, and ends a little later.
+# At SIGTERM says whether its helper, of the same process group, was left alone, and ends a little later, or once
+# the file exists.
 SAVER = """
     import os, signal, sys, time
     if (helper := os.fork()) == 0:
         signal.pause()
     def save(*_):
         time.sleep(0.3)
+        while len(sys.argv) > 1 and not os.path.exists(sys.argv[1]):
+            time.sleep(0.02)
         print("helper", "gone" if os.waitpid(helper, os.WNOHANG)[0] else "there", flush=True)
         os._exit(143)
     signal.signal(signal.SIGTERM, save)
@@ -94,7 +99,7 @@ def stem(tmp_path: Path) -> Iterator[Path]:
 
 def start_parent(stem: Path, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
     """Starts a process that runs the command, and waits for its first line."""
-    options = {"unwatched_seconds": 60.0, "stop_seconds": 10.0, "grace_seconds": 0.5, **options}
+    options = {"unwatched_seconds": 300.0, "stop_seconds": 300.0, "grace_seconds": 0.5, **options}
     words = [str(stem), json.dumps(options), json.dumps(command)]
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT), *words], stderr=subprocess.PIPE)
     wait_until(lambda: stem.with_suffix(".log").exists() and log_of(stem) != "", "the command's first line")
@@ -167,9 +172,34 @@ def test_unwatched_it_stops_in_order_and_the_next_run_starts_it_again(stem: Path
     assert outcome_of(stem) == (supervisor.UNWATCHED, 143)
     assert "not watched for 1.5 s: stopping the command" in log_of(stem)
     assert "helper there" in log_of(stem)
-    # Watched it goes on for longer than that.
-    code = "import time; time.sleep(1.8); print('end')"
-    assert run(stem, python(code), dataclasses.replace(OPTIONS, unwatched_seconds=1.5)) == ["end"]
+
+
+def test_watched_it_goes_on(stem: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detached, "TOUCH_SECONDS", 0.1)
+    record = stem.with_suffix(supervisor.RECORD_SUFFIX)
+    code = """
+        import os, sys, time
+        touched = set()
+        while len(touched) < 4:
+            touched.add(os.stat(sys.argv[1]).st_mtime_ns)
+            time.sleep(0.02)
+        print("watched")
+    """
+    assert run(stem, python(code, record)) == ["watched"]
+    clock = Clock()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", clock)
+        detached_by = {"stem": str(stem), "unwatched_seconds": 1.5}
+        watching = supervisor.Supervisor([], os.getpid(), 0.5, 10.0, None, detached_by)
+        for touch in range(5):
+            os.utime(record, ns=(touch, touch))
+            watching._look_for_watchers(stem)
+            clock.now += 1.4
+            watching._look_for_watchers(stem)
+            assert watching.stopping == ""
+        clock.now += 0.2
+        watching._look_for_watchers(stem)
+    assert watching.stopping == supervisor.UNWATCHED
 
 
 def test_with_no_time_unwatched_it_ends_with_its_parent(stem: Path) -> None:
@@ -227,16 +257,16 @@ def test_a_signal_of_somebody_else_stops_it_and_no_retry_undoes_that(stem: Path,
 
 def test_what_does_not_stop_in_time_is_killed(stem: Path) -> None:
     with pytest.raises(Cancelled):
-        run(stem, python(STUBBORN), DetachOptions(60.0, stop_seconds=0.3, grace_seconds=0.3), on_line=cancel)
-    assert record_of(stem).exit_code == -signal.SIGKILL
+        run(stem, python(STUBBORN), DetachOptions(300.0, stop_seconds=2.0, grace_seconds=2.0), on_line=cancel)
+    assert outcome_of(stem)[1] == -signal.SIGKILL
     assert log_of(stem).count("SIGTERM") >= 2  # alone, then with its process group
 
 
 def test_a_second_interrupt_kills_it(stem: Path) -> None:
     parent = start_parent(stem, python(STUBBORN), stop_seconds=300.0, grace_seconds=300.0)
     parent.send_signal(signal.SIGINT)
-    later = time.monotonic() + ECHO_SECONDS + 0.2
     wait_until(lambda: "SIGTERM" in log_of(stem), "the request to arrive")
+    later = time.monotonic() + ECHO_SECONDS + 0.2
     wait_until(lambda: time.monotonic() > later, "a second interrupt to be one")
     assert "KeyboardInterrupt" in end(parent, signal.SIGINT)
     assert outcome_of(stem)[1] == -signal.SIGKILL
@@ -246,10 +276,12 @@ def test_what_takes_long_to_stop_is_left_to_its_supervisor_and_waited_for(
     stem: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(detached, "STOP_WAIT_SECONDS", 0.1)
-    end(start_parent(stem, python(SAVER.replace("sleep(0.3)", "sleep(1.5)"))), signal.SIGKILL)
+    may_end = stem.with_suffix(".end")
+    end(start_parent(stem, python(SAVER, may_end)), signal.SIGKILL)
     with pytest.raises(Cancelled):
         run(stem, STARTED_AGAIN, on_line=cancel)
-    assert f"train ({record_of(stem)}) ends within flow.stop_seconds=10" in caplog.text
+    assert f"train ({record_of(stem)}) ends within flow.stop_seconds=300" in caplog.text
+    threading.Timer(0.5, may_end.touch).start()
     assert run(stem, STARTED_AGAIN) == ["started again"]  # does not attach to what is being stopped
     assert 0 < log_of(stem).index("helper there") < log_of(stem).index("started again")
 

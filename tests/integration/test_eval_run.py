@@ -31,10 +31,12 @@ from eval.run import evaluate
 from tasks.evaluation_settings import served_model_identity
 from tasks.serve_model.failure import ServeError
 from tests.integration.arithmetic_server import ArithmeticServer, Behaviour, Handler, make_set, running
+from tests.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = Sampling(max_tokens=64, temperature=0.0, top_p=0.9, seed=7)
-LIMITS = Limits(concurrency=8, timeout_seconds=5.0, max_attempts=4, backoff_seconds=0.01, outage_seconds=0.1)
+FAR = 200.0  # more than any machine stalls
+LIMITS = Limits(concurrency=8, timeout_seconds=FAR, max_attempts=4, backoff_seconds=0.01, outage_seconds=0.1)
 
 
 @pytest.fixture
@@ -193,9 +195,9 @@ def test_a_server_that_dies_for_good_leaves_what_it_answered(
     endpoints: list[Endpoint], server: ArithmeticServer, tmp_path: Path
 ) -> None:
     def die(handler: Handler, prompt: str, attempt: int) -> bool:
-        if len(server.requests) == 30:
+        if handler.number == 30:
             server.socket.close()
-        return len(server.requests) >= 30 and handler.drop()
+        return handler.number >= 30 and handler.drop()
 
     server.behave = die
     with pytest.raises(EvaluationError, match=r"0 of 90 requests .* not sent .*ClientConnectorError"):
@@ -297,11 +299,12 @@ def command(folder: Path, urls: list[str], count: int, *settings: str) -> list[s
 def test_an_evaluation_that_is_ended_continues_without_asking_again(
     server: ArithmeticServer, tmp_path: Path, end: signal.Signals
 ) -> None:
-    half = threading.Event()
+    half, held = threading.Event(), threading.Semaphore(0)
 
     def hold(handler: Handler, prompt: str, attempt: int) -> bool:
-        if len(server.requests) >= 24 and not half.is_set():
-            half.wait(120)  # until the process has ended
+        if handler.number >= 24 and not half.is_set():
+            held.release()
+            half.wait(FAR)  # until the process has ended
         return False
 
     server.behave = hold
@@ -312,14 +315,16 @@ def test_an_evaluation_that_is_ended_continues_without_asking_again(
     lines = iter(process.stdout.readline, "")
     done = (re.match(r"(\d+) of 60 items done", line) for line in lines)  # no terminal: a log line every tenth
     assert any(match and int(match[1]) >= 18 for match in done)
+    assert all(held.acquire(timeout=FAR) for _ in range(4))
+    wait_until(lambda: len(read_rows(output)) == 23, "every answer to be written")
     process.send_signal(end)
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=FAR)[0]
     half.set()
     assert "Traceback" not in said
     assert process.returncode == (-signal.SIGKILL if end == signal.SIGKILL else 130), said
     finished = {identity for identity, _ in read_rows(output)}
-    assert 18 <= len(finished) < 60
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert len(finished) == 23
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=FAR)
     assert done.returncode == 0, done.stderr
     assert f"continuing, {len(finished)} of 60" in done.stdout
     assert len(read_rows(output)) == 60
@@ -347,8 +352,8 @@ def test_a_terminal_shows_a_bar_and_a_request_that_never_returns_ends_with_its_t
     import pty
 
     release = threading.Event()
-    server.behave = lambda handler, prompt, attempt: prompt.startswith("7 ") and release.wait(60)
-    words = command(tmp_path, [server.url], 60, "evaluate.request_timeout_seconds=1")
+    server.behave = lambda handler, prompt, attempt: prompt.startswith("7 ") and release.wait(FAR)
+    words = command(tmp_path, [server.url], 60, "evaluate.request_timeout_seconds=10")
     controller, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(words, cwd=ROOT, stdout=terminal, stderr=terminal, env=environment)
@@ -358,11 +363,11 @@ def test_a_terminal_shows_a_bar_and_a_request_that_never_returns_ends_with_its_t
         while chunk := os.read(controller, 4096):
             shown += chunk
     os.close(controller)
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=FAR) == 1
     release.set()
     for expected in (b"60/60", b"tokens/s", b"left:", b"1 of 60 requests"):
         assert expected in shown
     rows = read_rows(tmp_path / "out")
     assert {row.id for row in rows.values() if row.verdict == "request_failed"} == {"row-7"}
-    assert (rows["row-7", 0].failure, len(rows)) == ("no answer within 1 s", 60)
-    assert rows["row-7", 0].seconds < 30  # of the 60 that it hangs
+    assert (rows["row-7", 0].failure, len(rows)) == ("no answer within 10 s", 60)
+    assert rows["row-7", 0].seconds < FAR  # as long as it hangs

@@ -7,8 +7,8 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,33 +29,59 @@ from flows.cli import app
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS = Limits(concurrency=2, timeout_seconds=5.0, max_attempts=2, backoff_seconds=0.01, outage_seconds=0.1)
+FAR = 200.0  # more than any machine stalls
+LIMITS = Limits(concurrency=2, timeout_seconds=2 * FAR, max_attempts=2, backoff_seconds=0.01, outage_seconds=0.1)
 LONG, SHORT = 1000, 0  # the first problem of each set
-LONG_SECONDS, SHORT_SECONDS = 0.4, 0.02
+LONG_SECONDS, SHORT_SECONDS = 0.4, 0.02  # of simulated time
 
 
-@dataclass
-class Record:
-    """When a server had which problem in work."""
+@dataclass(eq=False)
+class Held:
+    """A request that a server has in work."""
 
-    spans: list[tuple[float, float, int]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    server: ArithmeticServer
+    number: int  # of its problem
+    begin: float
+    end: float
+    may_end: threading.Event = field(default_factory=threading.Event)
 
-    def behave(self, handler: Handler, prompt: str, attempt: int) -> bool:
-        """Take long for a long problem."""
-        began, number = time.monotonic(), int(prompt.split()[0])
-        time.sleep(LONG_SECONDS if number >= LONG else SHORT_SECONDS)
-        with self.lock:
-            self.spans.append((began, time.monotonic(), number))
+
+class Simulation:
+    """Servers whose requests end in the order of a simulated clock, each once every server has all it may have."""
+
+    def __init__(self, servers: list[ArithmeticServer], num_requests: int) -> None:
+        self.begun: list[Held] = []
+        self._servers, self._num_requests = servers, num_requests
+        self._now = 0.0
+        self._in_work: list[Held] = []
+        self._changed = threading.Condition()
+        for server in servers:
+            server.behave = self._hold
+
+    def _hold(self, handler: Handler, prompt: str, attempt: int) -> bool:
+        number = int(prompt.split()[0])
+        with self._changed:
+            end = self._now + (LONG_SECONDS if number >= LONG else SHORT_SECONDS)
+            held = Held(handler.server, number, self._now, end)
+            self.begun.append(held)
+            self._in_work.append(held)
+            self._changed.notify()
+        held.may_end.wait(FAR)
         return False
 
-    def longest_pause(self, until: float) -> float:
-        """Most seconds in a row without any request, between the first one's begin and `until`."""
-        longest, busy_until = 0.0, min(begin for begin, _, _ in self.spans)
-        for begin, end, _ in sorted(self.spans):
-            longest = max(longest, min(begin, until) - busy_until)
-            busy_until = max(busy_until, end)
-        return longest
+    def _is_busy(self) -> bool:
+        in_work = [sum(held.server is server for held in self._in_work) for server in self._servers]
+        return len(self.begun) == self._num_requests or min(in_work) == LIMITS.concurrency
+
+    def run(self) -> None:
+        """Answer every request. Fails when a server is left idle."""
+        for _ in range(self._num_requests):
+            with self._changed:
+                assert self._changed.wait_for(self._is_busy, FAR), "a server is idle while requests are left"
+                first = min(self._in_work, key=lambda held: held.end)
+                self._in_work.remove(first)
+                self._now = first.end
+            first.may_end.set()
 
 
 @pytest.fixture
@@ -94,23 +120,19 @@ def endpoints(servers: list[ArithmeticServer]) -> list[Endpoint]:
 def test_no_server_is_idle_while_requests_of_any_benchmark_are_left(
     servers: list[ArithmeticServer], tmp_path: Path
 ) -> None:
-    records = [Record(), Record()]
-    for server, record in zip(servers, records, strict=True):
-        server.behave = record.behave
-    progress: list[tuple[int, int]] = []
-    short, long = evaluate_all(
-        suite(tmp_path), endpoints(servers), limits=LIMITS, on_progress=lambda *done: progress.append(done)
-    )
+    simulation, progress = Simulation(servers, 56), list[tuple[int, int]]()
+    with ThreadPoolExecutor(1) as threads:
+        served = threads.submit(simulation.run)
+        short, long = evaluate_all(
+            suite(tmp_path), endpoints(servers), limits=LIMITS, on_progress=lambda *done: progress.append(done)
+        )
+        served.result()
     assert (short.n, short.accuracy, long.n, long.num_samples) == (40, 1.0, 16, 2)
     assert progress[-1] == (56, 56)
-    spans = sorted(span for record in records for span in record.spans)
-    numbers = [number >= LONG for _, _, number in spans]
-    assert numbers.index(False) >= 16, "a short problem was asked before the last long one"
-    last_begin = spans[-1][0]
-    for record in records:
-        assert record.longest_pause(last_begin) < LONG_SECONDS / 2
+    is_long = [held.number >= LONG for held in simulation.begun]
+    assert is_long == [True] * 16 + [False] * 40, "a short problem was asked before the last long one"
     # The short ones fill what the last long ones leave: asked in the order of the suite, these would end alone.
-    assert max(end for _, end, _ in spans) - last_begin < LONG_SECONDS
+    assert max(held.end for held in simulation.begun) - simulation.begun[-1].begin < LONG_SECONDS
     bodies = [body for server in servers for _, _, body in server.requests]
     assert {(body["max_tokens"], body["temperature"]) for body in bodies} == {(16, 0.0), (512, 0.6)}
 
@@ -155,12 +177,13 @@ def test_a_benchmark_that_fails_costs_the_others_nothing_and_one_added_later_ask
 def test_a_killed_suite_asks_only_what_is_missing_and_a_set_added_later_only_its_own(
     servers: list[ArithmeticServer], tmp_path: Path
 ) -> None:
-    half = threading.Event()
+    half, held = threading.Event(), threading.Semaphore(0)
     server = servers[0]
 
     def hold(handler: Handler, prompt: str, attempt: int) -> bool:
-        if len(server.requests) >= 30 and not half.is_set():
-            half.wait(120)  # until the process has ended
+        if handler.number >= 30 and not half.is_set():
+            held.release()
+            half.wait(FAR)  # until the process has ended
         return False
 
     server.behave = hold
@@ -192,8 +215,9 @@ def test_a_killed_suite_asks_only_what_is_missing_and_a_set_added_later_only_its
     assert process.stdout is not None
     done_counts = (re.search(r"(\d+) of 50 items done", line) for line in iter(process.stdout.readline, ""))
     assert any(match is not None and int(match[1]) >= 20 for match in done_counts)
+    assert all(held.acquire(timeout=FAR) for _ in range(2))  # no other request is on its way
     process.kill()
-    process.communicate(timeout=120)
+    process.communicate(timeout=FAR)
     finished = {(name, key) for name in ("short", "long") for key in read_rows(tmp_path / "out" / name)}
     assert 20 <= len(finished) < 50
     num_long = sum(name == "long" for name, _ in finished)
@@ -202,7 +226,7 @@ def test_a_killed_suite_asks_only_what_is_missing_and_a_set_added_later_only_its
 
     half.set()
     server.asked.clear()
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=FAR)
     assert done.returncode == 0, done.stderr
     assert f"{tmp_path / 'out' / 'short'}: accuracy 100.0% of 30" in done.stdout
     assert server.asked.total() == 50 - len(finished)
@@ -211,7 +235,7 @@ def test_a_killed_suite_asks_only_what_is_missing_and_a_set_added_later_only_its
     tree["evaluate"]["benchmarks"].append(str(tmp_path / "later.json"))
     recipe.write_text(json.dumps(tree))
     server.asked.clear()
-    assert subprocess.run(words, cwd=ROOT, capture_output=True, timeout=60).returncode == 0
+    assert subprocess.run(words, cwd=ROOT, capture_output=True, timeout=FAR).returncode == 0
     assert sorted(server.asked) == ["500 + 1 = ?", "501 + 1 = ?", "502 + 1 = ?"]
     assert list(read_suite(tmp_path / "out")) == ["short", "long", "later"]
 

@@ -188,7 +188,7 @@ def test_ranks_are_packed_by_node_and_an_engine_is_on_one(
 ) -> None:
     config = load_config(recipe, overrides)
     train, rollout, device = config.train, config.rollout, device_for(config.train.device)
-    places = place_roles(config, device, groups, max_seconds=30)
+    places = place_roles(config, device, groups, max_seconds=300)
     parts = [part for engine in places.engines for part in engine]
     assert len(places.ranks) == train.num_ranks
     assert [len(engine) for engine in places.engines] == [rollout.num_devices // rollout.num_workers] * len(
@@ -208,7 +208,7 @@ def test_ranks_are_packed_by_node_and_an_engine_is_on_one(
 
 def test_devices_that_are_missing_are_waited_for(nodes: Cluster, groups: list[PlacementGroup]) -> None:
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(reserve, Demand(1, {"CPU": 1, "late": 1}), groups, 60)
+        waiting = pool.submit(reserve, Demand(1, {"CPU": 1, "late": 1}), groups, 300)
         nodes.add_node(num_cpus=1, resources={"late": 1})
         place = waiting.result()[0]
     late = [node["NodeID"] for node in ray.nodes() if "late" in node["Resources"]]
@@ -233,7 +233,7 @@ def test_a_node_without_the_files_is_named(nodes: Cluster, shared: Path, world: 
 def test_a_stage_is_on_one_node_and_an_engine_may_be_on_several(groups: list[PlacementGroup]) -> None:
     rollout = {"engine": "vllm", "num_workers": 2, "tensor_parallel": DEVICES["NPU"] // 2, "pipeline_parallel": 3}
     config = config_of(train={"device": "npu", "num_ranks": 8, "mini_prompts": 4}, rollout=rollout)
-    places = place_roles(config, device_for("npu"), groups, max_seconds=30)
+    places = place_roles(config, device_for("npu"), groups, max_seconds=300)
     assert len(places.engines) == 2
     size = config.rollout.tensor_parallel
     for parts in places.engines:

@@ -102,9 +102,12 @@ def test_a_killed_parent_leaves_no_orphan_and_the_next_attempt_waits_for_the_end
     folder = folder_of(members["command"][0])
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / str(uuid.uuid4())))  # as vLLM names them
+    [its_supervisor] = psutil.Process(parent.pid).children()
+    its_supervisor.suspend()  # so that the next attempt comes before it has ended anything
     parent.kill()
     parent.communicate()
-    assert "stubborn" in living(members)  # in its second of grace
+    assert living(members) == TREE_NAMES
+    threading.Timer(0.5, its_supervisor.resume).start()
     alive_at_start: list[set[str]] = []
     run_command(
         python("print('next attempt')"),
@@ -121,21 +124,22 @@ def test_a_killed_parent_leaves_no_orphan_and_the_next_attempt_waits_for_the_end
 def test_an_interrupt_ends_the_tree_and_a_second_one_does_not_wait(tmp_path: Path) -> None:
     parent = start_parent(tmp_path, grace_seconds=300.0)
     below = psutil.Process(parent.pid).children(recursive=True)
-    began = time.monotonic()
     parent.send_signal(signal.SIGINT)
     wait_until(lambda: living(read_members(tmp_path)) == {"stubborn"}, "all but the stubborn to end")
+    began = time.monotonic()
     wait_until(lambda: time.monotonic() > began + ECHO_SECONDS + 0.2, "a second interrupt to be one")
     parent.send_signal(signal.SIGINT)
     assert b"KeyboardInterrupt" in parent.communicate(timeout=DEADLINE_SECONDS)[1]
     wait_until(lambda: all_gone(below), "all to end")
 
 
-# At SIGTERM takes a moment to end in order.
+# At SIGTERM ends in order, once a file exists.
 TIDY = """
-    import os, signal, time
+    import os, signal, sys, time
     def tidy(*_):
         print("ending", flush=True)
-        time.sleep(0.5)
+        while not os.path.exists(sys.argv[1]):
+            time.sleep(0.02)
         print("in order", flush=True)
         os._exit(143)
     signal.signal(signal.SIGTERM, tidy)
@@ -144,15 +148,17 @@ TIDY = """
 """
 INTERRUPTED = """
     import json, sys
+    from tasks.processes import child
     from tasks.processes.child import background_command, run_command
+    child.ECHO_SECONDS = 300.0
     log, command = sys.argv[1], json.loads(sys.argv[2])
     try:
         if len(sys.argv) > 3:
-            with background_command(command, log_path=log, label="tidy"):
+            with background_command(command, log_path=log, label="tidy", grace_seconds=300.0):
                 while "up" not in open(log).read():
                     pass
         else:
-            run_command(command, log_path=log, label="tidy")
+            run_command(command, log_path=log, label="tidy", grace_seconds=300.0)
         print("went on")
     except KeyboardInterrupt:
         print("interrupted")
@@ -164,8 +170,8 @@ def test_an_interrupt_early_in_the_end_does_not_hurry_it_and_is_not_lost(
     tmp_path: Path, ends_anyway: bool
 ) -> None:
     """It may be the first one repeated; or, in a block that ends anyway, the first."""
-    log = tmp_path / "log"
-    words = [str(log), json.dumps(python(TIDY)), *(["block"] if ends_anyway else [])]
+    log, may_end = tmp_path / "log", tmp_path / "may_end"
+    words = [str(log), json.dumps(python(TIDY, may_end)), *(["block"] if ends_anyway else [])]
     command = [sys.executable, "-c", textwrap.dedent(INTERRUPTED), *words]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     wait_until(lambda: log.exists() and "up" in log.read_text(), "the command to be up")
@@ -173,6 +179,7 @@ def test_an_interrupt_early_in_the_end_does_not_hurry_it_and_is_not_lost(
         parent.send_signal(signal.SIGINT)
     wait_until(lambda: "ending" in log.read_text(), "the command to end")
     parent.send_signal(signal.SIGINT)
+    may_end.touch()
     assert parent.communicate(timeout=DEADLINE_SECONDS)[0].decode().split() == ["interrupted"]
     assert "in order" in log.read_text()
 
@@ -344,11 +351,20 @@ def test_the_private_prefect_server_of_a_run_gets_its_password(
 
 
 def test_a_log_that_a_rotation_cuts_is_followed_from_its_new_beginning(tmp_path: Path) -> None:
-    log, lines = tmp_path / "log", list[str]()
-    code = (
-        "import os, sys, time\nprint('before ' * 100, flush=True)\ntime.sleep(1)\nos.truncate(sys.argv[1], 0)\n"
-        "print('after', flush=True)\n"
-    )
-    run_command([sys.executable, "-c", code, str(log)], log_path=log, label="job", on_line=lines.append)
+    log, lines, seen = tmp_path / "log", list[str](), tmp_path / "seen"
+    code = """
+        import os, sys, time
+        print("before " * 100, flush=True)
+        while not os.path.exists(sys.argv[2]):
+            time.sleep(0.02)
+        os.truncate(sys.argv[1], 0)
+        print("after", flush=True)
+    """
+
+    def on_line(line: str) -> None:
+        lines.append(line)
+        seen.touch()
+
+    run_command(python(code, log, seen), log_path=log, label="job", on_line=on_line)
     assert lines[0].startswith("before")
     assert lines[-1] == "after"

@@ -59,7 +59,7 @@ def _start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[s
 
 
 def _result(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     return output
 
 

@@ -93,7 +93,7 @@ def test_a_planted_file_does_not_run(planted: Path, marker: Path, what: str) -> 
 
 def test_a_planted_file_does_not_run_in_a_server(planted: Path, marker: Path) -> None:
     command = serve_command(planted, resolve_config(settings()).served, port=1)
-    result = subprocess.run(command, input="y\n" * 100, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, input="y\n" * 100, capture_output=True, text=True, timeout=300, check=False)
     assert "trust_remote_code" in result.stdout + result.stderr
     assert result.returncode != 0
     assert not marker.exists()

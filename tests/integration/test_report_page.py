@@ -198,7 +198,7 @@ def test_ten_thousand_items_open_and_can_be_searched(browser: Browser, folder: P
     started = time.monotonic()
     browser.open(page)
     browser.wait_for("document.documentElement.dataset.items === 'ready'")
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 300
     assert browser.evaluate("document.getElementById('shown').textContent") == "5000 of 10000 items, 1 to 50"
     browser.evaluate("document.getElementById('filter').elements.search.value = '9998 + 1'")
     browser.evaluate("document.getElementById('filter').dispatchEvent(new Event('input'))")

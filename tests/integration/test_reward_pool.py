@@ -23,7 +23,7 @@ from tests.processes import wait_until
 from tests.tiny_models import tiny_tokenizer
 
 Make = Callable[..., RewardPool]
-FAR = 60.0
+FAR = 240.0
 TOKENIZER = tiny_tokenizer()
 
 USER_FILE = """
@@ -108,7 +108,7 @@ def test_a_users_file_scores_what_it_is_given(make: Make, capfd: pytest.CaptureF
 
 @pytest.mark.parametrize("what", ["sleep", "regex"])
 def test_a_call_without_end_costs_one_time_out(make: Make, what: str, caplog: pytest.LogCaptureFixture) -> None:
-    pool = make(timeout_seconds=1.0, num_processes=2)
+    pool = make(timeout_seconds=4.0, num_processes=2)
     before = pool.pids
     for index in range(20):
         pool.submit(str(index), request(what if index == 5 else "fine", "fine"))
@@ -117,9 +117,9 @@ def test_a_call_without_end_costs_one_time_out(make: Make, what: str, caplog: py
     assert scores.pop("5") == Score(0.0, "timeout")
     assert set(scores.values()) == {Score(4.0, "right", "0", 1.0)}
     assert len(scores) == 19
-    assert 1.0 <= time.monotonic() - started < 20  # once the limit, not nineteen times
+    assert 4.0 <= time.monotonic() - started < 4 * 19  # once the limit, not nineteen times
     assert len(pool.pids & before) == 1  # the other process was left alone
-    assert f"took longer than reward.timeout_seconds=1; the response ends in '{what}'" in caplog.text
+    assert f"took longer than reward.timeout_seconds=4; the response ends in '{what}'" in caplog.text
 
 
 def test_a_failed_call_is_an_error_and_costs_no_other(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -148,11 +148,11 @@ def test_a_failed_call_is_an_error_and_costs_no_other(make: Make, caplog: pytest
 
 
 def test_finished_waits_no_longer_than_it_may(make: Make) -> None:
-    pool = make(timeout_seconds=30)
+    pool = make(timeout_seconds=FAR)
     pool.submit("a", request("sleep"))
     started = time.monotonic()
     assert pool.finished(0.2) == []
-    assert 0.2 <= time.monotonic() - started < 25
+    assert 0.2 <= time.monotonic() - started < FAR / 2
     assert pool.num_pending == 1
 
 
@@ -182,7 +182,7 @@ def test_a_process_that_the_kernel_kills_as_it_starts_may_start_next_time(make: 
 
 
 def test_rules_of_ours_need_no_process_unless_they_could_hang(make: Make) -> None:
-    pool = make(None, timeout_seconds=1.0, scorers=("mine=math_dapo",))
+    pool = make(None, timeout_seconds=5.0, scorers=("mine=math_dapo",))
     pool.submit("math", request("x" * 900 + "Answer: 19", "19"))
     pool.submit("gsm8k", request("x" * 900 + "#### 18", "19", "openai/gsm8k"))
     assert pool.pids == set()

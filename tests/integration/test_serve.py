@@ -83,7 +83,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 def client_of(serving: Serving, api_key: str | None = None) -> httpx.Client:
     headers = {"Authorization": f"Bearer {api_key or serving.server.api_key}"}
-    return httpx.Client(base_url=serving.server.base_url, headers=headers, timeout=60, trust_env=False)
+    return httpx.Client(base_url=serving.server.base_url, headers=headers, timeout=300, trust_env=False)
 
 
 def test_each_is_healthy_under_our_name_with_sockets_in_a_folder_of_its_own(serving: Serving) -> None:
@@ -148,7 +148,9 @@ def test_greedy_answers_are_the_policy_s_with_its_log_probs(serving: Serving) ->
 def num_answered(server: Server) -> float:
     """Requests that the server has finished, from its own metrics."""
     headers = {"Authorization": f"Bearer {server.api_key}"}
-    lines = httpx.get(f"{server.base_url}/metrics", headers=headers, trust_env=False).text.splitlines()
+    lines = httpx.get(
+        f"{server.base_url}/metrics", headers=headers, timeout=300, trust_env=False
+    ).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total"))
 
 

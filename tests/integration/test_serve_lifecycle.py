@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import signal
@@ -11,7 +12,8 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -24,6 +26,7 @@ from tasks.serve_model import servers
 from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError, ServerDied
 from tasks.serve_model.servers import Server, serve_model, serve_until_interrupted
+from tests.processes import wait_until
 from tests.tiny_models import build_tiny_qwen3
 
 # Arguments: behaviour, port. It says what vLLM says.
@@ -45,12 +48,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-        if behaviour == "ends later" and self.command == "POST":
-            threading.Timer(0.5, os._exit, (3,)).start()
 
     def do_GET(self):
         if behaviour == "hangs":
-            time.sleep(60)
+            time.sleep(600)
         self.answer({"data": [{"id": "other" if behaviour == "other" else "policy"}]})
 
     def do_POST(self):
@@ -69,6 +70,16 @@ if behaviour == "finds its port taken":
     raise OSError(98, "Address already in use")
 if behaviour == "breaks":
     raise ValueError("no room")
+
+
+def end_later():
+    while not os.path.exists(os.environ["MAY_END"]):
+        time.sleep(0.02)
+    os._exit(3)
+
+
+if behaviour == "ends later":
+    threading.Thread(target=end_later, daemon=True).start()
 http.server.ThreadingHTTPServer.allow_reuse_address = False
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
@@ -99,7 +110,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *behaviours: str) -> list[int]:
 
 
 def settings(**changes: object) -> ServeConfig:
-    return ServeConfig.model_validate({"num_servers": 3, "max_model_len": 128, "startup_seconds": 60, **changes})
+    return ServeConfig.model_validate({"num_servers": 3, "max_model_len": 128, "startup_seconds": 600, **changes})
 
 
 def has_no_listener(server: Server) -> bool:
@@ -161,7 +172,7 @@ def test_one_that_dies_is_named_with_its_words_and_ends_the_others(
         serve_model(model_path, settings(), tmp_path / "s.log"),
     ):
         pass
-    assert time.monotonic() - started < 30  # not the 60 s for which the first one's health request would wait
+    assert time.monotonic() - started < 300  # not the 600 s for which the first one's health request would wait
     assert len(ports) == 3  # nothing was started again
     assert ("  |" in str(caught.value)) == (behaviour == "breaks")
 
@@ -190,14 +201,14 @@ def test_an_evaluation_that_failed_because_a_server_ended_says_so(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
 ) -> None:
     stand_in(monkeypatch, "answers", "ends later")
-    others = len(supervisor.descendants(os.getpid()))  # of tests before, such as multiprocessing's helpers
+    monkeypatch.setenv("MAY_END", str(tmp_path / "end"))
+    others = supervisor.descendants(os.getpid()).keys()  # of tests before, such as multiprocessing's helpers
 
     def evaluate() -> None:
         with serve_model(model_path, settings(num_servers=2), tmp_path / "s.log"):
-            deadline = time.monotonic() + 60
-            while len(supervisor.descendants(os.getpid())) > others + 2:  # one server and its supervisor
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            (tmp_path / "end").touch()
+            # One server and its supervisor are left.
+            wait_until(lambda: len(supervisor.descendants(os.getpid()).keys() - others) == 2, "a server to end")
             raise EvaluationError("nobody answers")
 
     message = r"^vllm serve 2 of 2 ended with exit code 3(.|\n)*: nobody answers$"
@@ -210,6 +221,17 @@ def test_the_deadline_holds_while_a_health_request_hangs(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
 ) -> None:
     stand_in(monkeypatch, "hangs", "answers", "other")
+    watch, healthy = servers._watch_health, list[threading.Event]()
+
+    def watched(*arguments: Any) -> threading.Event:
+        healthy.append(watch(*arguments))
+        return healthy[-1]
+
+    def clock() -> float:
+        return 1e6 if len(healthy) == 3 and healthy[1].is_set() else 0.0
+
+    monkeypatch.setattr(servers, "_watch_health", watched)
+    monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
     started = time.monotonic()
     with (
         pytest.raises(
@@ -218,7 +240,7 @@ def test_the_deadline_holds_while_a_health_request_hangs(
         serve_model(model_path, settings(startup_seconds=3), tmp_path / "s.log"),
     ):
         pass
-    assert time.monotonic() - started < 50  # a hanging health request takes 60
+    assert time.monotonic() - started < 300  # a hanging health request takes 600
     assert "vllm serve 1 of 3, " in str(caught.value)
     assert "vllm serve 2 of 3, " not in str(caught.value)
     assert "vllm serve 3 of 3, " in str(caught.value)
@@ -255,9 +277,17 @@ def test_a_signal_ends_the_wait_for_servers_whenever_it_comes(
 
 
 def test_servers_in_the_foreground_end_with_the_first_that_ends(
-    monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, model_path: Path, tmp_path: Path
 ) -> None:
     ports = stand_in(monkeypatch, "answers", "ends later")
+    monkeypatch.setenv("MAY_END", str(tmp_path / "end"))
+    caplog.set_level(logging.INFO, logger="tasks.serve_model.servers")
+
+    def let_one_end() -> None:
+        wait_until(lambda: "2 servers answer" in caplog.text, "both servers")
+        (tmp_path / "end").touch()
+
+    threading.Thread(target=let_one_end).start()
     environment = {**os.environ, "VLLM_API_KEY": "mine"}
     with pytest.raises(
         ServeError, match=r"vllm serve 2 of 2 ended with exit code 3(.|\n)*The other servers are stopped"

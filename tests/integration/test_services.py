@@ -46,7 +46,7 @@ def test_server_and_worker_come_up_serve_the_project_and_go_down(site: Site) -> 
     output = site.up("--host", "0.0.0.0")
     first, api = pids(site), site.services.api_url
     assert f"export PREFECT_API_URL={api}" in output
-    page = httpx.get(api.removesuffix("/api"), trust_env=False, follow_redirects=True)
+    page = httpx.get(api.removesuffix("/api"), trust_env=False, follow_redirects=True, timeout=300)
     assert "<html" in page.text
     assert named_api(site.store) == api  # which `dapo run` asks for
     check_doctor(site)
@@ -58,7 +58,7 @@ def test_server_and_worker_come_up_serve_the_project_and_go_down(site: Site) -> 
     assert is_healthy(address)
     for password, status in ((None, 401), ("guessed", 401), (site.password, 200)):
         auth = ("dapo", password) if password else None
-        answer = httpx.post(f"{address}/deployments/filter", json={}, auth=auth, trust_env=False, timeout=60)
+        answer = httpx.post(f"{address}/deployments/filter", json={}, auth=auth, trust_env=False, timeout=300)
         assert (answer.status_code, "dapo-full" in answer.text) == (status, status == 200)
     assert (
         "asks for a password: export PREFECT_API_AUTH_STRING="
@@ -77,7 +77,7 @@ def test_server_and_worker_come_up_serve_the_project_and_go_down(site: Site) -> 
         bring_up(site.store, site.project, port=free_port())
 
     flow_run = site.run_deployment("dapo-full", LONG_STAGE)
-    site.wait_for("the run begins", lambda: site.run_state(flow_run)["type"] == "RUNNING", 90)
+    site.wait_for("the run begins", lambda: site.run_state(flow_run)["type"] == "RUNNING", 300)
     assert flow_run in site.dapo("down", status=2).stderr
     assert f"ended worker, pid {first['worker']}" in site.dapo("down", "--cancel").stdout
     assert site.end_everything() == []

@@ -256,7 +256,7 @@ def test_a_step_without_a_finished_group_ends_in_time_with_every_process(world: 
     config = config_of(
         custom_reward={"path": str(scorer)},
         reward={"timeout_seconds": 500.0},
-        sampler={"max_seconds_without_kept": 1.0},
+        sampler={"max_seconds_without_kept": 5.0},
         train={"total_steps": 1, "num_ranks": 1},
     )
     with pytest.raises(RolloutError) as caught, without_ray():

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dapo_core import training
@@ -31,12 +29,11 @@ from dapo_core.validation import generations_file
 from durable import read_json_lines
 from flows.config import Config
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.processes.supervisor import descendants
-from tasks.stage_command import dapo_command
 from tests.in_process import without_ray
 from tests.trainings import World, config_of
 
 FAR = 120.0
+SELDOM = {"save_every": 100, "keep_best": 0}
 # Any other answer has another accuracy, so that validations of other weights differ. `hold` names a metrics.jsonl
 # and a step: the draw after it takes until the file is removed.
 SCORER = """
@@ -196,71 +193,46 @@ def wait_for(condition: Callable[[], Any], seconds: float = FAR) -> None:
         time.sleep(0.02)
 
 
-def stopped_by_itself(begun: Begun, world: World, config: Config, output: Path) -> TrainingStopped:
-    """The error of a training that gets SIGTERM in the draw after step 1."""
-    held = begun.hold(output, 1)
+def stopped_by(number: signal.Signals, step: int, begun: Begun, world: World, output: Path) -> TrainingStopped:
+    """The error of a training that gets this signal in the draw after the step."""
+    held = begun.hold(output, step)
 
     def send() -> None:
         wait_for(held.exists)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     sender = threading.Thread(target=send)
     sender.start()
     with pytest.raises(TrainingStopped) as caught, without_ray():
-        train(config, world.data, world.model, output, held_out_path=world.data)
+        train(begun.config(checkpoint=SELDOM), world.data, world.model, output, held_out_path=world.data)
     sender.join()
     return caught.value
 
 
-def stopped_by_ctrl_c(begun: Begun, world: World, config: Config, output: Path) -> tuple[int, str]:
-    """Exit code and log of `dapo train` with a private Ray whose group gets SIGINT in the draw after step 3."""
-    held = begun.hold(output, 3)
-    recipe = output.with_suffix(".yaml")
-    recipe.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    paths = ("--data", world.data, "--model", world.model, "--output", output, "--held-out", world.data)
-    with open(output.with_suffix(".log"), "w+") as log:
-        command = subprocess.Popen(
-            dapo_command("train", recipe, *paths), stdout=log, stderr=log, cwd=PROJECT_ROOT, start_new_session=True
-        )
-        try:
-            wait_for(lambda: held.exists() or command.poll() is not None, seconds=3 * FAR)  # Ray and three steps
-            below = descendants(command.pid)
-            assert len(below) > 3  # Ray's processes, ranks and workers
-            assert command.pid not in map(os.getpgid, below)  # a signal to the group reaches none of them
-            os.killpg(command.pid, signal.SIGINT)
-            exit_code = command.wait(FAR)
-            wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below))
-        finally:
-            if command.poll() is None:
-                command.kill()
-        log.seek(0)
-        return exit_code, log.read()
-
-
 def test_a_stopped_and_continued_training_ends_with_the_same_bits(
-    begun: Begun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begun: Begun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only the last step is due to be saved: each stop leaves the checkpoint that the next one continues from."""
+    """Only the last step is due to be saved: each stop leaves the checkpoint that the next one continues from.
+
+    test_kill_matrix.py stops a training on a Ray of its own, test_stopping.py shows that signals do not reach Ray.
+    """
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
-    seldom = {"save_every": 100, "keep_best": 0}
-    output, handler = tmp_path / "stopped", signal.getsignal(signal.SIGTERM)
-    config = begun.config(checkpoint=seldom)
-    stopped = stopped_by_itself(begun, world, config, output)
-    checkpoints = output / "checkpoints"
-    assert str(stopped) == (
-        f"training was stopped after step 1 of 4; its checkpoint is {checkpoints / 'step_000001'}; "
-        "the same command continues"
-    )
-    assert signal.getsignal(signal.SIGTERM) == handler  # not Ray's
-    exit_code, log = stopped_by_ctrl_c(begun, world, config, output)
-    assert exit_code == 130, log
-    assert "SIGINT received: writing a last checkpoint after step 3, then ending" in log
-    assert "TrainingStopped: training was stopped after step 3 of 4" in log
-    assert "Traceback" not in log
-    assert latest_checkpoint(checkpoints) == checkpoints / "step_000003"
+    output, checkpoints = tmp_path / "stopped", tmp_path / "stopped" / "checkpoints"
+    for number, step in ((signal.SIGTERM, 1), (signal.SIGINT, 3)):
+        handler = signal.getsignal(number)
+        stopped = stopped_by(number, step, begun, world, output)
+        assert str(stopped) == (
+            f"training was stopped after step {step} of 4; its checkpoint is {checkpoints / f'step_{step:06d}'}; "
+            "the same command continues"
+        )
+        assert stopped.exit_code == 128 + number
+        said = f"{number.name} received: writing a last checkpoint after step {step}, then ending"
+        wait_for(lambda said=said: said in caplog.text)  # a thread logs it
+        assert signal.getsignal(number) == handler
+        assert latest_checkpoint(checkpoints) == checkpoints / f"step_{step:06d}"
     begun.let_go()
     with without_ray():
-        train(config, world.data, world.model, output, held_out_path=world.data)
+        train(begun.config(checkpoint=SELDOM), world.data, world.model, output, held_out_path=world.data)
     assert importlib.import_module("crash").differences(begun.output, output) == []
     assert tracked_steps(output) == tracked_steps(begun.output) == [0, 1, 2, 3, 4], "each once, in one run"
 

@@ -35,7 +35,7 @@ def test_a_signal_ends_a_training_that_waits_for_room(ray_address: str, number: 
         said = next(line for line in one.stdout if "room in Ray" in line)
         assert "for 2 workers of {'CPU': 1000}: it has {" in said
         one.send_signal(number)
-        one.communicate(timeout=120)
+        one.communicate(timeout=300)
         assert one.returncode != 0
     finally:
         one.kill()

@@ -15,6 +15,7 @@ from eval import EvaluationError
 from eval.answers.grading import MathGrader, grade
 from eval.answers.pool import CallFailed, Pool
 
+FAR = 100.0
 MAX_ROW_SECONDS = 2.0  # of this process; its worker is killed by the clock
 
 
@@ -75,7 +76,7 @@ def test_grading_in_a_process_and_in_place_agree(grader: MathGrader) -> None:
 
 def test_limits_cost_their_row_only_and_are_counted() -> None:
     hard, gold = r"\boxed{\sqrt{8}}", r"2\sqrt2"
-    with MathGrader(timeout_seconds=5.0) as grader:
+    with MathGrader(timeout_seconds=FAR) as grader:
         assert grader.grade(hard, "stop", gold).verdict == "right"
         [process] = grader._pool._processes
         [pid] = grader._pool.pids
@@ -83,9 +84,9 @@ def test_limits_cost_their_row_only_and_are_counted() -> None:
         os.kill(pid, signal.SIGSTOP)  # never answers
         started = time.perf_counter()
         assert grader.grade(hard, "stop", gold).verdict == "wrong"
-        assert time.perf_counter() - started < 4.0
+        assert time.perf_counter() - started < FAR / 2
         assert (grader.num_killed, grader._pool.pids) == (1, set())
-        process.timeout_seconds = 5.0
+        process.timeout_seconds = FAR
         assert grader.grade(hard, "stop", gold).verdict == "right"
         [second] = grader._pool.pids
         os.kill(second, signal.SIGKILL)  # while it has nothing to do: no row pays

@@ -88,7 +88,7 @@ def child_modules(code: str) -> set[str]:
     """Top-level modules loaded by a fresh interpreter that ran `code`."""
     script = f"{code}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
     )
     return set(done.stdout.splitlines()[-1].split())
 

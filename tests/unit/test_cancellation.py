@@ -41,7 +41,7 @@ def test_a_server_that_does_not_answer_leaves_it_running(
         began = time.monotonic()
         with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{silent.getsockname()[1]}/api"}):
             assert is_worker_restart(SIGTERM)
-    assert 0.5 < time.monotonic() - began < 10.0
+    assert 0.5 < time.monotonic() - began < 60.0
     assert "cannot ask Prefect whether" in caplog.text
 
 
@@ -66,6 +66,7 @@ def test_a_busy_server_is_asked_until_it_answers(
     state: str, is_restart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(WORKER_VARIABLE, FLOW_RUN)
+    monkeypatch.setattr(cancellation, "ANSWER_SECONDS", 200.0)
     monkeypatch.setattr(SlowServer, "state", state)
     with HTTPServer(("127.0.0.1", 0), SlowServer) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

@@ -94,7 +94,7 @@ def test_overrides_mean_what_hydra_reads() -> None:
     ]
     done = subprocess.run(
         [sys.executable, "-c", HYDRA],
-        input=json.dumps(texts), capture_output=True, text=True, timeout=120,
+        input=json.dumps(texts), capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(folder_beside())},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

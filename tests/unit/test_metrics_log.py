@@ -16,6 +16,7 @@ from dapo_core.errors import CheckpointError
 from dapo_core.metrics import MetricsLog, PhaseTimer, format_step, timing_metrics
 from durable import read_json_lines
 from tests.metric_names import NAME_VALUE
+from tests.sources import Clock
 
 EXAMPLE_LINE = (
     "step:1 - global_seqlen/min:33676 - global_seqlen/max:326471 - global_seqlen/minmax_diff:292795"
@@ -55,25 +56,23 @@ def test_the_published_step() -> None:
     assert timing_metrics({"gen": 1.0, "step": 2.0}, [], 1) == skipped
 
 
-def _fail_after(seconds: float) -> None:
-    time.sleep(seconds)
-    time.sleep(-1)
+def _fail_after(seconds: float, clock: Clock) -> None:
+    clock.now += seconds
+    raise ValueError("no room")
 
 
-def test_phases_add_up_to_the_step() -> None:
+def test_phases_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
     timer = PhaseTimer()
     for _ in range(2):
         with timer.phase("gen"):
-            time.sleep(0.02)
-    with pytest.raises(ValueError, match="sleep length"), timer.phase("adv"):  # booked all the same
-        _fail_after(0.02)
+            clock.now += 2.0
+    with pytest.raises(ValueError, match="no room"), timer.phase("adv"):  # booked all the same
+        _fail_after(3.0, clock)
     seconds = timer.read()
     assert list(seconds) == ["gen", "adv", "step"]
-    assert seconds["gen"] >= 0.04
-    assert seconds["adv"] >= 0.02
-    parts = seconds["gen"] + seconds["adv"]
-    assert parts <= seconds["step"]
-    assert seconds["step"] - parts < 0.02  # nothing happens outside the phases
+    assert list(seconds.values()) == [4.0, 3.0, 7.0]  # nothing happens outside the phases
 
 
 def test_scoring_takes_its_seconds_from_generation() -> None:

@@ -174,7 +174,7 @@ def test_the_address_comes_from_the_environment_of_the_call(
     ("status", "delay_seconds", "said"),
     [
         (500, 0.0, "the webhook at 127.0.0.1 answered HTTP 500"),
-        (204, 5.0, "did not answer (ReadTimeout)"),
+        (204, 100.0, "did not answer (ReadTimeout)"),
         (None, 0.0, "the webhook at 127.0.0.1 did not answer (ConnectError)"),
     ],
 )
@@ -186,8 +186,9 @@ def test_a_server_that_refuses_or_is_slow_or_gone_is_a_warning_in_time(
     with socket.socket() as probe:  # bound and not listening: refused
         probe.bind(("127.0.0.1", 0))
         url = receiver.url("/secret") if status else f"http://127.0.0.1:{probe.getsockname()[1]}/secret"
-        assert not send(WebhookConfig(url=url, timeout_seconds=0.3), {"event": "report"})
-    assert time.monotonic() - started < 3.0
+        timeout_seconds = 0.3 if delay_seconds else 50.0
+        assert not send(WebhookConfig(url=url, timeout_seconds=timeout_seconds), {"event": "report"})
+    assert time.monotonic() - started < 50.0
     assert said in caplog.text
     assert "secret" not in caplog.text
 

@@ -40,8 +40,8 @@ def test_a_signal_ends_the_wait_for_a_cluster_that_does_not_answer(number: signa
         assert one.stdout.readline() == b"asking\n"
         began = time.monotonic()
         one.send_signal(number)
-        one.communicate(timeout=10)
-    assert time.monotonic() - began < 10
+        one.communicate(timeout=300)
+    assert time.monotonic() - began < room.ANSWER_SECONDS / 2
 
 
 def test_who_asks_a_cluster_ends_with_the_process_that_wants_to_know() -> None:

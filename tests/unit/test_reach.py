@@ -35,7 +35,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def _ask(shell: str = "env DAPO_HOST={host} sh -c", **changes: Any) -> Answer:
     inventory = Inventory(hosts=("a",), device="cpu", devices=1, shell=shell, connect_seconds=1, **changes)
-    return ask(inventory, {"a": {"verb": "status", "cluster": "a_1", "host": "a"}}, 20, must_be_equal=True)["a"]
+    return ask(inventory, {"a": {"verb": "status", "cluster": "a_1", "host": "a"}}, 200, must_be_equal=True)["a"]
 
 
 def test_a_host_answers() -> None:

@@ -88,7 +88,7 @@ def test_dapo_run_of_a_built_chain_starts_no_server(tmp_path: Path) -> None:
             env={**environment, "PREFECT_HOME": str(tmp_path / "prefect")},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
     assert done.returncode == 0, done.stderr
     newest = next(read_runs(tmp_path / "store"))

@@ -44,7 +44,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 PROMPTS = [Prompt(index, (5 + index, 9, 12), "anything", str(index)) for index in range(NUM_GROUPS)]
 STEP = 6
-FAR = 60.0
+FAR = 240.0
 REQUESTS = [GroupRequest(100 + prompt.index, prompt, STEP) for prompt in PROMPTS]
 
 
@@ -91,7 +91,7 @@ def _publish(worker: RolloutWorker, model_path: Path, policy_version: int) -> No
 
 def _finish(worker: RolloutWorker, count: int) -> dict[int, Group]:
     groups: dict[int, Group] = {}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + FAR
     while len(groups) < count:
         assert time.monotonic() < deadline
         groups |= {group.group_id: group for group in worker.poll(1.0).groups}

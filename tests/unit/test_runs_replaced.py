@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 
 from durable import locked
@@ -16,6 +16,7 @@ from tasks.artifacts.stage_key import StageKey
 from tasks.runs.history import artifact_of, read_runs
 from tasks.runs.run import Run
 from tasks.time_limit import time_limit
+from tests.processes import once_the_clock_stops
 from tests.recorded_runs import small_config
 
 KEY = StageKey("probe", {}, {}, "code", {})
@@ -63,10 +64,10 @@ def test_an_artifact_that_is_removed_before_the_run_records_it_is_made_again(tmp
 def test_waiting_for_another_builder_does_not_count_for_the_time_limit(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     with Run.start(config) as run, locked(run.store.lock_path(KEY.stage, KEY.key)) as descriptor:
-        timer = threading.Timer(1.0, fcntl.flock, (descriptor, fcntl.LOCK_UN))
-        timer.start()
-        started = time.monotonic()
-        with time_limit(0.6 / 3600, "flow.time_limits.probe_hours", ""):
+        unlock = functools.partial(fcntl.flock, descriptor, fcntl.LOCK_UN)
+        release = threading.Thread(target=once_the_clock_stops, args=(unlock,))
+        with time_limit(300 / 3600, "flow.time_limits.probe_hours", ""):
+            release.start()
             run.produce("prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text("x")})
             assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
-        assert time.monotonic() - started >= 1.0
+        release.join()

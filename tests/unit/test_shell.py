@@ -96,7 +96,7 @@ def test_words_are_those_of_bash(scripts: list[list[str]]) -> None:
     texts = [PROLOGUE + "\n".join(statements) + "\nshow end\n" for statements in scripts]
     show = "show() { for w in \"$@\"; do printf '%s\\0' \"$w\"; done; printf '\\1\\0'; }\nset -f\n"
     whole = show + "".join(f"(\n{text})\nprintf '\\2\\0'\n" for text in texts)
-    done = subprocess.run(["bash", "-c", whole], capture_output=True, timeout=60, env={"LC_ALL": "C.UTF-8"})
+    done = subprocess.run(["bash", "-c", whole], capture_output=True, timeout=300, env={"LC_ALL": "C.UTF-8"})
     for text, output in zip(texts, done.stdout.decode().split("\2\0"), strict=False):
         commands = [part.split("\0")[:-1] for part in output.split("\1\0")[:-1]]
         if commands[-1:] == [["end"]]:

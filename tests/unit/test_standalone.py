@@ -45,7 +45,7 @@ SUITE = "evaluate.benchmarks=[sums.jsonl, {set: sums.jsonl, name: avg2, num_samp
 def dapo_alone(folder: Path, *lines: Sequence[str]) -> subprocess.CompletedProcess[str]:
     arguments = [json.dumps([*CHAIN_MODULES, "vllm"]), json.dumps(lines)]
     command = [sys.executable, "-c", ALONE, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.slow

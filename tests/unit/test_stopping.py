@@ -6,7 +6,6 @@ import inspect
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +13,7 @@ from ray._private import services
 
 from dapo_core.cluster.connection import _keep_signal_handling
 from dapo_core.stopping import ECHO_SECONDS, StopRequest, StopRequested
+from tests.processes import wait_until
 from tests.sources import Clock
 
 
@@ -28,9 +28,7 @@ def _handlers() -> Iterator[None]:
 
 def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the thread of a request has logged; it may take a moment."""
-    deadline = time.monotonic() + 10
-    while not caplog.messages and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: bool(caplog.messages), "the message")
     return caplog.messages
 
 
@@ -119,7 +117,7 @@ def test_another_thread_listens_to_nothing() -> None:
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=listen)
     thread.start()
-    thread.join(10)
+    thread.join()
     assert seen == [None, before]
 
 

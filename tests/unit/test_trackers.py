@@ -28,6 +28,7 @@ from flows.config import Config
 from tasks.artifacts.artifact import Artifact
 from tasks.runs.tracked_results import results_of, send_report
 from tests.configs import make_config
+from tests.processes import wait_until
 from tests.recorded_runs import record_run, small_config
 
 
@@ -158,6 +159,7 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
     with tracking(config(), tmp_path, False) as tracked:
         for step in range(20):
             tracked.on_step(step, {"critic/score/mean": 1.0})
+        wait_until(lambda: bool(recording.calls), "the tracker to be opened")
     assert "it is 5 calls behind" in caplog.text
     assert json.loads((tmp_path / TRACKERS_FILE).read_text())["trackers"][0]["num_failed"] >= 10
     assert recording.calls == [("open", "dapo-pipeline", "mine", recording.calls[0][3], None)]

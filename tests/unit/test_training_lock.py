@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,12 +36,13 @@ from pathlib import Path
 from tasks.training_lock import hold
 from tasks.processes.detached import DetachOptions, attach_or_start
 path, key, log = sys.argv[1:]
-stubborn = ["sh", "-c", "trap '' TERM; echo deaf; while :; do sleep 0.1; done"]
-options = DetachOptions(unwatched_seconds=0, stop_seconds=0, grace_seconds=1.0,
+stubborn = ["sh", "-c", "trap '' TERM; echo deaf: $$.; while :; do sleep 0.1; done"]
+options = DetachOptions(unwatched_seconds=0, stop_seconds=0, grace_seconds=300.0,
                         lock=lambda: hold(Path(path), "run-7", key))
 attach_or_start(stubborn, log_path=log, label="train", options=options)
 """
 KEY = "0123456789abcdef" * 4
+WAIT_SECONDS = 0.6  # longer than the patience of a run that does not wait
 
 
 @contextlib.contextmanager
@@ -46,12 +51,26 @@ def training(path: Path) -> Iterator[subprocess.Popen[bytes]]:
     log = path.with_name("train.log")
     flow = subprocess.Popen([sys.executable, "-c", TRAIN, str(path), KEY, str(log)])
     try:
-        wait_until(lambda: log.exists() and "deaf" in log.read_text(), "the training")
+        wait_until(lambda: log.exists() and "." in log.read_text(), "the training")
         yield flow
     finally:
         flow.kill()
         flow.wait(DEADLINE_SECONDS)
+        os.kill(int(re.findall(r"deaf: (\d+)\.", log.read_text())[0]), signal.SIGKILL)
         wait_until(lambda: find_holder(path) is None, "the end of the training")
+
+
+def release_after_word(held: contextlib.ExitStack, caplog: pytest.LogCaptureFixture) -> threading.Thread:
+    """A thread that lets go of a lock a while after somebody said to wait for it."""
+
+    def release() -> None:
+        wait_until(lambda: "waiting for" in caplog.text, "a word about the wait")
+        time.sleep(WAIT_SECONDS)
+        held.close()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    return thread
 
 
 def test_the_locks_are_in_the_store_or_where_the_configuration_says(tmp_path: Path) -> None:
@@ -76,16 +95,18 @@ def test_a_run_that_waits_names_the_holder_once(tmp_path: Path, caplog: pytest.L
     caplog.set_level(logging.INFO, logger="tasks.training_lock")
     with contextlib.ExitStack() as other:
         other.enter_context(hold(path, "run-7"))
-        timer = threading.Timer(0.4, other.pop_all().close)
-        timer.start()
+        release = release_after_word(other.pop_all(), caplog)
         with hold(path, "run-8"):
             assert str(find_holder(path)).startswith("run run-8 (pid ")
-        timer.join()
+        release.join()
     [message] = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
     assert f"waiting for the lock {path}, held by run run-7 (pid " in message
 
 
-def test_a_look_at_the_lock_does_not_skip_the_run_that_takes_it(tmp_path: Path) -> None:
+def test_a_look_at_the_lock_does_not_skip_the_run_that_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.training_lock.PATIENCE_SECONDS", DEADLINE_SECONDS)  # a look may be slow here
     path = tmp_path / "training.lock"
     with contextlib.ExitStack() as looking:
         looking.enter_context(durable.locked(path, shared=True))  # as durable.is_locked does for an instant
@@ -122,7 +143,6 @@ def test_a_nightly_run_begins_beside_its_own_training_only(tmp_path: Path) -> No
         check_free(path, run.config)
 
 
-WAIT_SECONDS = 0.6  # longer than the patience of a run that does not wait
 WRITE_METRICS = """
 import pathlib, sys
 metrics = pathlib.Path(sys.argv[sys.argv.index("--output") + 1]) / "metrics.jsonl"
@@ -163,9 +183,8 @@ def test_a_later_attempt_waits_for_the_lock(
     caplog.set_level(logging.INFO, logger="tasks.training_lock")
     with contextlib.ExitStack() as other:
         other.enter_context(hold(training_lock_path(run.config), "other"))
-        timer = threading.Timer(WAIT_SECONDS, other.pop_all().close)
-        timer.start()
+        release = release_after_word(other.pop_all(), caplog)
         state = train(run, monkeypatch, attempt=2)
-        timer.join()
+        release.join()
     assert state.name == "Completed"
     assert "training.lock, held by run other (pid " in caplog.text

@@ -1,0 +1,110 @@
+"""The variables that the chain sets for its child processes, as manifests and records of runs list them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from dapo_core.cluster.started import AUTH_TOKEN
+from dapo_core.environment import WORKERS, Given, given_by_training
+from interop.render import trainers
+from redaction import REDACTED, is_secret_name, redact
+from tasks.config import ChainConfig
+from tasks.external.launch import own_ray
+from tasks.links import Link
+from tasks.preflight.environment import TABLE
+from tasks.processes.child import OUTPUT_AT_ONCE
+from tasks.serve_model.command import API_KEY_VARIABLE, SOCKETS_VARIABLE, serve_environments
+from tasks.stages import EVALUATE_MODEL
+
+Rows = list[dict[str, Any]]
+COMMANDS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # by every command of `dapo`, also of loading a model's weights
+
+
+def child_environment(link: Link, metrics: Mapping[str, Any], environment: Mapping[str, str]) -> Rows:
+    """What a stage that was built, with these metrics, set for its children: name, value, children, why.
+
+    Without defaults in whose place `environment` has another value, and without the values of secrets.
+    """
+    effects = {row["name"]: row["effect"] for row in yaml.safe_load(TABLE.read_text(encoding="utf-8"))}
+    found = []
+    for given in _given(link, metrics, environment):
+        for name, value in given.values.items():
+            if not (given.is_default and environment.get(name, value) != value):
+                row = {
+                    "name": name,
+                    "value": REDACTED if is_secret_name(name) else redact(value),
+                    "children": given.children,
+                }
+                found.append(row | ({"why": effects[name]} if name in effects else {}))
+    return found
+
+
+def of_stages(stages: Mapping[str, Rows]) -> Rows:
+    """The rows of all stages, equal ones once, each with the labels of its stages."""
+    found: dict[tuple[tuple[str, Any], ...], list[str]] = {}
+    for label, rows in stages.items():
+        for row in rows:
+            found.setdefault(tuple(row.items()), []).append(label)
+    return [{**dict(row), "stages": labels} for row, labels in found.items()]
+
+
+def by_children(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Variables as a shell assigns them, by the processes that get them."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        word = f"{row['name']}={shlex.quote(row['value'])}"
+        if word not in (words := found.setdefault(row["children"], [])):
+            words.append(word)
+    return {children: " ".join(words) for children, words in found.items()}
+
+
+def _given(link: Link, metrics: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Given]:
+    config = link.config
+    match link.stage.name:
+        case "fetch_model" if config.model.source != "path":
+            yield from _of_command("fetch-model")
+            if config.model.source == "recipe":
+                passive = {"OMP_WAIT_POLICY": WORKERS["OMP_WAIT_POLICY"]}
+                yield Given("fetch-model", passive, is_default=True)
+        case "evaluate_model" if link.stage is EVALUATE_MODEL and metrics.get("serve_commands") != []:
+            yield from _of_servers(config, environment)
+        case "train_policy":
+            yield from _of_command("training")
+            yield from _of_training(config) if config.train.backend == "own" else _of_trainer(config)
+        case "merge_checkpoint":
+            yield from _of_command("merge")
+            if config.external.converter is not None:
+                yield Given("converter", _said(config))
+
+
+def _of_command(name: str) -> Iterator[Given]:
+    yield Given(name, {**OUTPUT_AT_ONCE, **COMMANDS}, is_default=True)
+
+
+def _of_servers(config: ChainConfig, environment: Mapping[str, str]) -> Iterator[Given]:
+    first, *others = each = serve_environments(config.served, environment)
+    alike = {name: value for name, value in first.items() if all(one.get(name) == value for one in others)}
+    yield Given("servers", OUTPUT_AT_ONCE, is_default=True)
+    yield Given("servers", alike | {API_KEY_VARIABLE: REDACTED, SOCKETS_VARIABLE: "(a new folder)"})
+    for number, place in enumerate(each, 1):
+        yield Given(f"server {number}", {name: value for name, value in place.items() if name not in alike})
+
+
+def _of_training(config: ChainConfig) -> Iterator[Given]:
+    yield from given_by_training(config)
+    if config.train.ray_address is None:
+        yield Given("Ray", {AUTH_TOKEN: REDACTED})
+
+
+def _of_trainer(config: ChainConfig) -> Iterator[Given]:
+    """What another trainer gets; a variable that external.env names is not looked up."""
+    own = trainers.environment(config.train.backend, config.model_dump(mode="json"))
+    yield Given(config.train.backend, {**own_ray(config.external), **own, **_said(config)})
+
+
+def _said(config: ChainConfig) -> dict[str, str]:
+    return {name: str(value) for name, value in config.external.env.items()}

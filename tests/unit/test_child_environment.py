@@ -1,0 +1,111 @@
+"""What the chain sets for its child processes, as manifests, runs and reports list it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from dapo_core.device import device_for
+from flows.cli import app
+from flows.config import load_config
+from tasks.artifacts.artifact import artifact_at
+from tasks.child_environment import by_children, child_environment
+from tasks.links import link_of
+from tasks.preflight.environment import TABLE
+from tasks.runs.report import provenance_of
+from tests.other_trainings import config_of as other_config_of
+from tests.recorded_runs import record_run, small_config
+
+RECIPE = "configs/dapo_qwen3_32b_math.yaml"  # NPUs of four nodes, colocated
+
+
+def test_what_an_npu_gets_is_what_the_table_says_of_it() -> None:
+    ours = {row["name"]: row["ours"] for row in yaml.safe_load(TABLE.read_text()) if "ours" in row}
+    assert device_for("npu").variables(is_shared=True) == ours
+    link = link_of(load_config(Path(RECIPE)), "train_policy")
+    rows = {row["name"]: row for row in child_environment(link, {}, {"VLLM_ASCEND_ENABLE_NZ": "1"})}
+    assert {name: rows[name]["value"] for name in ours} == ours  # of nodes, not of this machine
+    assert rows["VLLM_ASCEND_ENABLE_NZ"] == {
+        "name": "VLLM_ASCEND_ENABLE_NZ",
+        "value": "0",
+        "children": "policy ranks and rollout workers, unless their node sets it",
+        "why": "Keeps weights in the NZ layout, 1 by default, in which engines take no new weights.",
+    }
+    assert "GLOO_SOCKET_IFNAME" not in rows
+
+
+def test_the_users_own_value_is_not_the_chains(tmp_path: Path) -> None:
+    link = link_of(small_config(tmp_path, "rollout.engine=vllm"), "train_policy")
+    user = {"RAY_COLOR_PREFIX": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    rows = {row["name"]: row["value"] for row in child_environment(link, {}, user)}
+    assert "RAY_COLOR_PREFIX" not in rows
+    assert rows["VLLM_NO_USAGE_STATS"] == "1"
+    assert rows["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"  # it is set over the user's
+    assert (rows["GLOO_SOCKET_IFNAME"], rows["RAY_AUTH_TOKEN"]) == ("lo", "[redacted]")
+
+
+def test_another_trainers_variables_are_listed_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("OTHER", "what must not be written")
+    env = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": "$WANDB_API_KEY", "SECRET_OF": "$OTHER"}
+    config = other_config_of(tmp_path, tmp_path / "store", external={"env": env})
+    rows = {row["name"]: row for row in child_environment(link_of(config, "train_policy"), {}, {})}
+    assert {name: rows[name]["value"] for name in (*env, "RAY_ADDRESS", "HYDRA_FULL_ERROR")} == {
+        "NCCL_DEBUG": "INFO",
+        "WANDB_API_KEY": "[redacted]",
+        "SECRET_OF": "$OTHER",
+        "RAY_ADDRESS": "local",
+        "HYDRA_FULL_ERROR": "1",
+    }
+    assert rows["NCCL_DEBUG"]["children"] == "verl"
+    assert "must not be written" not in json.dumps(rows)
+
+
+def test_several_servers_have_their_own_rows(tmp_path: Path) -> None:
+    link = link_of(small_config(tmp_path, "serve.num_servers=2"), "evaluate_before")
+    monkey = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    given = by_children(child_environment(link, {}, monkey))
+    assert "VLLM_NO_USAGE_STATS=1" in given["servers"]
+    assert "VLLM_API_KEY='[redacted]'" in given["servers"]
+    assert "server 1" not in given
+    assert child_environment(link, {"serve_commands": []}, {}) == []  # all was in the store, nothing was served
+    cores = by_children(child_environment(link, {}, {}))
+    assert {"server 1", "server 2"} <= cores.keys() or "VLLM_CPU_OMP_THREADS_BIND" in cores["servers"]  # one core
+
+
+def test_a_run_and_its_report_list_them_and_no_key_depends_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_COLOR_PREFIX", raising=False)
+    first = record_run(small_config(tmp_path / "one"))
+    monkeypatch.setenv("RAY_COLOR_PREFIX", "1")
+    second = record_run(small_config(tmp_path / "two"))
+    trained = [run.stages["train_policy"] for run in (first, second)]
+    assert (trained[0].key, trained[0].digest) == (trained[1].key, trained[1].digest)
+    assert first.environment["train_policy"] != second.environment["train_policy"]
+    again = record_run(small_config(tmp_path / "one"))  # all from the store
+    assert (again.stages["train_policy"].cached, again.environment) == (True, first.environment)
+
+    shown = CliRunner().invoke(app, ["runs", "show", "latest", "--store", str(tmp_path / "one")]).output
+    assert (
+        "\n  Ray's workers: OMP_WAIT_POLICY=PASSIVE HF_HUB_DISABLE_PROGRESS_BARS=1 GLOO_SOCKET_IFNAME=lo\n"
+        in shown
+    )
+    words = ["runs", "show", "latest", "--store", str(tmp_path / "one"), "--json"]
+    rows = json.loads(CliRunner().invoke(app, words).output)["environment"]
+    [api_key] = [row for row in rows if row["name"] == "VLLM_API_KEY"]
+    assert (api_key["value"], api_key["stages"]) == ("[redacted]", ["evaluate_before", "evaluate_after"])
+    made = provenance_of(
+        first,
+        *(
+            artifact_at(Path(first.stages[label].artifact))
+            for label in ("evaluate_before", "evaluate_after", "train_policy")
+        ),
+    ).made
+    assert "; Ray's workers: OMP_WAIT_POLICY=PASSIVE " in made["environment"]
