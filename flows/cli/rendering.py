@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -51,6 +52,7 @@ def render(
     Interfaces, variables and resources are those of `dapo cluster up` and `dapo doctor env`. Nothing is started.
     """
     from flows.config import load_config_or_defaults
+    from tasks.nodes.rendering.remarks import remarks_of_env, remarks_of_kuberay
     from tasks.nodes.rendering.render import Recipe, Site, render_kuberay, render_scripts, render_slurm
     from tasks.nodes.scheduler import machines_of
 
@@ -71,14 +73,23 @@ def render(
     elif is_slurm and recipe is not None:
         files = render_slurm(machines, settings, place, recipe)
     else:
-        files = render_kuberay(machines, settings, place, recipe)
-    if output is None:
-        typer.echo("".join(files.values()), nl=False)
-        return
+        files = render_kuberay(machines, settings, place, recipe, settings.flow.stop_seconds)
+    said = remarks_of_env(machines)
+    if is_kuberay:
+        said += remarks_of_kuberay(machines, settings if config else None)
+    if is_scripts and output is not None:
+        said += place.remarks_of_stale_scripts(output, files)
+    _hand_over(files, said, output)
+
+
+def _hand_over(files: Mapping[str, str], remarks: Iterable[str], output: Path | None) -> None:
+    for remark in remarks:
+        typer.secho(remark, err=True, fg="yellow")
     for name, text in files.items():
-        _write(output / name, text)
-    for stale in place.stale_scripts(output, files) if is_scripts else ():
-        typer.echo(f"{stale} is of a host that {place.source} no longer has: stop its Ray, then remove the file")
+        if output is None:
+            typer.echo(text, nl=False)
+        else:
+            _write(output / name, text)
 
 
 def _write(path: Path, text: str) -> None:

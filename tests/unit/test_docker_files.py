@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = {path.suffix[1:]: path for path in sorted((ROOT / "docker").glob("Dockerfile.*"))}
 BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 NEEDED = {name.split(".")[0] for name in BUILD["packages"]} | {f"{name}.py" for name in BUILD["py-modules"]}
+TOOLS = {"wget"}  # which KubeRay calls to see whether Ray lives, before its release that asks by HTTP
 OF_CONTAINERS = "NVIDIA_"  # variables of the runtime that hands a container its devices
 
 
@@ -51,6 +52,9 @@ def problems(device: str, text: str) -> Iterator[str]:
             command.split()
         ):
             yield f"apt leaves something behind: {command}"
+    installed = {word for command in commands if "apt-get install" in command for word in command.split()}
+    if device != "npu":  # whose base has them
+        yield from (f"{tool} is not installed" for tool in sorted(TOOLS - installed))
     yield from wrong_environment([word for name, value in steps if name == "ENV" for word in shlex.split(value)])
     if device != "npu" and [value for name, value in steps if name == "USER"][-1:] != ["dapo"]:
         yield "runs as root"
@@ -121,6 +125,7 @@ def test_nothing_is_wrong(device: str) -> None:
         ("npu", "TASK_QUEUE_ENABLE=1", "TASK_QUEUE_ENABLED=1", "TASK_QUEUE_ENABLED is in no row of the table"),
         ("npu", "ENABLE_NZ=0", "ENABLE_NZ=1", "VLLM_ASCEND_ENABLE_NZ=1, and the table has '0'"),
         ("cuda", "USER dapo\n", "", "runs as root"),
+        ("cuda", " wget", "", "wget is not installed"),
     ],
 )
 def test_what_is_wrong_is_found(device: str, old: str, new: str, problem: str) -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.config import load_config_or_defaults
+from tasks.nodes import leave
 from tasks.preflight.environment import INTERFACE, wanted
 from tests.kubernetes_schemas import refusals
 from tests.processes import start_time_of
@@ -64,7 +65,20 @@ def _in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
 def _render(*words: str) -> str:
     done = CliRunner().invoke(app, ["cluster", "render", *words])
     assert done.exit_code == 0, (done.output, done.exception)
-    return done.output
+    return done.stdout
+
+
+def _remarks(*words: str) -> str:
+    """What is said beside the files."""
+    done = CliRunner().invoke(app, ["cluster", "render", *words])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.stderr
+
+
+def _pods(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The head's pod and that of the workers, if any."""
+    spec = document["spec"].get("rayClusterSpec", document["spec"])
+    return [group["template"]["spec"] for group in (spec["headGroupSpec"], *spec.get("workerGroupSpecs", ()))]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -238,7 +252,7 @@ def test_scripts_of_hosts_that_are_gone_are_named_and_stay(tmp_path: Path) -> No
     (folder / "mine.sh").write_text("# Rendered from nothing\n")
     inventory.write_text("hosts: [a, b]\ndevices: 1\n")
     said = _render(str(inventory), "--scripts", "--output", str(folder)).splitlines()
-    assert said[2:] == [
+    assert [line for line in said if "wrote" not in line] == [
         f"{folder}/c.sh is of a host that {inventory} no longer has: stop its Ray, then remove the file"
     ]
     assert {path.name for path in folder.iterdir()} == {"a.sh", "b.sh", "c.sh", "mine.sh"}
@@ -254,7 +268,9 @@ def test_another_option_of_gres_keeps_the_devices() -> None:
 
 
 def _documents() -> dict[str, Any]:
-    return {name: yaml.safe_load((DATA / name).read_text()) for name in ("dapo.yaml", "dapo-qwen3-32b-math.yaml")}
+    """KubeRay's object of each file, which is the last one."""
+    names = ("dapo.yaml", "dapo-qwen3-32b-math.yaml")
+    return {name: list(yaml.safe_load_all((DATA / name).read_text()))[-1] for name in names}
 
 
 def test_kuberay_has_the_fields_of_its_definition() -> None:
@@ -272,6 +288,8 @@ def test_kubernetes_accepts_the_pods() -> None:
         spec = document["spec"].get("rayClusterSpec", document["spec"])
         for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
             assert refusals("podtemplatespec-v1", group["template"]) == []
+    carried, _ = yaml.safe_load_all((DATA / "dapo-qwen3-32b-math.yaml").read_text())
+    assert refusals("configmap-v1", carried) == []
     group["template"]["spec"]["containers"][0]["volumeMount"] = []
     assert refusals("podtemplatespec-v1", group["template"]) != []
 
@@ -285,6 +303,103 @@ def test_the_token_comes_from_a_secret_alone() -> None:
     }
     assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}  # then KubeRay makes it
     assert "RAY_AUTH_TOKEN" not in (DATA / "dapo-qwen3-32b-math.yaml").read_text()
+
+
+def test_a_recipe_travels_with_its_job(tmp_path: Path) -> None:
+    text = "# of mine\n" + Path("configs/arith_cpu.yaml").read_text().replace("name: arith_cpu", "name: mine")
+    (tmp_path / "my recipe.yaml").write_text(text)
+    (tmp_path / "i.yaml").write_text("hosts: [a, b]\ndevice: cpu\ndevices: 4\n")
+    rendered = _render(str(tmp_path / "i.yaml"), "--kuberay", "--config", str(tmp_path / "my recipe.yaml"))
+    carried, job = yaml.safe_load_all(rendered)
+    assert carried["data"] == {"my-recipe.yaml": text}
+    assert job["spec"]["entrypoint"].startswith("dapo run /etc/dapo/my-recipe.yaml --set ")
+    head, worker = _pods(job)
+    assert {"name": "recipe", "configMap": {"name": carried["metadata"]["name"]}} in head["volumes"]
+    assert {"name": "recipe", "mountPath": "/etc/dapo"} in head["containers"][0]["volumeMounts"]
+    assert "recipe" not in {volume["name"] for volume in worker["volumes"]}
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "is_there"),
+    [
+        ("custom_reward.path", "configs/rewards/finance_choice.py", True),  # docker/ copies configs
+        ("custom_reward.path", "rewards/mine.py", False),
+        ("custom_reward.path", "/store/mine.py", True),
+        ("model.path", "/data/model", False),
+        ("data.train", "/data/questions.parquet", False),
+        ("data.train", "tests/data/rendered/alike.yaml", False),  # any file that is here
+        ("data.train", "dapo-math-17k", True),
+        ("data.train", "hf:me/questions", True),
+    ],
+)
+def test_a_file_that_pods_do_not_have_is_named(key: str, path: str, is_there: bool) -> None:
+    changes = ["--set", "model.path=/store/model", "--set", f"{key}={path}"]
+    words = [f"{DATA}/alike.yaml", "--kuberay", "--config", RECIPE, *changes]
+    assert (f"={path} is not in the pods" not in _remarks(*words)) == is_there
+    assert (path not in "".join(line for line in _render(*words).splitlines() if line[:1] == "#")) == is_there
+
+
+def test_keys_that_pods_do_not_use_are_named(tmp_path: Path) -> None:
+    (tmp_path / "i.yaml").write_text(
+        "hosts: [a, {name: b, interface: eth1}]\ndevices: 8\nuser: me\nproject: /x\nport: 6400\nshell: ssh\n"
+    )
+    said = _remarks(str(tmp_path / "i.yaml"), "--kuberay").strip()
+    named = ["user (no command", "project (the image", "interface (a pod", "port (KubeRay"]
+    assert [each for each in named if each not in said] == []
+    assert "shell" not in said  # its default
+    text = _render(str(tmp_path / "i.yaml"), "--kuberay").replace("\n# ", " ")
+    assert said in text
+    assert _remarks(str(tmp_path / "i.yaml"), "--scripts") == ""
+
+
+def test_setup_runs_in_pods_before_ray(tmp_path: Path) -> None:
+    (tmp_path / "i.yaml").write_text("hosts: [a]\ndevices: 8\nsetup: |\n  . /etc/set_env.sh\n  . /etc/more.sh\n")
+    text = _render(str(tmp_path / "i.yaml"), "--kuberay")
+    [pod] = _pods(yaml.safe_load(text))
+    assert "bash -c '. /etc/set_env.sh" in text  # of kubectl exec, which has no variables of Ray's process
+    for is_fine in (True, False):  # as KubeRay joins them
+        (tmp_path / "set_env.sh").write_text("export A=1\n" if is_fine else "return 1\n")
+        (tmp_path / "more.sh").write_text("return $((1 - ${A:-0}))\n")
+        line = f"{pod['containers'][0]['args'][0]} && ulimit -n 64; echo starts $A"
+        done = subprocess.run(
+            ["bash", "-c", "--", line.replace("/etc/", f"{tmp_path}/")], capture_output=True, text=True, env={}
+        )
+        assert (done.stdout, done.returncode) == (("starts 1\n", 0) if is_fine else ("", 1)), done
+
+
+@pytest.mark.parametrize("form", ["cluster", "job"])
+def test_pods_wait_for_the_last_checkpoint(form: str) -> None:
+    *_, document = yaml.safe_load_all(_render(*FORMS[form], "--set", "flow.stop_seconds=300"))
+    pods = _pods(document)
+    assert [pod["terminationGracePeriodSeconds"] for pod in pods] == [360, 360]
+    for pod in pods:
+        command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert command == ["python3", "-m", leave.__name__]
+    variables = {each["name"]: each.get("value") for each in pods[0]["containers"][0]["env"]}
+    assert variables.get("RAY_JOB_STOP_WAIT_TIME_S") == ("360" if form == "job" else None)
+
+
+def test_pods_with_npus_have_what_the_vendors_image_expects_of_the_host(tmp_path: Path) -> None:
+    found = {}
+    for hosts in ("[a]", "[a, b]"):
+        (tmp_path / "i.yaml").write_text(f"hosts: {hosts}\ndevices: 8\n")
+        for pod in _pods(yaml.safe_load(_render(str(tmp_path / "i.yaml"), "--kuberay"))):
+            of_host = {v["name"]: v["hostPath"]["path"] for v in pod["volumes"] if "hostPath" in v}
+            mounted = {each["name"]: each["mountPath"] for each in pod["containers"][0]["volumeMounts"]}
+            assert of_host.items() <= mounted.items()
+            found[hosts] = set(of_host.values())
+    alone = {
+        "/usr/local/Ascend/driver", "/usr/local/dcmi", "/usr/local/bin/npu-smi", "/etc/ascend_install.info",
+    }  # fmt: skip
+    assert found == {"[a]": alone, "[a, b]": alone | {"/etc/hccn.conf"}}
+
+
+@pytest.mark.parametrize("form", [("--scripts",), ("--slurm", "--config", RECIPE), ("--kuberay",)])
+def test_a_secret_among_the_variables_is_a_warning(form: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "i.yaml").write_text("hosts: [a]\ndevices: 64\nenv: {HF_TOKEN: hf_mine, HCCL_BUFFSIZE: 200}\n")
+    said = _remarks(str(tmp_path / "i.yaml"), *form)
+    assert "env has HF_TOKEN, " in said
+    assert "hf_mine" not in said
 
 
 @pytest.mark.parametrize(

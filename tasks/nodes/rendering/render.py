@@ -7,8 +7,9 @@ import json
 import math
 import re
 import shlex
+import textwrap
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,28 @@ from tasks.config import ChainConfig
 from tasks.interfaces import INTERFACE_VARIABLES
 from tasks.nodes.inventory import Host, Inventory
 from tasks.nodes.launch import ray_options
+from tasks.nodes.rendering.remarks import STORE, remarks_of_kuberay
 from tasks.preflight.environment import MIN_OPEN_FILES, wanted_alike
 
 TEMPLATES = Path(__file__).parent / "templates"
-STORE = "/store"  # where pods have the shared claim
 # What schedulers call the devices: SLURM's generic resource, which a site names, and that of the vendors' plugins
 # for Kubernetes (NVIDIA's k8s-device-plugin; Ascend's device plugin, for A2 and A3 alike).
 _GRES = {"cuda": "gpu", "npu": "npu"}
 _PLUGINS = {"cpu": "cpu", "cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
-_DRIVERS = {
-    "npu": ("/usr/local/Ascend/driver", "/usr/local/bin/npu-smi")
-}  # of the host, as the vendor's images expect
+# What vllm-ascend's documents mount from the host: the driver with hccn_tool, npu-smi and its library, what is
+# installed; and for several nodes the addresses of their ports.
+_ASCEND = {
+    "/usr/local/Ascend/driver": "Directory",
+    "/usr/local/dcmi": "Directory",
+    "/usr/local/bin/npu-smi": "File",
+    "/etc/ascend_install.info": "File",
+}
+RECIPE_FOLDER = "/etc/dapo"  # where the head's pod has the recipe
+STOP_MARGIN_SECONDS = 60  # for a stopped run to end, beside its flow.stop_seconds
 _ASK_FOR_DEVICES = ("gres", "gpus", "gpus-per-node", "gpus-per-task")  # options of sbatch
 _MAX_SIGNAL_SECONDS = 65_535  # of sbatch's --signal
-_SIGNAL_MARGIN_SECONDS = 60
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of a file and a job
+_NO_KEY = re.compile(r"[^-._a-zA-Z0-9]")  # what a ConfigMap's keys do not have
 _KUBERNETES_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")  # and no longer, for a RayJob
 
 
@@ -55,11 +63,15 @@ class Site:
             values[key] = value
         return values
 
-    def stale_scripts(self, folder: Path, names: Collection[str]) -> list[Path]:
-        """Scripts of a folder beside those of `names`, whose header says that they are from the same source."""
+    def remarks_of_stale_scripts(self, folder: Path, names: Collection[str]) -> list[str]:
+        """Names further scripts of a folder, whose header says that they are from the same source."""
         header = f"\n# Rendered from {self.source} by `dapo cluster render`: ".encode()
         others = (path for path in sorted(folder.glob("*.sh")) if path.name not in names)
-        return [path for path in others if header in path.read_bytes()]
+        return [
+            f"{path} is of a host that {self.source} no longer has: stop its Ray, then remove the file"
+            for path in others
+            if header in path.read_bytes()
+        ]
 
 
 @dataclass(frozen=True)
@@ -117,7 +129,7 @@ def render_slurm(inventory: Inventory, config: ChainConfig, site: Site, recipe: 
             f"run.name={config.run.name} names a file and a job here: letters, digits and ._- only, such as "
             "--set run.name=math"
         )
-    stop_seconds, most = config.flow.stop_seconds, _MAX_SIGNAL_SECONDS - _SIGNAL_MARGIN_SECONDS
+    stop_seconds, most = config.flow.stop_seconds, _MAX_SIGNAL_SECONDS - STOP_MARGIN_SECONDS
     if stop_seconds > most:
         raise ConfigError(
             f"flow.stop_seconds={stop_seconds:.10g} is more than the {most} s before a time limit that SLURM "
@@ -133,7 +145,7 @@ def render_slurm(inventory: Inventory, config: ChainConfig, site: Site, recipe: 
         gres=None if has_devices else _GRES.get(inventory.device),
         devices=inventory.devices_of(host),
         directives=directives,
-        signal_seconds=math.ceil(stop_seconds) + _SIGNAL_MARGIN_SECONDS,
+        signal_seconds=math.ceil(stop_seconds) + STOP_MARGIN_SECONDS,
         store=config.store.path,
         interface=host.interface,
         environment=_shell_environment(inventory, host, config),
@@ -143,7 +155,7 @@ def render_slurm(inventory: Inventory, config: ChainConfig, site: Site, recipe: 
 
 
 def render_kuberay(
-    inventory: Inventory, config: TrainingConfig, site: Site, recipe: Recipe | None
+    inventory: Inventory, config: TrainingConfig, site: Site, recipe: Recipe | None, stop_seconds: float
 ) -> dict[str, str]:
     """A RayCluster, or with a recipe a RayJob that runs it, with as many pods as the inventory has hosts.
 
@@ -160,17 +172,25 @@ def render_kuberay(
     options = ray_options(inventory, host)
     parameters = dict(option.removeprefix("--").split("=", 1) for option in options)
     if "resources" in parameters:  # KubeRay puts the value into a command line as it is
-        parameters["resources"] = json.dumps(parameters["resources"])
+        parameters["resources"] = shlex.quote(parameters["resources"])
+    path = f"{RECIPE_FOLDER}/{_NO_KEY.sub('-', Path(recipe.path).name)}" if recipe else None
+    run = f"dapo run CONFIG --set train.ray_address=auto --set store.path={STORE}"
     text = _template("kuberay.yaml").render(
         **_shared(inventory, site),
         file=f"{name}.yaml",
         name=name,
         config=recipe.path if recipe else None,
-        recipe=recipe.words if recipe else None,
+        recipe=replace(recipe, path=path).words if recipe and path else None,
+        recipe_path=path,
+        recipe_text=Path(recipe.path).read_text(encoding="utf-8") if recipe else None,
+        in_pod=f"bash -c {shlex.quote(f'{inventory.setup}; {run}')}" if inventory.setup else run,
+        remarks=[textwrap.wrap(each, 115) for each in remarks_of_kuberay(inventory, config if recipe else None)],
         start_parameters=parameters,
         limits={_PLUGINS[inventory.device]: inventory.devices_of(host)},
-        driver_paths=_DRIVERS.get(inventory.device, ()),
+        host_paths=_host_paths(inventory),
         environment=_plain_environment(inventory, host, config),  # a pod has one interface
+        stop_seconds=int(stop_seconds),
+        grace_seconds=int(stop_seconds) + STOP_MARGIN_SECONDS,
         ray_version=importlib.metadata.version("ray"),
         image=place["image"] or f"dapo:{inventory.device}",
         claim=place["claim"],
@@ -178,6 +198,13 @@ def render_kuberay(
         store=STORE,
     )
     return {f"{name}.yaml": text}
+
+
+def _host_paths(inventory: Inventory) -> dict[str, str]:
+    """What a pod needs of its node's driver: paths with their kind."""
+    if inventory.device != "npu":
+        return {}
+    return {**_ASCEND, **({"/etc/hccn.conf": "File"} if len(inventory.hosts) > 1 else {})}
 
 
 def _require_devices(inventory: Inventory, config: TrainingConfig, recipe: Recipe | None) -> None:
