@@ -2,6 +2,7 @@
 
     ~/.dapo/clusters/HEAD_PORT/HOST/record.json    what runs: the supervisor's pid and start time, interface
                                     ray.log        Ray's output; locked while the supervisor lives
+    ~/.dapo/clusters/HEAD_PORT.HOST.lock           locked while the host's Ray is being started or ended
 
 Ray runs in the foreground under the supervisor of tasks/processes, which ends every process below it, daemons
 included. Its sessions and sockets are in a folder of their own, which goes with it.
@@ -15,14 +16,14 @@ import json
 import os
 import platform
 import resource
+import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ import psutil
 import durable
 from dapo_core.cluster.started import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TOKEN, clusters_folder
 from tasks.nodes.interface import NoInterfaceError, interface_of, interface_towards, source_towards
+from tasks.nodes.ports import free_port, holder_of, unreachable
 from tasks.processes.child import prepare_log, start_supervisor
 from tasks.processes.supervisor import descendants, stat_fields
 
@@ -46,7 +48,6 @@ PAUSE_SECONDS = 1.0  # before the second start, and twice that before the third
 GRACE_SECONDS = 3.0  # Ray would let tasks go on for 30
 END_SECONDS = 30.0  # for the supervisor to end everything, SIGKILL included
 KILLED_SECONDS = 12.0
-REACH_SECONDS = 3.0
 NUM_LINES = 12
 POLL_SECONDS = 0.1
 OPEN_FILES = 65_536
@@ -76,7 +77,7 @@ def _look(request: Mapping[str, Any]) -> dict[str, Any]:
     except NoInterfaceError as error:
         return {**said, "problem": str(error)}
     said["interface"] = {"name": found.name, "address": found.address, "mtu": found.mtu}
-    if request["is_head"] and said["running"] is None and (holder := _holder_of(found.address, request["port"])):
+    if request["is_head"] and said["running"] is None and (holder := holder_of(found.address, request["port"])):
         said["problem"] = f"port {request['port']} is taken by {holder}: end it, or set another port"
     return said
 
@@ -105,38 +106,78 @@ def _routes(request: Mapping[str, Any]) -> dict[str, Any]:
 def _start(request: Mapping[str, Any]) -> dict[str, Any]:
     """Start Ray unless it runs; with what runs and the cluster's token, or why it does not."""
     folder = folder_of(request)
-    token_path = str(folder.parent / TOKEN)
-    if (record := running(folder)) is None:
-        if len(place := _place(request)) > MAX_PLACE:
-            return {"problem": f"RAY_TMPDIR={place} is too long for Ray's sockets: at most {MAX_PLACE} characters"}
-        if not request["is_head"] and (fault := _unreachable(request)):
-            return {"problem": fault}
-        _forget(folder)
-        token = _write_secret(folder.parent, request)
-        deadline, log = time.monotonic() + request["start_seconds"], []
-        for attempt in range(NUM_STARTS):
-            try:
-                record = _launch(folder, request)
-            except OSError as error:
-                return {"problem": f"Ray cannot be started with {folder} and {_place(request)}: {error}"}
-            if _has_started(record, deadline):
-                return {"running": record, "token": token, "token_path": token_path}
+    try:
+        with _alone(folder):
+            if (record := running(folder)) is not None:
+                return _runs(folder, record)
+            if fault := _hindrance(request):
+                return {"problem": fault}
+            _forget(folder)
+            _write_secret(folder, request)
+            record = _launch(folder, request)
+        return _outlast_failures(folder, record, request)
+    except OSError as error:
+        return {"problem": f"Ray cannot be started with {folder} and {_place(request)}: {error}"}
+
+
+def _outlast_failures(folder: Path, record: dict[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """Wait until Ray has started, and start it again if it fails."""
+    deadline = time.monotonic() + request["start_seconds"]
+    for attempt in range(1, NUM_STARTS + 1):
+        if _has_started(record, deadline):
+            break
+        with _alone(folder):
             if _was_ended(folder, record):
                 return {"problem": "its start was ended by another command, such as `dapo cluster down`"}
             log = durable.tail(folder / "ray.log", NUM_LINES)
             _end(folder, record)
-            pause = PAUSE_SECONDS * 2**attempt
-            if attempt + 1 == NUM_STARTS or time.monotonic() + pause >= deadline:
-                break
-            _forget(folder)
+            pause = PAUSE_SECONDS * attempt
+            if attempt == NUM_STARTS or time.monotonic() + pause >= deadline:
+                return {
+                    "problem": f"Ray did not start ({attempt} attempts); the end of {folder}/ray.log:",
+                    "log": log,
+                }
             time.sleep(pause)
-        return {"problem": f"Ray did not start ({attempt + 1} attempts); the end of {folder}/ray.log:", "log": log}
-    token = (folder.parent / TOKEN).read_text(encoding="utf-8")
-    return {"running": record, "token": token, "token_path": token_path}
+            _forget(folder)
+            record = _launch(folder, request)
+    return _runs(folder, record)
+
+
+def _runs(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    token = folder.parent / TOKEN
+    return {"running": record, "token": token.read_text(encoding="utf-8"), "token_path": str(token)}
+
+
+def _hindrance(request: Mapping[str, Any]) -> str:
+    """Why Ray cannot be started here, "" if it can."""
+    if len(place := _place(request)) > MAX_PLACE:
+        return f"RAY_TMPDIR={place} is too long for Ray's sockets: at most {MAX_PLACE} characters"
+    return "" if request["is_head"] else unreachable(request)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other start or end of a host's Ray is at work; its folder may be removed inside."""
+    lock = folder.parent.with_name(f"{folder.parent.name}.{folder.name}.lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with durable.locked(lock, on_wait=lambda *_: None):
+        try:
+            yield
+        finally:
+            lock.unlink()
+
+
+def _require_reader() -> None:
+    """Raise BrokenPipeError if nobody reads our answer any more: the command that asked has been interrupted."""
+    output = select.poll()
+    output.register(1, 0)
+    if output.poll(0):
+        raise BrokenPipeError("the command that wanted it has ended")
 
 
 def _launch(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     """Start Ray under a supervisor that no connection ends, and record it."""
+    _require_reader()
     temporary = tempfile.mkdtemp(prefix=RAY_FOLDER, dir=_place(request))
     environment: dict[str, str | None] = {
         **request["environment"],
@@ -162,7 +203,7 @@ def _launch(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     }
     options = ["--block", "--disable-usage-stats", f"--temp-dir={temporary}/{RAY}", *request["options"]]
     if request["is_head"]:  # one of Ray's own may be taken, and with it all would end
-        options.append(f"--ray-client-server-port={_free_port(request['address'])}")
+        options.append(f"--ray-client-server-port={free_port(request['address'])}")
     with os.fdopen(lock):
         os.ftruncate(lock, 0)
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
@@ -246,23 +287,24 @@ def _status(request: Mapping[str, Any]) -> dict[str, Any]:
     if record is None and (last := _read_record(folder)) is not None:
         said["ended"] = {**last, "log": durable.tail(folder / "ray.log", NUM_LINES)}
     if record is not None:
-        said["unreachable"] = _unreachable(record)
+        said["unreachable"] = unreachable(record)
     return said
 
 
 def _stop(request: Mapping[str, Any]) -> dict[str, Any]:
     """End what was started here and remove what it left; other processes are not touched."""
     folder = folder_of(request)
-    record = _read_record(folder)
-    if record is None:
-        _remove(folder)  # what a start left that failed before Ray
-        return {"ended": None}
-    was_alive = _is_alive(record)
-    num_processes = 1 + len(descendants(record["pid"])) if was_alive else 0
-    if not _end(folder, record):
-        return {"problem": f"its processes under pid {record['pid']} did not end within {END_SECONDS:g} s"}
-    _remove(folder)
-    return {"ended": record["started_at"], "num_processes": num_processes, "was_alive": was_alive}
+    with _alone(folder):
+        record = _read_record(folder)
+        if record is None:
+            _remove(folder)  # what a start left that failed before Ray
+            return {"ended": None}
+        was_alive = _is_alive(record)
+        num_processes = 1 + len(descendants(record["pid"])) if was_alive else 0
+        if not _end(folder, record):
+            return {"problem": f"its processes under pid {record['pid']} did not end within {END_SECONDS:g} s"}
+        _remove(folder)
+        return {"ended": record["started_at"], "num_processes": num_processes, "was_alive": was_alive}
 
 
 def _remove(folder: Path) -> None:
@@ -300,34 +342,16 @@ def _forget(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _write_secret(folder: Path, request: Mapping[str, Any]) -> str:
-    """The cluster's token, written where only this user reads it; the head keeps the one it has."""
+def _write_secret(folder: Path, request: Mapping[str, Any]) -> None:
+    """Write the cluster's token where only this user reads it, beside the host's folder, which keeps it there."""
     folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
-    durable.write_atomically(folder / ADDRESS, request["head_address"])
+    folder.parent.chmod(0o700)
+    durable.write_atomically(folder.parent / ADDRESS, request["head_address"])
     before = os.umask(0o077)
     try:
-        durable.write_atomically(folder / TOKEN, request["token"])
+        durable.write_atomically(folder.parent / TOKEN, request["token"])
     finally:
         os.umask(before)
-    return str(request["token"])
-
-
-def _unreachable(request: Mapping[str, Any]) -> str:
-    """Why this node cannot open a connection to the head from its own address, "" if it can."""
-    host, _, port = request["head_address"].rpartition(":")
-    host = host.strip("[]")
-    try:
-        socket.create_connection((host, int(port)), REACH_SECONDS, source_address=(request["address"], 0)).close()
-    except ConnectionRefusedError:
-        return f"{host} port {port} refuses it: no Ray listens there, or a firewall rejects"
-    except TimeoutError:
-        return (
-            f"{host} port {port} does not answer it within {REACH_SECONDS:g} s: a firewall drops, or no way back"
-        )
-    except OSError as error:
-        return f"it cannot reach {host} port {port} from {request['address']}: {error.strerror}"
-    return ""
 
 
 def _other_rays(record: Mapping[str, Any] | None) -> list[str]:
@@ -349,30 +373,6 @@ def _is_of_this_network(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
     return True
-
-
-def _holder_of(address: str, port: int) -> str:
-    """Who listens on a port of an address, "" if it is free."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((address, port))
-            return ""
-        except OSError as error:
-            reason = error.strerror or "it cannot be bound"
-    for each in psutil.net_connections("tcp"):
-        if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(each.pid)
-                return f"pid {each.pid} of {process.username()} ({' '.join(process.cmdline())[:80]})"
-    return f"a process that this user cannot see ({reason})"
-
-
-def _free_port(address: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as trial:
-        trial.bind((address, 0))
-        return int(trial.getsockname()[1])
 
 
 def _place(request: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 from dapo_core.errors import DapoError
@@ -49,12 +50,21 @@ def ask(
     """
     shared = {"digest": own_digest(), "must_be_equal": must_be_equal}
     hosts = [host for host in inventory.hosts if host.name in requests]
+    commands: list[subprocess.Popen[str]] = []
     with ThreadPoolExecutor(min(MAX_AT_ONCE, max(len(hosts), 1))) as pool:
         waiting = {
-            host.name: pool.submit(_ask, inventory, host, {**requests[host.name], **shared}, work_seconds)
+            host.name: pool.submit(
+                _ask, inventory, host, {**requests[host.name], **shared}, work_seconds, commands
+            )
             for host in hosts
         }
-        return {name: waiting[name].result() for name in requests}
+        try:
+            return {name: waiting[name].result() for name in requests}
+        except BaseException:  # an interrupt, which srun and a signal to us alone do not pass on
+            pool.shutdown(wait=False, cancel_futures=True)
+            for command in commands:
+                command.kill()
+            raise
 
 
 @functools.cache
@@ -63,21 +73,31 @@ def own_digest() -> str:
     return probe.code_digest(str(PROJECT))
 
 
-def _ask(inventory: Inventory, host: Host, request: Mapping[str, Any], work_seconds: float) -> Answer:
+def _ask(
+    inventory: Inventory,
+    host: Host,
+    request: Mapping[str, Any],
+    work_seconds: float,
+    commands: list[subprocess.Popen[str]],
+) -> Answer:
     source = Path(probe.__file__).read_text(encoding="utf-8")
     program = f"{source}\n\nanswer(json.loads({json.dumps(request)!r}))\n"
     command = inventory.command(host, line_on_host(inventory))
     seconds = inventory.connect_seconds + work_seconds
     try:
-        done = subprocess.run(
-            command, input=program, capture_output=True, text=True, errors="replace", timeout=seconds
-        )
+        running = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, errors="replace")
     except FileNotFoundError:
         return Answer(problem=f"there is no command {command[0]} here: install it, or set shell")
     except OSError as error:
         return Answer(problem=f"the command {command[0]} cannot be run here: {error.strerror}; set shell")
-    except subprocess.TimeoutExpired:
-        return Answer(problem=f"no answer within {seconds:g} s")
+    commands.append(running)
+    with running:
+        try:
+            output, errors = running.communicate(program, seconds)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            return Answer(problem=f"no answer within {seconds:g} s")
+    done = subprocess.CompletedProcess(command, running.returncode, output, errors)
     lines = [line for line in done.stdout.splitlines() if line.startswith(probe.MARK)]
     if done.returncode or not lines:
         return Answer(problem=_why_silent(inventory, host, done))

@@ -103,10 +103,15 @@ def faults(variables: Iterable[Variable]) -> Iterator[tuple[str, str, str]]:
 def exports(variables: list[Variable]) -> list[str]:
     """Shell lines that set what is missing on this node; what it cannot know is a comment."""
     return [
-        f"export {each.name}={shlex.quote(each.value)}" if each.value else f"# {each.name}: {each.advice}"
+        f"export {each.name}={_quoted(each.value)}" if each.value else f"# {each.name}: {each.advice}"
         for each in variables
         if each.state == "missing"
     ]
+
+
+def _quoted(value: str) -> str:
+    """The value as one word of any shell: zsh takes =eth0 for the path of a command."""
+    return f"'='{shlex.quote(value[1:])}" if value.startswith("=") else shlex.quote(value)
 
 
 def conditions_of(config: TrainingConfig) -> frozenset[str]:

@@ -145,7 +145,7 @@ def test_what_another_machine_may_have_is_an_error_on_a_node(
 @pytest.mark.usefixtures("interfaces")
 def test_exports_name_this_nodes_interface_and_never_a_placeholder(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = exports(lint({}, _npu(ray_address="auto")))
-    names = ["export HCCL_SOCKET_IFNAME==enp1s0", "export GLOO_SOCKET_IFNAME=enp1s0"]  # HCCL: all of the name
+    names = ["export HCCL_SOCKET_IFNAME='='enp1s0", "export GLOO_SOCKET_IFNAME=enp1s0"]  # HCCL: all of the name
     assert {*names, "export HCCL_CONNECT_TIMEOUT=5400"} <= set(lines)
     monkeypatch.setattr(
         psutil, "net_if_stats", lambda: {name: SimpleNamespace(isup=True) for name in ("lo", "enp1s0", "enp2s0")}

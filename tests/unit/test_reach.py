@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import socket
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from tasks.interfaces import INTERFACE_VARIABLES, is_virtual
 from tasks.nodes import interface, launch, on_node, reach
 from tasks.nodes.inventory import Inventory
 from tasks.nodes.reach import Answer, ask
+from tasks.processes import supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 BARE = str(Path(sys.executable).resolve())  # outside of the virtual environment
@@ -75,6 +80,28 @@ def test_a_host_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     inventory = Inventory(hosts=("a",), devices=1, shell="sh -c 'sleep 30' {host}", connect_seconds=1)
     answer = ask(inventory, {"a": {}}, work_seconds=0.2)["a"]
     assert answer.problem == "no answer within 1.2 s"
+
+
+HANGING = """
+import sys
+from tasks.nodes.inventory import Inventory
+from tasks.nodes.reach import ask
+shell = f"sh -c 'echo now >{sys.argv[1]}; exec sleep 600' {{host}}"
+ask(Inventory(hosts=("a",), devices=1, shell=shell), {"a": {}}, work_seconds=600)
+"""
+
+
+def test_an_interrupt_does_not_wait_for_a_host_that_hangs(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "hangs")
+    command = [sys.executable, "-c", HANGING, str(tmp_path / "hangs")]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as asking:
+        try:
+            assert (tmp_path / "hangs").read_text() == "now\n"
+            asking.send_signal(signal.SIGINT)
+            asking.communicate(timeout=60)
+        finally:
+            asking.kill()
+    assert asking.returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize(
@@ -210,6 +237,57 @@ def test_a_start_that_failed_before_ray_leaves_no_token_after_down() -> None:
     (folder / "token").write_text("secret")
     assert on_node.answer({"verb": "stop", "cluster": folder.name, "host": "h"}) == {"ended": None}
     assert not folder.exists()
+
+
+START = "import json, sys; from tasks.nodes import on_node; print(on_node.answer(json.load(sys.stdin)))"
+
+
+def test_an_end_waits_for_a_start_that_is_at_work() -> None:
+    request = {"verb": "stop", "cluster": "c_6379", "host": "h"}
+    folder = on_node.folder_of(request)
+    with ThreadPoolExecutor(1) as pool, subprocess.Popen(["sleep", "600"]) as ray:
+        try:
+            with on_node._alone(folder):
+                ending = pool.submit(on_node.answer, request)
+                with pytest.raises(TimeoutError):  # it would have found nothing, and a Ray would be left
+                    ending.result(1.0)
+                folder.mkdir(parents=True)
+                start_time, boot = supervisor.stat_fields(ray.pid)[19], on_node.BOOT.read_text().strip()
+                record = {
+                    "pid": ray.pid,
+                    "start_time": start_time,
+                    "boot": boot,
+                    "folder": "/none",
+                    "hostname": "h",
+                }
+                (folder / "record.json").write_text(json.dumps({**record, "started_at": 1.0}))
+            assert ending.result()["ended"] == 1.0
+            assert ray.poll() is not None
+        finally:
+            ray.kill()
+    assert list(clusters_folder().iterdir()) == []
+
+
+def test_a_start_whose_command_was_interrupted_starts_nothing(tmp_path: Path) -> None:
+    request = {
+        **{"verb": "start", "cluster": "c_6379", "host": "h", "is_head": True, "start_seconds": 60, "token": "t"},
+        **{"head_address": "127.0.0.1:6379", "address": "127.0.0.1", "interface": "lo"},
+        **{"environment": {}, "options": ["--head", "--port=6379"]},
+    }
+    folder = on_node.folder_of(request)
+    command = [sys.executable, "-c", START]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as start:
+        assert start.stdin is not None
+        assert start.stdout is not None
+        with on_node._alone(folder):  # as `down` has it
+            start.stdin.write(json.dumps(request))
+            start.stdin.close()
+            start.stdout.close()  # as when ssh ends
+            with pytest.raises(subprocess.TimeoutExpired):
+                start.wait(1.0)
+            assert not folder.exists()
+    assert not (folder / "record.json").exists()
+    assert on_node.answer({**request, "verb": "stop"}) == {"ended": None}
 
 
 def test_bridges_of_containers_are_virtual_and_a_site_s_are_not() -> None:

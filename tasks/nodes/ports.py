@@ -1,0 +1,54 @@
+"""A node's ports: who has one, which is free, and whether the head's can be reached."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+REACH_SECONDS = 3.0
+
+
+def unreachable(request: Mapping[str, Any]) -> str:
+    """Why this node cannot open a connection to the head from its own address, "" if it can."""
+    host, _, port = request["head_address"].rpartition(":")
+    host = host.strip("[]")
+    try:
+        socket.create_connection((host, int(port)), REACH_SECONDS, source_address=(request["address"], 0)).close()
+    except ConnectionRefusedError:
+        return f"{host} port {port} refuses it: no Ray listens there, or a firewall rejects"
+    except TimeoutError:
+        return (
+            f"{host} port {port} does not answer it within {REACH_SECONDS:g} s: a firewall drops, or no way back"
+        )
+    except OSError as error:
+        return f"it cannot reach {host} port {port} from {request['address']}: {error.strerror}"
+    return ""
+
+
+def holder_of(address: str, port: int) -> str:
+    """Who listens on a port of an address, "" if it is free."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((address, port))
+            return ""
+        except OSError as error:
+            reason = error.strerror or "it cannot be bound"
+    for each in psutil.net_connections("tcp"):
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(each.pid)
+                return f"pid {each.pid} of {process.username()} ({' '.join(process.cmdline())[:80]})"
+    return f"a process that this user cannot see ({reason})"
+
+
+def free_port(address: str) -> int:
+    """A port of an address that nobody listens on."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as trial:
+        trial.bind((address, 0))
+        return int(trial.getsockname()[1])
