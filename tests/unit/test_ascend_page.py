@@ -74,7 +74,7 @@ def test_the_scripts_set_the_pages_variables(folder: Path) -> None:
     for path in ("start/node1.sh", "start/node4.sh", "job/dapo_qwen3_32b_math.sbatch"):
         found = [line.strip() for line in (folder / path).read_text().splitlines() if "export " in line]
         assert [line for line in found if line in listed] == listed, path
-    pods = yaml.safe_load((folder / "pods/dapo-qwen3-32b-math.yaml").read_text())
+    *_, pods = yaml.safe_load_all((folder / "pods/dapo-qwen3-32b-math.yaml").read_text())
     assert pods["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 3
 
 
