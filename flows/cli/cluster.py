@@ -54,11 +54,16 @@ def up(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) 
     from tasks.nodes.scheduler import machines_of
 
     machines, source = machines_of(inventory, os.environ)
-    cluster = bring_up(machines, store, source or "the job's nodes")
+    again = _typed(source)
+    try:
+        cluster = bring_up(machines, store, source or "the job's nodes")
+    except KeyboardInterrupt:
+        end = f"dapo cluster down{again}{_store_option(store)}"
+        typer.echo(f"interrupted: Ray keeps running where it was started; `{end}` ends it", err=True)
+        raise
     for name, known in cluster.hosts.items():
         state = "started" if name in cluster.started else "ran already"
         typer.echo(f"{name}: {state}, {known['address']} on {known['name']}, node {known['node_id'][:8]}")
-    again = _typed(source)
     is_quoted = cluster.address.startswith("[")  # a list in YAML
     key = f"train.ray_address={cluster.address}" if not is_quoted else f"'train.ray_address=\"{cluster.address}\"'"
     typer.echo(

@@ -82,26 +82,22 @@ def test_a_host_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer.problem == "no answer within 1.2 s"
 
 
-HANGING = """
-import sys
-from tasks.nodes.inventory import Inventory
-from tasks.nodes.reach import ask
-shell = f"sh -c 'echo now >{sys.argv[1]}; exec sleep 600' {{host}}"
-ask(Inventory(hosts=("a",), devices=1, shell=shell), {"a": {}}, work_seconds=600)
-"""
-
-
-def test_an_interrupt_does_not_wait_for_a_host_that_hangs(tmp_path: Path) -> None:
+def test_an_interrupt_does_not_wait_for_a_host_that_hangs_and_says_what_may_run(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "hangs")
-    command = [sys.executable, "-c", HANGING, str(tmp_path / "hangs")]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as asking:
+    shell = f"sh -c 'echo now >{tmp_path}/hangs; exec sleep 600' {{host}}"
+    values = {"hosts": ["a"], "device": "cpu", "devices": 1, "shell": shell, "connect_seconds": 600}
+    (tmp_path / "nodes.yaml").write_text(json.dumps(values))
+    command = [sys.executable, "-m", "flows.cli", "cluster", "up", "nodes.yaml", "--store", "store"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as up:
         try:
             assert (tmp_path / "hangs").read_text() == "now\n"
-            asking.send_signal(signal.SIGINT)
-            asking.communicate(timeout=60)
+            up.send_signal(signal.SIGINT)
+            said = up.communicate(timeout=60)[1]
         finally:
-            asking.kill()
-    assert asking.returncode == -signal.SIGINT
+            up.kill()
+    assert up.returncode == 130
+    assert "where it was started; `dapo cluster down nodes.yaml --store store` ends it" in said
 
 
 @pytest.mark.parametrize(
