@@ -196,11 +196,9 @@ def test_scripts_of_hosts_that_are_gone_are_named_and_stay(tmp_path: Path) -> No
     inventory.write_text("hosts: [a, b, c]\ndevices: 1\n")
     _render(str(inventory), "--scripts", "--output", str(folder))
     (folder / "mine.sh").write_text("# Rendered from nothing\n")
-    inventory.write_text("hosts: [a, b]\ndevices: 1\n")
+    inventory.write_text("hosts: [a]\ndevices: 1\n")
     said = _remarks(str(inventory), "--scripts", "--output", str(folder))
-    assert (
-        said == f"{folder}/c.sh is of a host that {inventory} no longer has: stop its Ray, then remove the file\n"
-    )
+    assert said.startswith(f"{folder}: not of a host that {inventory} has: b.sh, c.sh; stop Ray there")
     assert {path.name for path in folder.iterdir()} == {"a.sh", "b.sh", "c.sh", "mine.sh"}
 
 

@@ -67,11 +67,11 @@ class Site:
         """Names further scripts of a folder, whose header says that they are from the same source."""
         header = f"\n# Rendered from {self.source} by `dapo cluster render`: ".encode()
         others = (path for path in sorted(folder.glob("*.sh")) if path.name not in names)
-        return [
-            f"{path} is of a host that {self.source} no longer has: stop its Ray, then remove the file"
-            for path in others
-            if header in path.read_bytes()
-        ]
+        stale = [path.name for path in others if header in path.read_bytes()]
+        said = (
+            f"{folder}: not of a host that {self.source} has: {', '.join(stale)}; stop Ray there, then remove them"
+        )
+        return [said] if stale else []
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ start() {
       --node-ip-address="$ADDRESS" {{ options }} \
       --temp-dir="$FOLDER" --disable-usage-stats --block >"$STATE/log" 2>&1 </dev/null &
     PID=$!
-    echo "$PID $(began_at "$PID") $FOLDER" >"$STATE/process"
+    BEGAN=$(began_at "$PID")
+    echo "$PID ${BEGAN:-0} $FOLDER" >"$STATE/process" # 0: it has ended already
     echo "$NODE: Ray starts at $ADDRESS ($INTERFACE), pid $PID, log $STATE/log"
   fi
   wait_until_started {{ seconds }}
