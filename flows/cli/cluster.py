@@ -123,7 +123,8 @@ def down(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE
         if others := others_started(store, machines):
             typer.echo(f"{store} knows of other clusters: {', '.join(others)}")
     if ending.left:
-        typer.echo(f"type `dapo cluster down{_typed(source)}` again once they can be reached")
+        again = f"dapo cluster down{_typed(source)}{_store_option(store)}"
+        typer.echo(f"type `{again}` again once they can be reached")
         raise typer.Exit(1)
 
 

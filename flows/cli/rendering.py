@@ -71,12 +71,14 @@ def render(
     if is_scripts:
         files = render_scripts(machines, settings, place, recipe)
     elif is_slurm and recipe is not None:
-        files = render_slurm(machines, settings, place, recipe, settings.flow.stop_seconds)
+        files = render_slurm(machines, settings, place, recipe)
     else:
         files = render_kuberay(machines, settings, place, recipe, settings.flow.stop_seconds)
     said = remarks_of_env(machines)
     if is_kuberay:
         said += remarks_of_kuberay(machines, settings if config else None)
+    if is_scripts and output is not None:
+        said += place.remarks_of_stale_scripts(output, files)
     _hand_over(files, said, output)
 
 

@@ -12,6 +12,7 @@ import psutil
 from dapo_core.errors import DapoError
 from tasks.interfaces import is_virtual
 
+ELSEWHERE = "203.0.113.1"  # of no machine (TEST-NET-3): the default route leads there
 ANY_PORT = 9  # of a datagram socket, which sends nothing when it connects
 
 
@@ -34,12 +35,14 @@ def interface_towards(targets: Sequence[str], wanted: str | None = None, own: st
     A target is a name or an address, of either family. If one is this machine's own and an interface has it, that
     interface is meant. Never link-local, a bridge of containers or, unless it is `wanted`, loopback; of several
     addresses of the `wanted` one, `own` is taken if it is one, a name or an address.
+    A machine that is its own only target needs none to reach it: where its name leads to loopback (Debian's
+    127.0.1.1) or nowhere, the interface of the default route is meant.
     Raises NoInterfaceError with what is in the way and what there is.
     """
     if wanted is not None:
         return _named(wanted, targets, own)
     fault = ""
-    for target in targets:
+    for target in (*targets, ELSEWHERE) if list(targets) == [own] else targets:
         for address in _addresses(target):
             try:
                 source = source_towards(address)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -29,16 +30,19 @@ if [ "$2" = flows.cli ]; then
 fi
 exec {python} "$@"
 """
-# Stand in for SLURM: a task on each host of the job.
+# Stand in for SLURM: a task on each host of the job, and its status that of the last task that failed.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
+tasks=() status=0
 for host in {hosts}; do
-  SLURMD_NODENAME=$host ip netns exec "$host" "$@" &
+  SLURMD_NODENAME=$host ip netns exec "$host" {on_host} "$@" &
+  tasks+=("$!")
 done
-wait
+for task in "${{tasks[@]}}"; do wait "$task" || status=$?; done
+exit "$status"
 """
 SCONTROL = """#!/bin/sh
-[ "$*" = "show hostnames two-hosts" ] && printf '%s\\n' {hosts}
+[ "$*" = "show hostnames the-hosts" ] && printf '%s\\n' {hosts}
 """
 
 
@@ -67,6 +71,16 @@ def names(network: list[FakeHost], tmp_path: Path) -> Iterator[list[FakeHost]]:
         file.parent.rmdir()
 
 
+@pytest.fixture
+def alone(names: list[FakeHost]) -> Iterator[FakeHost]:
+    """A host whose own name is an address of loopback, as Debian installs it."""
+    host = names[0]
+    (Path("/etc/netns") / host.name / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n")
+    host.run(f"ip route add default dev {host.interface}")
+    yield host
+    host.run("ip route del default")
+
+
 def _render(tmp_path: Path, found: list[FakeHost], python: str, *words: str) -> Path:
     tree = {"hosts": [h.name for h in found], "device": "cpu", "devices": 2, "port": PORT, "python": python}
     (tmp_path / "inventory.yaml").write_text(yaml.safe_dump({**tree, "start_seconds": 300}))
@@ -81,34 +95,65 @@ def _processes(host: FakeHost) -> list[str]:
     return subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True).stdout.split()
 
 
-def test_scripts_start_and_stop_ray_on_two_hosts(names: list[FakeHost], tmp_path: Path) -> None:
-    folder = _render(tmp_path, names, sys.executable, "--scripts")
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
-        "DAPO_STATE": str(tmp_path / "state"),
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-    }
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
-    def script(host: FakeHost, verb: str) -> subprocess.Popen[str]:
-        command = ["ip", "netns", "exec", host.name, "bash", str(folder / f"{host.name}.sh"), verb]
+
+class Scripts:
+    """The scripts of hosts, rendered and typed there."""
+
+    def __init__(self, tmp_path: Path, found: list[FakeHost]) -> None:
+        self.folder = _render(tmp_path, found, sys.executable, "--scripts")
+        self.state = tmp_path / "state"
+        self.environment = {
+            **_environment(), "DAPO_STATE": str(self.state), "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }  # fmt: skip
+
+    def type(self, host: FakeHost, verb: str) -> subprocess.Popen[str]:
+        command = ["ip", "netns", "exec", host.name, "bash", str(self.folder / f"{host.name}.sh"), verb]
         return subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
+    def said(self, host: FakeHost, verb: str) -> str:
+        return self.type(host, verb).communicate(timeout=400)[0]
+
+    def started(self, host: FakeHost) -> tuple[int, Path]:
+        """The pid of the first process of the start, and Ray's folder."""
+        pid, _, folder = (self.state / f"{host.name}-{PORT}" / "process").read_text().split()
+        return int(pid), Path(folder)
+
+
+def test_scripts_start_and_stop_ray_on_two_hosts(names: list[FakeHost], tmp_path: Path) -> None:
+    scripts = Scripts(tmp_path, names)
     head, other = names
     try:
-        starting = [script(host, "start") for host in (other, head)]  # the other one waits for the head
+        starting = [scripts.type(host, "start") for host in (other, head)]  # the other one waits for the head
         said = [each.communicate(timeout=400)[0] for each in starting]
         assert [each.returncode for each in starting] == [0, 0], said
         assert f"Ray starts at {other.address} ({other.interface})" in said[0]  # and none of the decoys
         assert f"2 nodes have joined {head.name}:{PORT} with 4 CPU" in said[1]
-        again = script(head, "start").communicate(timeout=400)[0]
-        assert "Ray runs" in again
+        assert "Ray runs" in scripts.said(head, "start")
+        folders = [scripts.started(host)[1] for host in names]
+        os.kill(scripts.started(other)[0], signal.SIGKILL)
     finally:
-        ended = [script(host, "stop").communicate(timeout=200)[0] for host in (other, head)]
+        ended = [scripts.said(host, "stop") for host in (other, head)]
     assert all("Ray has ended" in each for each in ended), ended
     assert [_processes(host) for host in names] == [[], []]
-    assert "no Ray of this script runs" in script(head, "stop").communicate(timeout=200)[0]
+    assert not any(folder.exists() for folder in folders)
+    assert "no Ray of this script runs" in scripts.said(head, "stop")
+
+
+def test_a_host_alone_may_have_a_name_of_loopback(alone: FakeHost, tmp_path: Path) -> None:
+    scripts = Scripts(tmp_path, [alone])
+    try:
+        said = scripts.said(alone, "start")
+    finally:
+        ended = scripts.said(alone, "stop")
+    assert f"Ray starts at {alone.address} ({alone.interface})" in said
+    assert f"1 nodes have joined {alone.address}:{PORT}" in said
+    assert said.endswith(f"dapo run CONFIG --set train.ray_address={alone.address}:{PORT}\n")
+    assert "Ray has ended" in ended
 
 
 def test_a_start_without_a_token_says_how_to_make_one(names: list[FakeHost], tmp_path: Path) -> None:
@@ -120,38 +165,62 @@ def test_a_start_without_a_token_says_how_to_make_one(names: list[FakeHost], tmp
     assert "ray get-auth-token --generate" in done.stderr
 
 
-def test_the_batch_file_runs_the_recipe_on_two_hosts(names: list[FakeHost], tmp_path: Path) -> None:
-    words, bin_folder = " ".join(host.name for host in names), tmp_path / "bin"
+def _submit(tmp_path: Path, found: list[FakeHost], on_host: str = "") -> subprocess.CompletedProcess[str]:
+    """The batch file, run on the first host; `on_host` begins the command line of a task."""
+    words, bin_folder = " ".join(host.name for host in found), tmp_path / "bin"
     bin_folder.mkdir()
     for name, text in {
         "python": INTERPRETER.format(python=sys.executable),
-        "srun": SRUN.format(hosts=words),
+        "srun": SRUN.format(hosts=words, on_host=on_host),
         "scontrol": SCONTROL.format(hosts=words),
         "mktemp": f'#!/bin/sh\n/usr/bin/mktemp "$@" | tee -a {tmp_path}/made\n',
     }.items():
         (bin_folder / name).write_text(text)
         (bin_folder / name).chmod(0o755)
-    changes = ("--set", "run.name=two", "--set", "train.num_ranks=2")
-    folder = _render(tmp_path, names, str(bin_folder / "python"), "--slurm", "--config", RECIPE, *changes)
+    folder = _render(
+        tmp_path, found, str(bin_folder / "python"), "--slurm", "--config", RECIPE, *_changes(tmp_path)
+    )
     environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+        **_environment(),
         "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
         "SLURM_JOB_ID": f"test{os.getpid()}",
-        "SLURM_JOB_NODELIST": "two-hosts",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURMD_NODENAME": names[0].name,
+        "SLURM_JOB_NODELIST": "the-hosts",
+        "SLURM_JOB_NUM_NODES": str(len(found)),
+        "SLURMD_NODENAME": found[0].name,
     }
-    command = ["ip", "netns", "exec", names[0].name, "bash", str(folder / "two.sbatch")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    command = ["ip", "netns", "exec", found[0].name, "bash", str(folder / "two.sbatch")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+
+
+def _changes(tmp_path: Path) -> list[str]:
+    changes = ("run.name=two", "train.num_ranks=2", f"store.path={tmp_path}/the store")
+    return [word for change in changes for word in ("--set", change)]
+
+
+def test_the_batch_file_runs_the_recipe_on_two_hosts(names: list[FakeHost], tmp_path: Path) -> None:
+    done = _submit(tmp_path, names)
     assert done.returncode == 0, done.stdout + done.stderr
-    asked = f"{RECIPE} --set run.name=two --set train.num_ranks=2 --set train.ray_address={names[0].name}:{PORT}"
-    assert (
-        f"2 nodes have joined {names[0].name}:{PORT} with 4 CPU\ndapo doctor {asked}\ndapo run {asked}\n"
-        in done.stdout
-    )
+    address = f"{names[0].name}:{PORT}"
+    asked = f"{RECIPE} {' '.join(_changes(tmp_path))} --set train.ray_address={address}"
+    joined = f"2 nodes have joined {address} with 4 CPU"
+    assert f"{joined}\ndapo doctor {asked}\ndapo run {asked}\n" in done.stdout
     assert '"CPU": 4.0' in done.stdout  # what the stand-in of `dapo run` finds with the job's token
     assert [_processes(host) for host in names] == [[], []]
-    assert not list(Path.cwd().glob(f".dapo/ray-test{os.getpid()}-*"))  # with the job's token
+    assert list((tmp_path / "the store" / ".clusters").iterdir()) == []  # the job's token is gone
     made = [Path(line) for line in (tmp_path / "made").read_text().splitlines()]
     assert any(path.name.startswith("dapo-ray-") for path in made)
     assert not any(path.exists() for path in made)
+
+
+def test_a_node_without_the_store_says_so_before_ray_starts(names: list[FakeHost], tmp_path: Path) -> None:
+    head, other = names
+    hide = f'mount -t tmpfs none "{tmp_path}/the store"'  # seen by the task alone
+    script = f'''[ "$SLURMD_NODENAME" = {head.name} ] || {hide}; exec "$@"'''
+    done = _submit(tmp_path, names, f"bash -c {shlex.quote(script)} task")
+    assert done.returncode == 1, done.stdout + done.stderr
+    [reason] = done.stderr.splitlines()
+    folder = f"{tmp_path}/the store/.clusters/test{os.getpid()}-"
+    assert reason.startswith(f"{other.name}: {folder}")
+    assert reason.endswith(f"is not seen on {other.name}: put store.path on storage that all nodes share")
+    assert list((tmp_path / "the store" / ".clusters").iterdir()) == []
+    assert [_processes(host) for host in names] == [[], []]

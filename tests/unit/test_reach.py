@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from dapo_core.cluster.started import clusters_folder, token_environment
+from flows.cli import app
 from tasks.interfaces import INTERFACE_VARIABLES, is_virtual
 from tasks.nodes import interface, launch, on_node, reach
 from tasks.nodes.inventory import Inventory
@@ -284,6 +286,14 @@ def test_a_start_whose_command_was_interrupted_starts_nothing(tmp_path: Path) ->
             assert not folder.exists()
     assert not (folder / "record.json").exists()
     assert on_node.answer({**request, "verb": "stop"}) == {"ended": None}
+
+
+def test_down_says_how_to_try_again(tmp_path: Path) -> None:
+    (tmp_path / "nodes.yaml").write_text("{hosts: [a], device: cpu, devices: 1, shell: \"sh -c 'exit 7' {host}\"}")
+    typed = ["cluster", "down", f"{tmp_path}/nodes.yaml", "--store", f"{tmp_path}/store"]
+    result = CliRunner().invoke(app, typed)
+    assert result.exit_code == 1
+    assert f"type `dapo {' '.join(typed)}` again once they can be reached" in result.output
 
 
 def test_bridges_of_containers_are_virtual_and_a_site_s_are_not() -> None:

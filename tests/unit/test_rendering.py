@@ -169,6 +169,15 @@ def test_a_setup_that_fails_ends_the_start(tmp_path: Path) -> None:
     assert (done.returncode, "no Ray of this script runs" in done.stdout) == (0, True), done
 
 
+def test_a_batch_file_for_one_node_takes_its_address(tmp_path: Path) -> None:
+    """The node's own name may be an address of loopback."""
+    line = "RAY_HEAD=${ADDRESS/*:*/[$ADDRESS]}:$PORT"
+    (tmp_path / "i.yaml").write_text("hosts: [a]\ndevices: 64\n")
+    text = _render(str(tmp_path / "i.yaml"), "--slurm", "--config", RECIPE)
+    assert f'find_interface \'\' "$HEAD" "$HEAD"\n{line}' in text
+    assert line not in _render(*FORMS["slurm"])
+
+
 @pytest.mark.parametrize("name", ["a/b", "../x", "my run"])
 def test_a_batch_file_needs_a_plain_name(name: str, tmp_path: Path) -> None:
     words = ["cluster", "render", *FORMS["slurm"], "--set", f"run.name={name}", "--output", str(tmp_path)]
@@ -180,6 +189,23 @@ def test_a_batch_file_needs_a_plain_name(name: str, tmp_path: Path) -> None:
 def test_what_holds_the_values_of_env_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     _render(*FORMS["scripts"], "--output", str(tmp_path / "new"))
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o600}
+
+
+def test_scripts_of_hosts_that_are_gone_are_named_and_stay(tmp_path: Path) -> None:
+    inventory, folder = tmp_path / "i.yaml", tmp_path / "start"
+    inventory.write_text("hosts: [a, b, c]\ndevices: 1\n")
+    _render(str(inventory), "--scripts", "--output", str(folder))
+    (folder / "mine.sh").write_text("# Rendered from nothing\n")
+    inventory.write_text("hosts: [a, b]\ndevices: 1\n")
+    said = _remarks(str(inventory), "--scripts", "--output", str(folder))
+    assert (
+        said == f"{folder}/c.sh is of a host that {inventory} no longer has: stop its Ray, then remove the file\n"
+    )
+    assert {path.name for path in folder.iterdir()} == {"a.sh", "b.sh", "c.sh", "mine.sh"}
+
+
+def test_slurm_sends_its_signal_as_early_as_it_can() -> None:
+    assert "#SBATCH --signal=B:TERM@65535\n" in _render(*FORMS["slurm"], "--set", "flow.stop_seconds=65475")
 
 
 def test_another_option_of_gres_keeps_the_devices() -> None:
@@ -337,6 +363,11 @@ def test_a_secret_among_the_variables_is_a_warning(form: tuple[str, ...], tmp_pa
             "train.device=npu and the inventory device=cuda",
         ),
         ("devices: 64", ["--kuberay", "--config", RECIPE, "--set", "run.name=Übung"], "Kubernetes refuses"),
+        (
+            "devices: 64",
+            ["--slurm", "--config", RECIPE, "--set", "flow.stop_seconds=65476"],
+            "flow.stop_seconds=65476 is more than the 65475 s",
+        ),
         ("devices: 64\nhosts: [a, {name: b, devices: 8}]", ["--kuberay"], "devices of b is 8, of a 64"),
         (
             "devices: 64\nhosts: [a, {name: b, interface: eth1}]",

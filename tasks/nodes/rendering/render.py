@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import re
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import jinja2
 
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
+from tasks.config import ChainConfig
 from tasks.interfaces import INTERFACE_VARIABLES
 from tasks.nodes.inventory import Host, Inventory
 from tasks.nodes.launch import ray_options
@@ -38,6 +40,7 @@ _ASCEND = {
 RECIPE_FOLDER = "/etc/dapo"  # where the head's pod has the recipe
 STOP_MARGIN_SECONDS = 60  # for a stopped run to end, beside its flow.stop_seconds
 _ASK_FOR_DEVICES = ("gres", "gpus", "gpus-per-node", "gpus-per-task")  # options of sbatch
+_MAX_SIGNAL_SECONDS = 65_535  # of sbatch's --signal
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of a file and a job
 _NO_KEY = re.compile(r"[^-._a-zA-Z0-9]")  # what a ConfigMap's keys do not have
 _KUBERNETES_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")  # and no longer, for a RayJob
@@ -59,6 +62,16 @@ class Site:
                 raise ConfigError(f"--site {word}: of --kuberay it is image=, claim= or queue= with a value")
             values[key] = value
         return values
+
+    def remarks_of_stale_scripts(self, folder: Path, names: Collection[str]) -> list[str]:
+        """Names further scripts of a folder, whose header says that they are from the same source."""
+        header = f"\n# Rendered from {self.source} by `dapo cluster render`: ".encode()
+        others = (path for path in sorted(folder.glob("*.sh")) if path.name not in names)
+        return [
+            f"{path} is of a host that {self.source} no longer has: stop its Ray, then remove the file"
+            for path in others
+            if header in path.read_bytes()
+        ]
 
 
 @dataclass(frozen=True)
@@ -102,9 +115,7 @@ def render_scripts(
     return files
 
 
-def render_slurm(
-    inventory: Inventory, config: TrainingConfig, site: Site, recipe: Recipe, stop_seconds: float
-) -> dict[str, str]:
+def render_slurm(inventory: Inventory, config: ChainConfig, site: Site, recipe: Recipe) -> dict[str, str]:
     """One batch file for as many nodes as the inventory has; `dapo run` of the recipe is its last command.
 
     Raises ConfigError where the inventory's hosts differ: the nodes of an allocation are asked for alike.
@@ -118,6 +129,12 @@ def render_slurm(
             f"run.name={config.run.name} names a file and a job here: letters, digits and ._- only, such as "
             "--set run.name=math"
         )
+    stop_seconds, most = config.flow.stop_seconds, _MAX_SIGNAL_SECONDS - STOP_MARGIN_SECONDS
+    if stop_seconds > most:
+        raise ConfigError(
+            f"flow.stop_seconds={stop_seconds:.10g} is more than the {most} s before a time limit that SLURM "
+            f"tells a job: --set flow.stop_seconds={most} or less"
+        )
     name = f"{config.run.name}.sbatch"
     text = _template("job.sbatch").render(
         **_shared(inventory, site),
@@ -128,7 +145,8 @@ def render_slurm(
         gres=None if has_devices else _GRES.get(inventory.device),
         devices=inventory.devices_of(host),
         directives=directives,
-        stop_seconds=int(stop_seconds),
+        signal_seconds=math.ceil(stop_seconds) + STOP_MARGIN_SECONDS,
+        store=config.store.path,
         interface=host.interface,
         environment=_shell_environment(inventory, host, config),
         options=shlex.join(ray_options(inventory, host)),

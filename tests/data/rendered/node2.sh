@@ -50,21 +50,39 @@ wait_for_head() { # until its port answers, for $1 seconds at most
 }
 
 began_at() { # when a process began, in ticks since the machine did; nothing for one that has ended
-  sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 20
+  sed -n 's/.*) [^Z] //p' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 19
 }
 
-is_running() { # sets PID and FOLDER; a pid is used again, a pid with its start time is not
-  local began
-  [ -s "$STATE/process" ] && read -r PID began FOLDER <"$STATE/process" && [ "$(began_at "$PID")" = "$began" ]
+was_started() { # by this script and not stopped since; sets PID, BEGAN and FOLDER
+  [ -s "$STATE/process" ] && read -r PID BEGAN FOLDER <"$STATE/process"
+}
+
+is_running() { # a pid is used again, a pid with its start time is not
+  was_started && [ "$(began_at "$PID")" = "$BEGAN" ]
+}
+
+# Pids of all that the start began, its first process or not. Each has FOLDER in its environment; those that write a
+# title over it are in the session of the start, with a log open in FOLDER.
+living() {
+  local pid
+  grep -slzFx "DAPO_RAY=$FOLDER" /proc/[0-9]*/environ | cut -d / -f 3
+  { sed -sn "s/^\([0-9]*\) (.*) [^Z] [0-9]* [0-9]* $PID .*/\1/p" /proc/[0-9]*/stat 2>/dev/null || true; } |
+    while read -r pid; do
+      [ -z "$(find "/proc/$pid/fd" -lname "$FOLDER/*" -print -quit 2>/dev/null)" ] || echo "$pid"
+    done
 }
 
 start() {
   require_token
+  find_interface bond1 192.0.2.12 node1
   if is_running; then
     echo "$NODE: Ray runs, pid $PID"
   else
+    if was_started; then
+      echo "$NODE: Ray of the last start, pid $PID, has died; what it left is ended first"
+      stop
+    fi
     raise_limits
-    find_interface bond1 192.0.2.12 node1
     export GLOO_SOCKET_IFNAME="$INTERFACE"
     export TP_SOCKET_IFNAME="$INTERFACE"
     export HCCL_SOCKET_IFNAME="=$INTERFACE"
@@ -76,7 +94,7 @@ start() {
     wait_for_head 120
     mkdir -p "$STATE"
     FOLDER=$(mktemp -d /tmp/dapo-ray-XXXXXX) # of Ray's sockets and logs; their paths must be short
-    setsid "$PYTHON" -m ray.scripts.scripts start --address="$RAY_HEAD" \
+    DAPO_RAY=$FOLDER setsid "$PYTHON" -m ray.scripts.scripts start --address="$RAY_HEAD" \
       --node-ip-address="$ADDRESS" '--resources={"NPU": 16}' --num-cpus=192 \
       --temp-dir="$FOLDER" --disable-usage-stats --block >"$STATE/log" 2>&1 </dev/null &
     PID=$!
@@ -96,16 +114,26 @@ wait_until_started() { # for $1 seconds at most
 }
 
 stop() {
-  if ! is_running; then
+  local left
+  if ! was_started; then
     echo "$NODE: no Ray of this script runs"
     return
   fi
-  kill -TERM "$PID"
-  for _ in $(seq 30); do
-    kill -0 -- "-$PID" 2>/dev/null || break
+  if is_running; then
+    kill -TERM "$PID" # and it ends the others
+    for _ in $(seq 30); do
+      [ -n "$(living)" ] || break
+      sleep 0.5
+    done
+  fi
+  for _ in $(seq 20); do
+    left=$(living)
+    [ -n "$left" ] || break
+    # shellcheck disable=SC2086 # pids
+    kill -KILL $left 2>/dev/null || true
     sleep 0.5
   done
-  kill -KILL -- "-$PID" 2>/dev/null || true # the process group that start made
+  [ -z "$left" ] || die "SIGKILL does not end pid ${left//$'\n'/, }"
   rm -rf -- "$FOLDER" "$STATE/process"
   echo "$NODE: Ray has ended"
 }
