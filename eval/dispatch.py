@@ -81,7 +81,8 @@ class _Server:
     is_up: bool = True
     is_given_up: bool = False
     outage: str = ""  # why it was last unreachable
-    checked_at: float = 0.0  # when its weights were last found to be the evaluation's; 0 after a failure
+    checked_at: float = 0.0  # when the last check that found the evaluation's weights began
+    failed_at: float = 0.0  # when a request last failed: an earlier check does not count any more
     has_answered: bool = False
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -173,7 +174,7 @@ class Dispatcher:
                 await self._check_weights(server, connection)
                 request.attempts += 1
             except RequestError as error:
-                server.checked_at = 0.0
+                server.failed_at = time.monotonic()
                 if self._is_stopped:
                     return
                 if await self._retry(request, server, error):
@@ -188,7 +189,7 @@ class Dispatcher:
         """Raise ModelChangedError when a server that answered now serves other weights, unnoticed until now."""
         for server in self._servers:
             if server.has_answered:
-                server.checked_at = 0.0
+                server.failed_at = time.monotonic()  # so that it is checked once more
                 seconds = min(self._limits.timeout_seconds, _LAST_CHECK_SECONDS)
                 async with Connection(server.endpoint, seconds) as connection:
                     try:
@@ -199,12 +200,12 @@ class Dispatcher:
                         raise ModelChangedError(str(error), is_late=True) from None
 
     async def _check_weights(self, server: _Server, connection: Connection) -> None:
-        """Return once the weights were checked after the newest connection was opened, by whichever worker."""
-        opened_at = connection.opened_at  # the answer's own or a later one
-        if server.checked_at > opened_at:
+        """Return once the weights were checked after the newest connection and failure, by whichever worker."""
+        since = max(connection.opened_at, server.failed_at)  # the answer's own connection or a later one
+        if server.checked_at > since:
             return
         async with server.checking:
-            if server.checked_at > opened_at:
+            if server.checked_at > since:
                 return
             began = time.monotonic()
             weights = await self._identify(connection)

@@ -67,6 +67,7 @@ class Handler(BaseHTTPRequestHandler):
     def show_weights(self, body: dict[str, Any]) -> None:
         """Answer the fixed prompt of an evaluation, which no test counts."""
         self.server.num_probes += 1
+        self.server.probes_go_on.wait(60)
         if self.server.fails_on_probes:
             self.drop()
             return
@@ -128,6 +129,8 @@ class ArithmeticServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.connections: set[socket.socket] = set()
         self.lock = threading.Lock()
+        self.probes_go_on = threading.Event()
+        self.probes_go_on.set()
         self.asked: Counter[str] = Counter()
         self.requests: list[tuple[str, str | None, dict[str, Any]]] = []
         self.in_flight = self.most_in_flight = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,23 @@ def test_a_model_exchanged_without_a_trace_is_noticed_at_the_end(server: Arithme
         evaluate(make_set(60), [Endpoint(server.url, "m")], SAMPLING, tmp_path, limits=LIMITS)
     assert read_rows(tmp_path) == {}  # any answer may be of either model
     assert len(read_rows(tmp_path / "superseded-1")) == 60
+
+
+def test_a_check_that_began_before_a_failure_does_not_count_after_it(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
+    server.probes_go_on.clear()
+
+    def fail(handler: Handler, prompt: str, attempt: int) -> bool:
+        if handler.number == 3:  # asked again after the 502, which the client has seen by then
+            server.probes_go_on.set()
+        while handler.number == 2 and not server.num_probes:  # the first answer's check has to begin
+            time.sleep(0.01)
+        return handler.number == 2 and handler.send(502, b"bad gateway")
+
+    server.behave = fail
+    evaluate(make_set(2), [Endpoint(server.url, "m")], SAMPLING, tmp_path, limits=replace(LIMITS, concurrency=2))
+    assert server.num_probes == 3  # for the first answer, after the failure, at the end
 
 
 def test_servers_of_different_weights_are_refused(server: ArithmeticServer, tmp_path: Path) -> None:
