@@ -76,7 +76,7 @@ start() {
       --node-ip-address="$ADDRESS" {{ options }} \
       --temp-dir="$FOLDER" --disable-usage-stats --block >"$STATE/log" 2>&1 </dev/null &
     PID=$!
-    BEGAN=$(began_at "$PID")
+    BEGAN=$(began_at "$PID") || true
     echo "$PID ${BEGAN:-0} $FOLDER" >"$STATE/process" # 0: it has ended already
     echo "$NODE: Ray starts at $ADDRESS ($INTERFACE), pid $PID, log $STATE/log"
   fi
