@@ -30,6 +30,7 @@ from tests.configs import make_config
 from tests.ranks import run_ranks
 from tests.sent_weights import sent_weights
 from tests.tiny_models import ARCHITECTURES, build_tiny, tiny_engine_settings
+from tests.vllm_experts import runs_experts
 
 TRAIN = {"train_prompts": 4, "mini_prompts": 4, "learning_rate": 1e-2, "warmup_steps": 0}
 MANY_BYTES = 10**9
@@ -152,6 +153,7 @@ def merged(trained: Trained) -> Path:
     return target
 
 
+@runs_experts
 def test_vllm_gives_the_log_probs_of_transformers(merged: Path) -> None:
     engine = build_engine("vllm", merged, tiny_engine_settings(), seed=0)
     given = engine.log_probs([(PROMPT_IDS, RESPONSE_IDS)])[0]

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from tests.namespaces import FakeHost, NoNamespacesError, hosts
+from tests.processes import wait_until
 
 PORT = 6393
 RECIPE = "configs/arith_cpu.yaml"
@@ -28,6 +29,19 @@ if [ "$2" = flows.cli ]; then
   [ "$3" = doctor ] || exec timeout 300 {python} -m dapo_core.cluster.room "${{address#*=}}"
   exit 0
 fi
+exec {python} "$@"
+"""
+# The same with a server in place of Ray, and with a run that ends before what it began in the background: a last checkpoint.
+LEAVING = """#!/bin/bash
+case "$2 $3" in
+  "flows.cli run")
+    setsid bash -c 'sleep 4; [ -s "$RAY_AUTH_TOKEN_PATH" ] && touch {checkpoint}' &
+    trap exit TERM
+    touch {started}
+    while :; do sleep 0.1; done ;;
+  flows.cli*|tasks.nodes.joined*) exit 0 ;;
+  ray.scripts.scripts*) exec {python} -m http.server {port} ;;
+esac
 exec {python} "$@"
 """
 # Stand in for SLURM: a task on each host of the job, and its status that of the last task that failed.
@@ -165,12 +179,16 @@ def test_a_start_without_a_token_says_how_to_make_one(names: list[FakeHost], tmp
     assert "ray get-auth-token --generate" in done.stderr
 
 
-def _submit(tmp_path: Path, found: list[FakeHost], on_host: str = "") -> subprocess.CompletedProcess[str]:
-    """The batch file, run on the first host; `on_host` begins the command line of a task."""
+def _submit(
+    tmp_path: Path, found: list[FakeHost], on_host: str = "", python: str = INTERPRETER
+) -> subprocess.Popen[str]:
+    """The batch file, started on the first host; `on_host` begins the command line of a task."""
     words, bin_folder = " ".join(host.name for host in found), tmp_path / "bin"
     bin_folder.mkdir()
     for name, text in {
-        "python": INTERPRETER.format(python=sys.executable),
+        "python": python.format(
+            python=sys.executable, port=PORT, checkpoint=tmp_path / "checkpoint", started=tmp_path / "started"
+        ),
         "srun": SRUN.format(hosts=words, on_host=on_host),
         "scontrol": SCONTROL.format(hosts=words),
         "mktemp": f'#!/bin/sh\n/usr/bin/mktemp "$@" | tee -a {tmp_path}/made\n',
@@ -189,7 +207,7 @@ def _submit(tmp_path: Path, found: list[FakeHost], on_host: str = "") -> subproc
         "SLURMD_NODENAME": found[0].name,
     }
     command = ["ip", "netns", "exec", found[0].name, "bash", str(folder / "two.sbatch")]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def _changes(tmp_path: Path) -> list[str]:
@@ -198,13 +216,14 @@ def _changes(tmp_path: Path) -> list[str]:
 
 
 def test_the_batch_file_runs_the_recipe_on_two_hosts(names: list[FakeHost], tmp_path: Path) -> None:
-    done = _submit(tmp_path, names)
-    assert done.returncode == 0, done.stdout + done.stderr
+    job = _submit(tmp_path, names)
+    said, complaints = job.communicate(timeout=500)
+    assert job.returncode == 0, said + complaints
     address = f"{names[0].name}:{PORT}"
     asked = f"{RECIPE} {' '.join(_changes(tmp_path))} --set train.ray_address={address}"
     joined = f"2 nodes have joined {address} with 4 CPU"
-    assert f"{joined}\ndapo doctor {asked}\ndapo run {asked}\n" in done.stdout
-    assert '"CPU": 4.0' in done.stdout  # what the stand-in of `dapo run` finds with the job's token
+    assert f"{joined}\ndapo doctor {asked}\ndapo run {asked}\n" in said
+    assert '"CPU": 4.0' in said  # what the stand-in of `dapo run` finds with the job's token
     assert [_processes(host) for host in names] == [[], []]
     assert list((tmp_path / "the store" / ".clusters").iterdir()) == []  # the job's token is gone
     made = [Path(line) for line in (tmp_path / "made").read_text().splitlines()]
@@ -216,11 +235,24 @@ def test_a_node_without_the_store_says_so_before_ray_starts(names: list[FakeHost
     head, other = names
     hide = f'mount -t tmpfs none "{tmp_path}/the store"'  # seen by the task alone
     script = f'''[ "$SLURMD_NODENAME" = {head.name} ] || {hide}; exec "$@"'''
-    done = _submit(tmp_path, names, f"bash -c {shlex.quote(script)} task")
-    assert done.returncode == 1, done.stdout + done.stderr
-    [reason] = done.stderr.splitlines()
+    job = _submit(tmp_path, names, f"bash -c {shlex.quote(script)} task")
+    said, complaints = job.communicate(timeout=500)
+    assert job.returncode == 1, said + complaints
+    [reason] = complaints.splitlines()
     folder = f"{tmp_path}/the store/.clusters/test{os.getpid()}-"
     assert reason.startswith(f"{other.name}: {folder}")
     assert reason.endswith(f"is not seen on {other.name}: put store.path on storage that all nodes share")
     assert list((tmp_path / "the store" / ".clusters").iterdir()) == []
+    assert [_processes(host) for host in names] == [[], []]
+
+
+def test_a_job_that_is_asked_to_end_keeps_ray_until_its_last_checkpoint_is_written(
+    names: list[FakeHost], tmp_path: Path
+) -> None:
+    job = _submit(tmp_path, names, python=LEAVING)
+    wait_until((tmp_path / "started").exists, "the run")
+    job.send_signal(signal.SIGTERM)
+    said, complaints = job.communicate(timeout=200)
+    assert (tmp_path / "checkpoint").exists(), said + complaints
+    assert list((tmp_path / "the store" / ".clusters").iterdir()) == []  # only then
     assert [_processes(host) for host in names] == [[], []]

@@ -28,6 +28,7 @@ from tests.configs import make_config
 from tests.ranks import run_ranks
 from tests.sent_weights import sent_weights
 from tests.tiny_models import ARCHITECTURES, Architecture, build_tiny, tiny_engine_settings
+from tests.vllm_experts import runs_experts
 
 PROBE = random_batch(num_groups=2, group_size=2)
 
@@ -154,6 +155,7 @@ def _require_every_weight_arrives(cluster: Any, is_tied: bool) -> None:
     assert ("lm_head.weight" in names) == (not is_tied)
 
 
+@runs_experts
 @pytest.mark.parametrize("shared_cluster", [("qwen3_moe", True)], indirect=True, ids=["experts"])
 def test_experts_arrive_in_vllm(shared_cluster: Any) -> None:
     _require_every_weight_arrives(shared_cluster, is_tied=True)
