@@ -31,7 +31,7 @@ if [ "$2" = flows.cli ]; then
 fi
 exec {python} "$@"
 """
-# The same with a server in place of Ray, and with a run that ends before what it began in the background: a last checkpoint.
+# The same with a server in place of Ray, and with a run that ends before its training's last checkpoint is written.
 LEAVING = """#!/bin/bash
 case "$2 $3" in
   "flows.cli run")
