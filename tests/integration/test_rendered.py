@@ -31,7 +31,7 @@ if [ "$2" = flows.cli ]; then
 fi
 exec {python} "$@"
 """
-# The same with a server in place of Ray, and with a run that ends before its training's last checkpoint is written.
+# The same with a server in place of Ray, and a run that ends before its training has written its last checkpoint.
 LEAVING = """#!/bin/bash
 case "$2 $3" in
   "flows.cli run")
