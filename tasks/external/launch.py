@@ -68,7 +68,7 @@ def start_of(config: ChainConfig, inputs: Inputs) -> Start:
 
 
 def own_ray(external: ExternalConfig) -> dict[str, str]:
-    """The Ray of a trainer that is told no address: one of its own, and not one that happens to run here."""
+    """Variables for a trainer without a Ray address: it starts its own Ray, and joins none that runs here."""
     return {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS") or "local"} if job_server(external) is None else {}
 
 

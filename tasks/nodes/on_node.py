@@ -168,7 +168,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _require_reader() -> None:
-    """Raise BrokenPipeError if nobody reads our answer any more: the command that asked has been interrupted."""
+    """Raise BrokenPipeError if the command that asked was interrupted, and no longer reads our answer."""
     output = select.poll()
     output.register(1, 0)
     if output.poll(0):

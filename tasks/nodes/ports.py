@@ -48,7 +48,7 @@ def holder_of(address: str, port: int) -> str:
 
 
 def free_port(address: str) -> int:
-    """A port of an address that nobody listens on."""
+    """A free port of an address."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as trial:
         trial.bind((address, 0))
         return int(trial.getsockname()[1])
