@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from durable import UNSET, LockHeld, differences, iterate_json_lines, locked, write_atomically
 from eval import EvaluationError, InputError
 from eval.answers.grading import OWN_RULES, VERDICTS, MathGrader, Verdict
@@ -104,7 +106,7 @@ class Row:
 
     def to_line(self) -> str:
         """The row as a line of results.jsonl."""
-        return json.dumps(vars(self), ensure_ascii=False) + "\n"  # ten times as fast as asdict
+        return orjson.dumps(vars(self), option=orjson.OPT_APPEND_NEWLINE).decode()
 
 
 @dataclass(frozen=True)
