@@ -153,9 +153,7 @@ class Connection:
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=connect_seconds),
             connector=self._connector,
-            json_serialize_bytes=partial(
-                orjson.dumps, option=orjson.OPT_NON_STR_KEYS
-            ),  # of YAML, as in logit_bias
+            json_serialize_bytes=partial(orjson.dumps, option=orjson.OPT_NON_STR_KEYS),  # YAML has number keys
             cookie_jar=aiohttp.DummyCookieJar(),  # a balancer's cookie would bind all requests to one server
             # A server on this machine is reached without the environment's proxy.
             trust_env=urlsplit(endpoint.base_url).hostname not in LOOPBACK,

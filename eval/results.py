@@ -378,8 +378,7 @@ def group_by(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:
     """Rows by `level` or `subject`, in natural order (2 before 10); rows without one are left out."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        key = getattr(row, field)
-        if key is not None:
+        if (key := getattr(row, field)) is not None:
             groups.setdefault(key, []).append(row)
     return {key: groups[key] for key in sorted(groups, key=_natural)}
 
