@@ -390,10 +390,9 @@ def mean_response_tokens(rows: Iterable[Row]) -> float | None:
 
 
 def _natural(key: str) -> tuple[int, float, str]:
-    try:
+    with contextlib.suppress(ValueError):
         return 0, float(key), key
-    except ValueError:
-        return 1, 0.0, key
+    return 1, 0.0, key
 
 
 def _digest(value: Any) -> str:
