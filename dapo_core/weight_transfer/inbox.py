@@ -13,6 +13,7 @@ from dapo_core.weight_transfer.links import (
     Link,
     SharedMemory,
     join_group,
+    new_slots,
     open_handle,
     wait_until,
 )
@@ -92,7 +93,7 @@ class _CollectiveInbox(Inbox):
         self._group = join_group(link.address, link.number, link.size, device.backend)
 
     def buckets(self, plan: WeightPlan) -> Iterator[torch.Tensor]:
-        slots = [torch.empty(plan.slot_numel, dtype=plan.dtype, device=self._device) for _ in range(NUM_SLOTS)]
+        slots = new_slots(plan, self._device)
         arriving = [slots[n % NUM_SLOTS][: bucket_numel(bucket)] for n, bucket in enumerate(plan.buckets)]
         works = [self._receive(bucket) for bucket in arriving[:1]]
         for number, bucket in enumerate(arriving):

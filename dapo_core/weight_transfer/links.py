@@ -15,6 +15,7 @@ import torch
 import torch.multiprocessing  # teaches ForkingPickler to send tensors
 
 from dapo_core.errors import RolloutError
+from dapo_core.weight_transfer.plan import NUM_SLOTS, WeightPlan
 
 STALL_SECONDS = 1800.0  # as torch's collectives; a dead process is noticed earlier, by the trainer
 POLL_SECONDS = 0.0005
@@ -105,6 +106,20 @@ class SharedMemory:
         """Give the slots' pages back to the system; they are zero when used again."""
         if self.slots:
             self._map.madvise(mmap.MADV_REMOVE, self._header_bytes, len(self._map) - self._header_bytes)
+
+
+def new_slots(plan: WeightPlan, device: torch.device) -> list[torch.Tensor]:
+    """Room for the plan's buckets on the device; on a CPU in huge pages, if the system has any.
+
+    To be given a GiB in small pages takes 0.6 s, four times as long as to copy one.
+    """
+    count = min(NUM_SLOTS, len(plan.buckets))
+    if device.type != "cpu":
+        return [torch.empty(plan.slot_numel, dtype=plan.dtype, device=device) for _ in range(count)]
+    maps = [mmap.mmap(-1, plan.slot_numel * plan.dtype.itemsize, flags=mmap.MAP_PRIVATE) for _ in range(count)]
+    for each in maps:
+        each.madvise(mmap.MADV_HUGEPAGE)
+    return [torch.frombuffer(each, dtype=plan.dtype) for each in maps]
 
 
 def write_handle(tensor: torch.Tensor, room: torch.Tensor) -> None:

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 
 from dapo_core.device import Device
-from dapo_core.weight_transfer.links import HANDLE_BYTES, SharedMemory, join_group, wait_until, write_handle
+from dapo_core.weight_transfer.links import (
+    HANDLE_BYTES,
+    SharedMemory,
+    join_group,
+    new_slots,
+    wait_until,
+    write_handle,
+)
 from dapo_core.weight_transfer.plan import NUM_SLOTS, WeightPlan
 
 
@@ -18,12 +25,10 @@ class Outbox:
         """`num_local` processes will read the slots, in shared memory or `on_device`; `join` adds the others."""
         self._plan = plan
         self._device = device
-        self._on_device = on_device
-        self._has_readers = num_local > 0
-        if on_device:
-            self._memory = SharedMemory.create(num_local, HANDLE_BYTES, torch.uint8, NUM_SLOTS)
-        else:
-            self._memory = SharedMemory.create(num_local, plan.slot_numel, plan.dtype, NUM_SLOTS)
+        self._writes_handles = on_device and num_local > 0
+        self._has_own_slots = on_device or num_local == 0
+        room = (HANDLE_BYTES, torch.uint8) if self._has_own_slots else (plan.slot_numel, plan.dtype)
+        self._memory = SharedMemory.create(num_local, *room, NUM_SLOTS)
         self._slots: list[torch.Tensor] = []
         self._group: Any = None
         self._works: list[Any] = []  # broadcasts that are not known to be done, the oldest first
@@ -41,7 +46,8 @@ class Outbox:
     def slot(self) -> torch.Tensor:
         """Room for the next bucket: [plan.slot_numel] in the plan's dtype, with an older bucket in it."""
         if not self._slots:
-            self._slots = self._new_slots() if self._on_device else self._memory.slots
+            device = self._device.torch_device()
+            self._slots = new_slots(self._plan, device) if self._has_own_slots else self._memory.slots
         while len(self._works) >= NUM_SLOTS:
             self._works.pop(0).wait()
         self._wait_taken(self._number + 1 - NUM_SLOTS)
@@ -49,7 +55,7 @@ class Outbox:
 
     def send(self, numel: int) -> None:
         """Send the slot's first elements; returns before they have arrived."""
-        if self._on_device and self._has_readers:
+        if self._writes_handles:
             self._device.synchronize()
             write_handle(self._current(), self._memory.slots[self._number % NUM_SLOTS])
         if self._group is not None:
@@ -68,11 +74,6 @@ class Outbox:
         self._wait_taken(self._number)
         self._slots = []
         self._memory.free_slots()
-
-    def _new_slots(self) -> list[torch.Tensor]:
-        count = min(NUM_SLOTS, len(self._plan.buckets))
-        device = self._device.torch_device()
-        return [torch.empty(self._plan.slot_numel, dtype=self._plan.dtype, device=device) for _ in range(count)]
 
     def _current(self) -> torch.Tensor:
         return self._slots[self._number % len(self._slots)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,12 @@ import pytest
 import torch
 
 from dapo_core.batch import build_batch
+from dapo_core.device import device_for
 from dapo_core.errors import RolloutError
 from dapo_core.weight_sync import probe_difference, probe_log_probs, require_sampled_alike
 from dapo_core.weight_transfer import links
-from dapo_core.weight_transfer.links import SharedMemory
+from dapo_core.weight_transfer.links import SharedMemory, new_slots
+from dapo_core.weight_transfer.outbox import Outbox
 from dapo_core.weight_transfer.plan import PlannedTensor, WeightPlan, plan_buckets
 from dapo_core.weight_transfer.proof import (
     MULTIPLIER,
@@ -151,6 +155,25 @@ def test_shared_memory_is_counted_and_given_back() -> None:
     assert reader.num_sent() == 1
     with pytest.raises(RolloutError, match="cannot open the shared memory of a policy rank on its node"):
         SharedMemory.open("/proc/self/fd/9999", 2, 1000, torch.float32, 2)
+
+
+def test_slots_that_no_process_maps_are_in_huge_pages() -> None:
+    plan = plan_buckets(_planned(a=2**20, b=2**20), torch.float32, 2**22)
+    outbox, device = Outbox(plan, device_for("cpu"), 0), torch.device("cpu")
+    for slot in (outbox.slot(), *new_slots(plan, device)):
+        assert slot.shape == (2**20,)
+        assert "hg" in _memory_flags(slot.data_ptr())  # the advice; whether the system has any is another matter
+
+
+def _memory_flags(address: int) -> list[str]:
+    """The kernel's flags of this process's memory at the address (proc_pid_smaps(5))."""
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_here = int(found[1], 16) <= address < int(found[2], 16)
+        elif is_here and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"nothing is at {address:x}")
 
 
 def test_a_wait_for_weights_ends(monkeypatch: pytest.MonkeyPatch) -> None:
