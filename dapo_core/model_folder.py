@@ -38,7 +38,8 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
     """
     folder = Path(model_path)
     if not folder.is_dir():
-        raise ModelError(f"model folder {folder} does not exist; set {key} to a Hugging Face folder")
+        where = f" in {Path.cwd()}" if not folder.is_absolute() else ""
+        raise ModelError(f"model folder {folder} does not exist{where}; set {key} to a Hugging Face folder")
     missing = [what for what, patterns in _PARTS if not any(any(folder.glob(pattern)) for pattern in patterns)]
     if missing:
         raise ModelError(

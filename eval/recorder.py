@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ REFUSED = (
     "The server refuses these requests as they are, and would again: a prompt too long for serve.max_model_len, a "
     "model without a chat template, or another API (evaluate.api) are the usual reasons."
 )
+REFUSED_KEY = "The server does not accept the API key: export VLLM_API_KEY with one that it does."
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ class Recorder:
             self._refuse_failures(rows, servers, outage)
         except EvaluationError as error:
             if 0 < self._num_refused == self._num_failed:
-                raise RequestsRefused(f"{error} {REFUSED}") from None
+                is_key = re.search(r"HTTP 40[13]\b", str(error)) is not None
+                raise RequestsRefused(f"{error} {REFUSED_KEY if is_key else REFUSED}") from None
             raise
         ordered = [rows[item.id, sample] for item, sample in self._wanted]
         if (judge := self._benchmark.judge) is not None:

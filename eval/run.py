@@ -195,7 +195,7 @@ class _Progress:
     def __init__(self, num_requests: int, on_progress: OnProgress | None) -> None:
         self._num_requests = num_requests
         self._on_progress = on_progress
-        self._num_done = self._num_tokens = 0
+        self._num_done = self._num_tokens = self._num_failed = 0
         self._start = time.monotonic()
         self._bar = Progress(
             TextColumn("evaluate"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"),
@@ -218,6 +218,11 @@ class _Progress:
             self._on_progress(self._num_done, self._num_requests)
         seconds = max(time.monotonic() - self._start, 1e-9)
         speed = f"{self._num_tokens / seconds:.0f} tokens/s"
+        failed = [row for row in rows if not row.is_answered]
+        if failed and not self._num_failed:
+            logger.warning("a request failed after %d attempts: %s", failed[0].attempts, failed[0].failure)
+        self._num_failed += len(failed)
+        speed += f", {self._num_failed} failed" if self._num_failed else ""
         self._bar.update(self._task, advance=len(rows), speed=speed)
         is_tenth = 10 * self._num_done // self._num_requests > 10 * done_before // self._num_requests
         if self._bar.disable and is_tenth:

@@ -134,9 +134,10 @@ def files_of(path: Path) -> list[Path]:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in FORMATS and file.is_file())
     if not files or not files[0].is_file():
+        where = f" in {Path.cwd()}" if not path.is_absolute() else ""
         raise ProblemsError(
-            f"{path} is not a file, nor a folder with some; problems come from a registered set (dapo datasets), "
-            f"files that end in {', '.join(FORMATS)}, hf:ORG/NAME, modelscope:ORG/NAME or https://...#sha256=..."
+            f"{path} is not a file, nor a folder with some{where}; problems come from a registered set (dapo "
+            f"datasets), files that end in {', '.join(FORMATS)}, hf:ORG/NAME, modelscope:ORG/NAME or https://...#sha256=..."
         )
     if files[0].suffix not in FORMATS:
         raise ProblemsError(

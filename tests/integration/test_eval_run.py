@@ -184,12 +184,15 @@ def test_too_many_failures_raise_and_the_next_attempt_asks_only_for_them(
 
 
 def test_a_server_that_refuses_everything_is_given_up_early(
-    endpoints: list[Endpoint], server: ArithmeticServer, tmp_path: Path
+    endpoints: list[Endpoint], server: ArithmeticServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.behave = lambda handler, prompt, attempt: handler.send(403, b"no")
-    with pytest.raises(EvaluationError, match=r"were not sent because nothing answered.*HTTP 403: no"):
+    with pytest.raises(
+        EvaluationError, match=r"were not sent because nothing answered.*HTTP 403: no.*export VLLM_API_KEY"
+    ):
         evaluate(make_set(400), endpoints, SAMPLING, tmp_path, limits=LIMITS)
     assert len(server.requests) < 60
+    assert re.search(r"a request failed after \d+ attempts: HTTP 403: no", caplog.text)
 
 
 def test_a_server_that_dies_for_good_leaves_what_it_answered(

@@ -109,7 +109,7 @@ def test_config_show_tells_the_numbers_beside_the_yaml() -> None:
         (["plan", CONFIG, "--set", "reward.scorers=[exam=maths]"], "which is not DATA_SOURCE=SCORER"),
         (["merge", "no/checkpoint", "no/target"], "no/checkpoint holds no complete checkpoint"),
         (["run", CONFIG, "--set", "store.path=README.md/store"], "store.path to another directory"),
-        (["serve", "no/model"], "model folder no/model does not exist"),
+        (["serve", "no/model"], "model folder no/model does not exist in /"),
         (["eval", "--base-url", "http://127.0.0.1:1", "--data", "x.csv", "--output", "o"], "x.csv is not a file"),
     ],
 )

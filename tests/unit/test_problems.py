@@ -111,6 +111,8 @@ def test_a_training_file_without_the_columns_is_refused_before_it_is_read(tmp_pa
         columns_of(path)
     with pytest.raises(ProblemsError, match=r"absent\.parquet is not a file, nor a folder with some"):
         columns_of(tmp_path / "absent.parquet")
+    with pytest.raises(ProblemsError, match=rf"~/absent\.parquet is not a file, .* in {Path.cwd()}; problems"):
+        columns_of(Path("~/absent.parquet"))  # a shell leaves it so after `--set data.train=`
 
 
 def test_a_training_parquet_is_an_evaluation_set_with_its_messages_as_they_are(tmp_path: Path) -> None:
