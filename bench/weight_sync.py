@@ -3,7 +3,7 @@
 Seconds and memory against the model's size, for both ways that a sync takes here, beside two plain copies of the
 same bytes, beside gloo's bare broadcasts of them, which copy nothing out and check nothing, and beside a file
 written and read. Weights are float32 of the shapes of a small Qwen3; the engine copies each tensor into its own,
-as the Hugging Face engine does. Seconds are the least of all rounds, so that other work on the machine counts little.
+as the Hugging Face engine does. Seconds are the least of all rounds: other work on the machine counts little.
 """
 
 from __future__ import annotations

@@ -9,11 +9,13 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import aiohttp
+import orjson
 
 from eval.identity import Weights, probe_requests, read_engine, read_logprobs, read_root
 from eval.problems.items import Item
@@ -151,6 +153,7 @@ class Connection:
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=connect_seconds),
             connector=self._connector,
+            json_serialize_bytes=partial(orjson.dumps, option=orjson.OPT_NON_STR_KEYS),  # YAML has number keys
             cookie_jar=aiohttp.DummyCookieJar(),  # a balancer's cookie would bind all requests to one server
             # A server on this machine is reached without the environment's proxy.
             trust_env=urlsplit(endpoint.base_url).hostname not in LOOPBACK,

@@ -181,7 +181,8 @@ class Dispatcher:
                     continue
                 answer, failure, is_refused = None, str(error), error.is_final
             self._num_open -= 1
-            self._changed.set()
+            if not self._num_open:  # each worker that waits would otherwise wake up for each of the last requests
+                self._changed.set()
             seconds = time.monotonic() - started_at
             await finish(request, Outcome(answer, request.attempts, seconds, failure, is_refused))
 

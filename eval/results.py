@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from durable import UNSET, LockHeld, differences, iterate_json_lines, locked, write_atomically
 from eval import EvaluationError, InputError
 from eval.answers.grading import OWN_RULES, VERDICTS, MathGrader, Verdict
@@ -104,7 +106,7 @@ class Row:
 
     def to_line(self) -> str:
         """The row as a line of results.jsonl."""
-        return json.dumps(vars(self), ensure_ascii=False) + "\n"  # ten times as fast as asdict
+        return orjson.dumps(vars(self), option=orjson.OPT_APPEND_NEWLINE).decode()
 
 
 @dataclass(frozen=True)
@@ -376,8 +378,7 @@ def group_by(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:
     """Rows by `level` or `subject`, in natural order (2 before 10); rows without one are left out."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        key = getattr(row, field)
-        if key is not None:
+        if (key := getattr(row, field)) is not None:
             groups.setdefault(key, []).append(row)
     return {key: groups[key] for key in sorted(groups, key=_natural)}
 
@@ -389,10 +390,9 @@ def mean_response_tokens(rows: Iterable[Row]) -> float | None:
 
 
 def _natural(key: str) -> tuple[int, float, str]:
-    try:
+    with contextlib.suppress(ValueError):
         return 0, float(key), key
-    except ValueError:
-        return 1, 0.0, key
+    return 1, 0.0, key
 
 
 def _digest(value: Any) -> str:

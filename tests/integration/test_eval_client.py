@@ -74,6 +74,11 @@ def ask(
     return outcomes[0]
 
 
+async def _ask_with(endpoint: Endpoint, sampling: Sampling) -> Answer:
+    async with Connection(endpoint, FAR) as connection:
+        return await connection.ask("2 + 3 = ?", sampling)
+
+
 def text_of(outcome: Outcome) -> str | None:
     return outcome.answer.text if outcome.answer else None
 
@@ -221,6 +226,13 @@ def test_nan_null_and_lone_surrogates_in_a_body(
     empty = b'{"choices": [{"message": {"content": null}, "finish_reason": "length"}]}'
     server.behave = lambda handler, prompt, attempt: handler.send(200, empty)
     assert ask(endpoint).answer == Answer("", "length", None)
+
+
+def test_token_ids_as_keys_are_sent_as_text(server: ArithmeticServer, endpoint: Endpoint) -> None:
+    sampling = replace(SAMPLING, extra_body={"logit_bias": {1234: -100}})  # as YAML reads such keys
+    asyncio.run(_ask_with(endpoint, sampling))
+    [body] = [body for _, _, body in server.requests]
+    assert body["logit_bias"] == {"1234": -100}
 
 
 def test_content_as_a_list_of_parts_is_read(server: ArithmeticServer, endpoint: Endpoint) -> None:

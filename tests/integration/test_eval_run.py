@@ -122,7 +122,8 @@ def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_reported(
 
     # A sample that is missing is asked with its own seed; the others are not asked again.
     lines = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if '"id": "item-3", "sample": 1' not in line]
+    rows = map(json.loads, lines)
+    kept = [line for line, row in zip(lines, rows, strict=True) if (row["id"], row["sample"]) != ("item-3", 1)]
     (tmp_path / "results.jsonl").write_text("".join(kept))
     server.requests.clear()
     evaluate(make_set(4), endpoints, replace(SAMPLING, num_samples=3), tmp_path, limits=LIMITS)
