@@ -1,14 +1,17 @@
-"""Files that survive a crash, and locks that end with their holder. Standard library only."""
+"""Files that survive a crash; locks and processes that end with their holder. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import fcntl
 import json
 import os
 import platform
 import secrets
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 0.1  # in which `is_locked` of another process lets go of a lock
 TAIL_BYTES = 64 * 1024
+PR_SET_PDEATHSIG = 1
 UNSET = object()  # the value of a key that only the other side of a comparison has
 
 OnWait = Callable[[str, float], None]  # the lock's holder, and the seconds waited so far
@@ -206,3 +210,11 @@ def _read_lock_file(path: Path) -> tuple[str, str]:
         holder, _, note = path.read_text(errors="replace").partition("\n")
         return holder.strip(), note
     return "", ""
+
+
+def end_with(parent_pid: int) -> None:
+    """Have this process killed when the thread of its parent that started it ends; exit if it has ended."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        sys.exit()

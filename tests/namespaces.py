@@ -1,6 +1,7 @@
 """Hosts for tests: network namespaces joined by a bridge, with wires of different names and interfaces to avoid.
 
-Nothing is added to the machine's own network. `ip netns exec HOST sh -c` stands in for ssh.
+Nothing is added to the machine's own network. `ip netns exec HOST sh -c` stands in for ssh. Wires can be slow
+lines (slow_line.py): not every kernel has the module netem.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 LETTERS = "abcdefgh"
 _CLOSED = "ipproto tcp sport {} blackhole"
 _STOPPED = ["tbf", "rate", "1kbit", "burst", "10", "limit", "10"]
@@ -32,11 +36,12 @@ class NoNamespacesError(Exception):
 
 @dataclass(frozen=True)
 class FakeHost:
-    """A namespace: its name, the interface that reaches the others, and the address there."""
+    """A namespace: name, the interface that reaches the others, the address there, the wire if it is slow."""
 
     name: str
     interface: str
     address: str
+    line: subprocess.Popen[str] | None = None
 
     def run(self, command: str) -> str:
         """What a line of shell prints on the host."""
@@ -46,6 +51,13 @@ class FakeHost:
         """Bytes that have left by the wire."""
         [link] = json.loads(self.run(f"ip -s -j link show {self.interface}"))
         return int(link["stats64"]["tx"]["bytes"])
+
+    def slow_down(self, seconds: float, loss: float = 0.0) -> None:
+        """From now on frames take so many seconds to and from the host, and this share of them is lost."""
+        assert self.line is not None
+        assert self.line.stdin is not None
+        self.line.stdin.write(f"{seconds} {loss}\n")
+        self.line.stdin.flush()
 
     @contextmanager
     def cut_off(self) -> Iterator[None]:
@@ -68,13 +80,15 @@ class FakeHost:
 
 
 @contextmanager
-def hosts(count: int) -> Iterator[list[FakeHost]]:
+def hosts(count: int, are_slow: bool = False) -> Iterator[list[FakeHost]]:
     """Namespaces that reach each other; beside its wire each has docker0 and a link-local interface, which are up,
-    and one with an address that is down. Raises NoNamespacesError where they cannot be made."""
+    and one with an address that is down. `slow_down` works on those that `are_slow`.
+    Raises NoNamespacesError where they cannot be made."""
     if missing := [command for command in ("ip", "tc") if shutil.which(command) is None]:
         raise NoNamespacesError(f"there is no command {missing[0]} (Debian's iproute2)")
     prefix = f"dapo{os.getpid()}"
     made: list[str] = []
+    lines: list[subprocess.Popen[str]] = []
     try:
         try:
             _make(made, f"{prefix}-switch", _NEEDED)
@@ -85,15 +99,38 @@ def hosts(count: int) -> Iterator[list[FakeHost]]:
             raise NoNamespacesError(f"`{command}` is refused: {error.stderr.strip()}") from None
         found = []
         for number, letter in enumerate(LETTERS[:count], start=1):
-            host = FakeHost(f"{prefix}-{letter}", f"wire{letter}", f"198.18.{os.getpid() % 250}.{number}")
-            wire = f"link add {host.interface} type veth peer name port{letter} netns {made[0]}"
-            _make(made, host.name, [wire, *_addresses(host.interface, f"{host.address}/24"), *_decoys(number)])
+            wire, name = f"wire{letter}", f"{prefix}-{letter}"
+            _make(made, name, _decoys(number))
+            if are_slow:
+                lines.append(_slow_line(made[0], wire, f"port{letter}"))
+                _run("ip", "-n", made[0], "link", "set", wire, "netns", name)
+            else:
+                peer = f"peer name port{letter} netns {made[0]}"
+                _run("ip", "-n", name, *f"link add {wire} type veth {peer}".split())
+            host = FakeHost(name, wire, f"198.18.{os.getpid() % 250}.{number}", *lines[number - 1 :])
+            for command in _addresses(wire, f"{host.address}/24"):
+                _run("ip", "-n", name, *command.split())
             _run("ip", "-n", made[0], "link", "set", f"port{letter}", "master", "bridge", "up")
             found.append(host)
         yield found
     finally:
+        for line in lines:
+            with line:  # which closes its standard input, and it ends
+                pass
         for name in made:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _slow_line(place: str, *devices: str) -> subprocess.Popen[str]:
+    """A slow line, once its devices are there; raises NoNamespacesError where they cannot be made."""
+    command = ["ip", "netns", "exec", place, sys.executable, "-m", "tests.slow_line", *devices]
+    pipe = subprocess.PIPE
+    line = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+    assert line.stdout is not None
+    assert line.stderr is not None
+    if line.stdout.readline() != "ready\n":
+        raise NoNamespacesError(f"there are no TAP devices: {line.communicate()[1].strip().splitlines()[-1]}")
+    return line
 
 
 def _make(made: list[str], name: str, commands: Sequence[str]) -> None:

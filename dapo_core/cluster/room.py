@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from dapo_core.cluster.started import AUTH_MODE, token_environment
 from dapo_core.errors import ConfigError, WorkerDied
-from eval.answers.pool import end_with
+from durable import end_with
 
 logger = logging.getLogger(__name__)
 

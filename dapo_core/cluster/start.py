@@ -21,7 +21,6 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
-from dapo_core.cluster.meeting import meeting_point
 from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, Places, place_roles
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
@@ -33,6 +32,7 @@ from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_eng
 from dapo_core.errors import DapoError
 from dapo_core.policy.rank import Policy
 from dapo_core.policy.requirements import require_averages
+from dapo_core.ports import meeting_point
 from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.rollout import RolloutWorker
 from dapo_core.turns import OF_RANKS

@@ -7,7 +7,6 @@ thread. The processes load only what their function imports.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -23,9 +22,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from durable import end_with
+
 START_SECONDS = 120.0  # a user's file may load a library as large as torch
 END_SECONDS = 5.0
-PR_SET_PDEATHSIG = 1
 MAX_TRACEBACK_CHARACTERS = 4000
 _ROOT = Path(__file__).resolve().parents[2]
 _START = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {__name__} import main; main()"
@@ -188,14 +188,6 @@ class _Process:
             return None
         reply: list[Any] = json.loads(self._pipe.recv_bytes())
         return reply
-
-
-def end_with(parent_pid: int) -> None:
-    """Have this process killed when the thread of its parent that started it ends; exit if it has ended."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:
-        sys.exit()
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def render(
         typer.Option(
             metavar="KEY=VALUE",
             help="Of --slurm: a further line of sbatch, such as partition=npu. Of --kuberay: image, claim (of the "
-            "store's volume) or queue (Volcano starts all pods or none). Repeatable.",
+            "store's volume), queue (Volcano starts all pods or none), cpu or memory (of each pod). Repeatable.",
         ),
     ] = None,
 ) -> None:

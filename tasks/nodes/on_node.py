@@ -31,8 +31,9 @@ import psutil
 
 import durable
 from dapo_core.cluster.started import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TOKEN, clusters_folder
+from dapo_core.ports import free_ports
 from tasks.nodes.interface import NoInterfaceError, interface_of, interface_towards, source_towards
-from tasks.nodes.ports import free_port, holder_of, unreachable
+from tasks.nodes.ports import holder_of, unreachable
 from tasks.processes.child import prepare_log, start_supervisor
 from tasks.processes.supervisor import descendants, stat_fields
 
@@ -203,7 +204,7 @@ def _launch(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     }
     options = ["--block", "--disable-usage-stats", f"--temp-dir={temporary}/{RAY}", *request["options"]]
     if request["is_head"]:  # one of Ray's own may be taken, and with it all would end
-        options.append(f"--ray-client-server-port={free_port(request['address'])}")
+        options.append(f"--ray-client-server-port={free_ports(request['address'])[0]}")
     with os.fdopen(lock):
         os.ftruncate(lock, 0)
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]

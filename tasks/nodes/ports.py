@@ -1,4 +1,4 @@
-"""A node's ports: who has one, which is free, and whether the head's can be reached."""
+"""A node's ports: who has one, and whether the head's can be reached."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import psutil
 
-REACH_SECONDS = 3.0
+from dapo_core.ports import new_socket
+
+REACH_SECONDS = 8.0  # a kernel sends a connection's first packet again after 1, 3 and 7 s
 
 
 def unreachable(request: Mapping[str, Any]) -> str:
@@ -31,8 +33,7 @@ def unreachable(request: Mapping[str, Any]) -> str:
 
 def holder_of(address: str, port: int) -> str:
     """Who listens on a port of an address, "" if it is free."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as trial:
+    with new_socket(address) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind((address, port))
@@ -45,10 +46,3 @@ def holder_of(address: str, port: int) -> str:
                 process = psutil.Process(each.pid)
                 return f"pid {each.pid} of {process.username()} ({' '.join(process.cmdline())[:80]})"
     return f"a process that this user cannot see ({reason})"
-
-
-def free_port(address: str) -> int:
-    """A free port of an address."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as trial:
-        trial.bind((address, 0))
-        return int(trial.getsockname()[1])

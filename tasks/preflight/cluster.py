@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_core.cluster.room import Room, ask_cluster
+from dapo_core.cluster.room import ANSWER_SECONDS, Room, ask_cluster
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError, ModelError, WorkerDied
 from dapo_core.memory.devices import Limit
@@ -25,9 +27,11 @@ from tasks.preflight.nodes import THIS_MACHINE, Pair
 if TYPE_CHECKING:
     from dapo_core.cluster.every_node import Node
 
-CLUSTER_SECONDS = 10.0  # for the cluster to answer
+CLUSTER_SECONDS = 10.0  # where nothing listens: Ray itself would try for minutes
 NODE_SECONDS = 60.0  # for a node to start a process and answer
 REDUCE_SECONDS = 30.0  # for two processes to meet and add
+NUM_CLOCK_READINGS = 3
+AT_ONCE = 64  # nodes whose clocks are read
 
 
 def check_cluster(config: ChainConfig, model: Path | None, is_whole: bool, findings: Findings) -> Limit | None:
@@ -36,18 +40,31 @@ def check_cluster(config: ChainConfig, model: Path | None, is_whole: bool, findi
     Returns the memory of the smallest device that was found.
     """
     address = str(config.train.ray_address)
+    seconds = _answer_seconds(address)
     try:
         if not is_whole:
-            check_room(config, ask_cluster(address, CLUSTER_SECONDS), findings)
+            check_room(config, ask_cluster(address, seconds), findings)
             return None
         from dapo_core.cluster.connection import connected_to_ray  # loads Ray
 
-        with connected_to_ray(config.train, num_cpus=0, answer_seconds=CLUSTER_SECONDS, is_quiet=True):
+        with connected_to_ray(config.train, num_cpus=0, answer_seconds=seconds, is_quiet=True):
             return _Look(config, model, findings).at_all()
     except (ConfigError, WorkerDied) as error:
         advice = "start Ray there (docs/operating.md), or unset train.ray_address for a private one"
         findings.add("Ray", FAIL, str(error), advice)
         return None
+
+
+def _answer_seconds(address: str) -> float:
+    """In which the cluster is to answer: joining one takes dozens of round trips, which are long to a far one."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():  # auto
+        return ANSWER_SECONDS
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CLUSTER_SECONDS).close()
+    except OSError:
+        return CLUSTER_SECONDS
+    return ANSWER_SECONDS
 
 
 def check_devices_here(config: ChainConfig, model: Path | None, findings: Findings) -> None:
@@ -170,14 +187,23 @@ class _Look:
         return limit
 
     def _check_clocks(self) -> None:
-        skews = {}
-        for node in self.probes:
-            began = time.time()
-            for now in self._ask("now", of={node: ()}).values():
-                ended = time.time()
-                skews[node.name] = (now - (began + ended) / 2, (ended - began) / 2)
-        if skews:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            read = dict(zip(self.probes, pool.map(self._skew_of, self.probes), strict=True))
+        if skews := {node.name: skew for node, skew in read.items() if skew}:
             checks.check_clocks(skews, self.findings)
+
+    def _skew_of(self, node: Node) -> tuple[float, float] | None:
+        """Seconds that a node's clock is ahead, and half of the round trip: what that may be wrong by. Of a few
+        readings the one with the shortest; None where one has no answer."""
+        readings = []
+        for _ in range(NUM_CLOCK_READINGS):
+            began = time.time()
+            given = self._ask("now", of={node: ()})
+            ended = time.time()
+            if node not in given:
+                return None
+            readings.append((given[node] - (began + ended) / 2, (ended - began) / 2))
+        return min(readings, key=lambda reading: reading[1])
 
     def _check_files(self) -> None:
         """The store and what ranks read, of which each node must see the same."""

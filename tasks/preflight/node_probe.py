@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from dapo_core.cluster.meeting import meeting_point
+from dapo_core.ports import meeting_point
 from dapo_core.versions import installed, stack
 from tasks.artifacts.stage_key import code_digest
 from tasks.preflight.environment import NODE, chosen_addresses, lint_under

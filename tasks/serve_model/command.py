@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import shlex
 import socket
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from dapo_core.device import Device, device_for
 from dapo_core.engines.cpu_dtype import runs_bfloat16
+from dapo_core.ports import free_ports, is_ipv6, new_socket
 from redaction import is_secret_name, redact
 from tasks.serve_model.checks import is_half_precision
 from tasks.serve_model.config import ServeConfig
@@ -159,17 +159,22 @@ def _share_cores(settings: ServeConfig, environment: Mapping[str, str]) -> list[
 def base_url(host: str, port: int) -> str:
     """Where a server bound to the host is reached from this machine."""
     address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{address}]:{port}" if _is_ipv6(address) else f"http://{address}:{port}"
+    return f"http://[{address}]:{port}" if is_ipv6(address) else f"http://{address}:{port}"
 
 
 def choose_ports(settings: ServeConfig) -> list[int]:
     """A port for each server: serve.port and those after it, or free ones."""
     if settings.port == 0:
-        return free_ports(settings.host, settings.num_servers)
+        try:
+            return free_ports(settings.host, settings.num_servers)
+        except OSError as error:
+            raise ServeError(
+                f"serve.host={settings.host} has no free port to bind: {error}; set serve.host"
+            ) from None
     ports = [settings.port + number for number in range(settings.num_servers)]
     for port in ports:
         try:
-            with _new_socket(settings.host) as probe:
+            with new_socket(settings.host) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((settings.host, port))
         except OSError as error:
@@ -178,26 +183,3 @@ def choose_ports(settings: ServeConfig) -> list[int]:
                 "set serve.port=0 to take a free one"
             ) from None
     return ports
-
-
-def free_ports(host: str, count: int = 1) -> list[int]:
-    """Different ports that are free on the host now."""
-    try:
-        with contextlib.ExitStack() as stack:  # all stay bound until the last is chosen
-            probes = [stack.enter_context(_new_socket(host)) for _ in range(count)]
-            for probe in probes:
-                probe.bind((host, 0))
-            return [probe.getsockname()[1] for probe in probes]
-    except OSError as error:
-        raise ServeError(f"serve.host={host} has no free port to bind: {error}; set serve.host") from None
-
-
-def _new_socket(host: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET)  # as vLLM decides it
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).version == 6
-    except ValueError:
-        return False

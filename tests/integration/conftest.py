@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.cluster_sites import ROOT
 from tests.trainings import World, build_world
 
 
@@ -27,3 +29,15 @@ def ray_address() -> Iterator[str]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     yield cluster.address
     cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home that all hosts share, and no token of another Ray."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+            patch.delenv(name, raising=False)
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("RAY_prestart_worker_first_driver", "0")
+        patch.chdir(ROOT)
+        yield Path.home()

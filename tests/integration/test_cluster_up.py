@@ -3,79 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
 
 from dapo_core.cluster.started import clusters_folder
-from flows.cli import app
 from tasks.processes.supervisor import descendants
+from tests.cluster_sites import PORT, ROOT, Site, make_site, preflight, train
 from tests.namespaces import FakeHost, NoNamespacesError, hosts
 from tests.trainings import World
 
-ROOT = Path(__file__).resolve().parents[2]
-PORT = 6391
-# A training of two ranks that share a device of each of two nodes with two engines.
-TRAINING = """
-import sys
-from pathlib import Path
-from dapo_core.training import train
-from tests.trainings import config_of
-
-address, data, model, output = sys.argv[1:]
-changes = {
-    "train": {"ray_address": address, "num_ranks": 2, "placement": "colocated", "total_steps": 1},
-    "rollout": {"num_workers": 2},
-}
-print("RESULT", train(config_of(**changes), Path(data), Path(model), Path(output)).steps)
-"""
-# What the preflight finds of the cluster, as JSON.
-PREFLIGHT = """
-import json, sys
-from dataclasses import asdict
-from tasks.preflight.cluster import check_cluster
-from tasks.preflight.finding import Findings
-from tests.trainings import config_of
-
-address, store = sys.argv[1:]
-findings = Findings()
-train = {"ray_address": address, "num_ranks": 2, "placement": "colocated"}
-config = config_of(train=train, rollout={"num_workers": 2}, store={"path": store})
-check_cluster(config, None, is_whole=True, findings=findings)
-print("FOUND", json.dumps([asdict(finding) for finding in findings]))
-"""
-
-
-@dataclass
-class Site:
-    """The inventory of some hosts, and the commands that are typed with it."""
-
-    inventory: Path
-    store: Path
-    names: list[str]
-
-    def type(self, command: str, *options: str) -> Result:
-        return CliRunner().invoke(app, ["cluster", command, str(self.inventory), *options])
-
-    def up(self) -> Result:
-        return self.type("up", "--store", str(self.store))
-
-    def down(self) -> Result:
-        return self.type("down", "--store", str(self.store))
-
-    def status(self) -> dict[str, dict[str, Any]]:
-        return {host["host"]: host for host in json.loads(self.type("status", "--json").stdout)}
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture(scope="module")
@@ -95,36 +40,10 @@ def namespaces(network: list[FakeHost] | str) -> list[FakeHost]:
     return network
 
 
-@pytest.fixture(scope="module", autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A home that all hosts share, and no token of another Ray."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
-            patch.delenv(name, raising=False)
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        patch.setenv("RAY_prestart_worker_first_driver", "0")
-        patch.chdir(ROOT)
-        yield Path.home()
-
-
-def _site(folder: Path, network: list[FakeHost] | str, **changes: Any) -> Site:
-    if isinstance(network, str):
-        listed = [{"name": f"loop{n}", "address": f"127.0.0.{n}", "interface": "lo"} for n in (2, 3)]
-        shell = "env DAPO_HOST={host} sh -c"
-    else:
-        listed = [{"name": host.name, "address": host.address} for host in network]
-        shell = "ip netns exec {host} sh -c"
-    values = {"hosts": listed, "device": "cpu", "devices": 1, "port": PORT, "shell": shell}
-    values |= {"start_seconds": 300, **changes}  # machines that run other tests are slow
-    folder.mkdir(exist_ok=True)
-    (folder / "nodes.yaml").write_text(yaml.safe_dump(values))
-    return Site(folder / "nodes.yaml", folder / "store", [host["name"] for host in listed])
-
-
 @pytest.fixture(scope="module")
 def site(network: list[FakeHost] | str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """The hosts that the tests below start Ray on, one after the other."""
-    site = _site(tmp_path_factory.mktemp("site"), network)
+    site = make_site(tmp_path_factory.mktemp("site"), network)
     yield site
     site.down()
 
@@ -144,7 +63,7 @@ def _refused(site: Site) -> str:
 def test_a_way_that_is_link_local_or_leads_nowhere(namespaces: list[FakeHost], tmp_path: Path) -> None:
     first, second = namespaces
     listed = [{"name": first.name, "address": "169.254.7.1"}, {"name": second.name}]
-    message = _refused(_site(tmp_path, namespaces, hosts=listed))
+    message = _refused(make_site(tmp_path, namespaces, hosts=listed))
     assert (
         f"{first.name}: 169.254.7.1: usb0 has only a link-local address, 169.254.7.1; this machine has " in message
     )
@@ -192,7 +111,7 @@ def test_a_wrong_interface(namespaces: list[FakeHost], tmp_path: Path, interface
         {"name": first.name, "address": first.address},
         {"name": second.name, "address": second.address, "interface": interface},
     ]
-    assert f"{second.name}: {words}" in _refused(_site(tmp_path, namespaces, hosts=listed))
+    assert f"{second.name}: {words}" in _refused(make_site(tmp_path, namespaces, hosts=listed))
 
 
 def test_a_host_that_is_not_there_and_a_port_that_is_taken(namespaces: list[FakeHost], tmp_path: Path) -> None:
@@ -205,7 +124,7 @@ def test_a_host_that_is_not_there_and_a_port_that_is_taken(namespaces: list[Fake
         try:
             assert stranger.stdout is not None
             assert stranger.stdout.readline() == "open\n"
-            message = _refused(_site(tmp_path, namespaces, hosts=listed))
+            message = _refused(make_site(tmp_path, namespaces, hosts=listed))
         finally:
             stranger.kill()
     assert f"{first.name}: port {PORT} is taken by pid {stranger.pid} of " in message
@@ -228,7 +147,7 @@ def test_a_host_with_another_ray_or_other_code(namespaces: list[FakeHost], tmp_p
         f'#!/bin/sh\n[ "$1" = {second.name} ] && {{ eval "$CHANGE"; }}\nexec ip netns exec "$1" sh -c "$2"\n'
     )
     script.chmod(0o755)
-    site = _site(tmp_path, namespaces, shell=f"{script} {{host}}")
+    site = make_site(tmp_path, namespaces, shell=f"{script} {{host}}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHANGE", f"export PYTHONPATH={other_ray}")
         assert f"{second.name}: it has ray 9.9.9, the head " in _refused(site)
@@ -249,7 +168,7 @@ def test_a_port_that_is_blocked_is_named_and_the_next_up_starts_what_is_missing(
     message = str(result.exception)
     assert f"1 of 2 hosts have joined {first.address}:{PORT}; missing:\n" in message
     assert (
-        f"  {second.name}: {first.address} port {PORT} does not answer it within 3 s: a firewall drops" in message
+        f"  {second.name}: {first.address} port {PORT} does not answer it within 8 s: a firewall drops" in message
     )
     status = site.status()
     assert [status[host.name]["state"] for host in namespaces] == ["up", "not started"]
@@ -295,17 +214,7 @@ def test_a_recipe_trains_across_two_hosts(
 ) -> None:
     first = namespaces[0]
     before = [host.sent_bytes() for host in namespaces]
-    arguments = [f"{first.address}:{PORT}", str(world.data), str(world.model), str(tmp_path / "output")]
-    done = subprocess.run(
-        ["ip", "netns", "exec", first.name, sys.executable, "-c", TRAINING, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert "RESULT 1" in done.stdout, f"{done.stdout}{done.stderr}"
-    assert "is used without a token" not in done.stderr
-    assert (tmp_path / "output" / "metrics.jsonl").read_text().count("\n") == 1
+    assert "is used without a token" not in train(first, first, world, tmp_path / "output")
     sent = [host.sent_bytes() - start for host, start in zip(namespaces, before, strict=True)]
     assert min(sent) > 100_000, f"gradients and weights of two ranks crossed the wire: {sent} bytes"
 
@@ -315,17 +224,8 @@ def test_the_preflight_names_the_pair_of_hosts_that_a_port_is_closed_between(
 ) -> None:
     first, second = namespaces
     last = 19999  # of Ray's workers; the preflight begins there
-    command = ["ip", "netns", "exec", first.name, sys.executable, "-c", PREFLIGHT]
     with second.closed(last):
-        done = subprocess.run(
-            [*command, f"{first.address}:{PORT}", str(tmp_path)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")] or [done.stderr]
-    found = {(each["check"], each["status"]): each for each in json.loads(line.removeprefix("FOUND "))}
+        found = preflight(first, first, tmp_path)
     assert not [check for check, status in found if status == "fail" and check != "network"], found
     network = found["network", "fail"]
     assert first.address in network["where"].split(" to ")[0]
@@ -342,7 +242,7 @@ def test_a_partition_is_said(namespaces: list[FakeHost], site: Site) -> None:
     with second.cut_off():
         result = site.type("status")
     assert result.exit_code == 1
-    line = f"{second.name}: {first.address} port {PORT} does not answer it within 3 s"
+    line = f"{second.name}: {first.address} port {PORT} does not answer it within 8 s"
     assert line in result.output
 
 

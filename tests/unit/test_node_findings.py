@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-from dapo_core.cluster.meeting import meeting_point
+from dapo_core.cluster.every_node import Node
 from dapo_core.memory.devices import Limit, usable_bytes
+from dapo_core.ports import meeting_point
 from dapo_core.versions import sets
 from flows.config import load_config
 from tasks.preflight import node_probe, nodes
-from tasks.preflight.cluster import check_devices_here, rounds
+from tasks.preflight.cluster import _Look, check_devices_here, rounds
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, Findings, describe
 from tasks.preflight.memory import check_memory
 from tasks.preflight.nodes import GIB, Pair
@@ -236,6 +240,34 @@ def test_a_clock_that_is_wrong_is_named_and_a_slow_answer_is_not() -> None:
     findings = Findings()
     nodes.check_clocks({A: (0.01, 0.002), B: (-0.2, 0.01)}, findings)
     assert only(findings).found == "equal within 0.2 s"
+
+
+class _Nodes(_Look):
+    """Two nodes whose clocks are read by a function."""
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        super().__init__(config_of(), None, Findings())
+        self.probes = {Node(name, name, "", {}, {}): None for name in (A, B)}
+        self.read = read
+
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> dict[Node, Any]:
+        return {node: self.read() for node in options["of"]}
+
+
+def test_the_clocks_of_nodes_are_read_side_by_side() -> None:
+    both_are_asked = threading.Barrier(2, timeout=60)
+    nodes = _Nodes(lambda: time.time() + 90.0 + 0.0 * both_are_asked.wait())
+    nodes._check_clocks()
+    assert only(nodes.findings).found == "90 s ahead of this machine"
+
+
+def test_of_a_few_readings_of_a_clock_the_shortest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that took 6 s, 0.2 s and 4 s, of a clock that is 3 s ahead: only the second shows it."""
+    own = iter((0.0, 6.0, 10.0, 10.2, 20.0, 24.0))
+    monkeypatch.setattr("tasks.preflight.cluster.time", SimpleNamespace(time=lambda: next(own)))
+    theirs = iter((3.0, 13.1, 27.0))
+    nodes = _Nodes(lambda: next(theirs))
+    assert nodes._skew_of(next(iter(nodes.probes))) == pytest.approx((3.0, 0.1))
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,10 @@ FORMS = {
         "image=mine:1",
         "--site",
         "claim=my-store",
+        "--site",
+        "cpu=180",
+        "--site",
+        "memory=1400Gi",
     ],
 }
 SHELL_FILES = ("node1.sh", "node2.sh", "dapo_qwen3_32b_math.sbatch")
@@ -353,7 +357,7 @@ def test_a_secret_among_the_variables_is_a_warning(form: tuple[str, ...], tmp_pa
         ("devices: 16", ["--scripts", "--slurm"], "one of --scripts, --slurm and --kuberay"),
         ("devices: 16", ["--slurm"], "the batch file runs a recipe"),
         ("devices: 16", ["--scripts", "--site", "a=b"], "it is of --slurm and --kuberay"),
-        ("devices: 16", ["--kuberay", "--site", "imgae=b"], "it is image=, claim= or queue="),
+        ("devices: 16", ["--kuberay", "--site", "imgae=b"], "it is image, claim, queue, cpu, memory with =VALUE"),
         ("devices: 16", ["--slurm", "--config", RECIPE], "takes 64 NPU, and the inventory has 32"),
         (
             "devices: 64\ndevice: cuda",

@@ -54,12 +54,14 @@ class Site:
     words: Sequence[str] = ()
 
     def of_kuberay(self) -> dict[str, str | None]:
-        """image, claim and queue; raises ConfigError for other keys."""
-        values: dict[str, str | None] = {"image": None, "claim": "dapo-store", "queue": None}
+        """image, claim, queue, cpu and memory; raises ConfigError for other keys."""
+        values: dict[str, str | None] = {
+            "image": None, "claim": "dapo-store", "queue": None, "cpu": None, "memory": None,
+        }  # fmt: skip
         for word in self.words:
             key, _, value = word.partition("=")
             if key not in values or not value:
-                raise ConfigError(f"--site {word}: of --kuberay it is image=, claim= or queue= with a value")
+                raise ConfigError(f"--site {word}: of --kuberay it is {', '.join(values)} with =VALUE")
             values[key] = value
         return values
 
@@ -186,7 +188,10 @@ def render_kuberay(
         in_pod=f"bash -c {shlex.quote(f'{inventory.setup}; {run}')}" if inventory.setup else run,
         remarks=[textwrap.wrap(each, 115) for each in remarks_of_kuberay(inventory, config if recipe else None)],
         start_parameters=parameters,
-        limits={_PLUGINS[inventory.device]: inventory.devices_of(host)},
+        limits={
+            _PLUGINS[inventory.device]: inventory.devices_of(host),
+            **{key: place[key] for key in ("cpu", "memory") if place[key]},
+        },
         host_paths=_host_paths(inventory),
         environment=_plain_environment(inventory, host, config),  # a pod has one interface
         stop_seconds=int(stop_seconds),
