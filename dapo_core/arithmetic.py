@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from dapo_core.errors import DataError
@@ -218,11 +217,3 @@ def _column_steps(subject: str, first: int, second: int) -> list[str]:
         steps.append(f"{left}{sign}{right}{f'{sign_of_carry}{carry}' if carry else ''}={result}")
         carry = int(left > 9) if subject == "subtraction" else result // 10
     return steps
-
-
-def write_parquet(rows: list[Row], path: Path) -> None:
-    """Write rows as one parquet file with the columns and types of DAPO-Math-17k."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist(rows), path)

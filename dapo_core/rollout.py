@@ -224,9 +224,9 @@ class RolloutWorker:
 
         self.engine.run(open_way)
 
-    def receive_weights(self, plan: WeightPlan, policy_version: int) -> None:
+    def receive_weights(self, policy_version: int) -> None:
         """Load the weights that policy ranks send into the engine; groups carry the version from now on."""
-        self.engine.run(lambda engine: engine.receive_weights(plan, policy_version))
+        self.engine.run(lambda engine: engine.receive_weights(policy_version))
 
     def loaded_weights(self) -> Loaded:
         """What the engine's loader took in the last sync."""

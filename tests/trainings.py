@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo_core.arithmetic import generate_problems, write_parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dapo_core.arithmetic import Row, generate_problems
 from dapo_core.config.warm_start import WarmStartConfig
 from dapo_core.warm_start import build_model
 from flows.config import Config, resolve_config
@@ -42,6 +45,11 @@ class World:
 
     data: Path
     model: Path
+
+
+def write_parquet(rows: list[Row], path: Path) -> None:
+    """Write rows as one parquet file with the columns and types of DAPO-Math-17k."""
+    pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 def build_world(folder: Path) -> World:

@@ -26,6 +26,7 @@ class _First(TensorParallelEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         copies = [(name, tensor.detach().clone()) for name, tensor in weights]
+        self._tell("load_weights", [copies, policy_version])
         super().load_weights(copies, policy_version)
 
 

@@ -57,7 +57,7 @@ class WeightTransfer:
         WorkerDied if a process dies meanwhile.
         """
         sending = [rank.send_weights.remote() for rank in self.ranks]
-        receiving = [worker.receive_weights.remote(self.plan, policy_version) for worker in self.workers]
+        receiving = [worker.receive_weights.remote(policy_version) for worker in self.workers]
         sent = self.actors.get(sending + receiving)[: len(sending)]
         loaded: list[Loaded] = self.actors.get([part.loaded_weights.remote() for part in self.parts])
         require_arrived(

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from dapo_core.weight_transfer.inbox import Inbox
-    from dapo_core.weight_transfer.plan import WeightPlan
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -169,8 +168,8 @@ class Engine(ABC):
         self._drop(stopped)
         return [row.response("abort") for row in stopped.values()]
 
-    def receive_weights(self, plan: WeightPlan, policy_version: int) -> None:
-        """Load the weights that policy ranks send by the plan, and record in `loaded` what the loader took.
+    def receive_weights(self, policy_version: int) -> None:
+        """Load the weights that policy ranks send, and record in `loaded` what the loader took.
 
         Takes all buckets, even if loading fails: the ranks and other engines wait for that. Raises RolloutError as
         `load_weights` does.
@@ -179,9 +178,9 @@ class Engine(ABC):
         from dapo_core.weight_transfer.proof import Loaded
 
         assert self.inbox is not None, "the engine's process is not connected to the policy ranks"
-        delivery = Delivery(plan, self.inbox, self.keeps_weights)
+        delivery = Delivery(self.inbox, self.keeps_weights)
         try:
-            self._load_weights(delivery, policy_version)
+            self.load_weights(delivery, policy_version)
         finally:
             delivery.drain()
             self.loaded = Loaded(self.policy_version, delivery.checksums)
@@ -192,9 +191,6 @@ class Engine(ABC):
         Raises RolloutError while requests are unfinished, and for missing, unknown or misshapen tensors. Then the
         weights are a mixture, and the policy version is the old one.
         """
-        self._load_weights(weights, policy_version)
-
-    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         self._require_idle("load weights")
         self._require_awake("load weights", {WEIGHTS})
         self._replace_weights(check_weights(weights, self._shapes, self._optional))

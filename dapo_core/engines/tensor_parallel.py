@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dapo_core.engines.base import EnginePart, EngineSettings, GenerationRequest, Response
 from dapo_core.engines.vllm_engine import VllmEngine
-from dapo_core.weight_transfer.plan import WeightPlan
-
-if TYPE_CHECKING:
-    import torch
 
 Tell = Callable[[str, Sequence[Any]], None]  # a method's name and its arguments
 
@@ -47,14 +43,9 @@ class TensorParallelEngine(VllmEngine):
         self._tell("abort", [request_ids])
         return super().abort(request_ids)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """`weights` are iterated once in each process."""
-        self._tell("load_weights", [weights, policy_version])
-        super().load_weights(weights, policy_version)
-
-    def receive_weights(self, plan: WeightPlan, policy_version: int) -> None:
-        self._tell("receive_weights", [plan, policy_version])
-        super().receive_weights(plan, policy_version)
+    def receive_weights(self, policy_version: int) -> None:
+        self._tell("receive_weights", [policy_version])
+        super().receive_weights(policy_version)
 
     def sleep(self) -> None:
         self._tell("sleep", [])

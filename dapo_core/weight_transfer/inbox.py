@@ -25,10 +25,13 @@ if TYPE_CHECKING:
 
 
 class Inbox(ABC):
-    """The buckets that an Outbox sends to this process."""
+    """The buckets that an Outbox sends to this process by the plan."""
+
+    def __init__(self, plan: WeightPlan) -> None:
+        self.plan = plan
 
     @abstractmethod
-    def buckets(self, plan: WeightPlan) -> Iterator[torch.Tensor]:
+    def buckets(self) -> Iterator[torch.Tensor]:
         """Each bucket of a sync as one flat tensor, which is valid until the next is asked for."""
 
 
@@ -36,18 +39,18 @@ def open_inbox(link: Link, plan: WeightPlan, device: Device) -> Inbox:
     """The inbox at the end of the link; collective over all processes that meet at its address."""
     if link.is_shared:
         return _SharedInbox(link, plan, device)
-    return _CollectiveInbox(link, device)
+    return _CollectiveInbox(link, plan, device)
 
 
 class Delivery:
     """The tensors of one sync in the plan's order, each with a checksum once the loader asks for the next."""
 
-    def __init__(self, plan: WeightPlan, inbox: Inbox, is_kept: bool) -> None:
+    def __init__(self, inbox: Inbox, is_kept: bool) -> None:
         """`is_kept`: the loader may keep a tensor after asking for the next, so each has memory of its own."""
         self.checksums: Checksums = {}
-        self._plan = plan
+        self._plan = inbox.plan
         self._is_kept = is_kept
-        self._buckets = inbox.buckets(plan)
+        self._buckets = inbox.buckets()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket, values in zip(self._plan.buckets, self._buckets, strict=True):
@@ -68,6 +71,7 @@ class _SharedInbox(Inbox):
     """Reads the slots of a sender on the same machine, or, by their handles, on the same device."""
 
     def __init__(self, link: Link, plan: WeightPlan, device: Device) -> None:
+        super().__init__(plan)
         self._device = device
         self._on_device = link.on_device
         self._number = 0  # buckets taken, over all syncs
@@ -75,8 +79,8 @@ class _SharedInbox(Inbox):
         room = (HANDLE_BYTES, torch.uint8) if link.on_device else (plan.slot_numel, plan.dtype)
         self._memory = SharedMemory.open(link.address, link.size, *room, NUM_SLOTS)
 
-    def buckets(self, plan: WeightPlan) -> Iterator[torch.Tensor]:
-        for bucket in plan.buckets:
+    def buckets(self) -> Iterator[torch.Tensor]:
+        for bucket in self.plan.buckets:
             wait_until(lambda: self._memory.num_sent() > self._number, "a bucket of weights from a policy rank")
             slot = self._memory.slots[self._number % NUM_SLOTS]
             yield (open_handle(slot) if self._on_device else slot)[: bucket_numel(bucket)]
@@ -88,13 +92,14 @@ class _SharedInbox(Inbox):
 class _CollectiveInbox(Inbox):
     """Receives broadcasts: one bucket arrives while the one before is loaded."""
 
-    def __init__(self, link: Link, device: Device) -> None:
+    def __init__(self, link: Link, plan: WeightPlan, device: Device) -> None:
+        super().__init__(plan)
         self._device = device.torch_device()
         self._group = join_group(link.address, link.number, link.size, device.backend)
 
-    def buckets(self, plan: WeightPlan) -> Iterator[torch.Tensor]:
-        slots = new_slots(plan, self._device)
-        arriving = [slots[n % NUM_SLOTS][: bucket_numel(bucket)] for n, bucket in enumerate(plan.buckets)]
+    def buckets(self) -> Iterator[torch.Tensor]:
+        slots = new_slots(self.plan, self._device)
+        arriving = [slots[n % NUM_SLOTS][: bucket_numel(bucket)] for n, bucket in enumerate(self.plan.buckets)]
         works = [self._receive(bucket) for bucket in arriving[:1]]
         for number, bucket in enumerate(arriving):
             works += [self._receive(later) for later in arriving[number + 1 : number + 2]]

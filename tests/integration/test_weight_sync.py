@@ -52,7 +52,7 @@ class InProcess:
         plan = self.rank.weight_plan()
         with ThreadPoolExecutor(1) as executor:
             sending = executor.submit(self.rank.send_weights)
-            self.worker.receive_weights(plan, policy_version)
+            self.worker.receive_weights(policy_version)
             sent = merge_checksums([sending.result()])
         require_arrived(plan, sent, {"rollout worker 0 of 1": self.worker.loaded_weights()}, policy_version)
 

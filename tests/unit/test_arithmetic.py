@@ -12,6 +12,7 @@ import pytest
 
 from dapo_core import arithmetic
 from dapo_core.errors import DataError
+from tests.trainings import write_parquet
 
 _NUMBERS_IN_PLAIN_FORM = re.compile(r"^(\d+) ([-+*]) (\d+)(?: - (\d+))? = \?\n")
 
@@ -46,7 +47,7 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) 
     for name, seed in (("first", 7), ("again", 7), ("other", 8)):
         train_rows, _ = arithmetic.generate_problems(300, 10, 3, seed)
         path = tmp_path / f"{name}.parquet"
-        arithmetic.write_parquet(train_rows, path)
+        write_parquet(train_rows, path)
         contents.append(path.read_bytes())
     assert contents[0] == contents[1]
     assert contents[0] != contents[2]
@@ -54,7 +55,7 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) 
 
 def test_parquet_has_the_columns_and_types_of_dapo_math_17k(tmp_path: Path) -> None:
     train_rows, _ = arithmetic.generate_problems(40, 1, 5, seed=0)
-    arithmetic.write_parquet(train_rows, tmp_path / "train.parquet")
+    write_parquet(train_rows, tmp_path / "train.parquet")
     table = pq.read_table(tmp_path / "train.parquet")
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
     assert table.schema.field("data_source").type == table.schema.field("ability").type == pa.string()

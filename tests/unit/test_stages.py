@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import BaseModel
 
-from dapo_core.arithmetic import generate_problems, write_parquet
+from dapo_core.arithmetic import generate_problems
 from dapo_core.config.fields import is_volatile
 from dapo_core.errors import ConfigError, DataError, ModelError
 from eval.problems import ProblemsError
@@ -36,6 +36,7 @@ from tasks.stages import STAGES, TRAIN_POLICY, Stage
 from tests.configs import make_config
 from tests.recorded_runs import small_config
 from tests.tiny_models import build_tiny, build_tiny_qwen3
+from tests.trainings import write_parquet
 
 CONFIG = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
 # The keys that each stage reads, by prefix; a change of any of them builds it again.
