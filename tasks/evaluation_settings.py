@@ -16,6 +16,7 @@ import httpx
 
 from dapo_core.errors import ConfigError
 from eval.client import LOOPBACK, Endpoint, Sampling
+from eval.problems.files import columns_of
 from eval.problems.items import EvaluationSet
 from eval.problems.registry import load_set
 from eval.problems.sources import default_cache
@@ -27,6 +28,7 @@ from eval.summary import Summary
 from redaction import redact
 from tasks.config import ChainConfig
 from tasks.data.layout import benchmark_file
+from tasks.data_config import SetConfig
 from tasks.evaluate_config import EvaluateConfig
 from tasks.graders import grader_for, judge_for, limits_of
 from tasks.serve_model.failure import ServeError, ServerUnreachable
@@ -75,16 +77,27 @@ def benchmark_of(
 def load_sets(config: ChainConfig, problems: str | None, name: str | None = None) -> dict[str, EvaluationSet]:
     """The sets of evaluate.benchmarks by name, prepared as in a run, else what is named alone, by "".
 
-    That is `problems`, of the registered set `name` if given, or that set from its default source.
+    That is `problems`, of the registered set `name` if given, or that set from its default source. data.columns
+    hold for a file that has them all, which a prepared one does not.
 
     Raises ProblemsError for unusable rows.
     """
-    settings = config.evaluate
-    if not settings.benchmarks:
+    settings, columns = config.evaluate, config.data.columns
+    is_file = problems is not None and name is None and Path(problems).exists()
+    if not settings.benchmarks and not (is_file and columns.is_set):
         return {"": set_of(settings, problems, name)}
     from tasks.data.prepare import write_held_out  # imports pyarrow
-    from tasks.data.sources import benchmark_sources
+    from tasks.data.sources import benchmark_sources, eval_sources
 
+    if not settings.benchmarks:
+        path = Path(str(problems))
+        if not {one for one in dict(columns).values() if one}.issubset(columns_of(path)):
+            return {"": set_of(settings, path)}
+        asked = config.data.model_copy(update={"eval": (SetConfig(set=str(path)),)})
+        with tempfile.TemporaryDirectory() as work:
+            file = Path(work) / f"{path.stem}.parquet"
+            write_held_out(config, eval_sources(config.model_copy(update={"data": asked})), file)
+            return {"": set_of(settings, file)}
     found = {}
     with tempfile.TemporaryDirectory() as work:
         for name, source in benchmark_sources(config).items():

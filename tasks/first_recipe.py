@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,22 @@ from eval.problems.problem_set import ProblemSet
 from eval.problems.registry import OWN, SETS
 from eval.problems.rows import chat_of
 from tasks.config import ChainConfig
+from tasks.data.reading import SetCount, iterate_source, to_row
+from tasks.data.sources import train_sources
 from tasks.lengths import Bounds, Lengths, fitted
 from tasks.preflight.finding import FAIL, Findings
 from tasks.preflight.inputs import inputs_here
 from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import longest_prompt
 
+logger = logging.getLogger(__name__)
+
 NO_COLUMNS: Mapping[str, str] = {}
 NUM_TRIED = 50  # rows by which a file's form is recognised
 HELD_OUT_PART, LEAST_HELD_OUT, MOST_HELD_OUT = 10, 8, 500  # of a file without a held-out set: every tenth row
 MAX_SPLIT_BYTES = 64 * 1024**2
+LEAST_RESPONSE = 2  # tokens that a training needs after its longest prompt
+MOST_LEFT_OUT = 0.5  # of a file's rows; more are a sign of wrong columns or a wrong model
 _REMOTE = re.compile(r"(hf|modelscope|https?):")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PROBLEMS = ("problem", "question", "query", "prompt", "instruction", "input", "messages", "conversation", "text")
@@ -76,6 +83,7 @@ def first_recipe(
     Files that no recipe can name as they are, are written beside it in another form.
     Raises ConfigError for what is neither a file nor a name, and for rows whose columns say nothing.
     """
+    count = SetCount(train)
     if held_out is not None:
         data = {"train": data_set(train, "data", columns), "eval": data_set(held_out, "eval", columns)}
         known = data["eval"][0]["set"] if isinstance(data["eval"], list) else ""
@@ -84,9 +92,20 @@ def first_recipe(
             _write_rows(_solved_rows(Path(held_out), SETS[known]), target)
             data["eval"] = str(target)
     else:
-        data = split(path, train, columns)
+        data, count = split(path, train, columns)
     tree: dict[str, Any] = {"data": data, "model": dict(model)}
     facts, bounds, unknown = _facts(tree)
+    if held_out is None and facts.positions and (bounds.longest_prompt or 0) > facts.positions - LEAST_RESPONSE:
+        limit = facts.positions // 2
+        tree["data"], count = split(
+            path, train, columns, limit, lambda prompt: longest_prompt(facts, [prompt]) <= limit
+        )
+        _, bounds, unknown = _facts(tree)
+    for reason, number in count.refused.items():
+        logger.warning(
+            "%s: left out of the recipe's files: %d of %d rows, with %s; %s",
+            train, number, count.read, reason, count.examples[reason][0],
+        )  # fmt: skip
     lengths = sized_lengths(machine, bounds)
     tree["data"]["max_prompt_tokens"] = lengths.prompt
     tree |= sized(machine, facts, lengths)
@@ -142,6 +161,8 @@ def guessed_columns(path: Path, said: Mapping[str, str] = NO_COLUMNS) -> dict[st
     answers = (by_word[word] for word in _ANSWERS if word in by_word and by_word[word] != problem)
     answer = said.get("answer") or next(answers, None)
     if problem is None or answer is None:
+        if len(names) == 1 and (signs := set(names[0]) & set(";\t|")):
+            raise ConfigError(f"{path} is separated by {signs.pop()!r}; save it with commas")
         raise ConfigError(
             f"{path} has the columns {', '.join(names) or '(none)'}, none of which says by its name that it holds "
             f"the {'problem' if problem is None else 'answer'}; add --columns problem=NAME,answer=NAME"
@@ -175,30 +196,47 @@ def _is_unmistakable(found: Sequence[tuple[Mapping[str, Any], Problem]]) -> bool
     )
 
 
-def split(recipe: Path, train: str, columns: Mapping[str, str] = NO_COLUMNS) -> dict[str, Any]:
+def split(
+    recipe: Path,
+    train: str,
+    columns: Mapping[str, str] = NO_COLUMNS,
+    most_tokens: int | None = None,
+    fits: Callable[[Any], bool] | None = None,
+) -> tuple[dict[str, Any], SetCount]:
     """data.train and data.eval of one source: its own test split, or two files beside the recipe.
 
-    Raises ConfigError for a source that has to be fetched, or is too large or small to be split here.
+    The files lack the rows that cannot be used, and those whose prompt does not fit into `most_tokens`: the count
+    has them. Raises ConfigError for a source that has to be fetched, or is too large or small to be split here,
+    and DataError if more than half of its rows are left out.
     """
     if train in SETS and SETS[train].test:
-        return {"train": train, "eval": train}
-    value, source = data_set(train, "data", columns), Path(train)
-    if not source.is_file() or source.stat().st_size > MAX_SPLIT_BYTES:
+        return {"train": train, "eval": train}, SetCount(train)
+    value, path = data_set(train, "data", columns), Path(train)
+    if not path.is_file() or path.stat().st_size > MAX_SPLIT_BYTES:
         raise ConfigError(f"--data {train} comes without a held-out set; name one with --eval")
+    config = ChainConfig.model_validate({"data": {"train": value, "eval": value}, "model": {"source": "recipe"}})
+    source, count = train_sources(config)[0], SetCount(train)
     one = value[0] if isinstance(value, list) else {"set": value}
-    if one["set"] in SETS:  # a part of a set must not bear its name: accuracy would not compare
-        rows, one = _solved_rows(source, SETS[one["set"]]), {"set": train}
-    else:
-        rows = [dict(row) for batch in iterate_rows(source) for row in batch]
+    is_solved = one["set"] in SETS  # a part of a set must not bear its name: accuracy would not compare
+    rows = list[dict[str, Any]]()
+    for problem, row in iterate_source(config, source, count):
+        if fits is not None and not fits(to_row(source, problem, row)["prompt"]):
+            count.refuse(count.read - 1, f"a prompt of more than {most_tokens:,} tokens", row)
+        elif is_solved:
+            rows.append({"id": str(len(rows)), "problem": problem.text, "answer": problem.gold})
+        else:
+            rows.append(dict(row))
+    count.require_usable(MOST_LEFT_OUT, "Correct the rows, or name other columns with --columns.")
     if len(rows) < 2 * LEAST_HELD_OUT:
         raise ConfigError(f"{train} has {len(rows)} rows, too few to hold some out; name others with --eval")
     every = len(rows) // min(max(len(rows) // HELD_OUT_PART, LEAST_HELD_OUT), MOST_HELD_OUT)
+    one = {"set": train} if is_solved else one
     parts: dict[str, Any] = {}
     for name, is_held_out in (("train", False), ("eval", True)):
         target = recipe.with_name(f"{recipe.stem}.{name}.jsonl")
         _write_rows([row for number, row in enumerate(rows) if (number % every == 0) is is_held_out], target)
         parts[name] = [{**one, "set": str(target)}] if len(one) > 1 else str(target)
-    return parts
+    return parts, count
 
 
 def _is_complete(path: Path, known: ProblemSet) -> bool:

@@ -167,6 +167,6 @@ def _num_repeats(path: Path, problems: Sequence[Problem]) -> int:
         return counts[0]
     logger.warning(
         "%s: %d of %d problems are on several rows, up to %d, and others on fewer: each is one item, asked "
-        "evaluate.num_samples times", path, sum(count > 1 for count in counts), len(counts), max(counts),
+        "evaluate.num_samples times", path.name, sum(count > 1 for count in counts), len(counts), max(counts),
     )  # fmt: skip
     return 1

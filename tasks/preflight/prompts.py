@@ -152,7 +152,7 @@ def longest_prompt(facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping
             f"the model's chat template refuses a prompt: {error}; change the prompt's messages, or the template "
             "in the model's folder"
         ) from None
-    token_ids = tokenizer(texts, add_special_tokens=False).input_ids
+    token_ids = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
     largest = max((max(ids, default=0) for ids in token_ids), default=0)
     if facts.vocabulary is not None and largest >= facts.vocabulary:
         raise DataError(

@@ -17,7 +17,7 @@ from eval.problems.prompts import TEMPLATES, Template, make_prompt
 from eval.results import load_evaluation, make_settings
 from flows.config import load_config_or_defaults
 from tasks.evaluate_config import BenchmarkConfig
-from tasks.evaluation_settings import sampling_of
+from tasks.evaluation_settings import load_sets, sampling_of
 from tests.evaluations import make_items, write_results
 
 
@@ -144,3 +144,15 @@ def test_two_models_are_compared_by_their_own_sampling_and_the_report_says_which
     fixed = write_results(tmp_path / "fixed", "rrww", items)
     with pytest.raises(ComparisonError, match=r"sampling\.source: unset before, model after"):
         compare_evaluations(load_evaluation(fixed), sides[1])
+
+
+def test_a_file_with_other_columns_is_read_by_data_columns_and_a_prepared_one_as_before(tmp_path: Path) -> None:
+    own = tmp_path / "own.csv"
+    own.write_text("number,question,result\nA7,What is 1 + 1?,2\n")
+    columns = ("id=number", "problem=question", "answer=result")
+    config = load_config_or_defaults(None, [f"data.columns.{column}" for column in columns])
+    [item] = load_sets(config, str(own))[""].items
+    assert (item.id, item.gold) == ("A7", "2")
+    plain = tmp_path / "plain.csv"
+    plain.write_text("problem,answer\nWhat is 1 + 1?,2\n")
+    assert load_sets(config, str(plain))[""].items[0].gold == "2"

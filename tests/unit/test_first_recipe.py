@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.errors import ConfigError
+from dapo_core.errors import ConfigError, DataError
 from flows.config import load_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.first_recipe import Machine, columns_said, data_set, first_recipe, guessed_columns, model_keys
@@ -140,6 +140,9 @@ def test_columns_are_named_by_their_names_or_the_option(folder: Path) -> None:
         guessed_columns(Path("x.csv"), columns_said("problem=c"))
     with pytest.raises(ConfigError, match="is not problem=NAME"):
         columns_said("question=a")
+    Path("excel.csv").write_text("question;answer\n1;2\n")
+    with pytest.raises(ConfigError, match=r"excel\.csv is separated by ';'; save it with commas"):
+        guessed_columns(Path("excel.csv"))
     Path("y.csv").write_text("Prompt,solution,label\n1,2,3\n")
     assert guessed_columns(Path("y.csv")) == {"problem": "Prompt", "answer": "label"}
 
@@ -150,3 +153,22 @@ def test_a_file_of_whole_numbers_is_no_benchmark(folder: Path) -> None:
     assert data_set("own.csv", "data") == [
         {"set": "own.csv", "columns": {"problem": "question", "answer": "answer"}}
     ]
+
+
+def test_rows_without_an_answer_and_prompts_that_cannot_fit_are_left_out_and_counted(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once 1 % of a file lacked answers, or one prompt was too long, there was no recipe and no key to set."""
+    rows = [[f"What is {n} + 1?", " " if n % 8 == 0 else str(n + 1)] for n in range(40)]
+    rows[5][0] = "word " * 2000 + rows[5][0]
+    with Path("odd.csv").open("w", encoding="utf-8-sig") as file:
+        csv.writer(file, lineterminator="\r\n").writerows([["Question", "Answer"], *rows])
+    Path("odd.yaml").write_text(first_recipe(Path("odd.yaml"), model_keys("models/small"), "odd.csv", None, CPU))
+    assert {finding.status for finding in examine(load_config("odd.yaml"))} == {OK}
+    kept = [len(Path(f"odd.{name}.jsonl").read_text().splitlines()) for name in ("train", "eval")]
+    assert kept == [25, 9]
+    assert "5 of 40 rows, with no Answer; row 0: " in caplog.text
+    assert "1 of 40 rows, with a prompt of more than 256 tokens; row 5: " in caplog.text
+    Path("none.csv").write_text("question,answer\n" + "Why?,\n" * 40)
+    with pytest.raises(DataError, match=r"40 of 40 rows cannot be used .* name other columns with --columns"):
+        first_recipe(Path("none.yaml"), model_keys("models/small"), "none.csv", None, CPU)
