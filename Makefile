@@ -90,15 +90,17 @@ $(INSTALLED): requirements/cpu.txt requirements/cpu-torch.txt pyproject.toml
 	touch $@
 
 # Each makes $(VENV) for its devices in place of the CPU's. The order of `npu` is vllm-ascend's: vLLM's wheel wants
-# another torch, so the set comes after it; a triton beside triton-ascend breaks it. Not run here: Ascend's own index,
-# which vllm-ascend's installation page names, alone has triton-ascend.
+# another torch, so the set comes after it; a triton beside triton-ascend breaks it. Ascend's own index, which
+# vllm-ascend's installation page names, alone has triton-ascend. docs/ascend.md: what of this was run.
 OF_NPU := requirements/npu-newest.txt
+# vllm-ascend wants all three, and those of the registry for x86_64 are linked with CUDA.
+WITHOUT_CUDA := $(patsubst %,--find-links https://download.pytorch.org/whl/cpu/%/,torch torchvision torchaudio)
 npu: ## install the newest Ascend set into .venv, on a machine with CANN
 	@test -n "$$PIP_EXTRA_INDEX_URL" || { echo "set PIP_EXTRA_INDEX_URL to Ascend's index, which has triton-ascend"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 	grep "^vllm==" $(OF_NPU) | xargs $(BIN)/pip install
 	grep -v "^vllm==" $(OF_NPU) > $(VENV)/npu.txt
-	$(BIN)/pip install -r $(VENV)/npu.txt --find-links https://download.pytorch.org/whl/cpu/torch/
+	$(BIN)/pip install -r $(VENV)/npu.txt $(WITHOUT_CUDA)
 	$(BIN)/pip uninstall --yes triton triton-ascend
 	grep "^triton-ascend==" $(OF_NPU) | xargs $(BIN)/pip install --no-deps
 	$(BIN)/pip install --constraint $(VENV)/npu.txt --editable '.[chain,trackers]'
