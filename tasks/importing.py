@@ -17,7 +17,6 @@ from tasks.config import ChainConfig
 
 ROWS = "num_train_rows"
 ENOUGH_ROWS = 1_000_000  # for any batch: --tiny has steps of its own
-WITH_PATHS = ("data", "model", "custom_reward")
 MEASURED_ON = "math500"
 
 
@@ -88,18 +87,7 @@ def recipe_from(account: Account, backend: str, env: Mapping[str, str], is_tiny:
     if account.trainer != "verl" and "data.eval" not in recipe.values:
         recipe.values["data.eval"] = MEASURED_ON
         recipe.comments["data.eval"] = "MindSpeed measures on nothing: this import's choice, change it"
-    for name, value in recipe.values.items():
-        if name.partition(".")[0] in WITH_PATHS and (here := _at_home(value)) != value:
-            recipe.values[name] = here
-            recipe.comments[name] += f"; ~ is {Path.home()}"
     return recipe
-
-
-def _at_home(value: Any) -> Any:
-    """Paths under ~ as paths of this machine; no other command reads ~."""
-    if isinstance(value, list):
-        return [_at_home(each) for each in value]
-    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def write_recipe(recipe: Recipe, path: Path, header: Sequence[str]) -> None:

@@ -67,16 +67,28 @@ def load(root: type[Root], path: str | Path, overrides: Sequence[str] = ()) -> R
 
 
 def resolve(root: type[Root], tree: Mapping[str, Any]) -> Root:
-    """The checked configuration for a plain tree of sections and keys; raises ConfigError with all problems."""
+    """The checked configuration for a plain tree of sections and keys, `~/` being the user's home folder.
+
+    Raises ConfigError with all problems.
+    """
     problems = list(_placeholders(tree))
     required: dict[str, Any] = {name: {} for name, field in root.model_fields.items() if field.is_required()}
     try:
-        config = root.model_validate({**required, **tree})
+        config = root.model_validate({**required, **_at_home(dict(tree))})
     except ValidationError as error:
         problems += _explained(root, tree, error.errors())
     if problems:
         raise ConfigError("\n".join(problems))
     return config
+
+
+def _at_home(value: Any) -> Any:
+    """The value, with every `~/` that begins a text in it as the user's home folder."""
+    if isinstance(value, dict):
+        return {name: _at_home(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return list(map(_at_home, value))
+    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def dump_config(config: Section) -> str:
