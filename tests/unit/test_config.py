@@ -391,16 +391,3 @@ def test_a_benchmark_has_a_name_and_the_sections_values_where_it_sets_none() -> 
     assert result_values(aime) == result_values(alone)
     with pytest.raises(ConfigError, match=r"no benchmark aime; it has math500, pooled"):
         _resolve(evaluate={"benchmarks": "math500", "gates": ["aime > before"]})
-
-
-def test_the_home_folder_is_expanded_wherever_a_text_begins_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        "model: {source: path, path: ~/models/tiny}\ndata: {train: [~/a.csv, b~/c.csv], eval: gsm8k}\n"
-    )
-    config = load_config(path, ["custom_reward.path=~/reward.py"])  # a shell leaves it in such a word
-    assert (config.model.path, config.custom_reward.path) == ("/home/me/models/tiny", "/home/me/reward.py")
-    assert [entry.set for entry in config.data.train] == ["/home/me/a.csv", "b~/c.csv"]

@@ -224,3 +224,12 @@ def test_a_recipe_of_published_sets_plans_offline_and_says_what_it_would_fetch(
     for one, split in ((config.data.train[0], "train"), (config.data.eval[0], "test")):
         reference = SETS[one.set].source(split)
         assert ("fetches " if reference.startswith("https://") else "would fetch ") + reference in data.note
+
+
+def test_a_text_that_begins_with_the_home_folder_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {source: path, path: ~/tiny}\ndata: {train: [~/a.csv, b~/c.csv], eval: gsm8k}\n")
+    config = load_config(path, ["custom_reward.path=~/reward.py"])  # a shell leaves it in such a word
+    assert (config.model.path, config.custom_reward.path) == (f"{tmp_path}/tiny", f"{tmp_path}/reward.py")
+    assert [entry.set for entry in config.data.train] == [f"{tmp_path}/a.csv", "b~/c.csv"]
