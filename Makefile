@@ -90,8 +90,9 @@ $(INSTALLED): requirements/cpu.txt requirements/cpu-torch.txt pyproject.toml
 	touch $@
 
 # Each makes $(VENV) for its devices in place of the CPU's. The order of `npu` is vllm-ascend's: vLLM's wheel wants
-# another torch, so the set comes after it; a triton beside triton-ascend breaks it. Ascend's own index, which
-# vllm-ascend's installation page names, alone has triton-ascend. docs/ascend.md: what of this was run.
+# another torch, so the set comes after it; a triton beside triton-ascend breaks it. The project comes with
+# the set: a Prefect chosen later takes a fastapi that vllm-ascend refuses. Ascend's own index, which vllm-ascend's
+# installation page names, alone has triton-ascend. docs/ascend.md: what of this was run.
 OF_NPU := requirements/npu-newest.txt
 # vllm-ascend wants all three, and those of the registry for x86_64 are linked with CUDA.
 WITHOUT_CUDA := $(patsubst %,--find-links https://download.pytorch.org/whl/cpu/%/,torch torchvision torchaudio)
@@ -100,10 +101,9 @@ npu: ## install the newest Ascend set into .venv, on a machine with CANN
 	$(PYTHON) -m venv --clear $(VENV)
 	grep "^vllm==" $(OF_NPU) | xargs $(BIN)/pip install
 	grep -v "^vllm==" $(OF_NPU) > $(VENV)/npu.txt
-	$(BIN)/pip install -r $(VENV)/npu.txt $(WITHOUT_CUDA)
+	$(BIN)/pip install -r $(VENV)/npu.txt --editable '.[chain,trackers]' $(WITHOUT_CUDA)
 	$(BIN)/pip uninstall --yes triton triton-ascend
 	grep "^triton-ascend==" $(OF_NPU) | xargs $(BIN)/pip install --no-deps
-	$(BIN)/pip install --constraint $(VENV)/npu.txt --editable '.[chain,trackers]'
 	touch $(INSTALLED)
 
 cuda: ## install the CUDA set into .venv, for Linux x86_64 with Python 3.11

@@ -128,7 +128,8 @@ def check_packages() -> Finding:
 def check_torch() -> Finding:
     """Torch, and packages that break its CPU build."""
     version = _version("torch") or ""
-    breaking = [name for name in BREAK_CPU_TORCH if _version(name)]
+    found = {name: _version(name) for name in BREAK_CPU_TORCH}
+    breaking = [name for name, of in found.items() if of and not of.endswith("+cpu")]
     if version.endswith("+cpu") and breaking:
         advice = f"pip uninstall {' '.join(breaking)}"
         return Finding("torch", FAIL, f"{version} beside {', '.join(breaking)}: transformers breaks", advice)

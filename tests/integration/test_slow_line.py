@@ -10,7 +10,7 @@ import pytest
 from tests.cluster_sites import Site, make_site, preflight
 from tests.namespaces import FakeHost, NoNamespacesError, hosts
 
-FAR, VERY_FAR, FARTHEST = 0.03, 0.15, 2.0  # seconds one way: another city, a satellite, a network in trouble
+FAR, VERY_FAR, FARTHEST = 0.03, 0.25, 2.0  # seconds one way: another city, a satellite, a network in trouble
 
 
 @pytest.fixture(scope="module")

@@ -230,6 +230,8 @@ def test_packages_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> No
     assert "2.1.0, wanted" in finding.found
     finding = doctor.check_torch()
     assert (finding.status, finding.advice) == (FAIL, "pip uninstall torchvision")
+    versions["torchvision"] = "0.24.0+cpu"  # of torch's own index, as vllm-ascend has it beside a CPU torch
+    assert doctor.check_torch().status == OK
 
 
 def test_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
