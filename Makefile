@@ -8,7 +8,7 @@ ASCEND_VLLM := .venv-ascend-vllm
 
 unexport PYTHONDONTWRITEBYTECODE # each of the hundreds of processes that tests start would compile the project again
 
-.PHONY: help npu cuda demo test test-fast test-ascend-set test-ascend-core test-ascend-engine check bench ablation \
+.PHONY: help npu cuda demo test test-e2e test-all test-fast test-ascend-set test-ascend-core test-ascend-engine check bench ablation \
   files keys requirements from-verl format
 
 help: ## show this list
@@ -17,8 +17,16 @@ help: ## show this list
 demo: $(INSTALLED) ## run the whole chain on this machine's CPU and print the before/after report
 	$(BIN)/dapo run configs/arith_cpu.yaml
 
-test: $(INSTALLED) ## run all tests
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+IN_PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+test: $(INSTALLED) ## run all tests but the end-to-end ones
+	$(BIN)/python -m pytest tests/unit tests/integration $(IN_PARALLEL)
+
+test-e2e: $(INSTALLED) ## run the chain through its services: kills, a power cut, hosts with networks of their own
+	$(BIN)/python -m pytest tests/e2e $(IN_PARALLEL)
+
+test-all: $(INSTALLED) ## run all tests: what a release needs
+	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 test-fast: $(INSTALLED) ## run the unit tests: about a minute on two cores
 	$(BIN)/python -m pytest tests/unit -m fast --numprocesses 2 --dist worksteal
