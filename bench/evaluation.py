@@ -1,6 +1,6 @@
 """The evaluation client against a mock server of 500 problems in a process of its own.
 
-    python bench/evaluation.py [--items 500] [--pairs 5] [--compare]
+    python bench/evaluation.py [--items 500] [--pairs 5] [--compare] [--serve [--answers FILE]]
 
 One line per situation with what was measured and what is required; a requirement that is not met is an error.
 AISBench beside such a server: 6 s without latency, 42 s for its command, 14.4 s with one second of latency and 48
@@ -23,8 +23,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -50,6 +50,7 @@ class MockServer:
     latency_seconds: float = 0.0
     refuse_one_in: int = 0  # HTTP 503
     num_asked: int = 0
+    answers: Mapping[str, str] = field(default_factory=dict)  # by problem, where no sums are asked
 
     async def serve(self, port: Connection) -> None:
         """Answer for ever, after sending the port."""
@@ -79,12 +80,37 @@ class MockServer:
         await asyncio.sleep(self.latency_seconds)
         if self.refuse_one_in and self.num_asked % self.refuse_one_in == 0:
             return 503, b"busy"
-        number = int(re.findall(r"\d+", asked["messages"][-1]["content"])[0])
-        said = {"role": "assistant", "content": f"It is $\\boxed{{{number + 1}}}$."}
+        prompt = asked["messages"][-1]["content"]
+        if self.answers:
+            text = next(answer for problem, answer in self.answers.items() if problem in prompt)
+        else:
+            number = int(re.findall(r"\d+", prompt)[0])
+            text = f"It is $\\boxed{{{number + 1}}}$."
+        said = {"role": "assistant", "content": text}
         choice = {"index": 0, "message": said, "finish_reason": "stop"}
         about = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}  # what strict clients want
         usage = {"prompt_tokens": 9, "completion_tokens": 12, "total_tokens": 21}
         return 200, json.dumps({**about, "choices": [choice], "usage": usage}).encode()
+
+
+def read_answers(path: Path) -> dict[str, str]:
+    """Answers to MATH-500's problems, by turns: its solution, spelled otherwise, named, in words, wrong."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {row["problem"]: _answer(index, row, rows[index - 1]["answer"]) for index, row in enumerate(rows)}
+
+
+def _answer(index: int, row: Mapping[str, str], other: str) -> str:
+    gold = row["answer"]
+    spelled = re.sub(r"\\frac\{(\d+)\}\{(\d+)\}", r"\1/\2", gold)
+    wrong = str(int(gold) + 1) if re.fullmatch(r"-?\d+", gold) else other
+    answers = (
+        row["solution"],
+        f"So we get $\\boxed{{{spelled if spelled != gold else gold.replace('frac', 'dfrac')}}}$.",
+        f"So we get $\\boxed{{N = {gold}}}$.",
+        f"The final answer is ${gold}$.",
+        f"So we get $\\boxed{{{wrong}}}$.",
+    )
+    return answers[index % len(answers)]
 
 
 def _serve(server: MockServer, port: Connection) -> None:
@@ -220,10 +246,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=0, help="only evaluations beside bare loops, this many")
     parser.add_argument("--compare", action="store_true", help="only what dapo compare of large results takes")
     parser.add_argument("--serve", action="store_true", help="only the server, for other programs; Ctrl-C ends it")
+    parser.add_argument("--answers", type=Path, help="with --serve: MATH-500's file, whose problems are answered")
     arguments = parser.parse_args()
     count = arguments.items
     if arguments.serve:
-        with serving(MockServer()) as (url, _), contextlib.suppress(KeyboardInterrupt):
+        answers = read_answers(arguments.answers) if arguments.answers else {}
+        with serving(MockServer(answers=answers)) as (url, _), contextlib.suppress(KeyboardInterrupt):
             print(url, flush=True)
             threading.Event().wait()
         return

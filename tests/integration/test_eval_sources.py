@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from downloads import BadReference, NotFound, WrongContent
 from eval.problems import ProblemsError
-from eval.problems.registry import load_set
+from eval.problems.registry import SETS, SUITES, load_set
 from eval.problems.sources import fetch, rows_of
+from eval.results import load_evaluation
+from eval.suite import read_suite
+from flows.cli import app
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.store import ArtifactStore
 from tasks.data.prepare import build_dataset
@@ -21,6 +27,7 @@ from tasks.runs.plan import plan_chain
 from tests.configs import make_config
 from tests.hub_server import HubServer, sha256
 from tests.hubs import hub_of_this_machine
+from tests.integration.arithmetic_server import running
 
 BODY = b'{"problem": "1 + 1 = ?", "answer": "2"}\n' * 50
 OTHER = BODY.replace(b"2", b"3")
@@ -108,3 +115,42 @@ def test_a_recipe_takes_its_sets_from_hubs_and_goes_on_without_them(
     note = plan_chain(other)[0].note
     assert "would fetch hf:org/other, which cannot be resolved now: HF_HUB_OFFLINE is set" in note
     assert "fetches https://raw.githubusercontent.com/openai/grade-school-math/" in note
+
+
+def published(name: str, count: int) -> bytes:
+    """Sums in the columns of that set's file."""
+    rows: list[dict[str, Any]] = []
+    for number in range(count):
+        problem, answer = f"{number} + 1 = ?", str(number + 1)
+        if name == "olympiadbench":
+            rows.append({"question": problem, "context": None, "final_answer": [f"${answer}$"]})
+        elif name in ("math500", "minerva"):
+            rows.append({"problem": problem, "solution": f"So it is $\\boxed{{{answer}}}$."})
+        else:
+            rows.append({"problem": problem, "answer": answer})
+    return b"".join(json.dumps({"id": f"{name}-{n}", **row}).encode() + b"\n" for n, row in enumerate(rows))
+
+
+def test_a_suite_is_downloaded_and_asked(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--suite math` with nothing fetched yet: AIME 2025 from a repository of the hub, the others from URLs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    hub.dataset("math-ai/aime25").commit({"README.md": b"#", "test.jsonl": published("aime25", 30)})
+    for name in set(SUITES["math"]) - {"aime25"}:
+        body = published(name, 3)
+        hub.plain[f"/{name}/test.jsonl"] = body
+        here = {"url": f"{hub.url}/{name}/test.jsonl#sha256={sha256(body)}"}
+        monkeypatch.setitem(SETS, name, replace(SETS[name], test=here, num_items=3))
+    folders = tmp_path / "first", tmp_path / "second"
+    with running() as server:
+        for folder in folders:
+            words = ["eval", "--base-url", server.url, "--model-name", "m", "--suite", "math"]
+            done = CliRunner().invoke(app, [*words, "--output", str(folder)])
+            assert done.exit_code == 0, done.output
+    for folder in folders:
+        right = {
+            name: [row.is_right for row in load_evaluation(path).rows] for name, path in read_suite(folder).items()
+        }
+        assert list(right) == list(SUITES["math"])
+        assert right == {name: [True] * (30 if name == "aime25" else 3) for name in right}
+    files = [asked.path for asked in hub.contents() if asked.path.endswith(".jsonl")]
+    assert len(files) == len(set(files)) == 6, "a file was downloaded twice"

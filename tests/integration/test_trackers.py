@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
-from dapo_core.trackers import TRACKERS_FILE, send_results, tracking
+from dapo_core import trackers
 from dapo_core.validation import generations_file
 from tests.configs import make_config
 
@@ -24,29 +25,35 @@ def metrics(step: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a training tracked at steps 0 to 2, continued from 2 to 4, and its results."""
-    folder = tmp_path_factory.mktemp("tracked")
-    output = folder / "training"
-    keys = {"trackers": NAMES, "tracker_project": "proj", "tracker_folder": str(folder / "local")}
-    config = make_config(train=keys, run={"name": "my run"})
+    """What `track` wrote with all trackers, wandb and SwanLab offline."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("TENSORBOARD_DIR", "MLFLOW_TRACKING_URI", "WANDB_DIR", "SWANLAB_LOG_DIR"):
             patch.delenv(name, raising=False)
         for name in ("WANDB_MODE", "SWANLAB_MODE"):
             patch.setenv(name, "offline")
+        yield track(tmp_path_factory.mktemp("tracked"), NAMES)
+
+
+def track(folder: Path, names: tuple[str, ...]) -> Path:
+    """The folder of a training tracked at steps 0 to 2, continued from 2 to 4, and its results."""
+    output = folder / "training"
+    keys = {"trackers": names, "tracker_project": "proj", "tracker_folder": str(folder / "local")}
+    config = make_config(train=keys, run={"name": "my run"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trackers, "CLOSE_SECONDS", 600.0)  # a loaded machine takes a minute to load the clients
         for is_continued, steps in ((False, (0, 1, 2)), (True, (2, 3, 4))):
-            with tracking(config, output, is_continued) as trackers:
+            with trackers.tracking(config, output, is_continued) as tracked:
                 for step in steps:
                     row = {"set": "gsm8k", "prompt": "1 + 1?", "response": RESPONSE, "answer": None, "score": 1.0}
                     generations_file(output, step).parent.mkdir(parents=True, exist_ok=True)
                     generations_file(output, step).write_text(json.dumps(row) + "\n")
-                    trackers.on_step(step, metrics(step))
-        send_results(output, {RESULT: 61.5}, 4)
-        yield output
+                    tracked.on_step(step, metrics(step))
+        trackers.send_results(output, {RESULT: 61.5}, 4)
+    return output
 
 
 def record(tracked: Path, name: str) -> dict[str, Any]:
-    saved = json.loads((tracked / TRACKERS_FILE).read_text())
+    saved = json.loads((tracked / trackers.TRACKERS_FILE).read_text())
     (found,) = (one for one in saved["trackers"] if one["name"] == name)
     assert (found["last_step"], found["num_failed"]) == (4, 0)
     return dict(found)
@@ -109,6 +116,29 @@ def test_swanlab(tracked: Path) -> None:
         reader.close()
     assert values == [*((step, step / 8) for step in range(5)), (4, 61.5)]
     assert texts == [0, 1, 2, 3, 4]
+
+
+def test_swanlab_on_the_board_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the pages of `swanlab watch` ask for: each attempt is an experiment of the project."""
+    monkeypatch.setenv("SWANLAB_MODE", "local")
+    monkeypatch.setenv("SWANLAB_LOG_DIR", str(tmp_path / "board"))
+    found = record(track(tmp_path, ("swanlab",)), "swanlab")
+    assert (found["url"], found["path"]) == (None, str(tmp_path / "board"))
+    from fastapi.testclient import TestClient
+    from swanboard.app import app
+
+    def data(path: str) -> Any:
+        return TestClient(app).get(f"/api/v1/{path}").json()["data"]
+
+    experiments = data("project")["experiments"]
+    assert [one["name"] for one in experiments] == ["my run", "my run-2", "my run-3"]
+    assert {one["run_id"].rpartition("-")[2] for one in experiments} == {found["id"]}
+    shown = [
+        (row["index"], row["data"])
+        for one, tag in zip(experiments, (MEAN, MEAN, RESULT), strict=True)
+        for row in data(f"experiment/{one['id']}/tag/{quote(tag, safe='')}")["list"]
+    ]
+    assert shown == [*((step, step / 8) for step in range(5)), (4, 61.5)]
 
 
 def test_mlflow(tracked: Path) -> None:
