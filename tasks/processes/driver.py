@@ -17,10 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
-from dapo_core.checkpoint.resume import MODES
 from dapo_core.errors import WorkerDied
-from dapo_core.restarts import Restarts, raising_stopped
 from dapo_core.stopping import SIGNALS, StopRequest
 from tasks.processes.child import describe_exit
 from tasks.processes.supervisor import (
@@ -34,6 +31,7 @@ from tasks.processes.supervisor import (
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
+    from dapo_core.restarts import Restarts
 
 
 @contextmanager
@@ -41,10 +39,15 @@ def forked_driver(config: TrainingConfig, output: Path) -> Iterator[Restarts]:
     """Run the block in a child process; this process passes SIGTERM and SIGINT on, and ends as the child does.
 
     A child that dies inside the block is followed by another, as `Restarts` has it. None outlives this process.
-    To be called before other threads run, which a fork leaves behind.
+    Call it while there is no other thread.
     """
-    folder, stop, resume = output / CHECKPOINTS, StopRequest(), config.checkpoint.resume
-    waiting = _WaitingProcess(stop)
+    waiting = _WaitingProcess(stop := StopRequest())
+    # Not before: numpy starts threads, which would take the signals that this one blocks.
+    from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
+    from dapo_core.checkpoint.resume import MODES
+    from dapo_core.restarts import Restarts, raising_stopped
+
+    folder, resume = output / CHECKPOINTS, config.checkpoint.resume
     restarts = waiting.restarts = Restarts(
         config.train.max_restarts, config.train.restart_delay_seconds, waiting.pause
     )

@@ -27,6 +27,7 @@ from tests.configs import make_config
 folder, body = Path(sys.argv[1]), sys.argv[2]
 print_messages()
 config = make_config(train={"max_restarts": 2, "restart_delay_seconds": float(sys.argv[3])})
+assert len(os.listdir("/proc/self/task")) == 1  # a thread, as of numpy, would take signals
 with forked_driver(config, folder) as restarts:
     number = len(list(folder.glob("driver-*"))) + 1
     exec(body)
@@ -49,6 +50,7 @@ class Command:
                 str(delay_seconds),
             ],
             cwd=PROJECT_ROOT,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "2"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
