@@ -78,7 +78,6 @@ def train(
             )
         stream, validation = _read_prompts(config, train_path, model_path, output_dir, held_out_path)
         identity = training_identity(config, stream, model_path)  # now: a scorer may be edited while training runs
-        folder.mkdir(parents=True, exist_ok=True)
         with lock_checkpoints(folder):
             start = find_start(folder, restarts.resume(config.checkpoint.resume), config.checkpoint.on_damage)
             restarts.shared.has_begun = True
@@ -102,8 +101,7 @@ def train(
                     on_step(step, metrics)
 
             on_damage = config.checkpoint.on_damage
-            is_continued = start is not None and start.parent == folder
-            with tracking(config, output_dir, is_continued) as trackers:
+            with tracking(config, output_dir, start is not None and start.parent == folder) as trackers:
                 trainer = restarts.until_done(attempt, start, lambda: find_start(folder, "auto", on_damage), stop)
     remove_prompts(output_dir)
     checkpoint = latest_checkpoint(folder)
