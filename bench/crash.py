@@ -51,7 +51,7 @@ OVERRIDES = (
 Role = Literal["driver", "rank", "worker", "group", "raylet"]
 RANDOM_ROLES: tuple[Role, ...] = ("driver", "rank", "worker", "group")  # those of the documentation's table
 TITLES = {"rank": "ray::_PolicyRank", "worker": "ray::_RolloutRank"}
-DEADLINE_SECONDS = 300.0
+DEADLINE_SECONDS = 900.0
 POLL_SECONDS = 0.02
 # These depend on the machine.
 MEASURED = (

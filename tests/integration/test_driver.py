@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tests.processes import DEADLINE_SECONDS, start_time_of, wait_until
+from tests.trainings import World, settings
 
 SCRIPT = """
 import os, signal, subprocess, sys, time
@@ -177,3 +181,20 @@ def test_a_driver_ends_with_the_process_that_waits(tmp_path: Path, started: list
     driver = command.ready()
     command.popen.kill()
     wait_until(lambda: start_time_of(driver) is None, "the driver's end")
+
+
+@pytest.mark.timeout(1800)  # three starts of Ray, on two busy cores
+def test_a_raylet_that_dies_is_a_restart(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While ranks start, and in a step; Ray ends the driver, unless that learns of its ranks' death first."""
+    monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
+    crash = importlib.import_module("crash")
+    recipe = tmp_path / "recipe.yaml"
+    train = {"total_steps": 4, "num_ranks": 1, "restart_delay_seconds": 0.0}
+    recipe.write_text(yaml.safe_dump(settings(train=train)))
+    training = crash.Training(recipe, world.data, world.model, tmp_path / "output")
+    assert crash.train_through_kills(training, [crash.Moment("raylet", step, 0.0) for step in (0, 2)]) == 2
+    assert training.num_steps() == 4
+    log = training.log_path.read_text(errors="replace")
+    begun = re.findall(r"; training restarts in 0 s from (?:the )?(beginning|checkpoint)", log)
+    assert begun[0] == "beginning"
+    assert begun[-1] == "checkpoint"

@@ -217,24 +217,18 @@ def started_since(before: dict[int, str]) -> Callable[[], bool]:
 def test_killed_it_ends_with_the_same_bits(
     run: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`dapo train` as a stage runs it: it restarts what dies itself, and the command is run again.
-
-    Ray ends the driver when its raylet dies, here while ranks start and in a step.
-    """
+    """`dapo train` as a stage runs it: it restarts a rank or a worker itself, and the command is run again."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     crash = importlib.import_module("crash")
     recipe, chance = tmp_path / "recipe.yaml", random.Random(os.getpid())
     recipe.write_text(yaml.safe_dump(settings(train={"total_steps": TOTAL_STEPS, "restart_delay_seconds": 0.0})))
     training = crash.Training(recipe, world.data, world.model, tmp_path / "killed")
     role = chance.choice(["rank", "worker"])  # each start of Ray and four processes takes a while
-    order = [("raylet", 0), (role, 1), ("raylet", 3), ("group", 5)]
-    moments = [crash.Moment(role, step, chance.uniform(0, 0.2)) for role, step in order]
+    moments = [crash.Moment(role, 1, chance.uniform(0, 0.2)), crash.Moment("group", 4, chance.uniform(0, 0.2))]
     assert crash.train_through_kills(training, moments) == len(moments)
     log = training.log_path.read_text(errors="replace")
     named = {"rank": "policy rank [01] of 2", "worker": "rollout worker 0 of 1"}[role]
     assert re.search(rf"{named} .*died: .*training restarts in 0 s from", log), log[-3000:]
-    of_drivers = re.findall(r"driver \(pid \d+\) .*; training restarts in 0 s from (the beginning|checkpoint)", log)
-    assert of_drivers == ["the beginning", "checkpoint"], log[-3000:]
     assert crash.differences(run.folder, training.output) == []
     names = {".".join(name.split(".")[:2]) for name in crash.read_tensors(run.result.checkpoint)}
     assert {"rng.rank_0", "rng.rank_1"} <= names  # the comparison had something to compare
