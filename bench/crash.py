@@ -48,9 +48,10 @@ OVERRIDES = (
     "checkpoint.keep_best=1",
     "train.restart_delay_seconds=0.1",
 )
-Role = Literal["driver", "rank", "worker", "group"]
+Role = Literal["driver", "rank", "worker", "group", "raylet"]
+RANDOM_ROLES: tuple[Role, ...] = ("driver", "rank", "worker", "group")  # those of the documentation's table
 TITLES = {"rank": "ray::_PolicyRank", "worker": "ray::_RolloutRank"}
-DEADLINE_SECONDS = 300.0
+DEADLINE_SECONDS = 900.0
 POLL_SECONDS = 0.02
 # These depend on the machine.
 MEASURED = (
@@ -105,7 +106,7 @@ def main() -> None:
     arguments = _parser().parse_args()
     logging.basicConfig(level=logging.WARNING)
     chance = random.Random(arguments.seed)
-    roles: list[Role] = arguments.roles or [chance.choice(get_args(Role)) for _ in range(arguments.kills)]
+    roles: list[Role] = arguments.roles or [chance.choice(RANDOM_ROLES) for _ in range(arguments.kills)]
     moments = random_moments(roles, arguments.steps, arguments.spread_seconds, chance)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
@@ -184,12 +185,18 @@ def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def victims(role: Role, process: SupervisedProcess) -> list[int]:
-    """Pids of the role: one rank or worker, the command itself, or the command and everything below it."""
+    """Pids of the role: one rank or worker, the command itself, or the command and everything below it.
+
+    A raylet counts once ranks start.
+    """
     below = list(supervisor.descendants(process.pid))
     if role == "group":
         return below
     if role == "driver":
         return below[:1]  # the first below the supervisor is the command
+    if role == "raylet":
+        raylets = [pid for pid in below if _title(pid).partition("\0")[0].endswith("/raylet")]
+        return raylets if victims("rank", process) else []
     return [pid for pid in below if _title(pid).startswith(TITLES[role])][-1:]
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
 from dapo_core.checkpoint.resume import (
@@ -18,18 +15,18 @@ from dapo_core.checkpoint.resume import (
     require_resume,
     require_same_training,
 )
-from dapo_core.checkpoint.state import read_step
 from dapo_core.cluster.start import start_cluster
 from dapo_core.config.engine_args import require_known
 from dapo_core.data import Prompt, PromptStream
-from dapo_core.errors import ConfigError, WorkerDied
+from dapo_core.errors import ConfigError
 from dapo_core.identity import training_identity
 from dapo_core.model_folder import require_model_folder, require_reference
 from dapo_core.model_sampling import with_model_sampling
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.pretrained import load_model_config, load_tokenizer
+from dapo_core.restarts import Restarts, raising_stopped
 from dapo_core.reward.routing import require_scorers
-from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
+from dapo_core.stopping import StopRequest
 from dapo_core.tokenizing import remove_prompts, tokenized_prompts
 from dapo_core.trackers import require_trackers, tracking
 from dapo_core.trainer import OnStep, Trainer
@@ -39,10 +36,6 @@ if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
-
-MAX_DELAY_SECONDS = 60.0  # of doubled pauses between restarts; a longer configured one stays as it is
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -61,16 +54,18 @@ def train(
     output_dir: Path,
     on_step: OnStep | None = None,
     held_out_path: Path | None = None,
+    restarts: Restarts | None = None,
 ) -> TrainResult:
     """Train the model on the parquet's prompts; checkpoints and metrics.jsonl go to `output_dir`.
 
     checkpoint.resume says what it continues from. When a rank or a rollout worker dies, all of them are restarted
-    from the last checkpoint, up to train.max_restarts times; then WorkerDied is raised. `held_out_path` is what
-    validations ask. `on_step(step, metrics)` is called after each step. Input is checked before any worker starts.
-    On SIGTERM or SIGINT a last checkpoint is written and TrainingStopped raised; a second signal raises
-    KeyboardInterrupt at once.
+    from the last checkpoint, up to train.max_restarts times; then WorkerDied is raised. `restarts` counts those of
+    earlier processes, too. `held_out_path` is what validations ask. `on_step(step, metrics)` is called after each
+    step. Input is checked before any worker starts. On SIGTERM or SIGINT a last checkpoint is written and
+    TrainingStopped raised; a second signal raises KeyboardInterrupt at once.
     """
     folder = output_dir / CHECKPOINTS
+    restarts = restarts or Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
     with StopRequest() as stop, raising_stopped(stop, config, folder):
         require_model_folder(model_path)
         config = with_model_sampling(config, model_path)
@@ -83,9 +78,9 @@ def train(
             )
         stream, validation = _read_prompts(config, train_path, model_path, output_dir, held_out_path)
         identity = training_identity(config, stream, model_path)  # now: a scorer may be edited while training runs
-        folder.mkdir(parents=True, exist_ok=True)
         with lock_checkpoints(folder):
-            start = find_start(folder, config.checkpoint.resume, config.checkpoint.on_damage)
+            start = find_start(folder, restarts.resume(config.checkpoint.resume), config.checkpoint.on_damage)
+            restarts.shared.has_begun = True
             if start is not None:
                 require_same_training(config, start, folder, identity)
                 if (end := finish_if_done(config, start, output_dir)) is not None:
@@ -93,7 +88,7 @@ def train(
                     return TrainResult(start, end.step, end.policy_version)
 
             def attempt(start: Path | None) -> Trainer:
-                with start_cluster(config, model_path, output_dir, restarts.num_restarts > 0) as cluster:
+                with start_cluster(config, model_path, output_dir, restarts.shared.num_restarts > 0) as cluster:
                     fit = cluster.config
                     trainer = Trainer(fit, cluster, stream, model_path, output_dir, identity, validation)
                     trainer.resume(start)
@@ -105,10 +100,8 @@ def train(
                 if on_step is not None:
                     on_step(step, metrics)
 
-            restarts = Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
             on_damage = config.checkpoint.on_damage
-            is_continued = start is not None and start.parent == folder
-            with tracking(config, output_dir, is_continued) as trackers:
+            with tracking(config, output_dir, start is not None and start.parent == folder) as trackers:
                 trainer = restarts.until_done(attempt, start, lambda: find_start(folder, "auto", on_damage), stop)
     remove_prompts(output_dir)
     checkpoint = latest_checkpoint(folder)
@@ -144,86 +137,3 @@ def _read_prompts(
     require_scorers(prompts.data_sources, config.reward, config.custom_reward)
     stream = PromptStream(prompts, config.run.seed, config.data.shuffle, sets=prompts.sets)
     return stream, Validation(config, held_out, tokenizer, output_dir)
-
-
-@contextmanager
-def raising_stopped(stop: StopRequest, config: TrainingConfig, folder: Path) -> Iterator[None]:
-    """Raise TrainingStopped, which names the checkpoint to continue from, where the first signal ends training."""
-    try:
-        yield
-    except (StopRequested, KeyboardInterrupt) as error:
-        if stop.signal is None or stop.is_urgent:
-            raise
-        checkpoint = latest_checkpoint(folder)
-        with_auto = " with --set checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
-        message = "training was stopped before its first checkpoint; the same command starts from the beginning"
-        if checkpoint is not None:
-            message = (
-                f"training was stopped after step {read_step(checkpoint)} of {config.train.total_steps}; its "
-                f"checkpoint is {checkpoint}; the same command{with_auto} continues"
-            )
-        stopped = TrainingStopped(message)
-        stopped.exit_code = 128 + stop.signal
-        raise stopped from error
-
-
-class Restarts:
-    """Counts consecutive restarts without a new checkpoint, and pauses longer before each."""
-
-    def __init__(
-        self, max_restarts: int, delay_seconds: float, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
-        self.max_restarts = max_restarts
-        self.delay_seconds = delay_seconds
-        self.sleep = sleep
-        self.num_restarts = 0  # in all
-        self._num_in_a_row = 0
-        self._latest: Path | None = None  # checkpoint at the last restart
-
-    def until_done(
-        self,
-        attempt: Callable[[Path | None], Result],
-        start: Path | None,
-        find_own: Callable[[], Path | None],
-        stop: StopRequest,
-    ) -> Result:
-        """What `attempt(checkpoint to start from)` returns, repeated after a death.
-
-        A repetition starts from what `find_own()` returns, the training's own newest sound checkpoint, or from
-        `start` if that is None. After a stop request nothing is restarted.
-        """
-        while True:
-            try:
-                return attempt(start)
-            except WorkerDied as error:
-                if stop.signal is not None:  # systemd, for one, signals every process
-                    logger.error("%s", error)
-                stop.check()
-                start = find_own() or start
-                self.pause(error, start)
-
-    def pause(self, error: WorkerDied, latest: Path | None) -> None:
-        """Wait before the restart from checkpoint `latest`, or from the beginning.
-
-        Raises WorkerDied, with the count, after `max_restarts` restarts without a new checkpoint.
-        """
-        if latest != self._latest:
-            self._num_in_a_row, self._latest = 0, latest
-        if self._num_in_a_row == self.max_restarts:
-            raise WorkerDied(
-                f"{error}; given up after {self.max_restarts} restarts without a new checkpoint: find out what "
-                "ends the process, lower checkpoint.save_every, or raise train.max_restarts"
-            ) from error
-        longest = max(MAX_DELAY_SECONDS, self.delay_seconds)
-        seconds = min(self.delay_seconds * 2**self._num_in_a_row, longest)
-        self._num_in_a_row += 1
-        self.num_restarts += 1
-        logger.warning(
-            "%s; training restarts in %g s from %s (restart %d of at most %d without a new checkpoint)",
-            error,
-            seconds,
-            "the beginning" if latest is None else f"checkpoint {latest.name}",
-            self._num_in_a_row,
-            self.max_restarts,
-        )
-        self.sleep(seconds)

@@ -133,7 +133,7 @@ class TrainConfig(UpdatesConfig, DiagnosisConfig):
         "device as they are gathered.",
     )
     max_restarts: int = volatile(
-        3, "Restarts after a dead rank or worker before a new checkpoint is written.", ge=0, le=1000
+        3, "Restarts after a dead rank, worker or driver before a new checkpoint is written.", ge=0, le=1000
     )
     restart_delay_seconds: float = volatile(5.0, "Pause before the first restart; it doubles each time.", ge=0)
     on_lost_node: Literal["wait", "shrink"] = volatile(

@@ -116,9 +116,12 @@ def train(
         other = train_with_other(settings, files, on_step, typer.echo)
         typer.echo(f"{other.checkpoint}: {other.steps} training steps of {settings.train.backend}")
         return
-    from dapo_core.training import train as train_model
+    from tasks.processes.driver import forked_driver
 
-    result = train_model(settings, data, model, _folder(output), on_step, held_out)
+    with forked_driver(settings, _folder(output)) as restarts:
+        from dapo_core.training import train as train_model
+
+        result = train_model(settings, data, model, output, on_step, held_out, restarts)
     typer.echo(f"{result.checkpoint}: {result.steps} training steps, {result.policy_version} optimizer steps")
 
 

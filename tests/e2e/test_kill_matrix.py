@@ -69,18 +69,18 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Paused:
-    """A training whose command gets no processor, so that it is not done before we are."""
+    """A training whose driver gets no processor, so that it is not done before we are."""
 
     site: Site
     flow_run: str
     log: Path
-    command: psutil.Process
-    processes: list[psutil.Process]  # its supervisor, itself, Ray's
+    driver: psutil.Process
+    processes: list[psutil.Process]  # its supervisor, its command, itself, Ray's
 
     def end(self, reason: str) -> list[str]:
         """Go on as soon as it is being stopped for this reason; returns its metrics when nothing of it is left."""
         self.site.wait_for(f"the end, {reason}", lambda: self._is_stopped(reason), PATIENCE_SECONDS)
-        self.command.resume()
+        self.driver.resume()
         assert_all_gone(self.processes)
         return metrics(self.site)
 
@@ -307,12 +307,13 @@ def paused(site: Site, flow_run: str, num_steps: int) -> Paused:
     site.wait_for(f"{num_steps} steps", lambda: len(metrics(site)) >= num_steps, PATIENCE_SECONDS)
     command = command_of(site, flow_run, "train")
     assert command is not None
-    command.suspend()
-    supervisor = command.parent()
+    driver, supervisor = find_command(command, "train"), command.parent()
+    assert driver is not None
     assert supervisor is not None
+    driver.suspend()
     folder = Path(command.cmdline()[command.cmdline().index("--output") + 1])
     log = site.store / ".logs" / f"train_policy-{folder.parent.name}.log"
-    return Paused(site, flow_run, log, command, [supervisor, *supervisor.children(recursive=True)])
+    return Paused(site, flow_run, log, driver, [supervisor, *supervisor.children(recursive=True)])
 
 
 def metrics(site: Site) -> list[str]:

@@ -18,8 +18,8 @@ from dapo_core.cluster import connection
 from dapo_core.cluster.connection import AUTH_MODE, AUTH_TOKEN, MAX_FOLDER_BYTES, connected_to_ray, private_token
 from dapo_core.config.training import TrainConfig
 from dapo_core.errors import ConfigError, WorkerDied
+from dapo_core.restarts import Restarts
 from dapo_core.stopping import StopRequest
-from dapo_core.training import Restarts
 
 
 class Init:

@@ -10,8 +10,8 @@ import pytest
 
 from dapo_core import training
 from dapo_core.errors import CheckpointError, ConfigError, WorkerDied
+from dapo_core.restarts import Restarts, raising_stopped
 from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
-from dapo_core.training import Restarts, raising_stopped
 from tests.checkpoints import make_model_folder, make_state, make_writer, names_in, write, write_state
 from tests.configs import make_config
 
