@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -38,6 +39,7 @@ from flows.services import (
     CRASH_AUTOMATION,
     PREFECT_FILE,
     WORK_POOL,
+    Services,
     online_workers,
     read_deployments,
     wait_until,
@@ -77,7 +79,9 @@ def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding
     for folder in new:  # a store that a command mistypes is not made by looking at it
         with contextlib.suppress(OSError):
             folder.rmdir()
-    yield from examine_server(store, project, wait_seconds)
+    up = Services(store).command("up")
+    for finding in examine_server(store, project, wait_seconds):
+        yield replace(finding, advice=finding.advice.replace("dapo up", up))
 
 
 def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:

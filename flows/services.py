@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import signal
 import socket
 import subprocess
@@ -144,6 +145,13 @@ class Services:
         self.server = Service(self.folder, "server")
         self.worker = Service(self.folder, "worker")
 
+    def command(self, words: str) -> str:
+        """`dapo WORDS` for this store, as it can be typed in the current directory."""
+        store = self.folder.parent
+        return f"dapo {words}" + (
+            "" if store == DEFAULT_STORE.resolve() else f" --store {shlex.quote(str(store))}"
+        )
+
     @property
     def api_url(self) -> str:
         """Where programs on this machine reach the server that was started last."""
@@ -200,7 +208,9 @@ def bring_up(
         if not services.server.is_running:
             _start_server(services, host, port, database)
         elif not {host, port} <= {None, last["host"], last["port"]}:
-            raise ServicesError(f"the server runs at {services.api_url}; type `dapo down` before you move it")
+            raise ServicesError(
+                f"the server runs at {services.api_url}; type `{services.command('down')}` before you move it"
+            )
         services.server.wait_until(services.answers, "does not answer")
         logger.info("server: answers at %s", services.api_url)
         with services.client() as client:
@@ -224,8 +234,9 @@ def take_down(store: Path, cancel: bool) -> list[str]:
                 _end_flow_runs(services, client, cancel)
         elif services.worker.is_running and not cancel:
             raise ServicesError(
-                "the server does not answer, so its active flow runs are unknown: `dapo up` starts it again, and "
-                "`dapo down --cancel` ends the worker with whatever it runs"
+                "the server does not answer, so its active flow runs are unknown: "
+                f"`{services.command('up')}` starts it again, and `{services.command('down --cancel')}` ends the "
+                "worker with whatever it runs"
             )
         return services.worker.stop() + services.server.stop()
 
@@ -353,7 +364,8 @@ def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) 
     if active and not cancel:
         raise ServicesError(
             "flow runs are active and would end with the worker:\n  " + "\n  ".join(active.values()) + "\n"
-            "wait for them, or type `dapo down --cancel`: training then writes a checkpoint to resume from"
+            f"wait for them, or type `{services.command('down --cancel')}`: training then writes a checkpoint to "
+            "resume from"
         )
     for flow_run, description in active.items():
         logger.info("cancelling %s", description)

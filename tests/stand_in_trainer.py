@@ -1,8 +1,7 @@
 """A small trainer that stands for verl: same command line, files, console lines and checkpoints; no GPU.
 
 It reads the rows and the reward file that were rendered for it, takes an optimizer step on real prompts with a
-real
-model, and writes what verl's FSDP workers write. `install` makes an environment in which `python -m
+real model, and writes what verl's FSDP workers write. `install` makes an environment in which `python -m
 verl.trainer.main_ppo` is this. The variable STAND_IN tells it what to do at a step, once: `crash:3`, `hang:2`,
 `typo:1`, `quit:2`; with `light` among its words it writes empty files in place of weights, in a tenth of the time.
 """

@@ -46,6 +46,19 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(self.commands, key=ORDER.index)
 
+    def invoke(self, ctx: Any) -> Any:
+        """A misspelt choice of a command, such as a stage, is answered with the one that was meant."""
+        from downloads.nearest import nearest
+
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            given, is_choice, choices = error.message.rstrip(".").partition(" is not one of ")
+            if is_choice:
+                given, names = given.removeprefix("Value error, ").strip("'"), choices.replace("'", "").split(", ")
+                error.message = f"{given!r} is no choice{nearest(given, names)}"
+            raise
+
 
 app = typer.Typer(
     name="dapo",

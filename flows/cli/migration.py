@@ -25,8 +25,8 @@ Trainer = Literal["verl", "mindspeed-rl", "mindspeed-mm"]
 
 @app.command(
     "import-config",
-    epilog="Example: dapo import-config run_dapo_qwen3_32b.sh --output mine.yaml --set-env num_train_rows=17917; "
-    "dapo import-config run.sh --output try.yaml --tiny",
+    epilog="Example: dapo import-config run.sh --set-env num_train_rows=17917 --output mine.yaml; "
+    "dapo import-config run.sh --tiny --output try.yaml",
     short_help="Make a recipe from another trainer's script or YAML.",
 )
 def import_config(

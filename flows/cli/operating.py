@@ -6,7 +6,6 @@ import glob
 import importlib.util
 import logging
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -62,7 +61,7 @@ def up(
         f"export PREFECT_API_URL={server['api_url']}\n"
         "Run the chain:  prefect deployment run dapo-full\n"
         f"On a schedule:  {'; '.join(_schedules(project)) or 'nothing'} (prefect.yaml)\n"
-        f"End it all:     dapo down{'' if is_default else f' --store {shlex.quote(str(store))}'}"
+        f"End it all:     {services.command('down')}"
     )
 
 

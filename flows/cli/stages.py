@@ -98,8 +98,7 @@ def train(
     """Train a model with DAPO. On Ctrl-C or SIGTERM it writes a last checkpoint and ends.
 
     Stopped, or killed at any moment, the same command continues from the last checkpoint. With train.backend=verl
-    or
-    mindspeed-* that trainer is started here; stopped, it continues from the last checkpoint that it wrote before.
+    or mindspeed-* that trainer is started here; stopped, it continues from the last checkpoint that it wrote.
     """
     from flows.config import load_config
     from flows.progress import TrainingLog

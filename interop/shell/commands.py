@@ -76,29 +76,35 @@ def parsed(source: bytes) -> tuple[Any, bytes]:
     """The syntax tree of a script, and the source that it is of.
 
     A comment among continued lines, `# ...` in backquotes, is blanked: tree-sitter-bash reads it as a command.
-    tree-sitter-bash 0.25 takes the lines after `A=1 B=2` into the same command; a semicolon there parts them.
+    tree-sitter-bash 0.25 takes the lines after `A=1 B=2` into the same command; a semicolon there parts them. A
+    line that has one and is not parted by it is no bash.
     """
     import tree_sitter
     import tree_sitter_bash
 
     source = COMMENT_OF_A_LIST.sub(lambda match: b" " * len(match[0]), source)
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
+    parted = set[int]()  # rows
     while True:
         root = parser.parse(source).root_node
-        at = _swallowed(root, source)
-        if at is None:
+        ends = {row: at for row, at in _swallowed(root, source) if row not in parted}
+        if not ends:
             return root, source
-        source = source[:at] + b";" + source[at:]
+        parted |= ends.keys()
+        source = b";".join(
+            source[start:end] for start, end in itertools.pairwise([0, *sorted(ends.values()), None])
+        )
 
 
-def _swallowed(node: Any, source: bytes) -> int | None:
-    """Where a command goes on over the end of a line that no backslash continues; None if none does."""
+def _swallowed(node: Any, source: bytes) -> Iterator[tuple[int, int]]:
+    """The row and the byte after the word where a command goes on over a line's end without a backslash."""
     if node.type in ("command", "variable_assignments"):
         words = [child for child in node.children if child.type != "comment"]
         for word, following in itertools.pairwise(words):
             if re.search(rb"(?<!\\)\n", source[word.end_byte : following.start_byte]):
-                return int(word.end_byte)
-    return next((at for child in node.children if (at := _swallowed(child, source)) is not None), None)
+                yield word.end_point.row, word.end_byte
+    for child in node.children:
+        yield from _swallowed(child, source)
 
 
 class Commands:

@@ -42,8 +42,8 @@ def converted(
     """What to merge: the sources themselves, or the folder that a converter made of Megatron's weights.
 
     That folder lies beside `target`, takes as much room, and is removed at the end. The merge reads every tensor
-    of
-    it. Raises ConfigError where no converter is known, and ChildProcessFailed, with its last lines, when it fails.
+    of it. Raises ConfigError where no converter is known, and ChildProcessFailed, with its last lines, when it
+    fails.
     """
     other = other_in(sources[0]) if len(sources) == 1 else None
     if other is None or other.form not in ("distributed", "iteration"):

@@ -67,13 +67,13 @@ def test_server_and_worker_come_up_serve_the_project_and_go_down(site: Site) -> 
 
     # A server that died gets its port again; the worker, which may run a training, stays.
     psutil.Process(first["server"]).kill()
-    with pytest.raises(ServicesError, match="`dapo down --cancel` ends the worker"):
+    with pytest.raises(ServicesError, match=r"`dapo down --cancel --store .*/\.dapo` ends the worker"):
         take_down(site.store, cancel=False)
     site.up()
     assert site.services.api_url == api
     assert pids(site)["server"] != first["server"]
     assert pids(site)["worker"] == first["worker"]
-    with pytest.raises(ServicesError, match="type `dapo down` before"):
+    with pytest.raises(ServicesError, match=r"type `dapo down --store .*/\.dapo` before"):
         bring_up(site.store, site.project, port=free_port())
 
     flow_run = site.run_deployment("dapo-full", LONG_STAGE)

@@ -254,12 +254,12 @@ def test_a_store_that_cannot_be_written_ends_with_status_1_and_one_advice(
     store.touch()
     monkeypatch.setattr(doctor, "check_torch", lambda: Finding("of this machine", OK, ""))
     monkeypatch.setattr(doctor, "check_hardware", lambda: Finding("of this machine", OK, ""))
-    monkeypatch.setattr(doctor, "examine_server", lambda *_: ())
-    monkeypatch.setenv("COLUMNS", "2000")
-    result = CliRunner().invoke(app, ["doctor", "--store", str(store)])
+    monkeypatch.setattr(doctor, "examine_server", lambda *_: [Finding("server", WARN, "", "start with `dapo up`")])
+    result = CliRunner().invoke(app, ["doctor", "--store", str(store), "--json"])
     assert result.exit_code == 1
     assert result.output.count("set store.path") == 1
     assert "free space" not in result.output
+    assert f"start with `dapo up --store {store}`" in result.output
 
 
 def test_a_schedule_without_a_run_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, project: Path) -> None:

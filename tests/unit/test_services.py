@@ -22,7 +22,7 @@ from prefect.plugins import HookContext
 from typer.testing import CliRunner
 
 from dapo_core.errors import ConfigError
-from durable import LockHeld
+from durable import LockHeld, locked
 from flows import services
 from flows.cli import app
 from flows.prefect_plugin import complete_names, setup_environment
@@ -199,7 +199,17 @@ def test_up_says_what_prefect_needs_to_find_the_server(
     export = lines.index(f"{first}: export PREFECT_API_URL=http://a/api")
     assert lines[export + 1].endswith("prefect deployment run dapo-full")
     assert lines[export + 2] == "On a schedule:  night, cron 0 2 * * * UTC (prefect.yaml)"
-    assert lines[-1].endswith("dapo down" if store == ".dapo" else "dapo down --store 'a b'")
+    down = "dapo down" if store == ".dapo" else f"dapo down --store '{tmp_path}/a b'"
+    assert lines[-1] == f"End it all:     {down}"
+    place.server.record_path.write_text(json.dumps({"api_url": "http://a/api", "host": "a", "port": 1}))
+    with locked(place.server.lock), pytest.raises(ServicesError, match=f"type `{down}` before you move it"):
+        bring_up(Path(store), tmp_path, port=2)
+    more = down.removeprefix("dapo down")
+    with (
+        locked(place.worker.lock),
+        pytest.raises(ServicesError, match=f"`dapo up{more}` .*`dapo down --cancel{more}`"),
+    ):
+        take_down(Path(store), cancel=False)
 
 
 def test_a_named_server_that_does_not_answer_is_one_message(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+import tree_sitter
+import tree_sitter_bash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from interop.shell import Script, ShellError, marks_of, read_script, shown
+from interop.shell.commands import parsed
 from interop.shell.scope import UNSET
 
 VALUES = ("", "1", "12", "a b", "x.tar.gz", "p/q/r", "True", "-3", "é中", "A*b")
@@ -179,3 +183,24 @@ U=3 python -m x \\
 def test_what_bash_refuses_is_refused_with_the_line(text: str, message: str) -> None:
     with pytest.raises(ShellError, match=message):
         read_script(text, "run.sh", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ended"),
+    [
+        ("if true; then\nA=1 B=2\necho x\nfi\n" * 40, 40),
+        ("|-|\n|s|e\nd r e", 1),  # a table, no script: a semicolon does not help
+    ],
+)
+def test_a_text_is_parsed_as_often_however_many_lines_need_a_semicolon(
+    text: str, num_ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse, passes = tree_sitter.Parser, list[bytes]()
+
+    def counted(source: bytes) -> tree_sitter.Tree:
+        passes.append(source)
+        assert len(passes) < 4
+        return parse(tree_sitter.Language(tree_sitter_bash.language())).parse(source)
+
+    monkeypatch.setattr(tree_sitter, "Parser", lambda _: SimpleNamespace(parse=counted))
+    assert parsed(text.encode())[1].count(b";\n") == num_ended
