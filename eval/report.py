@@ -18,7 +18,7 @@ from eval.pages import field_of, format_p, inline_script, percent, points, rende
 from eval.plots import Plots, draw_plots
 from eval.results import load_evaluation, make_folder
 from eval.statistics import SIGNIFICANCE
-from eval.training import Steps, read_training_metrics, training_totals
+from eval.training import Steps, read_training_metrics, skipped_steps_notes, training_totals
 
 REPORT_JSON, REPORT_MARKDOWN, REPORT_PAGE = "report.json", "report.md", "report.html"
 SAME_MODEL = "Both sides are the same model: any change is noise of serving and sampling, not training."
@@ -72,7 +72,7 @@ def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = U
         "title": provenance.title,
         "created_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "verdict": verdict(comparison),
-        "notes": notes(comparison),
+        "notes": [*skipped_steps_notes(steps), *notes(comparison)],
         "measured": describe_measurement(comparison, provenance),
         "provenance": dict(provenance.made),
         "is_significant": comparison.is_significant,
