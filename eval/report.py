@@ -21,6 +21,7 @@ from eval.statistics import SIGNIFICANCE
 from eval.training import Steps, read_training_metrics, skipped_steps_notes, training_totals
 
 REPORT_JSON, REPORT_MARKDOWN, REPORT_PAGE = "report.json", "report.md", "report.html"
+MOSTLY_CUT = 0.5
 SAME_MODEL = "Both sides are the same model: any change is noise of serving and sampling, not training."
 THESE_MODELS = (
     "This compares these two models on items like these. It does not predict the result of training again with "
@@ -167,6 +168,12 @@ def notes(comparison: Comparison) -> list[str]:
         found.append(
             f"The servers gave no log-probs {' and '.join(unproven)} training: only the folder or the name that "
             f"they serve says that all answers of a side are of one model."
+        )
+    cut = [side.truncated_rate for side in sides.values()]
+    if max(cut) >= MOSTLY_CUT:
+        found.append(
+            f"{percent(cut[0])} of the responses before and {percent(cut[1])} after were cut off and count as not "
+            f"right: the accuracy depends on evaluate.max_response_tokens at least as much as on the models."
         )
     aisbench = comparison.graders
     if aisbench.before == aisbench.after == 0 < max(comparison.before.accuracy, comparison.after.accuracy):
