@@ -65,10 +65,13 @@ def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str,
     Lengths are of the responses of all groups that finished in the step, and of those kept, left for later and
     aborted. Staleness is the optimizer steps between the weights that sampled a token to be trained on and those
     that are about to learn from it, `policy_version`; token_ratio the share of these tokens where it is not 0.
+    A step of waiting groups alone, in which none finished, has no accuracy.
     """
     account = draw.account
     counts = {f"sampler/{fate}_groups": float(account.groups[fate]) for fate in FATES}
     counts |= {f"sampler/{fate}_tokens": float(account.tokens[fate]) for fate in FATES}
+    if account.num_finished:
+        counts["sampler/accuracy"] = account.num_right / account.num_finished
     for name, lengths in account.lengths.items():
         if lengths.num_responses:
             counts[f"sampler/{name}_response_length"] = lengths.num_tokens / lengths.num_responses
@@ -90,9 +93,9 @@ def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str,
         "sampler/carried_out_groups": float(account.carried_out_groups),
         "sampler/carried_out_tokens": float(account.carried_out_tokens),
         "sampler/waste_ratio": account.waste_ratio,
-        "sampler/accuracy": account.num_right / max(account.num_finished, 1),
         "train/num_gen_batches": draw.num_drawn / gen_prompts,
         "perf/generated_tokens": float(account.generated_tokens),
+        "perf/trained_response_tokens": 0.0,  # a skipped step's; batch_metrics has the others'
     }
 
 

@@ -18,9 +18,10 @@ from eval.pages import field_of, format_p, inline_script, percent, points, rende
 from eval.plots import Plots, draw_plots
 from eval.results import load_evaluation, make_folder
 from eval.statistics import SIGNIFICANCE
-from eval.training import Steps, read_training_metrics, training_totals
+from eval.training import Steps, read_training_metrics, skipped_steps_notes, training_totals
 
 REPORT_JSON, REPORT_MARKDOWN, REPORT_PAGE = "report.json", "report.md", "report.html"
+MOSTLY_CUT = 0.5
 SAME_MODEL = "Both sides are the same model: any change is noise of serving and sampling, not training."
 THESE_MODELS = (
     "This compares these two models on items like these. It does not predict the result of training again with "
@@ -72,7 +73,7 @@ def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = U
         "title": provenance.title,
         "created_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "verdict": verdict(comparison),
-        "notes": notes(comparison),
+        "notes": [*skipped_steps_notes(steps), *notes(comparison)],
         "measured": describe_measurement(comparison, provenance),
         "provenance": dict(provenance.made),
         "is_significant": comparison.is_significant,
@@ -167,6 +168,12 @@ def notes(comparison: Comparison) -> list[str]:
         found.append(
             f"The servers gave no log-probs {' and '.join(unproven)} training: only the folder or the name that "
             f"they serve says that all answers of a side are of one model."
+        )
+    cut = [side.truncated_rate for side in sides.values()]
+    if max(cut) >= MOSTLY_CUT:
+        found.append(
+            f"{percent(cut[0])} of the responses before and {percent(cut[1])} after were cut off and count as not "
+            f"right: the accuracy depends on evaluate.max_response_tokens at least as much as on the models."
         )
     aisbench = comparison.graders
     if aisbench.before == aisbench.after == 0 < max(comparison.before.accuracy, comparison.after.accuracy):

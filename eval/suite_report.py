@@ -24,7 +24,7 @@ from eval.statistics import SIGNIFICANCE
 from eval.suite import Member, Suite, describe_suite, read_suite
 from eval.suite_comparison import BenchmarkChange, Paired, SuiteComparison, compare_suite
 from eval.suite_plots import checkpoint_plot, suite_plots
-from eval.training import Steps, read_training_metrics, training_totals
+from eval.training import Steps, read_training_metrics, skipped_steps_notes, training_totals
 
 CHECKPOINT_PAGE = "checkpoints.html"
 Keep = Callable[[str, Callable[[], Plots]], Plots]  # (name, draw) -> what `draw` gives, perhaps kept from earlier
@@ -217,7 +217,7 @@ class _Work:
             "title": provenance.title,
             "created_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "sentences": suite_verdict(compared, self._suite.headline),
-            "notes": self._notes(compared),
+            "notes": [*skipped_steps_notes(self._steps), *self._notes(compared)],
             "measured": {label: words for label, words in one["measured"].items() if label in shown},
             "graders": {**one["graders"], "disagreements": []},
             "headline": self._suite.headline,

@@ -42,6 +42,20 @@ def training_totals(steps: Steps) -> dict[str, Any]:
     }
 
 
+def skipped_steps_notes(steps: Steps) -> list[str]:
+    """A caveat when training steps found nothing to train on, else nothing."""
+    trained = [metrics for metrics in steps if metrics["step"] > 0]
+    num_skipped = sum(metrics.get("sampler/kept_groups") == 0 for metrics in trained)
+    if not num_skipped:
+        return []
+    if num_skipped == len(trained):
+        return [
+            f"None of the {len(trained)} training steps found a group with signal, so no weight changed: any "
+            f"change is noise of serving and sampling, not training."
+        ]
+    return [f"{num_skipped} of {len(trained)} training steps found no group with signal and changed no weight."]
+
+
 def series(steps: Steps, key: str) -> tuple[list[int], list[float]]:
     """(steps, values) where the metric is a finite number."""
     points = [(int(m["step"]), float(m[key])) for m in steps if isinstance(m.get(key), (int, float))]

@@ -55,7 +55,7 @@ class TrainingLog:
             logger.info("training step 0/%d: %s", self.total_steps, words)
             return
         shown = {name: text for name, text in STEP_PARTS.items() if name in metrics}
-        if "sampler/accuracy" in shown:  # which other trainers lack
+        if "sampler/kept_groups" in shown:  # which other trainers lack
             shown.pop("critic/score/mean", None)
         parts = [text.format(metrics[name]) for name, text in shown.items()]
         if self.first_step is None or step <= self.first_step:  # a restart goes back to a checkpoint

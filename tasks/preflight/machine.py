@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tasks.preflight.model import ModelFacts
 
 GIB = 1024**3
+CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPUAttentionBackend
 CACHE_ROOM = 1.25  # vLLM rounds to blocks and keeps some
 
 OF_ANOTHER_MACHINE = frozenset(
@@ -49,7 +50,7 @@ def check_machine(
     _check_devices(config, model, findings)
     with findings.catching("trackers"):
         require_trackers(config.train.trackers)
-    _check_serving(config, findings)
+    _check_serving(config, facts, findings)
     _check_cache(config, facts, findings)
     _check_disk(config, facts, findings)
     if is_own and config.train.ray_address is not None:
@@ -94,8 +95,8 @@ def _is_on_a_cluster(config: ChainConfig) -> bool:
     )
 
 
-def _check_serving(config: ChainConfig, findings: Findings) -> None:
-    """Devices, ports and compiler of the servers."""
+def _check_serving(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
+    """Devices, ports and compiler of the servers; on a CPU the widths of heads that vLLM can compute."""
     serve = config.serve
     with findings.catching("serving"):
         serve_environments(serve, os.environ)
@@ -105,6 +106,12 @@ def _check_serving(config: ChainConfig, findings: Findings) -> None:
             if needs_compiler:
                 raise ConfigError(
                     "serve.eager=false compiles the model, and no C++ compiler is here; --set serve.eager=true"
+                )
+            if facts.head_width is not None and facts.head_width not in CPU_HEAD_WIDTHS:
+                raise ConfigError(
+                    f"the model's attention heads have {facts.head_width} numbers, and vLLM on a CPU computes "
+                    f"heads of {', '.join(map(str, CPU_HEAD_WIDTHS))}: its server would end at the first request; "
+                    f"choose another model"
                 )
             if serve.memory_gigabytes is None:
                 findings.add(

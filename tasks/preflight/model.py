@@ -28,6 +28,7 @@ class ModelFacts:
     positions: int | None = None
     vocabulary: int | None = None  # rows of the embedding
     token_bytes: int | None = None  # keys and values of one token in 16-bit numbers
+    head_width: int | None = None  # numbers of an attention head
     weight_bytes: int = 0  # of the files
     parameters: int = 0
 
@@ -67,6 +68,7 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
         longest_sequence(model_config.to_dict()),
         getattr(text, "vocab_size", None),
         _token_bytes(text),
+        _head_width(text),
         weight_bytes,
         weight_bytes // item_bytes,
     )
@@ -95,10 +97,14 @@ def _require_parts(text: Any, config: ChainConfig) -> None:
         raise ConfigError(f"rollout.expert_parallel=true, and {text.model_type} has no experts; set it to false")
 
 
+def _head_width(text: Any) -> int | None:
+    heads, width = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    return getattr(text, "head_dim", None) or (width // heads if heads and width else None)
+
+
 def _token_bytes(text: Any) -> int | None:
     layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
-    width = getattr(text, "hidden_size", None)
-    if not (layers and heads and width):
+    head_width = _head_width(text)
+    if not (layers and heads and head_width):
         return None
-    head_width = getattr(text, "head_dim", None) or width // heads
     return 2 * layers * (getattr(text, "num_key_value_heads", None) or heads) * head_width * 2

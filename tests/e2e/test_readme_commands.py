@@ -164,8 +164,9 @@ def test_the_served_model_is_the_policy_that_was_trained(folder: Path) -> None:
 
 def test_the_demo_learns(folder: Path) -> None:
     """Sampled accuracy rises by 0.2 within these steps, and by 0.3 within 24."""
-    accuracy = [line["sampler/accuracy"] for line in read_json_lines(folder / "training" / METRICS_FILE)]
-    assert len(accuracy) == NUM_STEPS
+    lines = read_json_lines(folder / "training" / METRICS_FILE)
+    assert len(lines) == NUM_STEPS
+    accuracy = [line["sampler/accuracy"] for line in lines if "sampler/accuracy" in line]
     assert sum(accuracy[-6:]) / 6 > sum(accuracy[:6]) / 6 + 0.08
 
 

@@ -13,6 +13,7 @@ from dapo_core.engines.vllm_engine import LOG_PROBS, device_arguments, obey_log_
 from dapo_core.errors import ConfigError
 from flows.config import resolve_config
 from tasks.preflight.finding import Findings
+from tasks.preflight.machine import CPU_HEAD_WIDTHS, check_machine
 from tasks.preflight.model import check_model
 from tests.tiny_models import build_tiny, tiny_engine_settings
 from tests.trainings import settings
@@ -107,6 +108,17 @@ def test_devices_that_cannot_share_the_heads_are_found_beforehand(tmp_path: Path
     check_model(tmp_path / "model", config, findings)
     [failed] = findings.failed
     assert f"{section}.tensor_parallel=3 devices cannot share 2 attention heads" in f"{failed}"
+
+
+def test_heads_that_vllm_has_no_kernel_for_on_a_cpu_are_found_beforehand(tmp_path: Path) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert set(CPUAttentionBackend.get_supported_head_sizes()) <= set(CPU_HEAD_WIDTHS)
+    build_tiny(tmp_path / "model", "llama", num_attention_heads=4)  # 64 / 4
+    findings = Findings()
+    config = resolve_config(settings())
+    check_machine(config, check_model(tmp_path / "model", config, findings), None, False, findings)
+    assert "heads have 16 numbers, and vLLM on a CPU computes heads of 32, 64" in f"{findings.failed}"
 
 
 def test_a_sampler_that_was_built_without_the_mode_gives_log_probs_of_what_it_draws_from() -> None:

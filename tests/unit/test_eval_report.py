@@ -379,6 +379,18 @@ def test_training_metrics_that_are_missing_are_unknown_rather_than_zero(tmp_path
     assert steps[1] == {"step": 2}
 
 
+def test_a_training_that_changed_no_weight_is_said_to_have_changed_none(folder: Path, tmp_path: Path) -> None:
+    def noted(*kept: int) -> str:
+        steps = [{"step": step, "sampler/kept_groups": kept} for step, kept in enumerate(kept, 1)]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+        arguments = folder / "before", folder / "after", tmp_path / "metrics.jsonl", tmp_path / "report"
+        return str(write_report(*arguments, draw=no_plots)["notes"][0])
+
+    assert noted(0, 0).startswith("None of the 2 training steps found a group with signal, so no weight changed")
+    assert noted(0, 8, 0) == "2 of 3 training steps found no group with signal and changed no weight."
+    assert "training steps" not in noted(8, 8)
+
+
 def test_durations() -> None:
     texts = {0.04: "0.0 s", 59.6: "1 min 00 s", 125: "2 min 05 s", 7800: "2 h 10 min"}
     assert {seconds: format_duration(seconds) for seconds in texts} == texts

@@ -66,6 +66,14 @@ def test_notes_tell_what_makes_a_reader_careful() -> None:
     assert not any("The graders differ" in note for note in notes(unread))
 
 
+def test_a_token_limit_that_cuts_half_of_the_responses_is_noted() -> None:
+    noted = notes(compared("tttw", "ttrr"))  # 3 and 2 of 4
+    assert noted[0].startswith(
+        "75.0 % of the responses before and 50.0 % after were cut off and count as not right"
+    )
+    assert not any("were cut off" in note for note in notes(compared("trrw", "trrr")))
+
+
 def test_one_stored_evaluation_is_not_called_two_measurements() -> None:
     result = compare_evaluations(*2 * [evaluation(ITEMS, AFTER)])
     assert verdict(result) == (

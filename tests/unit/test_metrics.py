@@ -254,6 +254,7 @@ def test_the_account_of_a_draw() -> None:
         "sampler/accuracy": 0.2,  # 1 of 5 finished responses
         "train/num_gen_batches": 1.5,  # 6 / 4
         "perf/generated_tokens": 70,
+        "perf/trained_response_tokens": 0,
         "sampler/kept_groups": 1,
         "sampler/kept_tokens": 30,
         "sampler/aborted_groups": 1,
@@ -272,3 +273,4 @@ def test_the_account_of_a_draw() -> None:
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     nothing = draw_metrics(Draw([], 0, TokenAccount()), 4, 0)
     assert not [name for name in nothing if "length" in name or "clip" in name or "staleness" in name]
+    assert "sampler/accuracy" not in nothing  # nothing finished: neither right nor wrong
