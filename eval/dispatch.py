@@ -108,6 +108,7 @@ class Dispatcher:
         self._dropped: set[str] = set()  # benchmarks
         # Beside cancelling: a task may lose a cancellation that arrives together with its answer.
         self._is_stopped = False
+        self._repeated = dict[int, Request]()  # open requests with a failed attempt, by identity
         self._changed = asyncio.Event()
         self._next_start = 0.0
         self._workers: list[asyncio.Task[None]] = []
@@ -117,6 +118,11 @@ class Dispatcher:
     def outage(self) -> str:
         """Why a server was given up; "" when none was."""
         return next((server.outage for server in self._servers if server.is_given_up), "")
+
+    @property
+    def num_repeated(self) -> int:
+        """Requests that failed and are asked again."""
+        return len(self._repeated)
 
     @property
     def patience(self) -> int:
@@ -135,6 +141,7 @@ class Dispatcher:
         left = [request for request in self._queue if request.benchmark != benchmark]
         self._num_open -= len(self._queue) - len(left)
         self._queue = deque(left)
+        self._repeated = {key: one for key, one in self._repeated.items() if one.benchmark != benchmark}
         self._changed.set()
 
     async def run(self, requests: Sequence[Request], finish: Finish, on_weights: OnWeights | None = None) -> None:
@@ -181,6 +188,7 @@ class Dispatcher:
                     continue
                 answer, failure, is_refused = None, str(error), error.is_final
             self._num_open -= 1
+            self._repeated.pop(id(request), None)
             if not self._num_open:  # each worker that waits would otherwise wake up for each of the last requests
                 self._changed.set()
             seconds = time.monotonic() - started_at
@@ -267,6 +275,7 @@ class Dispatcher:
         if error.is_final or request.attempts >= self._limits.max_attempts:
             return False
         logger.debug("attempt %d failed, asking again: %s", request.attempts, error)
+        self._repeated[id(request)] = request
         pause = max(self._backoff(request.attempts), error.retry_after_seconds)
         if not self._has_failed_everywhere(request):
             self._put_back(request)

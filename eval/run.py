@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -166,7 +167,7 @@ class _Session:
                     if own:
                         rows = await loop.run_in_executor(threads, recorder.graded, own)
                         recorder.append(rows, own)
-                        progress.advance(rows)
+                        progress.advance(rows, self._dispatcher.num_repeated)
                         self._end_if_hopeless(recorder)
 
             batches = Batches(record)
@@ -210,8 +211,8 @@ class _Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def advance(self, rows: Sequence[Row]) -> None:
-        """Count finished requests."""
+    def advance(self, rows: Sequence[Row], num_repeated: int) -> None:
+        """Count finished requests; of those that are open, `num_repeated` failed and are asked again."""
         done_before, self._num_done = self._num_done, self._num_done + len(rows)
         self._num_tokens += sum(row.response_tokens or 0 for row in rows)
         if self._on_progress is not None:
@@ -223,9 +224,12 @@ class _Progress:
             logger.warning("a request failed after %d attempts: %s", failed[0].attempts, failed[0].failure)
         self._num_failed += len(failed)
         speed += f", {self._num_failed} failed" if self._num_failed else ""
+        speed += f", {num_repeated} to ask again" if num_repeated else ""
         self._bar.update(self._task, advance=len(rows), speed=speed)
         is_tenth = 10 * self._num_done // self._num_requests > 10 * done_before // self._num_requests
         if self._bar.disable and is_tenth:
-            left = seconds / self._num_done * (self._num_requests - self._num_done)
-            done = f"{self._num_done} of {self._num_requests} items done"
-            logger.info("%s, %s, about %.0f s left", done, speed, left)
+            num_new = (
+                self._num_requests - self._num_done - num_repeated
+            )  # repeated ones wait before they are asked
+            left = f", about {math.ceil(seconds / self._num_done * num_new)} s left" if num_new > 0 else ""
+            logger.info("%d of %d items done, %s%s", self._num_done, self._num_requests, speed, left)
