@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
 import math
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +17,9 @@ from dapo_core.config.fields import known_fields
 from dapo_core.device import accelerators
 from dapo_core.errors import ConfigError
 from dapo_core.reward.routing import routes
-from eval.problems import ProblemsError
-from eval.problems.files import iterate_problems, iterate_rows
-from eval.problems.items import Problem
-from eval.problems.problem_set import ProblemSet
-from eval.problems.registry import OWN, SETS
-from eval.problems.rows import chat_of
+from eval.problems.registry import OWN
 from tasks.config import ChainConfig
-from tasks.data.reading import SetCount, iterate_source, to_row
-from tasks.data.sources import train_sources
+from tasks.first_data import HUB_ID, NO_COLUMNS, Beside, data_sets
 from tasks.lengths import Bounds, Lengths, fitted
 from tasks.preflight.finding import FAIL, Findings
 from tasks.preflight.inputs import inputs_here
@@ -37,16 +28,8 @@ from tasks.preflight.prompts import longest_prompt
 
 logger = logging.getLogger(__name__)
 
-NO_COLUMNS: Mapping[str, str] = {}
-NUM_TRIED = 50  # rows by which a file's form is recognised
-HELD_OUT_PART, LEAST_HELD_OUT, MOST_HELD_OUT = 10, 8, 500  # of a file without a held-out set: every tenth row
-MAX_SPLIT_BYTES = 64 * 1024**2
+OPTIONS = {"model.chat_template": "--chat-template", "model.path": "--model"}  # what `dapo init` calls keys
 LEAST_RESPONSE = 2  # tokens that a training needs after its longest prompt
-MOST_LEFT_OUT = 0.5  # of a file's rows; more are a sign of wrong columns or a wrong model
-_REMOTE = re.compile(r"(hf|modelscope|https?):")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_PROBLEMS = ("problem", "question", "query", "prompt", "instruction", "input", "messages", "conversation", "text")
-_ANSWERS = ("answer", "final_answer", "gold", "ground_truth", "expected", "target", "label", "solution", "output")
 GIB = 1024**3
 CPU_RESPONSE_TOKENS, RESPONSE_TOKENS = 256, 8192
 CPU_CACHE_SEQUENCES = 16  # longest sequences that an engine's cache has room for on a CPU
@@ -80,33 +63,25 @@ def first_recipe(
 ) -> str:
     """The recipe's text; `model` is its section of that name.
 
-    Files that no recipe can name as they are, are written beside it in another form.
+    Files that no recipe can name as they are, are written beside it in another form; if it raises, none stays.
     Raises ConfigError for what is neither a file nor a name, and for rows whose columns say nothing.
     """
-    count = SetCount(train)
-    if held_out is not None:
-        data = {"train": data_set(train, "data", columns), "eval": data_set(held_out, "eval", columns)}
-        known = data["eval"][0]["set"] if isinstance(data["eval"], list) else ""
-        if known in SETS and SETS[known].num_items is not None and not _is_complete(Path(held_out), SETS[known]):
-            target = path.with_name(f"{path.stem}.eval.jsonl")
-            _write_rows(_solved_rows(Path(held_out), SETS[known]), target)
-            data["eval"] = str(target)
-    else:
-        data, count = split(path, train, columns)
-    tree: dict[str, Any] = {"data": data, "model": dict(model)}
-    facts, bounds, unknown = _facts(tree)
-    if held_out is None and facts.positions and (bounds.longest_prompt or 0) > facts.positions - LEAST_RESPONSE:
-        limit = facts.positions // 2
-        tree["data"], count = split(
-            path, train, columns, limit, lambda prompt: longest_prompt(facts, [prompt]) <= limit
-        )
-        _, bounds, unknown = _facts(tree)
+    with Beside(path) as beside:
+        data, count = data_sets(beside, train, held_out, columns)
+        tree: dict[str, Any] = {"data": data, "model": dict(model)}
+        facts, bounds, unknown = _facts(tree)
+        if facts.positions and (bounds.longest_prompt or 0) > facts.positions - LEAST_RESPONSE:
+            limit = facts.positions // 2
+            tree["data"], count = data_sets(
+                beside, train, held_out, columns, limit, lambda prompt: longest_prompt(facts, [prompt]) <= limit
+            )
+            _, bounds, unknown = _facts(tree)
+        lengths = sized_lengths(machine, bounds)
     for reason, number in count.refused.items():
         logger.warning(
             "%s: left out of the recipe's files: %d of %d rows, with %s; %s",
             train, number, count.read, reason, count.examples[reason][0],
         )  # fmt: skip
-    lengths = sized_lengths(machine, bounds)
     tree["data"]["max_prompt_tokens"] = lengths.prompt
     tree |= sized(machine, facts, lengths)
     if unknown:
@@ -122,139 +97,9 @@ def model_keys(model: str, chat_template: Path | None = None) -> dict[str, Any]:
     hub, _, rest = model.rpartition(":")
     name, _, revision = rest.partition("@")
     source = {"": "huggingface", "hf": "huggingface", "modelscope": "modelscope"}.get(hub)
-    if source is None or not _HUB_ID.fullmatch(name):
+    if source is None or not HUB_ID.fullmatch(name):
         raise ConfigError(f"--model {model} is no folder here and no id of a hub, such as Qwen/Qwen3-8B")
     return {"source": source, "id": name, **({"revision": revision} if revision else {}), **more}
-
-
-def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) -> Any:
-    """The value of data.train or data.eval: a registered name, a hub's id, or a file and how its rows are read."""
-    if name in SETS or _REMOTE.match(name):
-        return name
-    path = Path(name)
-    if not path.exists():
-        if _HUB_ID.fullmatch(name):
-            return f"hf:{name}"
-        raise ConfigError(
-            f"--{option} {name} is no file or folder here, no id of a hub and no registered set "
-            f"({', '.join(SETS)})"
-        )
-    if not columns and _read_as(path, OWN):
-        return name
-    for known in SETS.values():
-        if not columns and known.name != "choice" and _is_unmistakable(_read_as(path, known)):
-            return [{"set": known.name, "path": name}]
-    return [{"set": name, "columns": guessed_columns(path, columns)}]
-
-
-def guessed_columns(path: Path, said: Mapping[str, str] = NO_COLUMNS) -> dict[str, str]:
-    """Which columns of a file hold problem and answer: as `said`, else by their names.
-
-    Raises ConfigError where none do.
-    """
-    rows = next(iterate_rows(path), [])
-    names = list(rows[0]) if rows else []
-    if unknown := [name for name in said.values() if name not in names]:
-        raise ConfigError(f"{path} has no column {unknown[0]}, but {', '.join(names)}; correct --columns")
-    by_word = {name.lower().strip(): name for name in names if name not in said.values()}
-    problem = said.get("problem") or next((by_word[word] for word in _PROBLEMS if word in by_word), None)
-    answers = (by_word[word] for word in _ANSWERS if word in by_word and by_word[word] != problem)
-    answer = said.get("answer") or next(answers, None)
-    if problem is None or answer is None:
-        if len(names) == 1 and (signs := set(names[0]) & set(";\t|")):
-            raise ConfigError(f"{path} is separated by {signs.pop()!r}; save it with commas")
-        raise ConfigError(
-            f"{path} has the columns {', '.join(names) or '(none)'}, none of which says by its name that it holds "
-            f"the {'problem' if problem is None else 'answer'}; add --columns problem=NAME,answer=NAME"
-        )
-    asked = "messages" if chat_of(rows[0][problem]) is not None else "problem"
-    return {**said, asked: problem, "answer": answer}
-
-
-def columns_said(text: str | None) -> dict[str, str]:
-    """`problem=NAME,answer=NAME` as a dictionary. Raises ConfigError for anything else."""
-    pairs = [part.partition("=") for part in (text or "").split(",") if part]
-    if not all(name in ("problem", "answer") and column for name, _, column in pairs):
-        raise ConfigError(f"--columns {text} is not problem=NAME,answer=NAME")
-    return {name: column for name, _, column in pairs}
-
-
-def _read_as(path: Path, known: ProblemSet) -> list[tuple[Mapping[str, Any], Problem]]:
-    """The first rows of a file in a set's form, with their problems; none if one of them is of another form."""
-    try:
-        tried = list(itertools.islice(iterate_problems(path, known.schemas), NUM_TRIED))
-    except ProblemsError:
-        return []
-    found = [(row, problem) for _, row, problem in tried if isinstance(problem, Problem)]
-    return found if len(found) == len(tried) else []
-
-
-def _is_unmistakable(found: Sequence[tuple[Mapping[str, Any], Problem]]) -> bool:
-    """Whether a set's form says more than columns do: an answer within a text, options to be written out."""
-    return any(
-        not {problem.text, problem.gold} <= {str(value) for value in row.values()} for row, problem in found
-    )
-
-
-def split(
-    recipe: Path,
-    train: str,
-    columns: Mapping[str, str] = NO_COLUMNS,
-    most_tokens: int | None = None,
-    fits: Callable[[Any], bool] | None = None,
-) -> tuple[dict[str, Any], SetCount]:
-    """data.train and data.eval of one source: its own test split, or two files beside the recipe.
-
-    The files lack the rows that cannot be used, and those whose prompt does not fit into `most_tokens`: the count
-    has them. Raises ConfigError for a source that has to be fetched, or is too large or small to be split here,
-    and DataError if more than half of its rows are left out.
-    """
-    if train in SETS and SETS[train].test:
-        return {"train": train, "eval": train}, SetCount(train)
-    value, path = data_set(train, "data", columns), Path(train)
-    if not path.is_file() or path.stat().st_size > MAX_SPLIT_BYTES:
-        raise ConfigError(f"--data {train} comes without a held-out set; name one with --eval")
-    config = ChainConfig.model_validate({"data": {"train": value, "eval": value}, "model": {"source": "recipe"}})
-    source, count = train_sources(config)[0], SetCount(train)
-    one = value[0] if isinstance(value, list) else {"set": value}
-    is_solved = one["set"] in SETS  # a part of a set must not bear its name: accuracy would not compare
-    rows = list[dict[str, Any]]()
-    for problem, row in iterate_source(config, source, count):
-        if fits is not None and not fits(to_row(source, problem, row)["prompt"]):
-            count.refuse(count.read - 1, f"a prompt of more than {most_tokens:,} tokens", row)
-        elif is_solved:
-            rows.append({"id": str(len(rows)), "problem": problem.text, "answer": problem.gold})
-        else:
-            rows.append(dict(row))
-    count.require_usable(MOST_LEFT_OUT, "Correct the rows, or name other columns with --columns.")
-    if len(rows) < 2 * LEAST_HELD_OUT:
-        raise ConfigError(f"{train} has {len(rows)} rows, too few to hold some out; name others with --eval")
-    every = len(rows) // min(max(len(rows) // HELD_OUT_PART, LEAST_HELD_OUT), MOST_HELD_OUT)
-    one = {"set": train} if is_solved else one
-    parts: dict[str, Any] = {}
-    for name, is_held_out in (("train", False), ("eval", True)):
-        target = recipe.with_name(f"{recipe.stem}.{name}.jsonl")
-        _write_rows([row for number, row in enumerate(rows) if (number % every == 0) is is_held_out], target)
-        parts[name] = [{**one, "set": str(target)}] if len(one) > 1 else str(target)
-    return parts, count
-
-
-def _is_complete(path: Path, known: ProblemSet) -> bool:
-    texts = {
-        problem.text for _, _, problem in iterate_problems(path, known.schemas) if isinstance(problem, Problem)
-    }
-    return len(texts) == known.num_items
-
-
-def _solved_rows(path: Path, known: ProblemSet) -> list[dict[str, Any]]:
-    """The usable rows of a file in a registered set's form, as {id, problem, answer}."""
-    found = [problem for _, _, problem in iterate_problems(path, known.schemas) if isinstance(problem, Problem)]
-    return [{"id": str(number), "problem": one.text, "answer": one.gold} for number, one in enumerate(found)]
-
-
-def _write_rows(rows: list[dict[str, Any]], path: Path) -> None:
-    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    path.write_text("".join(lines), encoding="utf-8")
 
 
 def _facts(tree: dict[str, Any]) -> tuple[ModelFacts, Bounds, list[str]]:
@@ -267,6 +112,8 @@ def _facts(tree: dict[str, Any]) -> tuple[ModelFacts, Bounds, list[str]]:
     inputs = inputs_here(config, findings)
     facts = check_model(inputs.model, config, findings) if inputs.model is not None else ModelFacts()
     findings[:] = [finding for finding in findings if finding.status == FAIL]
+    for key, option in OPTIONS.items():
+        findings[:] = [replace(finding, found=finding.found.replace(key, option)) for finding in findings]
     findings.require()
     bounds = Bounds(positions=facts.positions)
     if facts.tokenizer is not None:

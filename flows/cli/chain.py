@@ -49,17 +49,17 @@ def init(
     from dapo_core.errors import ConfigError
     from flows.config import load_config
     from flows.tables import print_findings
-    from tasks.first_recipe import Machine, columns_said, first_recipe, model_keys
+    from tasks.first_data import columns_said
+    from tasks.first_recipe import Machine, first_recipe, model_keys
     from tasks.preflight.finding import OK
     from tasks.preflight.run import examine
 
     if path.exists():
         raise ConfigError(f"{path} exists; name another file, or remove it")
     keys = model_keys(model, chat_template)
+    text = first_recipe(path, keys, data, held_out, Machine.this(), columns_said(columns))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        first_recipe(path, keys, data, held_out, Machine.this(), columns_said(columns)), encoding="utf-8"
-    )
+    path.write_text(text, encoding="utf-8")
     findings = examine(load_config(path))
     print_findings([finding for finding in findings if finding.status != OK])
     typer.echo(f"wrote {path}; next: dapo plan {path}, then dapo run {path}")

@@ -11,7 +11,8 @@ import pytest
 from dapo_core.errors import ConfigError, DataError
 from flows.config import load_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.first_recipe import Machine, columns_said, data_set, first_recipe, guessed_columns, model_keys
+from tasks.first_data import columns_said, data_set, guessed_columns
+from tasks.first_recipe import Machine, first_recipe, model_keys
 from tasks.preflight.finding import OK, PreflightError
 from tasks.preflight.run import examine
 from tests.tiny_models import Architecture, build_tiny
@@ -55,8 +56,9 @@ def test_models_of_other_families_and_lengths_plan_clean_too(folder: Path, archi
 
 def test_a_base_model_takes_a_chat_template_of_the_users(folder: Path) -> None:
     template = Path("models/small/chat_template.jinja").rename("chat.jinja")
-    with pytest.raises(PreflightError, match=r"has no chat template; .* or set model\.chat_template"):
-        first_recipe(Path("b.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
+    with pytest.raises(PreflightError, match=r"has no chat template; .* or set --chat-template"):
+        first_recipe(Path("b/c/b.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
+    assert {path.name for path in Path().iterdir()} == {"data", "models", "chat.jinja"}  # nothing of the recipe
     text = first_recipe(Path("b.yaml"), model_keys("models/small", template), "data/questions.csv", None, CPU)
     Path("b.yaml").write_text(text)
     config = load_config("b.yaml")
@@ -169,6 +171,21 @@ def test_rows_without_an_answer_and_prompts_that_cannot_fit_are_left_out_and_cou
     assert kept == [25, 9]
     assert "5 of 40 rows, with no Answer; row 0: " in caplog.text
     assert "1 of 40 rows, with a prompt of more than 256 tokens; row 5: " in caplog.text
+    text = first_recipe(Path("two.yaml"), model_keys("models/small"), "odd.csv", "data/questions.csv", CPU)
+    Path("two.yaml").write_text(text)
+    assert {finding.status for finding in examine(load_config("two.yaml"))} == {OK}
+    assert len(Path("two.train.jsonl").read_text().splitlines()) == 34  # the same rows, none held out
+    assert caplog.text.count("1 of 40 rows, with a prompt of more than 256 tokens; row 5: ") == 2
     Path("none.csv").write_text("question,answer\n" + "Why?,\n" * 40)
     with pytest.raises(DataError, match=r"40 of 40 rows cannot be used .* name other columns with --columns"):
         first_recipe(Path("none.yaml"), model_keys("models/small"), "none.csv", None, CPU)
+
+
+def test_files_of_the_users_stay_as_they_are(folder: Path) -> None:
+    """Where a recipe needs files of its own, such as those of an earlier one, it is refused and they stay."""
+    own = Path("a.eval.jsonl")
+    own.write_text("mine")
+    with pytest.raises(ConfigError, match=r"a\.eval\.jsonl exists.* give it another name"):
+        first_recipe(Path("a.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
+    assert own.read_text() == "mine"
+    assert not Path("a.train.jsonl").exists()

@@ -1,0 +1,200 @@
+"""The sets of `dapo init`: files recognised by form and columns, and files of their rows beside the recipe."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dapo_core.errors import ConfigError
+from eval.problems import ProblemsError
+from eval.problems.files import iterate_problems, iterate_rows
+from eval.problems.items import Problem
+from eval.problems.problem_set import ProblemSet
+from eval.problems.registry import OWN, SETS
+from eval.problems.rows import chat_of
+from tasks.config import ChainConfig
+from tasks.data.reading import SetCount, iterate_source, to_row
+from tasks.data.sources import train_sources
+
+NO_COLUMNS: Mapping[str, str] = {}
+NUM_TRIED = 50  # rows by which a file's form is recognised
+HELD_OUT_PART, LEAST_HELD_OUT, MOST_HELD_OUT = 10, 8, 500  # of a file without a held-out set: every tenth row
+MAX_SPLIT_BYTES = 64 * 1024**2
+MOST_LEFT_OUT = 0.5  # of a file's rows; more are a sign of wrong columns or a wrong model
+_REMOTE = re.compile(r"(hf|modelscope|https?):")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_PROBLEMS = ("problem", "question", "query", "prompt", "instruction", "input", "messages", "conversation", "text")
+_ANSWERS = ("answer", "final_answer", "gold", "ground_truth", "expected", "target", "label", "solution", "output")
+
+
+def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) -> Any:
+    """The value of data.train or data.eval: a registered name, a hub's id, or a file and how its rows are read."""
+    if name in SETS or _REMOTE.match(name):
+        return name
+    path = Path(name)
+    if not path.exists():
+        if HUB_ID.fullmatch(name):
+            return f"hf:{name}"
+        raise ConfigError(
+            f"--{option} {name} is no file or folder here, no id of a hub and no registered set "
+            f"({', '.join(SETS)})"
+        )
+    if not columns and _read_as(path, OWN):
+        return name
+    for known in SETS.values():
+        if not columns and known.name != "choice" and _is_unmistakable(_read_as(path, known)):
+            return [{"set": known.name, "path": name}]
+    return [{"set": name, "columns": guessed_columns(path, columns)}]
+
+
+def guessed_columns(path: Path, said: Mapping[str, str] = NO_COLUMNS) -> dict[str, str]:
+    """Which columns of a file hold problem and answer: as `said`, else by their names.
+
+    Raises ConfigError where none do.
+    """
+    rows = next(iterate_rows(path), [])
+    names = list(rows[0]) if rows else []
+    if unknown := [name for name in said.values() if name not in names]:
+        raise ConfigError(f"{path} has no column {unknown[0]}, but {', '.join(names)}; correct --columns")
+    by_word = {name.lower().strip(): name for name in names if name not in said.values()}
+    problem = said.get("problem") or next((by_word[word] for word in _PROBLEMS if word in by_word), None)
+    answers = (by_word[word] for word in _ANSWERS if word in by_word and by_word[word] != problem)
+    answer = said.get("answer") or next(answers, None)
+    if problem is None or answer is None:
+        if len(names) == 1 and (signs := set(names[0]) & set(";\t|")):
+            raise ConfigError(f"{path} is separated by {signs.pop()!r}; save it with commas")
+        raise ConfigError(
+            f"{path} has the columns {', '.join(names) or '(none)'}, none of which says by its name that it holds "
+            f"the {'problem' if problem is None else 'answer'}; add --columns problem=NAME,answer=NAME"
+        )
+    asked = "messages" if chat_of(rows[0][problem]) is not None else "problem"
+    return {**said, asked: problem, "answer": answer}
+
+
+def columns_said(text: str | None) -> dict[str, str]:
+    """`problem=NAME,answer=NAME` as a dictionary. Raises ConfigError for anything else."""
+    pairs = [part.partition("=") for part in (text or "").split(",") if part]
+    if not all(name in ("problem", "answer") and column for name, _, column in pairs):
+        raise ConfigError(f"--columns {text} is not problem=NAME,answer=NAME")
+    return {name: column for name, _, column in pairs}
+
+
+def _read_as(path: Path, known: ProblemSet) -> list[tuple[Mapping[str, Any], Problem]]:
+    """The first rows of a file in a set's form, with their problems; none if one of them is of another form."""
+    try:
+        tried = list(itertools.islice(iterate_problems(path, known.schemas), NUM_TRIED))
+    except ProblemsError:
+        return []
+    found = [(row, problem) for _, row, problem in tried if isinstance(problem, Problem)]
+    return found if len(found) == len(tried) else []
+
+
+def _is_unmistakable(found: Sequence[tuple[Mapping[str, Any], Problem]]) -> bool:
+    """Whether a set's form says more than columns do: an answer within a text, options to be written out."""
+    return any(
+        not {problem.text, problem.gold} <= {str(value) for value in row.values()} for row, problem in found
+    )
+
+
+def data_sets(
+    beside: Beside,
+    train: str,
+    held_out: str | None,
+    columns: Mapping[str, str] = NO_COLUMNS,
+    most_tokens: int | None = None,
+    fits: Callable[[Any], bool] | None = None,
+) -> tuple[dict[str, Any], SetCount]:
+    """data.train and data.eval: two sets, the test split of one, or two files of its rows beside the recipe.
+
+    The files lack the rows that cannot be used, and those whose prompt does not fit into `most_tokens`: the count
+    has them. Raises ConfigError for a source without a held-out set that has to be fetched, or is too large or
+    small to be split here, and DataError if more than half of its rows are left out.
+    """
+    if held_out is None and train in SETS and SETS[train].test:
+        return {"train": train, "eval": train}, SetCount(train)
+    value, path = data_set(train, "data", columns), Path(train)
+    parts = {"train": value, "eval": value if held_out is None else _held_out(beside, held_out, columns)}
+    if not path.is_file() or path.stat().st_size > MAX_SPLIT_BYTES:
+        if held_out is None:
+            raise ConfigError(f"--data {train} comes without a held-out set; name one with --eval")
+        return parts, SetCount(train)
+    config = ChainConfig.model_validate({"data": {"train": value, "eval": value}, "model": {"source": "recipe"}})
+    source, count = train_sources(config)[0], SetCount(train)
+    one = value[0] if isinstance(value, list) else {"set": value}
+    is_solved = one["set"] in SETS  # a part of a set must not bear its name: accuracy would not compare
+    rows = list[dict[str, Any]]()
+    for problem, row in iterate_source(config, source, count):
+        if fits is not None and not fits(to_row(source, problem, row)["prompt"]):
+            count.refuse(count.read - 1, f"a prompt of more than {most_tokens:,} tokens", row)
+        elif is_solved:
+            rows.append({"id": str(len(rows)), "problem": problem.text, "answer": problem.gold})
+        else:
+            rows.append(dict(row))
+    count.require_usable(MOST_LEFT_OUT, "Correct the rows, or name other columns with --columns.")
+    written: dict[str, list[dict[str, Any]]] = {"train": rows} if count.refused else {}
+    if held_out is None:
+        if len(rows) < 2 * LEAST_HELD_OUT:
+            raise ConfigError(f"{train} has {len(rows)} rows, too few to hold some out; name others with --eval")
+        every = len(rows) // min(max(len(rows) // HELD_OUT_PART, LEAST_HELD_OUT), MOST_HELD_OUT)
+        written = {"train": [row for at, row in enumerate(rows) if at % every], "eval": rows[::every]}
+    one = {"set": train} if is_solved else one
+    for name, part in written.items():
+        file = beside.write(name, part)
+        parts[name] = [{**one, "set": file}] if len(one) > 1 else file
+    return parts, count
+
+
+def _held_out(beside: Beside, held_out: str, columns: Mapping[str, str]) -> Any:
+    """The value of data.eval; a part of a registered set is written beside the recipe, without its name."""
+    value = data_set(held_out, "eval", columns)
+    known = value[0]["set"] if isinstance(value, list) else ""
+    if known in SETS and SETS[known].num_items is not None and not _is_complete(Path(held_out), SETS[known]):
+        return beside.write("eval", _solved_rows(Path(held_out), SETS[known]))
+    return value
+
+
+class Beside:
+    """New files beside a recipe; they, and new folders, are removed if the block raises."""
+
+    def __init__(self, recipe: Path) -> None:
+        self._recipe = recipe
+        self._folders = [folder for folder in recipe.parents if not folder.exists()]
+        self._written = set[Path]()
+
+    def write(self, part: str, rows: Sequence[Mapping[str, Any]]) -> str:
+        """The path of RECIPE.PART.jsonl with the rows. Raises ConfigError if the user has that file."""
+        path = self._recipe.with_name(f"{self._recipe.stem}.{part}.jsonl")
+        if path.exists() and path not in self._written:
+            raise ConfigError(f"{path} exists, and the recipe needs a file of its own there: give it another name")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._written.add(path)
+        lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        path.write_text("".join(lines), encoding="utf-8")
+        return str(path)
+
+    def __enter__(self) -> Beside:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for path in self._written:
+                path.unlink(missing_ok=True)
+            for folder in self._folders if self._written else ():
+                folder.rmdir()
+
+
+def _is_complete(path: Path, known: ProblemSet) -> bool:
+    texts = {
+        problem.text for _, _, problem in iterate_problems(path, known.schemas) if isinstance(problem, Problem)
+    }
+    return len(texts) == known.num_items
+
+
+def _solved_rows(path: Path, known: ProblemSet) -> list[dict[str, Any]]:
+    """The usable rows of a file in a registered set's form, as {id, problem, answer}."""
+    found = [problem for _, _, problem in iterate_problems(path, known.schemas) if isinstance(problem, Problem)]
+    return [{"id": str(number), "problem": one.text, "answer": one.gold} for number, one in enumerate(found)]
