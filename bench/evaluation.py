@@ -74,7 +74,7 @@ class MockServer:
         if not body:
             return 200, json.dumps({"data": [{"id": "m", "root": "mock"}]}).encode()
         asked = json.loads(body)
-        if "logprobs" in asked:
+        if asked.get("logprobs"):
             return 400, b"no log-probs"
         self.num_asked += 1
         await asyncio.sleep(self.latency_seconds)
@@ -101,12 +101,14 @@ def read_answers(path: Path) -> dict[str, str]:
 
 def _answer(index: int, row: Mapping[str, str], other: str) -> str:
     gold = row["answer"]
-    spelled = re.sub(r"\\frac\{(\d+)\}\{(\d+)\}", r"\1/\2", gold)
+    fractions = re.sub(r"\\frac\{(\d+)\}\{(\d+)\}", r"\1/\2", gold)
+    spelled = gold.replace("\\frac", "\\dfrac") if fractions == gold else fractions
+    named = gold if "=" in gold else f"N = {gold}"
     wrong = str(int(gold) + 1) if re.fullmatch(r"-?\d+", gold) else other
     answers = (
         row["solution"],
-        f"So we get $\\boxed{{{spelled if spelled != gold else gold.replace('frac', 'dfrac')}}}$.",
-        f"So we get $\\boxed{{N = {gold}}}$.",
+        f"So we get $\\boxed{{{spelled}}}$.",
+        f"So we get $\\boxed{{{named}}}$.",
         f"The final answer is ${gold}$.",
         f"So we get $\\boxed{{{wrong}}}$.",
     )
