@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib.metadata
 import os
@@ -32,6 +33,7 @@ ORDER = (
     *("up", "down", "doctor", "cluster"),
     *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "grade", "report", "eval-export"),
 )
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 # What the extra `chain` of pyproject.toml brings; the rest is enough to evaluate, grade, compare and report.
 CHAIN_MODULES = ("math_verify", "prefect", "ray", "safetensors", "sqlalchemy", "torch", "transformers", "zlib_ng")
 ADVICE = (
@@ -109,7 +111,12 @@ def main() -> None:
     except (DapoError, EvaluationError, DownloadError) as error:
         typer.secho(redact(describe(error)), err=True, fg="red")
         sys.exit(exit_code_of(error))
-    except LASTING_ERRORS as error:  # a bug or a missing file: a status that has nothing tried again
+    except (OSError, *LASTING_ERRORS) as error:  # a bug or a missing file: a status that has nothing tried again
+        if isinstance(error, OSError) and error.errno in UNWRITABLE and error.filename is not None:
+            typer.secho(f"{error.filename}: {error.strerror}; name another place", err=True, fg="red")
+            sys.exit(LASTING_EXIT_CODE)
+        if not isinstance(error, LASTING_ERRORS):
+            raise
         if getattr(error, "name", None) in CHAIN_MODULES:
             typer.secho(f"{error}. {ADVICE}", err=True, fg="red")
         else:

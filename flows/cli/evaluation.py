@@ -124,9 +124,16 @@ def grade(
 
         _print_summary(output, import_log(results, output))
         return
+    from dapo_core.errors import ConfigError
     from eval.regrade import describe, regrade
     from eval.suite import SUITE_FILE, read_suite
+    from tasks.artifacts.artifact import MANIFEST_NAME
 
+    if ((results if results.is_dir() else results.parent) / MANIFEST_NAME).is_file():
+        raise ConfigError(
+            f"{results} is an artifact of the store, and other verdicts would make it a damaged one; copy it "
+            f"(cp -r) and grade the copy"
+        )
     is_suite = (results / SUITE_FILE).is_file()
     for folder in read_suite(results).values() if is_suite else [results]:
         typer.echo(describe(regrade(folder)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import re
@@ -175,6 +176,19 @@ def test_a_bug_has_a_traceback_and_a_status_that_has_nothing_tried_again(
     if status:
         assert getattr(end.value, "code", None) == status
         assert "TypeError: a bug" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_named_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "full/my.yaml")
+
+    monkeypatch.setattr("flows.cli.app", fail)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "full/my.yaml: Read-only file system; name another place\n"
 
 
 def test_an_error_whose_lines_were_shown_is_told_without_them() -> None:

@@ -66,6 +66,9 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
     assert again.exit_code == 0
     assert again.output.count("no verdict changed") == 2  # under either rule
     assert "accuracy 66.7% of 3" in again.output
+    (directory / "manifest.json").write_text("{}")
+    refused = CliRunner().invoke(app, ["grade", str(directory / "results.jsonl")])
+    assert "is an artifact of the store" in str(refused.exception)
 
 
 def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
