@@ -228,8 +228,7 @@ class _Progress:
         self._bar.update(self._task, advance=len(rows), speed=speed)
         is_tenth = 10 * self._num_done // self._num_requests > 10 * done_before // self._num_requests
         if self._bar.disable and is_tenth:
-            num_new = (
-                self._num_requests - self._num_done - num_repeated
-            )  # repeated ones wait before they are asked
+            # Without those that are asked again: they wait before they are.
+            num_new = self._num_requests - self._num_done - num_repeated
             left = f", about {math.ceil(seconds / self._num_done * num_new)} s left" if num_new > 0 else ""
             logger.info("%d of %d items done, %s%s", self._num_done, self._num_requests, speed, left)
