@@ -186,7 +186,7 @@ def test_a_place_that_cannot_be_written_is_named_without_a_traceback(
     monkeypatch.setattr("flows.cli.app", mock.Mock(side_effect=error))
     with pytest.raises(SystemExit, match="2"):
         main()
-    assert capsys.readouterr().err == "my.yaml: Read-only file system; name another place\n"
+    assert capsys.readouterr().err == "my.yaml: No; name another place\n"
 
 
 def test_an_error_whose_lines_were_shown_is_told_without_them() -> None:
