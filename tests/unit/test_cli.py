@@ -179,14 +179,11 @@ def test_a_bug_has_a_traceback_and_a_status_that_has_nothing_tried_again(
         assert "TypeError: a bug" in capsys.readouterr().err
 
 
-def test_a_place_that_cannot_be_written_is_named_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error = OSError(errno.EROFS, "Read-only file system", "my.yaml")
-    monkeypatch.setattr("flows.cli.app", mock.Mock(side_effect=error))
-    with pytest.raises(SystemExit, match="2"):
+def test_a_place_that_cannot_be_written_is_named_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    refusal = OSError(errno.EROFS, "Read-only file system", "my.yaml")
+    with mock.patch("flows.cli.app", side_effect=refusal), pytest.raises(SystemExit, match="2"):
         main()
-    assert capsys.readouterr().err == "my.yaml: No; name another place\n"
+    assert capsys.readouterr().err == "my.yaml: Read-only file system; name another place\n"
 
 
 def test_an_error_whose_lines_were_shown_is_told_without_them() -> None:
