@@ -57,7 +57,9 @@ def guessed_columns(path: Path, said: Mapping[str, str] = NO_COLUMNS) -> dict[st
     Raises ConfigError where none do.
     """
     rows = next(iterate_rows(path), [])
-    names = list(rows[0]) if rows else []
+    if not rows:
+        raise ConfigError(f"{path} has no rows; is it the right file?")
+    names = list(rows[0])
     if unknown := [name for name in said.values() if name not in names]:
         raise ConfigError(f"{path} has no column {unknown[0]}, but {', '.join(names)}; correct --columns")
     by_word = {name.lower().strip(): name for name in names if name not in said.values()}
@@ -68,7 +70,7 @@ def guessed_columns(path: Path, said: Mapping[str, str] = NO_COLUMNS) -> dict[st
         if len(names) == 1 and (signs := set(names[0]) & set(";\t|")):
             raise ConfigError(f"{path} is separated by {signs.pop()!r}; save it with commas")
         raise ConfigError(
-            f"{path} has the columns {', '.join(names) or '(none)'}, none of which says by its name that it holds "
+            f"{path} has the columns {', '.join(names)}, none of which says by its name that it holds "
             f"the {'problem' if problem is None else 'answer'}; add --columns problem=NAME,answer=NAME"
         )
     asked = "messages" if chat_of(rows[0][problem]) is not None else "problem"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -62,7 +63,8 @@ def init(
     path.write_text(text, encoding="utf-8")
     findings = examine(load_config(path))
     print_findings([finding for finding in findings if finding.status != OK])
-    typer.echo(f"wrote {path}; next: dapo plan {path}, then dapo run {path}")
+    typed = shlex.quote(str(path))
+    typer.echo(f"wrote {path}; next: dapo plan {typed}, then dapo run {typed}")
 
 
 @app.command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -85,7 +86,8 @@ def import_config(
     if output is not None:
         named = ", ".join(path.name for path in files)
         write_recipe(recipe, output, [f"From {named} ({account.trainer} {account.version}).", *reading.notes])
-        typer.secho(f"wrote {output}; next: dapo plan {output}, then dapo run {output}", err=as_json)
+        typed = shlex.quote(str(output))
+        typer.secho(f"wrote {output}; next: dapo plan {typed}, then dapo run {typed}", err=as_json)
 
 
 def _pairs(given: list[str] | None) -> dict[str, str]:

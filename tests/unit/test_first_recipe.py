@@ -145,6 +145,9 @@ def test_columns_are_named_by_their_names_or_the_option(folder: Path) -> None:
     Path("excel.csv").write_text("question;answer\n1;2\n")
     with pytest.raises(ConfigError, match=r"excel\.csv is separated by ';'; save it with commas"):
         guessed_columns(Path("excel.csv"))
+    Path("header.csv").write_text("question,answer\n")
+    with pytest.raises(ConfigError, match=r"header\.csv has no rows"):
+        guessed_columns(Path("header.csv"))
     Path("y.csv").write_text("Prompt,solution,label\n1,2,3\n")
     assert guessed_columns(Path("y.csv")) == {"problem": "Prompt", "answer": "label"}
 
