@@ -25,6 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 KEY = StageKey(stage="talk", config={}, inputs={}, code_digest="c", versions={})
 
 
+@pytest.fixture(autouse=True)
+def _no_filters(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of the chain in this process has left its filter on every handler, pytest's too."""
+    monkeypatch.setattr(caplog.handler, "filters", [])
+
+
 @contextmanager
 def prefect_page() -> Iterator[list[dict[str, Any]]]:
     """What Prefect's own handler sends of our lines meanwhile."""

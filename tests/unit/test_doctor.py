@@ -30,6 +30,7 @@ from dapo_core.errors import ConfigError
 from flows import doctor
 from flows.cli import app
 from flows.doctor import FAIL, GIB, OK, WARN, Finding
+from tests.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 URL = "http://127.0.0.1:9/api"  # where nothing listens
@@ -165,7 +166,11 @@ def test_a_ray_without_tokens_is_warned_of(
     head = tmp_path / "gcs_server"
     shutil.copy("/bin/sleep", head)
     command = [head if environment is not None else "sleep", "600"]
-    with subprocess.Popen(command, env=environment or {"PATH": os.environ["PATH"]}) as process:
+    variables = environment or {"PATH": os.environ["PATH"]}
+    with subprocess.Popen(command, env=variables) as process:
+        wait_until(
+            lambda: psutil.Process(process.pid).environ() == variables, "what the kernel fills in after exec"
+        )
         monkeypatch.setattr(psutil, "process_iter", lambda: [psutil.Process(process.pid)])
         finding = doctor.check_ray()
         process.kill()
