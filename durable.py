@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import errno
 import fcntl
 import json
 import os
@@ -21,6 +22,7 @@ POLL_SECONDS = 0.2
 GRACE_SECONDS = 0.1  # in which `is_locked` of another process lets go of a lock
 TAIL_BYTES = 64 * 1024
 PR_SET_PDEATHSIG = 1
+FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNSET = object()  # the value of a key that only the other side of a comparison has
 
 OnWait = Callable[[str, float], None]  # the lock's holder, and the seconds waited so far
@@ -54,7 +56,11 @@ def locked(path: Path, *, shared: bool = False, note: str = "", on_wait: OnWait 
             since = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             holder = f"pid {os.getpid()} on {platform.node()} since {since}\n{note}"
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, holder.encode())
+            try:
+                os.write(descriptor, holder.encode())
+            except OSError as error:
+                if error.errno not in FULL_DISK_ERRORS:  # else who makes room could not lock
+                    raise
         yield descriptor
     finally:
         os.close(descriptor)

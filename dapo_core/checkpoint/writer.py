@@ -35,7 +35,7 @@ from dapo_core.digests import Part, content_part
 from dapo_core.errors import CheckpointError, DapoError, WorkerDied
 from dapo_core.model_folder import copy_model_files, model_files, weight_names
 from dapo_core.stopping import StopRequested
-from durable import publish, sync, write_atomically
+from durable import FULL_DISK_ERRORS, publish, sync, write_atomically
 
 if TYPE_CHECKING:
     from dapo_core.cluster.policy_group import PolicyGroup
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0  # between calls to the ranks while the sampler waits for groups
 WAIT_SECONDS = 0.05  # between calls to the ranks while only the shards are awaited
-FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass

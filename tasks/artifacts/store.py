@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from durable import LockHeld, OnWait, is_locked, locked, publish, read_holder, sync
+from durable import FULL_DISK_ERRORS, LockHeld, OnWait, is_locked, locked, publish, read_holder, sync
 from redaction import redacted
 from tasks.artifacts.artifact import (
     ALGORITHMS,
@@ -50,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 Build = Callable[[Path], Mapping[str, Any] | Output]
 
-FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
 NO_FOLDER_ERRORS = (errno.EEXIST, errno.ENOENT)  # from mkdir: a file of that name, or a file system like /proc
 PROBE_BYTES = 64 * 1024
@@ -202,7 +201,6 @@ class ArtifactStore:
 
     def collecting(self) -> AbstractContextManager[None]:
         """Waits until no process is in `in_use`, and keeps others out of it for the block."""
-        self.check_writable()
         return self._store_locked(False, _log_each_minute("or for exports and runs that use the store"))
 
     def remove(self, attempt: Attempt) -> bool:
@@ -364,8 +362,12 @@ def _log_each_minute(reason: str) -> OnWait:
 def _describe_space(path: Path) -> str:
     existing = next(parent for parent in (path, *path.parents) if parent.is_dir())
     usage = shutil.disk_usage(existing)
-    mebi = 1024 * 1024
-    return f"{usage.free / mebi:.1f} of {usage.total / mebi:.1f} MiB are free there"
+    return f"{describe_bytes(usage.free)} of {describe_bytes(usage.total)} are free there"
+
+
+def describe_bytes(num_bytes: int) -> str:
+    """The size in GiB, a smaller one in MiB."""
+    return f"{num_bytes / 1024**3:.1f} GiB" if num_bytes >= 1024**3 else f"{num_bytes / 1024**2:.1f} MiB"
 
 
 def _utc_now() -> str:

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ OUTPUT_AT_ONCE = {"PYTHONUNBUFFERED": "1"}  # else Python keeps the last lines i
 GRACE_SECONDS = 10.0
 POLL_SECONDS = 0.1
 NUM_ERROR_LINES = 20
+FULL_DISK_BYTES = 64 * 1024
 MAX_LINE_BYTES = 64 * 1024
 MAX_TEMPORARY_CHARS = 50  # the path of a socket in a folder below has less than 108
 STOP_MARGIN_SECONDS = supervisor.KILL_SECONDS + 5.0
@@ -80,7 +82,9 @@ class RunningCommand(ABC):
         exit_code = self.poll()
         assert exit_code is not None
         lines = self.tail(NUM_ERROR_LINES) or ["(it wrote nothing)"]
-        status = f"{self.label} {describe_exit(exit_code)}"
+        status, folder = f"{self.label} {describe_exit(exit_code)}", self.log_path.parent
+        if shutil.disk_usage(folder).free < FULL_DISK_BYTES:
+            status += f", and the disk of {folder} is full: what it wrote last is lost. Make room there first"
         shown = redact("\n".join(f"  | {line}" for line in lines))
         error = ChildProcessFailed(f"{status}. Its last lines, from {self.log_path}:\n{shown}")
         error.exit_code, error.is_lasting = exit_code, exit_code in LASTING_EXIT_CODES

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -205,6 +206,21 @@ def test_the_error_has_exit_code_last_lines_and_log(tmp_path: Path) -> None:
     shown = [line for line in message.splitlines() if line.startswith("  | ")]
     assert shown == [f"  | line {i}" for i in range(10, 30)]  # 30 lines, the last 20 of them
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
+
+
+def test_the_error_says_that_a_full_disk_took_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    with pytest.raises(ChildProcessFailed) as caught:
+        run_command(["false"], log_path=tmp_path / "log", label="train")
+    assert "full" not in caught.value.summary
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    with pytest.raises(ChildProcessFailed) as caught:
+        run_command(["false"], log_path=tmp_path / "log", label="train")
+    full = (
+        f"train ended with exit code 1, and the disk of {tmp_path} is full: what it wrote last is lost. Make room"
+    )
+    assert caught.value.summary.startswith(full)
+    assert str(caught.value).startswith(full)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import threading
 from pathlib import Path
@@ -63,6 +64,17 @@ def test_what_no_kept_run_uses_goes_and_the_rest_stays(tmp_path: Path) -> None:
     # The next run that needs it makes it again.
     again = record_run(small_config(tmp_path, "train.total_steps=60"), Outcome(weights="one"))
     assert not again.stages["train_policy"].cached
+
+
+def test_a_full_disk_is_made_room_on(tmp_path: Path) -> None:
+    first, _ = nights(tmp_path, "one", "two")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))  # each write to a file fails
+    try:
+        assert keys(collect(tmp_path)) == own_of(first)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert own_of(first).isdisjoint(stored_keys(tmp_path))
 
 
 def test_a_run_in_progress_keeps_what_it_uses(tmp_path: Path) -> None:
