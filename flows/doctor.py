@@ -45,7 +45,7 @@ from flows.services import (
     wait_until,
 )
 from tasks.artifacts.artifact import StoreError
-from tasks.artifacts.store import ArtifactStore
+from tasks.artifacts.store import ArtifactStore, describe_bytes
 from tasks.preflight.finding import FAIL, OK, WARN, Finding
 from tasks.processes.child import ChildProcessFailed, run_command
 
@@ -197,9 +197,9 @@ def check_space(store: Path) -> Finding:
     """Free space on the store's file system."""
     free = shutil.disk_usage(store).free
     if free >= LITTLE_DISK_BYTES:
-        return Finding("free space", OK, f"{free / GIB:.0f} GiB")
+        return Finding("free space", OK, describe_bytes(free))
     status = WARN if free >= TOO_LITTLE_DISK_BYTES else FAIL
-    return Finding("free space", status, f"{free / GIB:.1f} GiB", "`dapo gc --keep-runs N`, or another store.path")
+    return Finding("free space", status, describe_bytes(free), "`dapo gc --keep-runs N`, or another store.path")
 
 
 def check_locks(store: Path) -> Finding:

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dapo_core.device import device_for
-from dapo_core.errors import ConfigError
-from dapo_core.memory.plan import disk_plan
+from dapo_core.errors import ConfigError, DapoError
+from dapo_core.memory.plan import Disk, disk_plan
 from dapo_core.trackers import require_trackers
 from dapo_core.versions import UNKNOWN_SET, require_versions, stack, unknown_set
+from downloads import DownloadError
+from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.store import ArtifactStore, describe_bytes
 from tasks.config import ChainConfig
 from tasks.external.launch import job_server
+from tasks.links import chain_of
 from tasks.preflight.cluster import check_cluster, check_devices_here
 from tasks.preflight.environment import check_environment
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from tasks.preflight.model import ModelFacts
 
 GIB = 1024**3
+INPUTS = ("prepare_data", "fetch_model")  # of a training, by their labels
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPUAttentionBackend
 CACHE_ROOM = 1.25  # vLLM rounds to blocks and keeps some
 
@@ -148,23 +153,49 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
     existing = next(path for path in (store, *store.parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         findings.add(
-            "store", FAIL, f"{store} cannot be written to: {existing}", "set store.path to another directory"
+            "store",
+            FAIL,
+            f"{store} cannot be written to: {existing} is no folder that you may write to",
+            "set store.path to another directory",
         )
         return
     steps = config.checkpoint_steps
     disk = disk_plan(config, facts.parameters, steps)
     needed = disk.num_bytes
     free = shutil.disk_usage(existing).free
-    found = f"{free / GIB:.1f} GiB are free in {config.store.path}"
+    if needed > free:
+        needed = max(needed - _bytes_there(config, disk), 0)
+    found = f"{describe_bytes(free)} are free in {config.store.path}"
     num_kept = len({*config.checkpoint.keep_steps, *steps})
-    of_steps = (disk.checkpoint * num_kept + disk.merged * len(steps)) / GIB
-    kept = f", {of_steps:.1f} of them for checkpoints of {num_kept} steps that are kept" if num_kept else ""
+    of_steps = describe_bytes(disk.checkpoint * num_kept + disk.merged * len(steps))
+    kept = f", {of_steps} of them for checkpoints of {num_kept} steps that are kept" if num_kept else ""
     if needed > free:
         findings.add(
             "disk", FAIL,
-            f"{found}; {disk.num_checkpoints} checkpoints and merged models take about {needed / GIB:.1f}{kept}",
+            f"{found}; {disk.num_checkpoints} checkpoints and merged models take about "
+            f"{describe_bytes(needed)}{kept}",
             "another store.path, fewer steps in evaluate.checkpoints, a lower checkpoint.keep_last, or `dapo gc "
             "--keep-runs N`",
         )  # fmt: skip
     else:
-        findings.add("disk", OK, found + (f", about {needed / GIB:.1f} are needed{kept}" if needed else ""))
+        findings.add("disk", OK, found + (f", about {describe_bytes(needed)} are needed{kept}" if needed else ""))
+
+
+def _bytes_there(config: ChainConfig, disk: Disk) -> int:
+    """Of the plan's bytes those that finished stages wrote, and an unfinished training, which continues."""
+    store, num_bytes = ArtifactStore(config.store.path), 0
+    found: dict[str, Artifact] = {}
+    for link in chain_of(config):
+        is_training, is_merged = link.label == "train_policy", link.label.startswith("merge_")
+        if not (is_training or is_merged or link.label in INPUTS) or not found.keys() >= set(link.needs):
+            continue
+        try:
+            key = link.key(*(found[label] for label in link.needs))
+        except (DapoError, DownloadError):  # another check, or the stage, says why
+            continue
+        if (artifact := store.lookup(key.stage, key.key)) is not None:
+            found[link.label] = artifact
+            num_bytes += is_training * disk.checkpoint * disk.num_checkpoints + is_merged * disk.merged
+        elif is_training and (left := store.unfinished(key.stage, key.key)) is not None:
+            num_bytes += sum(path.stat().st_size for path in left.rglob("*") if path.is_file())
+    return num_bytes

@@ -7,15 +7,20 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from dapo_core.memory.plan import disk_plan
 from flows.cli import app
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.artifacts.store import ArtifactStore
+from tasks.artifacts.store import ArtifactStore, describe_bytes
 from tasks.links import link_of
+from tasks.preflight import machine
+from tasks.preflight.finding import FAIL, OK, Finding, Findings
+from tasks.preflight.model import ModelFacts
 from tasks.runs.history import differences_of
 from tasks.runs.plan import PlannedStage, plan_chain
 from tasks.runs.run import Run
@@ -255,3 +260,39 @@ def test_a_plan_says_which_benchmarks_would_be_asked(tmp_path: Path) -> None:
     record_run(small_config(tmp_path, suite), labels=("prepare_data", "fetch_model", "evaluate_before"))
     plan = planned(tmp_path, more)
     assert plan["evaluate_before"].note.endswith("asks sampled, cot; if the model changes also arithmetic")
+
+
+def test_room_is_asked_only_for_what_is_still_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training that filled the disk continues once there is room for the rest, and so does what follows it."""
+    config = small_config(tmp_path / "store")
+    facts = ModelFacts(parameters=2**26)  # a checkpoint is 0.75 GiB, a merged model 0.125 or 0.25
+    disk = disk_plan(config, facts.parameters)
+    free = disk.num_bytes - disk.checkpoint
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+
+    def said() -> Finding:
+        machine._check_disk(config, facts, findings := Findings())
+        return findings[-1]
+
+    assert (said().status, said().check) == (FAIL, "disk")
+    assert (
+        f"; {disk.num_checkpoints} checkpoints and merged models take about {describe_bytes(disk.num_bytes)}"
+        in said().found
+    )
+    record_run(config, labels=("prepare_data", "fetch_model"))
+    key = next(stage.key for stage in plan_chain(config) if stage.label == "train_policy")
+    partial = ArtifactStore(config.store.path).key_folder("train_policy", str(key)) / "1.partial"
+    partial.mkdir(parents=True)
+    with (partial / "shard").open("wb") as shard:
+        shard.truncate(disk.checkpoint)
+    assert said().status == OK
+    shutil.rmtree(partial)
+    assert said().status == FAIL
+    free = disk.merged
+    record_run(config, labels=("train_policy",))
+    assert said().status == OK
+    free = 2**20
+    record_run(config, labels=("merge_checkpoint",))
+    assert said().found == f"1.0 MiB are free in {config.store.path}"
