@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from dapo_core.cluster.room import ANSWER_SECONDS, ask_cluster, use_known_token
 from dapo_core.cluster.started import AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH
 from dapo_core.environment import LOOPBACK, RAY, WORKERS, set_defaults
 from dapo_core.errors import ConfigError, WorkerDied
+from durable import is_locked, locked
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainConfig
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # A socket's path has at most 107 bytes; this is what Ray appends to a folder.
 MAX_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+FOLDER_PREFIX, LOCK_FILE = "dapo-ray-", ".lock"  # which is held while Ray runs
+LEFT_SECONDS = 24 * 3600
 _OPTIONS: dict[str, Any] = {"logging_level": "warning", "log_to_driver": True}
 
 
@@ -87,7 +91,7 @@ def _private_ray(num_cpus: int) -> Iterator[Path | None]:
     """A Ray on loopback that only processes with this training's token can use; its folder goes with it."""
     folder = _private_folder()
     # Without a mode, a Ray that starts asks for the token; this process does not see a mode set after its import.
-    with _environment({AUTH_MODE: None, AUTH_TOKEN: private_token()}):
+    with locked(folder / LOCK_FILE), _environment({AUTH_MODE: None, AUTH_TOKEN: private_token()}):
         _start(folder, num_cpus)
         try:
             yield folder
@@ -105,11 +109,21 @@ def private_token() -> str:
 def _private_folder() -> Path:
     """A new folder for Ray's logs and sockets that only this user can enter, with a path short enough."""
     place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    folder = Path(tempfile.mkdtemp(prefix="dapo-ray-", dir=place))
+    _remove_dead(place)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=place))
     if len(os.fsencode(folder)) <= MAX_FOLDER_BYTES:
         return folder
     folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="dapo-ray-", dir="/tmp"))
+    _remove_dead("/tmp")
+    return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir="/tmp"))
+
+
+def _remove_dead(place: str) -> None:
+    """Remove what killed trainings left there, a day after they began; an error may have named the logs."""
+    for lock in Path(place).glob(f"{FOLDER_PREFIX}*/{LOCK_FILE}"):
+        with suppress(OSError):  # another training removes it, too
+            if lock.stat().st_mtime < time.time() - LEFT_SECONDS and not is_locked(lock):
+                shutil.rmtree(lock.parent)
 
 
 def _start(folder: Path, num_cpus: int) -> None:

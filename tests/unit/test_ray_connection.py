@@ -15,11 +15,19 @@ from ray._private import services
 from ray.exceptions import AuthenticationError, RaySystemError
 
 from dapo_core.cluster import connection
-from dapo_core.cluster.connection import AUTH_MODE, AUTH_TOKEN, MAX_FOLDER_BYTES, connected_to_ray, private_token
+from dapo_core.cluster.connection import (
+    AUTH_MODE,
+    AUTH_TOKEN,
+    LOCK_FILE,
+    MAX_FOLDER_BYTES,
+    connected_to_ray,
+    private_token,
+)
 from dapo_core.config.training import TrainConfig
 from dapo_core.errors import ConfigError, WorkerDied
 from dapo_core.restarts import Restarts
 from dapo_core.stopping import StopRequest
+from durable import locked
 
 
 class Init:
@@ -87,6 +95,22 @@ def test_a_start_that_fails_is_repeated_like_after_any_death(
     assert [process.poll() for process in init.processes] == [-9]
 
 
+def test_a_killed_training_s_folder_is_removed_after_a_day_by_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Path(os.environ["RAY_TMPDIR"])
+    for name in ("dead", "live", "young"):
+        (place / f"dapo-ray-{name}").mkdir()
+        (place / f"dapo-ray-{name}" / LOCK_FILE).touch()
+    (place / "dapo-ray-other").mkdir()  # of another version
+    Init(monkeypatch)
+    with locked(place / "dapo-ray-live" / LOCK_FILE):
+        for name in ("dead", "live"):
+            os.utime(place / f"dapo-ray-{name}" / LOCK_FILE, (0, 0))
+        connect()
+    assert {path.name for path in place.iterdir()} == {"dapo-ray-live", "dapo-ray-young", "dapo-ray-other"}
+
+
 def test_the_error_names_the_reason_and_the_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     Init(monkeypatch, RuntimeError("Failed to start GCS.\nmore"))
     with pytest.raises(
@@ -95,7 +119,6 @@ def test_the_error_names_the_reason_and_the_logs(monkeypatch: pytest.MonkeyPatch
         connect()
     folder = Path(str(caught.value).rpartition(" in ")[2].rstrip(")"))
     assert oct(folder.stat().st_mode)[-3:] == "700"
-    folder.rmdir()
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
