@@ -29,6 +29,10 @@ _PARTS = (
     ("weights (*.safetensors)", ("*.safetensors",)),
     ("a tokenizer (tokenizer.json or tokenizer_config.json)", ("tokenizer.json", "tokenizer_config.json")),
 )
+_OTHER_FORMS = {
+    "adapter_config.json": "here is a LoRA adapter: merge it into its base model, as with peft's merge_and_unload",
+    "*.gguf": "here is a GGUF file, which is quantized for inference: take the model it was made from",
+}
 
 
 def require_model_folder(model_path: str | Path, key: str = "model.path") -> None:
@@ -37,13 +41,17 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
     `key` is the one that names it.
     """
     folder = Path(model_path)
+    if folder.is_file():
+        raise ModelError(f"{folder} is a file, and a model is a whole folder; set {key} to a Hugging Face folder")
     if not folder.is_dir():
         where = f" in {Path.cwd()}" if not folder.is_absolute() else ""
         raise ModelError(f"model folder {folder} does not exist{where}; set {key} to a Hugging Face folder")
     missing = [what for what, patterns in _PARTS if not any(any(folder.glob(pattern)) for pattern in patterns)]
     if missing:
+        instead = next((f" ({what})" for pattern, what in _OTHER_FORMS.items() if any(folder.glob(pattern))), "")
         raise ModelError(
-            f"model folder {folder} lacks {' and '.join(missing)}; set {key} to a complete Hugging Face folder"
+            f"model folder {folder} lacks {' and '.join(missing)}; set {key} to a complete Hugging Face "
+            f"folder{instead}"
         )
     require_own_files(folder)
 

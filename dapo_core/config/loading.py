@@ -102,7 +102,9 @@ def read_tree(path: Path, what: str = "configuration") -> dict[str, Any]:
         with path.open(encoding="utf-8") as file:
             tree = _parse(file, f"{what} {path}") or {}
     except OSError as error:
-        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
+        close = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.y*ml")], n=1)
+        meant = f" (did you mean {path.with_name(close[0])}?)" if close else ""
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}{meant}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{what} {path} holds {type(tree).__name__}, not sections with keys")
     return tree
@@ -112,7 +114,7 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
     """The tree after overrides of the form `section.key=value` in their order."""
     for override in overrides:
         name, separator, text = override.partition("=")
-        if not separator or "." not in name:
+        if not separator or not name.strip():
             raise ConfigError(f"--set {override!r} is not of the form section.key=value, such as run.seed=2")
         *sections, leaf = name.strip().split(".")
         node = tree

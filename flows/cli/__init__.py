@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from flows.cli import chain, cluster, datasets, evaluation, history, migration, operating, stages
 
@@ -49,7 +50,7 @@ class Commands(TyperGroup):
         return sorted(self.commands, key=ORDER.index)
 
     def invoke(self, ctx: Any) -> Any:
-        """A misspelt choice of a command, such as a stage, is answered with the one that was meant."""
+        """A misspelt choice, such as a stage, is answered with the one that was meant; KEY=VALUE with --set."""
         from downloads.nearest import nearest
 
         try:
@@ -59,6 +60,10 @@ class Commands(TyperGroup):
             if is_choice:
                 given, names = given.removeprefix("Value error, ").strip("'"), choices.replace("'", "").split(", ")
                 error.message = f"{given!r} is no choice{nearest(given, names)}"
+            raise
+        except TyperException as error:
+            if "unexpected extra argument" in error.message and "=" in error.message:
+                error.message += "; a key is changed by --set SECTION.KEY=VALUE"
             raise
 
 

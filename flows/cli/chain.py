@@ -35,7 +35,7 @@ app.add_typer(config_app, name="config")
 def init(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write, such as my.yaml.")],
     model: Annotated[str, typer.Option(help="Model folder, or a hub's id: ORG/NAME, modelscope:ORG/NAME.")],
-    data: Annotated[str, typer.Option(help="To train on: a file, a name or a hub's id.")],
+    data: Annotated[list[str], typer.Option(help="To train on: a file, a folder, a name or a hub's id.")],
     columns: Annotated[
         str | None, typer.Option(help="problem=NAME,answer=NAME: what the columns of the files hold.")
     ] = None,
@@ -57,8 +57,10 @@ def init(
 
     if path.exists():
         raise ConfigError(f"{path} exists; name another file, or remove it")
+    if len(data) > 1:
+        raise ConfigError(f"--data is given {len(data)} times; name one, and list the others in data.train later")
     keys = model_keys(model, chat_template)
-    text = first_recipe(path, keys, data, held_out, Machine.this(), columns_said(columns))
+    text = first_recipe(path, keys, data[0], held_out, Machine.this(), columns_said(columns))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     findings = examine(load_config(path))

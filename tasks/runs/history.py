@@ -194,8 +194,9 @@ def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
     """The run whose id begins or ends with `text`; `latest` is the newest, `latest~2` the one two before it.
 
     With `needs`, the label of a stage or "report", these two count only the runs that have it.
-    Raises StoreError, naming the runs there are, when none matches or more than one.
+    Raises StoreError without such a store and, naming the runs there are, when none matches or more than one.
     """
+    require_store(store)
     folders = run_folders(store)
     if match := _LATEST.fullmatch(text):
         if needs is not None:

@@ -111,6 +111,9 @@ def test_config_show_tells_the_numbers_beside_the_yaml() -> None:
         (["plan", CONFIG, "--set", "reward.scorers=[exam=maths]"], "which is not DATA_SOURCE=SCORER"),
         (["merge", "no/checkpoint", "no/target"], "no/checkpoint holds no complete checkpoint"),
         (["run", CONFIG, "--set", "store.path=README.md/store"], "store.path to another directory"),
+        (["plan", "configs/arith-cpu.yml"], "No such file or directory (did you mean configs/arith_cpu.yaml?)"),
+        (["plan", CONFIG, "run.seed=2"], "argument(s) (run.seed=2); a key is changed by --set SECTION.KEY=VALUE"),
+        (["init", "x.yaml", "--model", "m", "--data", "a", "--data", "b"], "--data is given 2 times; name one"),
         (["serve", "no/model"], "model folder no/model does not exist in /"),
         (["eval", "--base-url", "http://127.0.0.1:1", "--data", "x.csv", "--output", "o"], "x.csv is not a file"),
     ],
@@ -224,11 +227,10 @@ def test_looking_at_no_store_writes_nothing(tmp_path: Path) -> None:
     assert f"there is no store {none}" in refusal("runs", "--store", none)
     assert "there is no store README.md" in refusal("runs", "--store", "README.md")
     assert dapo("runs", "--store", tmp_path).stdout == f"no run is recorded in {tmp_path}\n"
-    assert f"no run latest in {none}; no run is recorded there" in refusal(
-        "runs", "show", "latest", "--store", none
-    )
+    assert f"there is no store {none}" in refusal("runs", "show", "latest", "--store", none)
+    assert f"there is no store {none}" in refusal("compare", "latest~1", "latest", "--store", none)
     assert f"there is no store {none}" in refusal("gc", "--keep-runs", "3", "--store", none)
-    assert f"no run abc in {none}" in refusal("export", "abc", tmp_path / "model", "--store", none)
+    assert f"there is no store {none}" in refusal("export", "abc", tmp_path / "model", "--store", none)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -101,7 +101,12 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             r"store\.path = '\$\{STORE\}' still holds a placeholder; put the real value there",
         ),
         ('serve.extra_args=[a, "${X}"]', r"serve\.extra_args\.1 = '\$\{X\}' still holds a placeholder"),
-        ("train=5", r"--set 'train=5' is not of the form section\.key=value, such as run\.seed=2"),
+        (
+            "train.total_steps",
+            r"--set 'train\.total_steps' is not of the form section\.key=value, such as run\.seed",
+        ),
+        ("train=5", r"train is a section with keys, not the value 5"),
+        ("total_steps=5", r"unknown key total_steps = 5 \(did you mean train\.total_steps\?\)"),
         ("train.total_steps.x=5", r"train\.total_steps = \{'x': 5\} is refused"),
         ("train.warmup_steps.x=5", r"--set train\.warmup_steps\.x: warmup_steps is a value, not a section"),
         ("reward.overlong=8", r"reward\.overlong is a section with keys, not the value 8"),

@@ -170,3 +170,18 @@ def test_a_reference_model_has_the_policys_sizes(tmp_path: Path) -> None:
         require_reference(str(same), policy)
     with pytest.raises(ModelError, match=r"does not exist; set algorithm\.kl\.reference_path to"):
         require_reference(str(tmp_path / "nowhere"), policy)
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("adapter_config.json", r"lacks config\.json .* folder \(here is a LoRA adapter: merge it into"),
+        ("model-Q4_K_M.gguf", r"lacks config\.json .* folder \(here is a GGUF file, which is quantized"),
+    ],
+)
+def test_other_forms_of_a_model_are_named(tmp_path: Path, file: str, said: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(ModelError, match=said):
+        require_model_folder(tmp_path)
+    with pytest.raises(ModelError, match=rf"{file} is a file, and a model is a whole folder; set model\.path to"):
+        require_model_folder(tmp_path / file)
