@@ -23,12 +23,13 @@ import durable
 from tasks.processes.child import (
     GRACE_SECONDS,
     STOP_MARGIN_SECONDS,
+    ChildProcessFailed,
     RunningCommand,
     lock_log,
     prepare_log,
     start_supervisor,
 )
-from tasks.processes.supervisor import RECORD_SUFFIX, REQUEST_SUFFIXES
+from tasks.processes.supervisor import RECORD_SUFFIX, REQUEST_SUFFIXES, UNWATCHED
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,13 @@ class DetachedProcess(RunningCommand):
         if exit_code is None:
             self._touch()
         return exit_code
+
+    def failure(self) -> ChildProcessFailed:
+        """As of any command; worth another attempt if it was stopped while this process was, as by Ctrl-Z."""
+        error, record = super().failure(), read_record(self.log_path)
+        if record is not None and record.stopping == UNWATCHED:
+            error.is_lasting = False
+        return error
 
     def request(self, request: signal.Signals) -> None:
         """Have the supervisor STOP or KILL the command, by an empty file: that works on a full disk too."""

@@ -174,6 +174,18 @@ def test_unwatched_it_stops_in_order_and_the_next_run_starts_it_again(stem: Path
     assert "helper there" in log_of(stem)
 
 
+def test_a_run_that_slept_meanwhile_starts_it_again(stem: Path) -> None:
+    """As after Ctrl-Z and fg."""
+
+    def sleep(line: str) -> None:
+        wait_until(lambda: not is_locked(stem.with_suffix(".log")), "the command to end")
+
+    with pytest.raises(ChildProcessFailed) as caught:
+        run(stem, python(SAVER), dataclasses.replace(OPTIONS, unwatched_seconds=1.5), on_line=sleep)
+    assert outcome_of(stem) == (supervisor.UNWATCHED, 143)
+    assert not is_lasting(caught.value)
+
+
 def test_watched_it_goes_on(stem: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detached, "TOUCH_SECONDS", 0.1)
     record = stem.with_suffix(supervisor.RECORD_SUFFIX)
