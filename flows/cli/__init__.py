@@ -104,6 +104,7 @@ def main() -> None:
     """Run the command line; a known error prints its message and exits with 2 if the user must act, else 1."""
     from dapo_core.errors import DapoError
     from downloads import DownloadError
+    from durable import FULL_DISK_ERRORS
     from eval import EvaluationError
     from flows.console import print_messages
     from redaction import redact
@@ -119,6 +120,11 @@ def main() -> None:
     except (OSError, *LASTING_ERRORS) as error:  # a bug or a missing file: a status that has nothing tried again
         if isinstance(error, OSError) and error.errno in UNWRITABLE and error.filename is not None:
             typer.secho(f"{error.filename}: {error.strerror}; name another place", err=True, fg="red")
+            sys.exit(LASTING_EXIT_CODE)
+        if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:
+            typer.secho(
+                f"{error}; make room, or name another place, and give the command again", err=True, fg="red"
+            )
             sys.exit(LASTING_EXIT_CODE)
         if not isinstance(error, LASTING_ERRORS):
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import re
@@ -13,7 +12,6 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -180,13 +178,6 @@ def test_a_bug_has_a_traceback_and_a_status_that_has_nothing_tried_again(
     if status:
         assert getattr(end.value, "code", None) == status
         assert "TypeError: a bug" in capsys.readouterr().err
-
-
-def test_a_place_that_cannot_be_written_is_named_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    refusal = OSError(errno.EROFS, "Read-only file system", "my.yaml")
-    with mock.patch("flows.cli.app", side_effect=refusal), pytest.raises(SystemExit, match="2"):
-        main()
-    assert capsys.readouterr().err == "my.yaml: Read-only file system; name another place\n"
 
 
 def test_an_error_whose_lines_were_shown_is_told_without_them() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import httpx
 import pytest
@@ -14,6 +17,7 @@ from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDie
 from dapo_core.sampler import NotEnoughSignal
 from downloads import AccessDenied, DiskTooSmall, NotFound, Offline, Unreachable, WrongContent
 from eval import EvaluationError
+from flows.cli import main
 from tasks.artifacts.artifact import StoreError
 from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
 from tasks.processes.child import ChildProcessFailed, run_command
@@ -105,3 +109,19 @@ def test_a_short_error_keeps_the_last_line_of_the_child_and_its_exit_code() -> N
     error.summary = "vllm serve was killed by SIGKILL; its log is s.log\nIt answered before"
     assert str(shortened(error)) == error.summary
     assert not is_lasting(shortened(error))
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EROFS, "my.yaml: Read-only file system; name another place\n"),
+        (errno.ENOSPC, "[Errno 28] No space left on device: 'my.yaml'; make room, or name another place, and "),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_named_without_a_traceback(
+    number: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal = OSError(number, os.strerror(number), "my.yaml")
+    with mock.patch("flows.cli.app", side_effect=refusal), pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.startswith(said)
