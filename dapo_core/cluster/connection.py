@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 MAX_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 FOLDER_PREFIX, LOCK_FILE = "dapo-ray-", ".lock"  # which is held while Ray runs
 LEFT_SECONDS = 24 * 3600
+FULL_DISK_BYTES = 1024**2
 _OPTIONS: dict[str, Any] = {"logging_level": "warning", "log_to_driver": True}
 
 
@@ -149,6 +150,8 @@ def _start(folder: Path, num_cpus: int) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if shutil.disk_usage(folder).free < FULL_DISK_BYTES:
+                reason = f"no room is left in {folder.parent}; make some, or set RAY_TMPDIR to another disk"
             raise WorkerDied(f"Ray did not start on this machine: {reason} (its logs are in {folder})") from error
 
 

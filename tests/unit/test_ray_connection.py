@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -119,6 +120,11 @@ def test_the_error_names_the_reason_and_the_logs(monkeypatch: pytest.MonkeyPatch
         connect()
     folder = Path(str(caught.value).rpartition(" in ")[2].rstrip(")"))
     assert oct(folder.stat().st_mode)[-3:] == "700"
+    usage = shutil.disk_usage(folder)._replace(free=100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    Init(monkeypatch, TimeoutError("Timed out waiting for file gcs_server_port"))
+    with pytest.raises(WorkerDied, match=rf"no room is left in {folder.parent}; make some, or set RAY_TMPDIR to"):
+        connect()
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
