@@ -267,6 +267,7 @@ def test_a_store_that_cannot_be_written_ends_with_status_1_and_one_advice(
     assert f"start with `dapo up --store {store}`" in result.output
 
 
+@pytest.mark.slow
 def test_a_schedule_without_a_run_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, project: Path) -> None:
     """All else may be in order on this machine or not: the same server with the run decides."""
     monkeypatch.chdir(project)
