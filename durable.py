@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 0.1  # in which `is_locked` of another process lets go of a lock
 TAIL_BYTES = 64 * 1024
@@ -164,7 +166,14 @@ def iterate_json_lines(path: Path) -> Iterator[Any]:
         with path.open("rb") as file:
             for line in file:
                 with contextlib.suppress(ValueError):
-                    yield json.loads(line)
+                    yield _parsed(line)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return orjson.loads(line)  # three times as fast
+    except orjson.JSONDecodeError:
+        return json.loads(line)  # which takes NaN
 
 
 def tail(path: Path, num_lines: int, offset: int = 0) -> list[str]:
