@@ -166,14 +166,15 @@ def iterate_json_lines(path: Path) -> Iterator[Any]:
         with path.open("rb") as file:
             for line in file:
                 with contextlib.suppress(ValueError):
-                    yield _parsed(line)
+                    yield parse_json(line)
 
 
-def _parsed(line: bytes) -> Any:
+def parse_json(text: bytes) -> Any:
+    """As json.loads, in a third of the time."""
     try:
-        return orjson.loads(line)  # three times as fast
+        return orjson.loads(text)
     except orjson.JSONDecodeError:
-        return json.loads(line)  # which takes NaN
+        return json.loads(text)  # NaN, half of a surrogate pair, or an error that says what is wrong
 
 
 def tail(path: Path, num_lines: int, offset: int = 0) -> list[str]:

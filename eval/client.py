@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
+from durable import parse_json
 from eval.endpoint import LOOPBACK, Endpoint, Sampling
 from eval.identity import Weights, probe_requests, read_engine, read_logprobs, read_root
 from eval.problems.items import Item
@@ -209,7 +210,7 @@ class Connection:
 
 def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> Answer:
     try:
-        payload = json.loads(content)
+        payload = parse_json(content)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         size = f"a body of {len(content)} bytes"
         raise RequestError(f"invalid JSON in {size} ({error}): {_beginning(content)[:100]!r}") from error
@@ -243,7 +244,7 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
 def _read_echoed(content: bytes, num_prompts: int) -> list[list[float]]:
     """The log-probs of each prompt's tokens, the first of which has 0. Raises RequestError when there are none."""
     try:
-        choices = sorted(json.loads(content)["choices"], key=lambda choice: choice["index"])
+        choices = sorted(parse_json(content)["choices"], key=lambda choice: choice["index"])
         values = [choice["logprobs"]["token_logprobs"][:-1] for choice in choices]  # the last was generated
         echoed = [[float(value) for value in (0.0, *one[1:])] for one in values]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
