@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 0.1  # in which `is_locked` of another process lets go of a lock
 TAIL_BYTES = 64 * 1024
@@ -170,7 +172,15 @@ def iterate_json_lines(path: Path) -> Iterator[Any]:
         with path.open("rb") as file:
             for line in file:
                 with contextlib.suppress(ValueError):
-                    yield json.loads(line)
+                    yield parse_json(line)
+
+
+def parse_json(text: bytes) -> Any:
+    """As json.loads, in a third of the time."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return json.loads(text)  # NaN, half of a surrogate pair, or an error that says what is wrong
 
 
 def tail(path: Path, num_lines: int, offset: int = 0) -> list[str]:

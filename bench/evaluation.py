@@ -33,8 +33,8 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval import EvaluationError
-from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
+from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import EvaluationSet, Item
 from eval.results import make_settings, write_json
 from eval.run import evaluate

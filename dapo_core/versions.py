@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ def _floors() -> dict[str, dict[str, Any]]:
     return _table()["floors"]
 
 
+@cache
 def _table() -> dict[str, Any]:
     return yaml.safe_load(TABLE.read_text(encoding="utf-8"))
 

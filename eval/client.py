@@ -7,86 +7,30 @@ import email.utils
 import json
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 
+from durable import parse_json
+from eval.endpoint import LOOPBACK, Endpoint, Sampling
 from eval.identity import Weights, probe_requests, read_engine, read_logprobs, read_root
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt
-from redaction import add_secret, redact, redactor
+from redaction import redact, redactor
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429})  # beside every 5xx
-LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _REASONING = ("reasoning", "reasoning_content")  # vLLM's name of a message's thinking, and the one before
 _TEXT_PARTS = frozenset({"text", "output_text", None})
 _MAX_REASON_CHARS = 300
 _MIN_KEY_CHARS = 16  # in a response, where a password like 123456 may be the answer
 _MAX_RETRY_AFTER_SECONDS = 300.0
 _CONNECT_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A served model: `base_url` with or without a trailing `/v1`, `model` the served name."""
-
-    base_url: str
-    model: str
-    api_key: str | None = None
-
-    def __post_init__(self) -> None:
-        add_secret(self.api_key)
-        add_secret(urlsplit(self.base_url).password)
-
-    def url(self, path: str) -> str:
-        """URL of a path such as "chat/completions"."""
-        return f"{self.base_url.rstrip('/').removesuffix('/v1')}/v1/{path}"
-
-    def has_ended(self) -> bool:
-        """Whether the server is known to be gone for good; of a server that is not ours nothing is known."""
-        return False
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters, all part of a result's identity. Sample i of an item uses seed + i."""
-
-    max_tokens: int
-    temperature: float | None = 0.0  # None, here and below: not sent, so that the server's own default applies
-    top_p: float | None = 1.0
-    top_k: int | None = None  # vLLM's extra field
-    seed: int = 1234
-    num_samples: int = 1
-    stop: tuple[str, ...] = ()
-    chat_template_kwargs: Mapping[str, Any] | None = None  # vLLM's extra field
-    extra_body: Mapping[str, Any] | None = None  # further fields
-    source: Literal["model", "server"] | None = None  # of temperature, top_p, top_k; None: the settings
-
-    def body(self, sample: int) -> dict[str, Any]:
-        """The fields of the request of one sample."""
-        fields: dict[str, Any] = {
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed + sample,
-            "top_k": self.top_k,
-            "stop": list(self.stop) or None,
-            "chat_template_kwargs": self.chat_template_kwargs,
-        }
-        sent = {name: value for name, value in fields.items() if value is not None}
-        return {**sent, **(self.extra_body or {})}
-
-    def to_json(self) -> dict[str, Any]:
-        """As settings.json holds it; a field that earlier versions lack is left out unless it is set."""
-        fields = {**asdict(self), "stop": list(self.stop)}
-        added = ("chat_template_kwargs", "extra_body", "source")
-        return {name: value for name, value in fields.items() if value is not None or name not in added}
 
 
 @dataclass(frozen=True)
@@ -266,7 +210,7 @@ class Connection:
 
 def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> Answer:
     try:
-        payload = json.loads(content)
+        payload = parse_json(content)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         size = f"a body of {len(content)} bytes"
         raise RequestError(f"invalid JSON in {size} ({error}): {_beginning(content)[:100]!r}") from error
@@ -300,7 +244,7 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
 def _read_echoed(content: bytes, num_prompts: int) -> list[list[float]]:
     """The log-probs of each prompt's tokens, the first of which has 0. Raises RequestError when there are none."""
     try:
-        choices = sorted(json.loads(content)["choices"], key=lambda choice: choice["index"])
+        choices = sorted(parse_json(content)["choices"], key=lambda choice: choice["index"])
         values = [choice["logprobs"]["token_logprobs"][:-1] for choice in choices]  # the last was generated
         echoed = [[float(value) for value in (0.0, *one[1:])] for one in values]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -11,7 +11,6 @@ from eval import InputError, breakdown
 from eval.answers.grading import grade
 from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part
 from eval.identity import describe_weights
-from eval.judge import summarise_votes
 from eval.measured import Speed, speed_of
 from eval.results import (
     SERVED,
@@ -31,7 +30,7 @@ from eval.statistics import (
     measure_change,
     share_interval,
 )
-from eval.summary import acc_norm, same_answer_by, summarise_scores
+from eval.summary import acc_norm, same_answer_by, summarise_scores, summarise_votes
 from eval.thinking import Budget, Thinking, by_limit, measure_thinking
 
 GROUP_FIELDS = ("level", "subject")
@@ -74,7 +73,7 @@ class Side:
     mean_response_tokens: float | None
     thinking: Thinking | None
     scorer: dict[str, float] | None  # {mean_score, errors} where a scorer grades
-    judge: dict[str, float] | None  # as eval.judge.summarise_votes
+    judge: dict[str, float] | None  # as eval.summary.summarise_votes
     acc_norm: float | None  # where options are weighed
     num_finished: int  # responses that are right or wrong: neither truncated nor without an answer
     finished_accuracy: float  # of those

@@ -16,7 +16,8 @@ from typing import Any
 
 import uvloop
 
-from eval.client import Answer, Connection, Endpoint, RequestError, Sampling
+from eval.client import Answer, Connection, RequestError
+from eval.endpoint import Endpoint, Sampling
 from eval.identity import ModelChangedError, Weights
 from eval.problems.items import Item
 

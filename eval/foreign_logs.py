@@ -14,7 +14,7 @@ from typing import Any
 from durable import iterate_json_lines
 from eval.answers.extraction import extract_boxed
 from eval.answers.grading import GRADERS
-from eval.client import Endpoint, Sampling
+from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt
 from eval.recorder import regrade_row

@@ -7,7 +7,6 @@ next attempt asks for it again.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import re
@@ -18,8 +17,8 @@ from typing import Any, Literal
 
 from durable import read_json_lines, write_atomically
 from eval import EvaluationError, InputError
-from eval.client import Endpoint, Sampling
 from eval.dispatch import Dispatcher, Limits, Outcome, Request, run_in_thread
+from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.results import Row
 
@@ -127,38 +126,6 @@ def with_votes_of(before: Row, row: Row) -> Row:
     """A row that was graded again, with the votes that it had; none where it is cut off now."""
     said = (before.details or {}).get("judge")
     return row if said is None or row.verdict == "truncated" else decided(row, said["votes"], said["headline"])
-
-
-def summarise_votes(rows: Sequence[Row]) -> dict[str, float] | None:
-    """{judged, accuracy, failed, vote_agreement, grader_agreement} of rows that were judged; None for others.
-
-    `accuracy` is of those with a majority and of responses that were cut off, which are wrong. `failed` had none.
-    `vote_agreement` is the mean share of pairs of votes on one response that agree (1 for single votes),
-    `grader_agreement` the share of verdicts that are the grader's.
-    """
-    said = [row.details["judge"] for row in rows if row.details and "judge" in row.details]
-    if not said:
-        return None
-    settled = [one for one in said if one["verdict"] is not None]
-    pairs = [_pairs_that_agree([vote for vote in one["votes"] if vote]) for one in said]
-    agreements = [share for share in pairs if share is not None]
-    num_cut = sum(row.verdict == "truncated" for row in rows)
-    return {
-        "judged": len(said),
-        "failed": len(said) - len(settled),
-        "accuracy": _share([one["verdict"] == "right" for one in settled] + [False] * num_cut),
-        "vote_agreement": sum(agreements) / len(agreements) if agreements else 1.0,
-        "grader_agreement": _share([(one["verdict"] == "right") == (one["grader"] == "right") for one in settled]),
-    }
-
-
-def _pairs_that_agree(votes: Sequence[Vote]) -> float | None:
-    pairs = [one == other for one, other in itertools.combinations(votes, 2)]
-    return _share(pairs) if pairs else None
-
-
-def _share(values: Sequence[bool]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def _key(judge: Judge, row: Row, number: int) -> str:

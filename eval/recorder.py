@@ -15,8 +15,8 @@ from eval import EvaluationError, InputError, RequestsRefused
 from eval.answers.extraction import split_thinking
 from eval.answers.grading import Grader
 from eval.batches import Batch
-from eval.client import Sampling
 from eval.dispatch import Outcome, Request
+from eval.endpoint import Sampling
 from eval.identity import Weights
 from eval.judge import VOTES_FILE, Judge, judged, without_judge
 from eval.problems.items import EvaluationSet, Item

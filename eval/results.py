@@ -16,7 +16,7 @@ import orjson
 from durable import UNSET, LockHeld, differences, iterate_json_lines, locked, write_atomically
 from eval import EvaluationError, InputError
 from eval.answers.grading import OWN_RULES, VERDICTS, MathGrader, Verdict
-from eval.client import Endpoint, Sampling
+from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt, Template
 
@@ -247,25 +247,22 @@ def is_answered(samples: Samples) -> bool:
 
 def read_rows(directory: Path, with_texts: bool = True) -> dict[RowKey, Row]:
     """Rows or outlines in file order, up to a torn line; of several for one sample of an item the last counts."""
-    lines = iterate_json_lines(directory / RESULTS_FILE)
-    rows = (_parse_row(fields) if with_texts else _outline(_parse_row(fields)) for fields in lines)
+    rows = (_parse_row(fields, with_texts) for fields in iterate_json_lines(directory / RESULTS_FILE))
     return {row.key: row for row in rows if row is not None}
 
 
-def _parse_row(fields: Any) -> Row | None:
+def _parse_row(fields: Any, with_texts: bool) -> Row | None:
     """None for a line that is not a row of this version."""
     try:
         prompt = fields["prompt"]
         row = Row(**{**fields, "prompt": prompt if isinstance(prompt, str) else tuple(prompt)})
     except (TypeError, KeyError):
         return None
-    return row if row.verdict in VERDICTS else None
-
-
-def _outline(row: Row | None) -> Row | None:
-    if row is None:
+    if row.verdict not in VERDICTS:
         return None
-    return Outline(**{**vars(row), "response": None, "reasoning": None}, chars=row.num_chars)
+    return (
+        row if with_texts else Outline(**{**vars(row), "response": None, "reasoning": None}, chars=row.num_chars)
+    )
 
 
 def write_rows(directory: Path, rows: Iterable[Row]) -> None:

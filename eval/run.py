@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from eval import EvaluationError
 from eval.answers.grading import GRADERS
 from eval.batches import Batch, Batches
-from eval.client import Endpoint, Sampling
 from eval.dispatch import Dispatcher, Limits, Request, run_in_thread
+from eval.endpoint import Endpoint, Sampling
 from eval.identity import ModelChangedError, Weights
 from eval.problems.items import EvaluationSet
 from eval.recorder import NUM_GRADING_THREADS, Benchmark, Recorder

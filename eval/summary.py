@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from math import comb
 from typing import Any
 
 from eval.answers.grading import Grade
-from eval.judge import summarise_votes
 from eval.results import (
     Evaluation,
     Row,
@@ -48,7 +48,7 @@ class Summary:
     mean_response_tokens: float | None
     thinking: Thinking | None
     scorer: dict[str, float] | None  # {mean_score, errors: calls that failed} where a scorer grades
-    judge: dict[str, float] | None  # as eval.judge.summarise_votes
+    judge: dict[str, float] | None  # as summarise_votes
     acc_norm: float | None  # as lm-eval: by log-probs for each character, where options are weighed
     by_limit: list[Budget]  # what lower token limits would have left
     aisbench: dict[str, float]  # {accuracy, raises: rows on which AISBench itself would raise}
@@ -215,3 +215,35 @@ def _repeats(rows: Sequence[Row]) -> dict[str, float]:
         "differing_answers": share_differing("answer"),
         "differing_verdicts": share_differing("verdict"),
     }
+
+
+def summarise_votes(rows: Sequence[Row]) -> dict[str, float] | None:
+    """{judged, accuracy, failed, vote_agreement, grader_agreement} of rows that were judged; None for others.
+
+    `accuracy` is of those with a majority and of responses that were cut off, which are wrong. `failed` had none.
+    `vote_agreement` is the mean share of pairs of votes on one response that agree (1 for single votes),
+    `grader_agreement` the share of verdicts that are the grader's.
+    """
+    said = [row.details["judge"] for row in rows if row.details and "judge" in row.details]
+    if not said:
+        return None
+    settled = [one for one in said if one["verdict"] is not None]
+    pairs = [_pairs_that_agree([vote for vote in one["votes"] if vote]) for one in said]
+    agreements = [share for share in pairs if share is not None]
+    num_cut = sum(row.verdict == "truncated" for row in rows)
+    return {
+        "judged": len(said),
+        "failed": len(said) - len(settled),
+        "accuracy": _share([one["verdict"] == "right" for one in settled] + [False] * num_cut),
+        "vote_agreement": sum(agreements) / len(agreements) if agreements else 1.0,
+        "grader_agreement": _share([(one["verdict"] == "right") == (one["grader"] == "right") for one in settled]),
+    }
+
+
+def _pairs_that_agree(votes: Sequence[str]) -> float | None:
+    pairs = [one == other for one, other in itertools.combinations(votes, 2)]
+    return _share(pairs) if pairs else None
+
+
+def _share(values: Sequence[bool]) -> float:
+    return sum(values) / len(values) if values else 0.0

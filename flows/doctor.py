@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -79,28 +78,27 @@ def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding
     for folder in new:  # a store that a command mistypes is not made by looking at it
         with contextlib.suppress(OSError):
             folder.rmdir()
-    up = Services(store).command("up")
-    for finding in examine_server(store, project, wait_seconds):
-        yield replace(finding, advice=finding.advice.replace("dapo up", up))
+    yield from examine_server(store, project, wait_seconds)
 
 
 def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:
     """Yields findings about the server in Prefect's settings, else about the one of the store's services."""
-    url = named_api(store)
+    url, up = named_api(store), f"`{Services(store).command('up')}`"
     if not url:
-        yield Finding("Prefect server", WARN, "no server", "start with `dapo up`; `dapo run` needs none")
+        yield Finding("Prefect server", WARN, "no server", f"start with {up}; `dapo run` needs none")
         return
     if not is_healthy(url):
-        advice = "`dapo up`, or correct PREFECT_API_URL or the profile that names it"
+        advice = f"{up}, or correct PREFECT_API_URL or the profile that names it"
         yield Finding("Prefect server", FAIL, f"{url} does not answer", advice)
         return
     yield check_access(url)
     try:
         with connected(url) as client:
-            for check in (check_version, check_worker, check_crash_automation):
-                yield check(client)
+            yield check_version(client)
+            yield check_worker(client, up)
+            yield check_crash_automation(client, up)
             if (project / PREFECT_FILE).is_file():
-                yield check_deployments(client, project)
+                yield check_deployments(client, project, up)
                 yield check_schedules(client, wait_seconds)
     except ServicesError as error:
         yield Finding("Prefect server", FAIL, str(error))  # which says what to do
@@ -241,11 +239,11 @@ def check_version(client: SyncPrefectClient) -> Finding:
     return Finding("Prefect server", FAIL, found, "install the server's version here, or restart the server")
 
 
-def check_worker(client: SyncPrefectClient) -> Finding:
+def check_worker(client: SyncPrefectClient, up: str) -> Finding:
     """Workers: one is online and may start flow runs."""
     from prefect.exceptions import ObjectNotFound
 
-    advice = f"`dapo up`, or `prefect worker start --pool {WORK_POOL} --type process`"
+    advice = f"{up}, or `prefect worker start --pool {WORK_POOL} --type process`"
     try:
         is_paused = client.read_work_pool(WORK_POOL).is_paused
         online = online_workers(client)
@@ -258,22 +256,22 @@ def check_worker(client: SyncPrefectClient) -> Finding:
     return Finding("worker", OK, f"{', '.join(online)} in work pool {WORK_POOL}")
 
 
-def check_crash_automation(client: SyncPrefectClient) -> Finding:
+def check_crash_automation(client: SyncPrefectClient, up: str) -> Finding:
     """The automation that marks flow runs without a live process as crashed."""
     name = f"automation {CRASH_AUTOMATION!r}"
     if not (found := client.read_automations_by_name(CRASH_AUTOMATION)):
-        advice = "`dapo up`, or `prefect automation create --from-file flows/crashed_runs.yaml`"
+        advice = f"{up}, or `prefect automation create --from-file flows/crashed_runs.yaml`"
         return Finding("crash detection", WARN, f"no {name}", advice)
     if not any(automation.enabled for automation in found):
         return Finding("crash detection", WARN, f"{name} is disabled", f"prefect automation resume {name[11:]}")
     return Finding("crash detection", OK, name)
 
 
-def check_deployments(client: SyncPrefectClient, project: Path) -> Finding:
+def check_deployments(client: SyncPrefectClient, project: Path, up: str) -> Finding:
     """Deployments: every one in prefect.yaml is registered in our work pool."""
     wanted = {deployment["name"] for deployment in read_deployments(project)}
     if missing := sorted(wanted - {deployment.name for deployment in _registered(client)}):
-        advice = "`dapo up`, or `prefect --no-prompt deploy --all`"
+        advice = f"{up}, or `prefect --no-prompt deploy --all`"
         return Finding("deployments", FAIL, f"not registered: {', '.join(missing)}", advice)
     return Finding("deployments", OK, ", ".join(sorted(wanted)))
 

@@ -19,7 +19,7 @@ from prefect.settings import get_current_settings
 from prefect.utilities.urls import url_for
 
 from dapo_core.errors import ConfigError
-from eval.client import LOOPBACK
+from eval.endpoint import LOOPBACK
 from eval.pages import points
 from eval.report import REPORT_PAGE
 from flows.config import WebhookConfig, is_http_address, load_config

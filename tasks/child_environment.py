@@ -6,8 +6,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import yaml
-
 from dapo_core.cluster.started import AUTH_TOKEN
 from dapo_core.environment import WORKERS, Given, given_by_training
 from interop.render import trainers
@@ -15,7 +13,7 @@ from redaction import REDACTED, is_secret_name, redact
 from tasks.config import ChainConfig
 from tasks.external.launch import own_ray
 from tasks.links import Link
-from tasks.preflight.environment import TABLE
+from tasks.preflight.environment import table_rows
 from tasks.processes.child import OUTPUT_AT_ONCE
 from tasks.serve_model.command import API_KEY_VARIABLE, SOCKETS_VARIABLE, serve_environments
 from tasks.stages import EVALUATE_MODEL
@@ -29,7 +27,7 @@ def child_environment(link: Link, metrics: Mapping[str, Any], environment: Mappi
 
     Without defaults in whose place `environment` has another value, and without the values of secrets.
     """
-    effects = {row["name"]: row["effect"] for row in yaml.safe_load(TABLE.read_text(encoding="utf-8"))}
+    effects = {row["name"]: row["effect"] for row in table_rows()}
     found = []
     for given in _given(link, metrics, environment):
         for name, value in given.values.items():

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from dapo_core.errors import ConfigError
-from eval.client import LOOPBACK, Endpoint, Sampling
+from eval.endpoint import LOOPBACK, Endpoint, Sampling
 from eval.problems.files import columns_of
 from eval.problems.items import EvaluationSet
 from eval.problems.registry import load_set

@@ -11,11 +11,11 @@ from typing import Any
 
 from dapo_core.errors import ConfigError
 from eval.problems import ProblemsError
-from eval.problems.files import iterate_problems, iterate_rows
+from eval.problems.files import iterate_problems, iterate_rows, problems_of
 from eval.problems.items import Problem
 from eval.problems.problem_set import ProblemSet
 from eval.problems.registry import OWN, SETS
-from eval.problems.rows import chat_of
+from eval.problems.rows import Row, chat_of
 from tasks.config import ChainConfig
 from tasks.data.reading import SetCount, iterate_source, to_row
 from tasks.data.sources import train_sources
@@ -43,10 +43,11 @@ def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) ->
             f"--{option} {name} is no file or folder here, no id of a hub and no registered set "
             f"({', '.join(SETS)})"
         )
-    if not columns and _read_as(path, OWN):
+    rows = list(itertools.islice(itertools.chain.from_iterable(iterate_rows(path)), NUM_TRIED))
+    if not columns and _read_as(path, rows, OWN):
         return name
     for known in SETS.values():
-        if not columns and known.name != "choice" and _is_unmistakable(_read_as(path, known)):
+        if not columns and known.name != "choice" and _is_unmistakable(_read_as(path, rows, known)):
             return [{"set": known.name, "path": name}]
     return [{"set": name, "columns": guessed_columns(path, columns)}]
 
@@ -85,17 +86,17 @@ def columns_said(text: str | None) -> dict[str, str]:
     return {name: column for name, _, column in pairs}
 
 
-def _read_as(path: Path, known: ProblemSet) -> list[tuple[Mapping[str, Any], Problem]]:
-    """The first rows of a file in a set's form, with their problems; none if one of them is of another form."""
+def _read_as(path: Path, rows: Sequence[Row], known: ProblemSet) -> list[tuple[Row, Problem]]:
+    """A file's first rows in a set's form, with their problems; none if one of them is of another form."""
     try:
-        tried = list(itertools.islice(iterate_problems(path, known.schemas), NUM_TRIED))
+        tried = list(problems_of(path, filter(None, [rows]), known.schemas))
     except ProblemsError:
         return []
     found = [(row, problem) for _, row, problem in tried if isinstance(problem, Problem)]
     return found if len(found) == len(tried) else []
 
 
-def _is_unmistakable(found: Sequence[tuple[Mapping[str, Any], Problem]]) -> bool:
+def _is_unmistakable(found: Sequence[tuple[Row, Problem]]) -> bool:
     """Whether a set's form says more than columns do: an answer within a text, options to be written out."""
     return any(
         not {problem.text, problem.gold} <= {str(value) for value in row.values()} for row, problem in found

@@ -12,8 +12,8 @@ from dapo_core.reward.scorers import SCORERS
 from eval.answers.grading import Grader
 from eval.answers.pool import Pool
 from eval.answers.scored import ScorerGrader
-from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
+from eval.endpoint import Endpoint, Sampling
 from eval.judge import PROMPT, Judge
 from tasks.artifacts.artifact import sha256_of
 from tasks.evaluate_config import EvaluateConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.answers.grading import VERDICTS
-from eval.client import Endpoint, Sampling
 from eval.compare import Comparison, compare_evaluations
+from eval.endpoint import Endpoint, Sampling
 from eval.plots import Plots
 from eval.problems.items import Item
 from eval.results import Evaluation, Row, make_settings, write_rows

@@ -12,6 +12,11 @@ PACKAGES = ("flows", "tasks", "dapo_core", "eval", "downloads", "interop", "dura
 
 
 @cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse((PROJECT_ROOT / name).read_text(encoding="utf-8"), filename=name)
+
+
+@cache
 def modules_of(name: str, with_types: bool = True, with_strings: bool = False) -> frozenset[str]:
     """Names of modules that the file imports anywhere; relative imports are made absolute.
 
@@ -19,12 +24,14 @@ def modules_of(name: str, with_types: bool = True, with_strings: bool = False) -
     plug-ins.
     """
     package = name.removesuffix(".py").split("/")[:-1]
-    trees: list[ast.AST] = [ast.parse((PROJECT_ROOT / name).read_text(encoding="utf-8"), filename=name)]
+    trees: list[ast.AST] = [tree_of(name)]
     found: set[str] = set()
     while trees:
         node = trees.pop()
         found.update(_named_by(node, package, with_strings))
-        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        is_for_types = (
+            isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        )
         trees += node.orelse if is_for_types and not with_types else ast.iter_child_nodes(node)
     return frozenset(found)
 

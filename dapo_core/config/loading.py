@@ -24,7 +24,7 @@ _PLACEHOLDER = re.compile(r"\$\{[^}]*\}|<[A-Z][A-Z0-9_]+>")
 TEMPLATE_WORDS = re.compile(r"^[A-Z]+( [A-Z]+)+$|^<.*>$|\$\{\w+\}|^(?i:your) |^YOUR[_-]\w+$|^TODO$")
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # C: seven times as fast
     """YAML with 1e-6 as a number, off as a word, and a key written twice refused."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

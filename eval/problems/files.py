@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,15 @@ def iterate_problems(path: Path, schemas: Sequence[Schema]) -> Iterator[tuple[in
 
     A problem without an id gets `row-N`. Raises ProblemsError for a file that cannot be read or lacks columns.
     """
+    yield from problems_of(path, iterate_rows(path, schemas), schemas)
+
+
+def problems_of(
+    path: Path, batches: Iterable[Sequence[Row]], schemas: Sequence[Schema]
+) -> Iterator[tuple[int, Row, Problem | Unusable]]:
+    """As `iterate_problems`, of rows that were read from `path`."""
     number, schema = 0, None
-    for rows in iterate_rows(path, schemas):
+    for rows in batches:
         schema = schema or find_schema(path, rows[0], schemas)
         for row in rows:
             problem: Problem | Unusable
@@ -176,6 +183,7 @@ def _batches(path: Path, files: Sequence[Path]) -> Iterator[dict[str, list[Any]]
     """Columns of up to BATCH_ROWS rows each."""
     import datasets
 
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise each file read here is reported to the hub
     what, options = FORMATS[files[0].suffix], dict[str, Any]()
     before = datasets.utils.logging.get_verbosity()
     try:

@@ -59,7 +59,7 @@ def evaluate(
     overrides: SetOption = None,
 ) -> None:
     """Evaluate a served model on every item of a dataset, or of a suite; the API key comes from VLLM_API_KEY."""
-    from eval.client import Endpoint
+    from eval.endpoint import Endpoint
     from flows.config import load_config_or_defaults
     from tasks.evaluation_settings import (
         asked_into,

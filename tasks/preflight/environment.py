@@ -11,6 +11,7 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +52,13 @@ class Variable:
     advice: str = ""
 
 
+@cache
+def table_rows() -> list[dict[str, Any]]:
+    """The rows of environment.yaml, read once."""
+    rows: list[dict[str, Any]] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return rows
+
+
 def lint(environment: Mapping[str, str], config: TrainingConfig, is_node: bool = False) -> list[Variable]:
     """What is set, what the chain sets, what is missing, dead, misspelt or in the way, in the table's order.
 
@@ -62,7 +70,7 @@ def lint(environment: Mapping[str, str], config: TrainingConfig, is_node: bool =
 def lint_under(environment: Mapping[str, str], device: str, conditions: frozenset[str]) -> list[Variable]:
     """As `lint`, for a kind of device and the names that `when` knows and that hold."""
     found: list[Variable] = []
-    rows = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    rows = table_rows()
     own = [row for row in rows if device in row.get("devices", (device,))]
     for row in own:
         found += _of_row(row, environment, conditions, device)
@@ -75,7 +83,7 @@ def wanted(config: TrainingConfig) -> dict[str, str]:
     conditions = conditions_of(config)
     return {
         row["name"]: value
-        for row in yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+        for row in table_rows()
         if config.train.device in row.get("devices", (config.train.device,))
         if set(row.get("when", ())) <= conditions
         if (value := row.get("ours", row.get("want")))

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from eval import EvaluationError
-from eval.client import Endpoint
+from eval.endpoint import Endpoint
 from redaction import add_secret, is_secret_name
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.processes.supervisor import STOP

@@ -17,8 +17,8 @@ from types import FrameType
 import pytest
 
 from bench.small_chain import CONFIG, SMALL
-from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
+from eval.endpoint import Endpoint, Sampling
 from eval.results import Row, RowKey, read_rows
 from eval.run import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running

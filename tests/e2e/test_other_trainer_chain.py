@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,7 @@ from tasks.runs.columns import Columns
 from tasks.runs.plan import plan_chain
 from tasks.runs.report import report_run
 from tasks.runs.run import Run
-from tasks.serve_model.servers import Server
-from tests.integration.arithmetic_server import ArithmeticServer, running
+from tests.integration.arithmetic_server import ArithmeticServer, serving_the_chain
 from tests.other_trainings import config_of, inputs, make_place
 
 pytestmark = pytest.mark.timeout(600)  # on two busy cores
@@ -32,20 +30,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("other"))
 
 
-REPLY = json.dumps({"choices": [{"message": {"content": "\\boxed{7}"}, "finish_reason": "stop"}], "usage": {}})
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ArithmeticServer]:
-    """A server that stands for vLLM."""
-    with running() as server:
-
-        @contextlib.contextmanager
-        def serve(*_: object, **__: object) -> Iterator[list[Server]]:
-            yield [Server(server.url, "m", "", "vllm serve MODEL")]
-
-        server.behave = lambda handler, prompt, attempt: handler.send(200, REPLY.encode())
-        monkeypatch.setattr(chain, "serve_model", serve)
+    with serving_the_chain(monkeypatch) as server:
         yield server
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
 from eval.problems.items import EvaluationSet, Item
 
 
@@ -167,6 +169,24 @@ def running(port: int = 0) -> Iterator[ArithmeticServer]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextlib.contextmanager
+def serving_the_chain(patch: pytest.MonkeyPatch) -> Iterator[ArithmeticServer]:
+    """A server that stands for vLLM in the stage evaluate_model and answers 7 to everything."""
+    from tasks import chain
+    from tasks.serve_model.servers import Server
+
+    reply = json.dumps({"choices": [{"message": {"content": "\\boxed{7}"}, "finish_reason": "stop"}], "usage": {}})
+    with running() as server:
+
+        @contextlib.contextmanager
+        def serve(*_: object, **__: object) -> Iterator[list[Server]]:
+            yield [Server(server.url, "m", "", "vllm serve MODEL")]
+
+        server.behave = lambda handler, prompt, attempt: handler.send(200, reply.encode())
+        patch.setattr(chain, "serve_model", serve)
+        yield server
 
 
 def make_set(count: int, style: str = "chat") -> EvaluationSet:

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from eval import EvaluationError, dispatch
-from eval.client import Answer, Connection, Endpoint, Sampling, _retry_after
+from eval.client import Answer, Connection, _retry_after
 from eval.dispatch import Dispatcher, Limits, Outcome, Request
+from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.results import read_rows
 from eval.run import evaluate

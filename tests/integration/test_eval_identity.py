@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
+from eval.endpoint import Endpoint, Sampling
 from eval.identity import ModelChangedError
 from eval.results import load_evaluation, read_rows, read_settings
 from eval.run import evaluate

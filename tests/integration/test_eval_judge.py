@@ -12,15 +12,15 @@ import pytest
 
 from dapo_core.errors import ConfigError
 from eval import EvaluationError, InputError
-from eval.client import Endpoint, Sampling
 from eval.compare import ComparisonError, compare
-from eval.judge import VOTES_FILE, Judge, read_vote, summarise_votes
+from eval.endpoint import Endpoint, Sampling
+from eval.judge import VOTES_FILE, Judge, read_vote
 from eval.recorder import Benchmark
 from eval.regrade import regrade
 from eval.report import make_report, render_markdown
 from eval.results import Row, read_rows
 from eval.run import evaluate_all
-from eval.summary import Summary
+from eval.summary import Summary, summarise_votes
 from flows.config import load_config_or_defaults
 from tasks.graders import judge_for
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from eval import RequestsRefused
-from eval.client import Endpoint, Sampling
 from eval.compare import compare
+from eval.endpoint import Endpoint, Sampling
 from eval.problems import ProblemsError
 from eval.problems.registry import load_set
 from eval.regrade import regrade

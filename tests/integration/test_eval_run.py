@@ -20,9 +20,9 @@ import pytest
 
 from eval import EvaluationError, RequestsRefused
 from eval.answers.grading import MathGrader
-from eval.client import Endpoint, Sampling
 from eval.compare import compare
 from eval.dispatch import Limits
+from eval.endpoint import Endpoint, Sampling
 from eval.history import make_history
 from eval.problems.registry import load_set
 from eval.regrade import regrade

@@ -10,8 +10,8 @@ import pytest
 
 from dapo_core.errors import ConfigError
 from eval import InputError
-from eval.client import Endpoint, Sampling
 from eval.compare import compare
+from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import EvaluationSet
 from eval.recorder import Benchmark
 from eval.regrade import regrade

@@ -17,8 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from eval import RequestsRefused
-from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
+from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import EvaluationSet
 from eval.problems.registry import SUITES
 from eval.recorder import Benchmark

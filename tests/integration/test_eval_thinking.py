@@ -12,8 +12,8 @@ import pytest
 
 from eval.answers.extraction import split_thinking
 from eval.answers.grading import grade
-from eval.client import Endpoint, Sampling
 from eval.compare import compare
+from eval.endpoint import Endpoint, Sampling
 from eval.item_pages import pack_items
 from eval.regrade import regrade
 from eval.report import make_report, render_html, render_markdown

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval.client import Sampling
+from eval.endpoint import Sampling
 from eval.problems.items import EvaluationSet, Item
 from eval.recorder import Benchmark
 from eval.run import evaluate_all

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,25 +11,15 @@ from flows.config import Config
 from tasks import chain
 from tasks.artifacts.artifact import Artifact
 from tasks.runs.run import Run
-from tasks.serve_model.servers import Server
-from tests.integration.arithmetic_server import ArithmeticServer, running
+from tests.integration.arithmetic_server import ArithmeticServer, serving_the_chain
 from tests.recorded_runs import Outcome, produce, small_config
 
-REPLY = json.dumps({"choices": [{"message": {"content": "\\boxed{7}"}, "finish_reason": "stop"}], "usage": {}})
 SAMPLED = "{set: arithmetic, name: sampled, num_samples: 2, temperature: 0.6}"
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ArithmeticServer]:
-    """A server that stands for vLLM."""
-    with running() as server:
-
-        @contextlib.contextmanager
-        def serve(*_: object, **__: object) -> Iterator[list[Server]]:
-            yield [Server(server.url, "m", "", "vllm serve MODEL")]
-
-        server.behave = lambda handler, prompt, attempt: handler.send(200, REPLY.encode())
-        monkeypatch.setattr(chain, "serve_model", serve)
+    with serving_the_chain(monkeypatch) as server:
         yield server
 
 

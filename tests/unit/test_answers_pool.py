@@ -57,6 +57,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_text_takes_long_or_raises_or_is_right(grader: MathGrader, name: str) -> None:
     for gold in ("5", r"\sqrt{2}", "1,2", r"\text{Evelyn}"):

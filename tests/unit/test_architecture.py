@@ -15,7 +15,7 @@ import pytest
 import tomllib
 
 from tests.file_list import file_list
-from tests.imports import files_imported, modules_of
+from tests.imports import files_imported, modules_of, tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ("flows", "tasks", "dapo_core", "eval", "downloads", "interop", "durable.py", "redaction.py")
@@ -56,11 +56,6 @@ def tracked() -> tuple[str, ...]:
 
 def sources(*folders: str) -> list[str]:
     return [name for name in tracked() if name.endswith(".py") and name.partition("/")[0] in folders]
-
-
-@cache
-def tree_of(name: str) -> ast.Module:
-    return ast.parse((ROOT / name).read_text(encoding="utf-8"), filename=name)
 
 
 def roots(name: str) -> set[str]:

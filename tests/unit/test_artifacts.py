@@ -176,6 +176,7 @@ def age(made: Artifact) -> None:
     time.sleep(max(0.0, (newest + artifact_module.RACY_NANOSECONDS - time.time_ns()) / 1e9) + 0.01)
 
 
+@pytest.mark.slow
 def test_files_found_right_are_not_read_again_until_they_change(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

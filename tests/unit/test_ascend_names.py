@@ -155,9 +155,9 @@ def test_what_is_called_by_name_is_in_torch_npu_and_takes_these_arguments(torch_
             assert torch_npu.has(f"torch_npu.{use.name}"), use
             continue
         # operators are registered in C++, by their schemas
-        schemas = re.findall(
-            rb"[^\w.:]" + use.name.encode() + rb"\(([^)\0]*(?:\([^)\0]*\)[^)\0]*)*)\) ->", library
-        )
+        name = use.name.encode()  # it stands first: what begins with letters is searched ten times as fast
+        arguments = rb"\(([^)\0]*(?:\([^)\0]*\)[^)\0]*)*)\) ->"
+        schemas = re.findall(name + rb"(?<![\w.:]" + name + rb")" + arguments, library)
         assert schemas, use
         parameters = [
             part.split("=")[0].split()[-1] for part in re.split(r", (?![^\[(]*[\])])", schemas[0].decode())

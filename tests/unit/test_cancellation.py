@@ -28,6 +28,7 @@ def test_only_a_signal_to_a_worker_is_a_restart(monkeypatch: pytest.MonkeyPatch)
         assert not is_worker_restart(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers", ["nothing", "no connection"])
 def test_a_server_that_does_not_answer_leaves_it_running(
     answers: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -61,6 +62,7 @@ class SlowServer(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "is_restart"), [("CANCELLING", False), ("CANCELLED", False), ("RUNNING", True)])
 def test_a_busy_server_is_asked_until_it_answers(
     state: str, is_restart: bool, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,7 @@ def test_without_a_change_at_most_one_line_in_twenty_is_marked() -> None:
         assert marked <= 15 + 3 * 3.8, name
 
 
+@pytest.mark.slow
 def test_p_is_the_share_of_orders_that_are_as_far_apart() -> None:
     line = [0.1, 0.2, 0.3, 0.4, 0.9, 1.0, 1.1, 1.2]
     ((point,),) = find_change_points([line])

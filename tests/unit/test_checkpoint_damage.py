@@ -118,6 +118,7 @@ DAMAGE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
 def test_damage_is_named_and_training_goes_on_from_the_checkpoint_before(
     folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], message: str

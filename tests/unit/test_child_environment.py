@@ -79,6 +79,7 @@ def test_several_servers_have_their_own_rows(tmp_path: Path) -> None:
     assert {"server 1", "server 2"} <= cores.keys() or "VLLM_CPU_OMP_THREADS_BIND" in cores["servers"]  # one core
 
 
+@pytest.mark.slow
 def test_a_run_and_its_report_list_them_and_no_key_depends_on_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

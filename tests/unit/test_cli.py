@@ -225,6 +225,7 @@ def test_looking_at_no_store_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_report_of_two_result_folders(tmp_path: Path) -> None:
     before = write_results(tmp_path / "before", "rwww")
     after = write_results(tmp_path / "after", "wrrw")
@@ -239,6 +240,7 @@ def test_report_of_two_result_folders(tmp_path: Path) -> None:
     assert {path.name for path in output.iterdir()} == {"report.json", "report.md", "report.html"}
 
 
+@pytest.mark.slow
 def test_compare_prints_markdown_and_writes_only_what_is_asked_for(tmp_path: Path) -> None:
     before = write_results(tmp_path / "before", "rwww")
     after = write_results(tmp_path / "after", "wrrw")

@@ -374,6 +374,7 @@ def _names_read() -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_every_key_is_read_somewhere() -> None:
     chain = ast.parse((ROOT / "tasks/chain.py").read_text(encoding="utf-8"))
     stages = {node.name for node in chain.body if isinstance(node, ast.FunctionDef) and node.decorator_list}

@@ -118,7 +118,7 @@ def test_a_server_in_order_has_no_finding(
         (Server(workers={}), "worker", FAIL, "none is online in work pool dapo"),
         (Server(workers={"dapo-a": OFFLINE}), "worker", FAIL, "none is online in work pool dapo"),
         (Server(is_paused=True), "worker", FAIL, "work pool dapo is paused"),
-        (Server(automations=[]), "crash detection", WARN, "`dapo up`"),
+        (Server(automations=[]), "crash detection", WARN, "`dapo up --store"),
         (Server(automations=[False]), "crash detection", WARN, "prefect automation resume 'dapo: crashed"),
         (Server(deployments=[]), "deployments", FAIL, "not registered: dapo-nightly"),
         (Server(deployments=[deployment(pool="b")]), "deployments", FAIL, "not registered"),
@@ -259,7 +259,7 @@ def test_a_store_that_cannot_be_written_ends_with_status_1_and_one_advice(
     store.touch()
     monkeypatch.setattr(doctor, "check_torch", lambda: Finding("of this machine", OK, ""))
     monkeypatch.setattr(doctor, "check_hardware", lambda: Finding("of this machine", OK, ""))
-    monkeypatch.setattr(doctor, "examine_server", lambda *_: [Finding("server", WARN, "", "start with `dapo up`")])
+    monkeypatch.setattr(doctor, "named_api", lambda _: "")
     result = CliRunner().invoke(app, ["doctor", "--store", str(store), "--json"])
     assert result.exit_code == 1
     assert result.output.count("set store.path") == 1
@@ -267,6 +267,7 @@ def test_a_store_that_cannot_be_written_ends_with_status_1_and_one_advice(
     assert f"start with `dapo up --store {store}`" in result.output
 
 
+@pytest.mark.slow
 def test_a_schedule_without_a_run_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, project: Path) -> None:
     """All else may be in order on this machine or not: the same server with the run decides."""
     monkeypatch.chdir(project)

@@ -110,6 +110,7 @@ def test_devices_that_cannot_share_the_heads_are_found_beforehand(tmp_path: Path
     assert f"{section}.tensor_parallel=3 devices cannot share 2 attention heads" in f"{failed}"
 
 
+@pytest.mark.slow
 def test_heads_that_vllm_has_no_kernel_for_on_a_cpu_are_found_beforehand(tmp_path: Path) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

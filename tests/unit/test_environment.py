@@ -228,6 +228,7 @@ def test_the_command_prints_a_table_lines_for_a_shell_or_json() -> None:
     assert set(STATUSES.values()) == {"ok", "warn", "fail"}
 
 
+@pytest.mark.slow
 def test_bash_takes_the_lines_and_they_cause_no_finding() -> None:
     """As a person does: look, eval the lines in the same shell, look again."""
     look = f"{sys.executable} -m flows.cli doctor env {RECIPE} --set run.deterministic=true"

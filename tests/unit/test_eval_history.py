@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.client import Sampling
+from eval.endpoint import Sampling
 from eval.history import make_history, render_markdown, write_page
 from eval.report import write_report
 from eval.results import ResultsError

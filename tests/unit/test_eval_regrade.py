@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eval.answers.grading import MathGrader
-from eval.client import Endpoint, Sampling
+from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.recorder import regrade_row
 from eval.regrade import describe, regrade

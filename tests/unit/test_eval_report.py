@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 import pytest
 
 from eval.answers.grading import MathGrader
-from eval.client import Sampling
 from eval.compare import ComparisonError, compare, compare_evaluations
+from eval.endpoint import Sampling
 from eval.measured import UNKNOWN, Provenance, Speed, describe_measurement, speed_of
 from eval.pages import format_duration
 from eval.plots import accuracy_plots

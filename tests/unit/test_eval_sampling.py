@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dapo_core.errors import ConfigError
-from eval.client import Endpoint, Sampling
 from eval.compare import ComparisonError, compare_evaluations
+from eval.endpoint import Endpoint, Sampling
 from eval.measured import UNKNOWN, describe_measurement
 from eval.problems.prompts import TEMPLATES, Template, make_prompt
 from eval.results import load_evaluation, make_settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,17 @@ def test_the_recipe_in_configs_is_what_init_writes_for_small_files_and_nothing_i
     assert [len(part) for part in parts] == [32, 8]
     questions = [{row["Question"] for row in part} for part in parts]
     assert questions[0].isdisjoint(questions[1])
+
+
+def test_files_and_models_that_are_here_are_read_without_the_network(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: asked.append(host) or [])
+    text = first_recipe(Path("own.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
+    Path("own.yaml").write_text(text)
+    examine(load_config("own.yaml"))
+    assert asked == []
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])

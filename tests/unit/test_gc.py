@@ -104,6 +104,7 @@ def test_a_long_training_keeps_its_inputs_for_a_day_after_its_last_change(tmp_pa
     assert keys(collect(tmp_path)) == {stage.key[:16] for stage in run.stages.values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "days", "has_commands", "is_kept"),
     [

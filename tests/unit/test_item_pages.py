@@ -77,6 +77,7 @@ def test_the_page_has_a_bound_and_changed_items_get_their_texts_first(monkeypatc
     assert "The page has no room for this text; results.jsonl has it." in found["37"]
 
 
+@pytest.mark.slow
 def test_long_answers_and_many_disagreements_do_not_fill_the_page() -> None:
     items = make_items(300)
     rows = make_rows(items, "w" * 300)

@@ -49,6 +49,7 @@ def _results(model: Any) -> dict[str, torch.Tensor]:
     return {"logits": logits.detach()} | {name: weight.grad for name, weight in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_twins_are_transformers_modules_bit_for_bit(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch

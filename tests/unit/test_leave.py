@@ -32,6 +32,7 @@ until [ -e supervisor-ready ]; do sleep 0.1; done
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_training", [True, False])
 def test_one_is_asked_to_end_and_all_are_awaited(has_training: bool, tmp_path: Path) -> None:
     alone = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]

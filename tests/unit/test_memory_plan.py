@@ -259,6 +259,7 @@ def test_devices_are_found_by_the_names_people_use() -> None:
         device_limit(recipe("dapo_qwen3_0_6b_gsm8k", "train.device_model=Atlas 800T A3"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gigabytes", [12, 20, 24])
 def test_the_proposed_change_fits_and_has_no_key_too_many(gigabytes: float) -> None:
     config, shape = recipe("dapo_qwen3_8b_math"), shape_of(PUBLISHED["Qwen3-8B"])
@@ -304,6 +305,7 @@ def test_a_model_that_is_not_known_is_named(tmp_path: Path) -> None:
             plan_of(recipe("dapo_qwen3_32b_math", f"model.path={tmp_path}"))
 
 
+@pytest.mark.slow
 def test_the_command_shows_the_plan_and_what_fits() -> None:
     recipe_path = str(PROJECT_ROOT / "configs/dapo_qwen3_8b_math.yaml")
     shown = CliRunner().invoke(app, ["plan", recipe_path, "--memory"])

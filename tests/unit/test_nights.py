@@ -46,6 +46,7 @@ def night(store: Path, seed: int, *overrides: str, flow: str = NIGHTLY) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_last_nights_answers_are_taken_from_the_store(tmp_path: Path) -> None:
     store = tmp_path / "store"
     assert with_last_night(small_config(store)) == ()
@@ -78,6 +79,7 @@ def test_a_baseline_of_that_name_stays(tmp_path: Path) -> None:
     assert with_last_night(small_config(tmp_path, "evaluate.baselines=[{name: last-night, path: mine}]")) == ()
 
 
+@pytest.mark.slow
 def test_the_newest_night_outlives_a_collection_and_a_lost_one_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -165,6 +165,7 @@ def test_key_heads_that_a_device_shares_give_what_repeated_ones_give(monkeypatch
     assert [each.shape for each in attended(True)[1:]] == [each.shape for each in states]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
     vocabulary = 151_936
     few, many = (_peak_bytes(num_tokens, vocabulary, chunk_tokens=16) for num_tokens in (64, 512))

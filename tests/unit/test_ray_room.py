@@ -85,6 +85,7 @@ def test_what_a_cluster_has_and_why_it_does_not_answer(
     assert "for the Ray cluster at train.ray_address=auto to answer" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_left", [False, True])
 def test_auto_without_a_ray_says_what_to_type(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_left: bool

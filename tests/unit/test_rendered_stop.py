@@ -29,6 +29,7 @@ def _typed(script: Path, verb: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", str(script), verb], env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["stop", "start"])
 def test_what_a_killed_first_process_leaves_is_ended_and_nothing_else(verb: str, tmp_path: Path) -> None:
     python, folder, state = tmp_path / "python", tmp_path / "ray", tmp_path / "a-6379"

@@ -267,6 +267,7 @@ def test_a_recipe_travels_with_its_job(tmp_path: Path) -> None:
     assert "recipe" not in {volume["name"] for volume in worker["volumes"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "path", "is_there"),
     [

@@ -49,6 +49,7 @@ def test_plots_of_equal_contents_are_drawn_once(tmp_path: Path, monkeypatch: pyt
     assert len(drawn) == 2
 
 
+@pytest.mark.slow
 def test_a_failed_gate_is_recorded_named_and_exit_status_3(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store", "evaluate.gates=[pooled >= 0, pooled >= 101]")
     record_run(config)

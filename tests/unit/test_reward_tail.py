@@ -53,6 +53,7 @@ def test_byte_fallback_tokens_at_random(ids: list[int], num_characters: int) -> 
     assert tail == whole(byte_fallback(), ids)[-num_characters:]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=200), end=st.text(max_size=20), repeats=st.integers(1, 20))
 def test_any_text(text: str, end: str, repeats: int) -> None:

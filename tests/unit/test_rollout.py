@@ -129,6 +129,7 @@ def _generate(worker: RolloutWorker, requests: Sequence[GenerationRequest]) -> d
     while len(responses) < len(requests):
         assert time.monotonic() < deadline
         responses |= {response.request_id: response.response_ids for response in worker.engine.take()}
+        time.sleep(0.001)  # the engine decodes on a thread of this process
     return responses
 
 

@@ -92,6 +92,7 @@ def shows(script: Script) -> list[list[str]]:
     return [[word.text for word in each.words[1:]] for each in script.commands if each.words[0].text == "show"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash to compare with")
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.lists(STATEMENT, min_size=1, max_size=4), min_size=10, max_size=10))

@@ -263,6 +263,7 @@ def model_config(folder: Path, model: Path) -> Config:
     return make_config(model, store={"path": str(folder / "store")})
 
 
+@pytest.mark.slow
 def test_a_local_model_is_linked_not_copied_and_changes_are_seen(tmp_path: Path) -> None:
     repository = tmp_path / "models--org--name"  # as in the cache of the Hugging Face hub
     source = build_tiny_qwen3(repository / "snapshots" / "abc")
