@@ -215,6 +215,11 @@ def test_light_modules_load_nothing_heavy() -> None:
     assert loaded.isdisjoint(HEAVY)
 
 
+def test_the_supervisor_starts_with_the_standard_library_alone() -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tasks.processes.supervisor"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=300)
+
+
 def test_the_process_of_a_run_loads_no_framework() -> None:
     """Its stages' commands do, each on its own."""
     loaded = child_modules(
