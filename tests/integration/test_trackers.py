@@ -39,8 +39,10 @@ def track(folder: Path, names: tuple[str, ...]) -> Path:
     output = folder / "training"
     keys = {"trackers": names, "tracker_project": "proj", "tracker_folder": str(folder / "local")}
     config = make_config(train=keys, run={"name": "my run"})
+    failures = list[str]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trackers, "CLOSE_SECONDS", 600.0)  # a loaded machine takes a minute to load the clients
+        patch.setattr(trackers._Feed, "_fail", lambda feed, why: failures.append(f"{feed.record.name}: {why}"))
         for is_continued, steps in ((False, (0, 1, 2)), (True, (2, 3, 4))):
             with trackers.tracking(config, output, is_continued) as tracked:
                 for step in steps:
@@ -49,6 +51,7 @@ def track(folder: Path, names: tuple[str, ...]) -> Path:
                     generations_file(output, step).write_text(json.dumps(row) + "\n")
                     tracked.on_step(step, metrics(step))
         trackers.send_results(output, {RESULT: 61.5}, 4)
+    assert failures == []
     return output
 
 
