@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import secrets
+import shutil
 import signal
 import sys
 import time
@@ -59,11 +60,18 @@ def locked(path: Path, *, shared: bool = False, note: str = "", on_wait: OnWait 
             try:
                 os.write(descriptor, holder.encode())
             except OSError as error:
-                if error.errno not in FULL_DISK_ERRORS:  # else who makes room could not lock
+                if error.errno not in FULL_DISK_ERRORS:  # a full disk must not keep `dapo gc` from locking
                     raise
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def is_full(folder: Path, num_bytes: int) -> bool:
+    """Whether less than this is free; False where nobody can say."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).free < num_bytes
+    return False
 
 
 def try_lock(path: Path, *, shared: bool = False) -> int | None:

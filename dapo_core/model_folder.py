@@ -30,8 +30,8 @@ _PARTS = (
     ("a tokenizer (tokenizer.json or tokenizer_config.json)", ("tokenizer.json", "tokenizer_config.json")),
 )
 _OTHER_FORMS = {
-    "adapter_config.json": "here is a LoRA adapter: merge it into its base model, as with peft's merge_and_unload",
-    "*.gguf": "here is a GGUF file, which is quantized for inference: take the model it was made from",
+    "adapter_config.json": "it holds a LoRA adapter: merge it into its base model, say by peft's merge_and_unload",
+    "*.gguf": "it holds a GGUF file, which is quantized for inference: use the original model",
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from dapo_core.errors import ConfigError
 from eval.problems import ProblemsError
-from eval.problems.files import iterate_problems, iterate_rows, problems_of
+from eval.problems.files import find_schema, iterate_problems, iterate_rows, problems_of
 from eval.problems.items import Problem
 from eval.problems.problem_set import ProblemSet
 from eval.problems.registry import OWN, SETS
@@ -43,12 +43,13 @@ def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) ->
             f"--{option} {name} is no file or folder here, no id of a hub and no registered set "
             f"({', '.join(SETS)})"
         )
-    rows = list(itertools.islice(itertools.chain.from_iterable(iterate_rows(path)), NUM_TRIED))
-    if not columns and _read_as(path, rows, OWN):
-        return name
-    for known in SETS.values():
-        if not columns and known.name != "choice" and _is_unmistakable(_read_as(path, rows, known)):
-            return [{"set": known.name, "path": name}]
+    if not columns:
+        rows = list(itertools.islice(itertools.chain.from_iterable(iterate_rows(path)), NUM_TRIED))
+        if _read_as(path, rows, OWN):
+            return name
+        for known in SETS.values():
+            if known.name != "choice" and _is_unmistakable(_read_as(path, rows, known)):
+                return [{"set": known.name, "path": name}]
     return [{"set": name, "columns": guessed_columns(path, columns)}]
 
 
@@ -86,13 +87,17 @@ def columns_said(text: str | None) -> dict[str, str]:
     return {name: column for name, _, column in pairs}
 
 
-def _read_as(path: Path, rows: Sequence[Row], known: ProblemSet) -> list[tuple[Row, Problem]]:
-    """A file's first rows in a set's form, with their problems; none if one of them is of another form."""
+def _read_as(path: Path, rows: Sequence[Row], known: ProblemSet) -> list[tuple[dict[str, Any], Problem]]:
+    """What a set reads of a file's first rows, with their problems; none if one of them is of another form."""
     try:
-        tried = list(problems_of(path, filter(None, [rows]), known.schemas))
+        tried = list(problems_of(path, [rows] if rows else [], known.schemas))
     except ProblemsError:
         return []
-    found = [(row, problem) for _, row, problem in tried if isinstance(problem, Problem)]
+    schema = find_schema(path, rows[0], known.schemas)
+    read = rows[0].keys() & {*schema.columns, *schema.others}
+    found = [
+        ({name: row[name] for name in read}, problem) for _, row, problem in tried if isinstance(problem, Problem)
+    ]
     return found if len(found) == len(tried) else []
 
 

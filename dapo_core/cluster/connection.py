@@ -25,7 +25,7 @@ from dapo_core.cluster.room import ANSWER_SECONDS, ask_cluster, use_known_token
 from dapo_core.cluster.started import AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH
 from dapo_core.environment import LOOPBACK, RAY, WORKERS, set_defaults
 from dapo_core.errors import ConfigError, WorkerDied
-from durable import is_locked, locked
+from durable import is_full, is_locked, locked
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainConfig
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 # A socket's path has at most 107 bytes; this is what Ray appends to a folder.
 MAX_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
-FOLDER_PREFIX, LOCK_FILE = "dapo-ray-", ".lock"  # which is held while Ray runs
+FOLDER_PREFIX, LOCK_FILE = "dapo-ray-", ".lock"  # the lock is held while Ray runs
 LEFT_SECONDS = 24 * 3600
 FULL_DISK_BYTES = 1024**2
 _OPTIONS: dict[str, Any] = {"logging_level": "warning", "log_to_driver": True}
@@ -120,7 +120,7 @@ def _private_folder() -> Path:
 
 
 def _remove_dead(place: str) -> None:
-    """Remove what killed trainings left there, a day after they began; an error may have named the logs."""
+    """Remove folders of dead trainings that started over a day ago; until then errors may refer to their logs."""
     for lock in Path(place).glob(f"{FOLDER_PREFIX}*/{LOCK_FILE}"):
         with suppress(OSError):  # another training removes it, too
             if lock.stat().st_mtime < time.time() - LEFT_SECONDS and not is_locked(lock):
@@ -150,8 +150,8 @@ def _start(folder: Path, num_cpus: int) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            if shutil.disk_usage(folder).free < FULL_DISK_BYTES:
-                reason = f"no room is left in {folder.parent}; make some, or set RAY_TMPDIR to another disk"
+            if is_full(folder, FULL_DISK_BYTES):
+                reason = f"{folder.parent} is full; free some space, or set RAY_TMPDIR to another disk"
             raise WorkerDied(f"Ray did not start on this machine: {reason} (its logs are in {folder})") from error
 
 

@@ -24,7 +24,7 @@ _PLACEHOLDER = re.compile(r"\$\{[^}]*\}|<[A-Z][A-Z0-9_]+>")
 TEMPLATE_WORDS = re.compile(r"^[A-Z]+( [A-Z]+)+$|^<.*>$|\$\{\w+\}|^(?i:your) |^YOUR[_-]\w+$|^TODO$")
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # C: seven times as fast
+class _Loader(yaml.SafeLoader):
     """YAML with 1e-6 as a number, off as a word, and a key written twice refused."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -102,7 +102,8 @@ def read_tree(path: Path, what: str = "configuration") -> dict[str, Any]:
         with path.open(encoding="utf-8") as file:
             tree = _parse(file, f"{what} {path}") or {}
     except OSError as error:
-        close = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.y*ml")], n=1)
+        others = path.parent.glob("*.y*ml") if isinstance(error, FileNotFoundError) else ()
+        close = difflib.get_close_matches(path.name, [each.name for each in others], n=1)
         meant = f" (did you mean {path.with_name(close[0])}?)" if close else ""
         raise ConfigError(f"{what} {path} cannot be read: {error.strerror}{meant}") from None
     if not isinstance(tree, dict):
@@ -117,14 +118,16 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
         if not separator or not name.strip():
             raise ConfigError(f"--set {override!r} is not of the form section.key=value, such as run.seed=2")
         *sections, leaf = name.strip().split(".")
-        node = tree
+        value, node = _parse(text, f"--set {override!r}: the value"), tree
+        if not sections and (value is None or isinstance(value, dict)):
+            raise ConfigError(f"--set {override!r} would replace a whole section; set its keys: {leaf}.KEY=VALUE")
         for section in sections:
             if node.get(section) is None:
                 node[section] = {}
             node = node[section]
             if not isinstance(node, dict):
                 raise ConfigError(f"--set {name}: {section} is a value, not a section")
-        node[leaf] = _parse(text, f"--set {override!r}: the value")
+        node[leaf] = value
     return tree
 
 

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
-from typer.exceptions import TyperException
 
 from flows.cli import chain, cluster, datasets, evaluation, history, migration, operating, stages
 
@@ -61,9 +60,11 @@ class Commands(TyperGroup):
                 given, names = given.removeprefix("Value error, ").strip("'"), choices.replace("'", "").split(", ")
                 error.message = f"{given!r} is no choice{nearest(given, names)}"
             raise
-        except TyperException as error:
-            if "unexpected extra argument" in error.message and "=" in error.message:
-                error.message += "; a key is changed by --set SECTION.KEY=VALUE"
+        except Exception as error:  # whose class is click's or typer's own, by typer's version
+            message, context = str(getattr(error, "message", "")), getattr(error, "ctx", None)
+            has_set = context is not None and any("--set" in each.opts for each in context.command.params)
+            if has_set and "unexpected extra argument" in message and "=" in message:
+                vars(error)["message"] = f"{message}; to change a key, use --set SECTION.KEY=VALUE"
             raise
 
 
@@ -123,7 +124,7 @@ def main() -> None:
             sys.exit(LASTING_EXIT_CODE)
         if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:
             typer.secho(
-                f"{error}; make room, or name another place, and give the command again", err=True, fg="red"
+                f"{error}; free some space or choose another place, then run the command again", err=True, fg="red"
             )
             sys.exit(LASTING_EXIT_CODE)
         if not isinstance(error, LASTING_ERRORS):

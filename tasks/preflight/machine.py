@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from dapo_core.memory.plan import Disk, disk_plan
 from dapo_core.trackers import require_trackers
 from dapo_core.versions import UNKNOWN_SET, require_versions, stack, unknown_set
 from downloads import DownloadError
+from eval import EvaluationError
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.store import ArtifactStore, describe_bytes
 from tasks.config import ChainConfig
@@ -155,7 +157,7 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
         findings.add(
             "store",
             FAIL,
-            f"{store} cannot be written to: {existing} is no folder that you may write to",
+            f"{store} cannot be written to: {existing} is not a writable folder",
             "set store.path to another directory",
         )
         return
@@ -163,17 +165,19 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
     disk = disk_plan(config, facts.parameters, steps)
     needed = disk.num_bytes
     free = shutil.disk_usage(existing).free
-    if needed > free:
-        needed = max(needed - _bytes_there(config, disk), 0)
+    there = _bytes_there(config, disk) if needed > free else 0
+    needed = max(needed - there, 0)
     found = f"{describe_bytes(free)} are free in {config.store.path}"
     num_kept = len({*config.checkpoint.keep_steps, *steps})
     of_steps = describe_bytes(disk.checkpoint * num_kept + disk.merged * len(steps))
-    kept = f", {of_steps} of them for checkpoints of {num_kept} steps that are kept" if num_kept else ""
+    kept = (
+        f", {of_steps} of them for checkpoints of {num_kept} steps that are kept" if num_kept and not there else ""
+    )
     if needed > free:
         findings.add(
             "disk", FAIL,
             f"{found}; {disk.num_checkpoints} checkpoints and merged models take about "
-            f"{describe_bytes(needed)}{kept}",
+            f"{describe_bytes(needed)}{' more than is there' if there else ''}{kept}",
             "another store.path, fewer steps in evaluate.checkpoints, a lower checkpoint.keep_last, or `dapo gc "
             "--keep-runs N`",
         )  # fmt: skip
@@ -191,11 +195,13 @@ def _bytes_there(config: ChainConfig, disk: Disk) -> int:
             continue
         try:
             key = link.key(*(found[label] for label in link.needs))
-        except (DapoError, DownloadError):  # another check, or the stage, says why
+        except (DapoError, DownloadError, EvaluationError):  # another check, or the stage, says why
             continue
         if (artifact := store.lookup(key.stage, key.key)) is not None:
             found[link.label] = artifact
             num_bytes += is_training * disk.checkpoint * disk.num_checkpoints + is_merged * disk.merged
         elif is_training and (left := store.unfinished(key.stage, key.key)) is not None:
-            num_bytes += sum(path.stat().st_size for path in left.rglob("*") if path.is_file())
+            with suppress(FileNotFoundError):  # a training that is at work removes old checkpoints
+                written = sum(path.stat().st_size for path in left.rglob("*") if path.is_file())
+                num_bytes += min(written, disk.checkpoint * disk.num_checkpoints)
     return num_bytes

@@ -17,7 +17,6 @@ import logging
 import math
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -83,8 +82,8 @@ class RunningCommand(ABC):
         assert exit_code is not None
         lines = self.tail(NUM_ERROR_LINES) or ["(it wrote nothing)"]
         status, folder = f"{self.label} {describe_exit(exit_code)}", self.log_path.parent
-        if shutil.disk_usage(folder).free < FULL_DISK_BYTES:
-            status += f", and the disk of {folder} is full: what it wrote last is lost. Make room there first"
+        if durable.is_full(folder, FULL_DISK_BYTES):
+            status += f", and the disk of {folder} is full: its last output may be missing; free some space first"
         shown = redact("\n".join(f"  | {line}" for line in lines))
         error = ChildProcessFailed(f"{status}. Its last lines, from {self.log_path}:\n{shown}")
         error.exit_code, error.is_lasting = exit_code, exit_code in LASTING_EXIT_CODES

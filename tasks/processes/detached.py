@@ -113,7 +113,7 @@ class DetachedProcess(RunningCommand):
         return exit_code
 
     def failure(self) -> ChildProcessFailed:
-        """As of any command; worth another attempt if it was stopped while this process was, as by Ctrl-Z."""
+        """As for any command, but retried if it was stopped because this process was suspended, as by Ctrl-Z."""
         error, record = super().failure(), read_record(self.log_path)
         if record is not None and record.stopping == UNWATCHED:
             error.is_lasting = False

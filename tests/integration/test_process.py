@@ -216,9 +216,7 @@ def test_the_error_says_that_a_full_disk_took_the_reason(tmp_path: Path, monkeyp
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
     with pytest.raises(ChildProcessFailed) as caught:
         run_command(["false"], log_path=tmp_path / "log", label="train")
-    full = (
-        f"train ended with exit code 1, and the disk of {tmp_path} is full: what it wrote last is lost. Make room"
-    )
+    full = f"train ended with exit code 1, and the disk of {tmp_path} is full: its last output may be missing;"
     assert caught.value.summary.startswith(full)
     assert str(caught.value).startswith(full)
 

@@ -110,7 +110,7 @@ def test_config_show_tells_the_numbers_beside_the_yaml() -> None:
         (["merge", "no/checkpoint", "no/target"], "no/checkpoint holds no complete checkpoint"),
         (["run", CONFIG, "--set", "store.path=README.md/store"], "store.path to another directory"),
         (["plan", "configs/arith-cpu.yml"], "No such file or directory (did you mean configs/arith_cpu.yaml?)"),
-        (["plan", CONFIG, "run.seed=2"], "argument(s) (run.seed=2); a key is changed by --set SECTION.KEY=VALUE"),
+        (["plan", CONFIG, "run.seed=2"], "argument(s) (run.seed=2); to change a key, use --set SECTION.KEY=VALUE"),
         (["init", "x.yaml", "--model", "m", "--data", "a", "--data", "b"], "--data is given 2 times; name one"),
         (["serve", "no/model"], "model folder no/model does not exist in /"),
         (["eval", "--base-url", "http://127.0.0.1:1", "--data", "x.csv", "--output", "o"], "x.csv is not a file"),

@@ -105,6 +105,8 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             "train.total_steps",
             r"--set 'train\.total_steps' is not of the form section\.key=value, such as run\.seed",
         ),
+        ("train=", r"--set 'train=' would replace a whole section; set its keys: train\.KEY=VALUE"),
+        ("train={total_steps: 3}", r"would replace a whole section"),
         ("train=5", r"train is a section with keys, not the value 5"),
         ("total_steps=5", r"unknown key total_steps = 5 \(did you mean train\.total_steps\?\)"),
         ("train.total_steps.x=5", r"train\.total_steps = \{'x': 5\} is refused"),

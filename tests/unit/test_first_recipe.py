@@ -7,6 +7,8 @@ import json
 import socket
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dapo_core.errors import ConfigError, DataError
@@ -137,6 +139,10 @@ def test_a_registered_form_is_recognised_and_a_part_of_it_does_not_bear_its_name
     rows = [{"question": f"How many? {n}", "answer": f"I count. #### {n}"} for n in range(20)]
     Path("g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert data_set("g.jsonl", "data") == [{"set": "gsm8k", "path": "g.jsonl"}]
+    pq.write_table(
+        pa.Table.from_pylist([{**row, "final": row["answer"].split()[-1]} for row in rows]), "g.parquet"
+    )
+    assert data_set("g.parquet", "data") == [{"set": "gsm8k", "path": "g.parquet"}]
     text = first_recipe(Path("g.yaml"), model_keys("models/small"), "g.jsonl", None, CPU)
     assert "train: g.train.jsonl" in text
     row = json.loads(Path("g.eval.jsonl").read_text().splitlines()[0])

@@ -175,8 +175,8 @@ def test_a_reference_model_has_the_policys_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("adapter_config.json", r"lacks config\.json .* folder \(here is a LoRA adapter: merge it into"),
-        ("model-Q4_K_M.gguf", r"lacks config\.json .* folder \(here is a GGUF file, which is quantized"),
+        ("adapter_config.json", r"lacks config\.json .* folder \(it holds a LoRA adapter: merge it into"),
+        ("model-Q4_K_M.gguf", r"lacks config\.json .* folder \(it holds a GGUF file, which is quantized"),
     ],
 )
 def test_other_forms_of_a_model_are_named(tmp_path: Path, file: str, said: str) -> None:

@@ -123,7 +123,7 @@ def test_the_error_names_the_reason_and_the_logs(monkeypatch: pytest.MonkeyPatch
     usage = shutil.disk_usage(folder)._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     Init(monkeypatch, TimeoutError("Timed out waiting for file gcs_server_port"))
-    with pytest.raises(WorkerDied, match=rf"no room is left in {folder.parent}; make some, or set RAY_TMPDIR to"):
+    with pytest.raises(WorkerDied, match=rf"{folder.parent} is full; free some space, or set RAY_TMPDIR to"):
         connect()
 
 
