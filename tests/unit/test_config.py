@@ -101,10 +101,7 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             r"store\.path = '\$\{STORE\}' still holds a placeholder; put the real value there",
         ),
         ('serve.extra_args=[a, "${X}"]', r"serve\.extra_args\.1 = '\$\{X\}' still holds a placeholder"),
-        (
-            "train.total_steps",
-            r"--set 'train\.total_steps' is not of the form section\.key=value, such as run\.seed",
-        ),
+        ("train.total_steps", r"'train\.total_steps' is not of the form section\.key=value, such as run\.seed"),
         ("train=", r"--set 'train=' would replace a whole section; set its keys: train\.KEY=VALUE"),
         ("train={total_steps: 3}", r"would replace a whole section"),
         ("train=5", r"train is a section with keys, not the value 5"),
