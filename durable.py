@@ -68,7 +68,7 @@ def locked(path: Path, *, shared: bool = False, note: str = "", on_wait: OnWait 
 
 
 def is_full(folder: Path, num_bytes: int) -> bool:
-    """Whether less than this is free; False where nobody can say."""
+    """Whether the folder's file system has less free space than this; False if that cannot be read."""
     with contextlib.suppress(OSError):
         return shutil.disk_usage(folder).free < num_bytes
     return False
