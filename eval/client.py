@@ -8,10 +8,9 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -33,8 +32,7 @@ _MAX_RETRY_AFTER_SECONDS = 300.0
 _CONNECT_SECONDS = 30.0
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """A response of the model."""
 
     text: str

@@ -217,9 +217,9 @@ def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
     else:
         graded = grader.grade(row.text, row.finish_reason, row.gold, is_chat)
     if row.is_cut_while_thinking:
-        graded = replace(graded, verdict="truncated", answer=None)
+        graded = graded._replace(verdict="truncated", answer=None)
     # Several times as fast as replace, of which every response would need one.
-    return Row(**{**vars(row), **vars(graded), "details": graded.details or row.details})
+    return Row(**{**vars(row), **graded._asdict(), "details": graded.details or row.details})
 
 
 def _resume(

@@ -37,7 +37,7 @@ class ResultsError(InputError):
     """A results directory is missing files or rows, or holds rows of another program."""
 
 
-@dataclass(frozen=True)
+@dataclass  # frozen, it would take five times as long to make
 class Row:
     """One response to one item: a line of results.jsonl."""
 
@@ -109,7 +109,7 @@ class Row:
         return orjson.dumps(vars(self), option=orjson.OPT_APPEND_NEWLINE).decode()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outline(Row):
     """A row without its response and thinking, which figures do not need. Never written."""
 

@@ -6,9 +6,8 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from eval import EvaluationError, InputError
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench, without_thinking
@@ -32,8 +31,7 @@ _FINISHED = ("stop", "eos_token", "stop_sequence", "end_turn")
 Comparison = Callable[[Found, str], bool]  # True when what was found is the gold answer
 
 
-@dataclass(frozen=True)
-class Grade:
+class Grade(NamedTuple):
     """The result of both rules for one response.
 
     `answer` and `verdict` are the exact rule's, the headline; `aisbench_*` are AISBench's, which only knows
