@@ -2,7 +2,8 @@
 
 The ways take turns, so that a slow minute of a shared machine slows them all, and each measurement has a process
 of its own, in which the way runs twice. The first run gives the peak memory. The second is timed: nothing watches
-it, its imports are done, and a virtual machine has the memory back that its host took.
+it, its imports are done, a virtual machine has the memory back that its host took, and the disk has written all
+that was to be written before it begins.
 """
 
 from __future__ import annotations
@@ -190,6 +191,7 @@ def _peak_bytes(way: Callable[[Path], None], target: Path) -> int:
 
 
 def _seconds(way: Callable[[Path], None], target: Path) -> tuple[float, float]:
+    os.sync()  # or a way would wait for what the one before it left
     cpu_before, began = _cpu_seconds(), time.perf_counter()
     way(target)
     return time.perf_counter() - began, _cpu_seconds() - cpu_before
