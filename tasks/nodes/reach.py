@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import subprocess
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -50,21 +51,38 @@ def ask(
     """
     shared = {"digest": own_digest(), "must_be_equal": must_be_equal}
     hosts = [host for host in inventory.hosts if host.name in requests]
-    commands: list[subprocess.Popen[str]] = []
+    commands = _Commands()
     with ThreadPoolExecutor(min(MAX_AT_ONCE, max(len(hosts), 1))) as pool:
-        waiting = {
-            host.name: pool.submit(
-                _ask, inventory, host, {**requests[host.name], **shared}, work_seconds, commands
-            )
-            for host in hosts
-        }
         try:
+            waiting = {
+                host.name: pool.submit(
+                    _ask, inventory, host, {**requests[host.name], **shared}, work_seconds, commands
+                )
+                for host in hosts
+            }
             return {name: waiting[name].result() for name in requests}
         except BaseException:  # an interrupt, which srun and a signal to us alone do not pass on
             pool.shutdown(wait=False, cancel_futures=True)
-            for command in commands:
-                command.kill()
+            commands.kill()
             raise
+
+
+class _Commands:
+    """The commands that run, and those that begin to while the others are killed."""
+
+    def __init__(self) -> None:
+        self._running: list[subprocess.Popen[str]] = []
+        self._are_killed = threading.Event()
+
+    def add(self, command: subprocess.Popen[str]) -> None:
+        self._running.append(command)
+        if self._are_killed.is_set():
+            command.kill()
+
+    def kill(self) -> None:
+        self._are_killed.set()
+        for command in self._running:
+            command.kill()
 
 
 @functools.cache
@@ -78,7 +96,7 @@ def _ask(
     host: Host,
     request: Mapping[str, Any],
     work_seconds: float,
-    commands: list[subprocess.Popen[str]],
+    commands: _Commands,
 ) -> Answer:
     source = Path(probe.__file__).read_text(encoding="utf-8")
     program = f"{source}\n\nanswer(json.loads({json.dumps(request)!r}))\n"
@@ -90,7 +108,7 @@ def _ask(
         return Answer(problem=f"there is no command {command[0]} here: install it, or set shell")
     except OSError as error:
         return Answer(problem=f"the command {command[0]} cannot be run here: {error.strerror}; set shell")
-    commands.append(running)
+    commands.add(running)
     with running:
         try:
             output, errors = running.communicate(program, seconds)

@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,33 @@ def test_an_interrupt_does_not_wait_for_a_host_that_hangs_and_says_what_may_run(
             up.kill()
     assert up.returncode == 130
     assert "where it was started; `dapo cluster down nodes.yaml --store store` ends it" in said
+
+
+def test_an_interrupt_ends_a_command_that_starts_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_interrupted, popen, shutdown = threading.Event(), subprocess.Popen, ThreadPoolExecutor.shutdown
+
+    def start(*words: Any, **given: Any) -> subprocess.Popen[str]:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        is_interrupted.wait()
+        time.sleep(0.2)  # until those that run are killed
+        return popen(*words, **given)
+
+    def shut(pool: ThreadPoolExecutor, *words: Any, **given: Any) -> None:
+        shutdown(pool, wait=False)
+        is_interrupted.set()
+        shutdown(pool, *words, **given)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shut)
+    start_time = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ask(
+            Inventory(
+                hosts=("a",), device="cpu", devices=1, shell="sh -c 'exec sleep 600' {host}", connect_seconds=600
+            ),
+            {"a": {}},
+        )
+    assert time.monotonic() - start_time < 300
 
 
 @pytest.mark.parametrize(
