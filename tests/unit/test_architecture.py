@@ -17,6 +17,8 @@ import tomllib
 from tests.file_list import file_list
 from tests.imports import files_imported, modules_of, tree_of
 
+pytestmark = pytest.mark.slow  # `make check` runs them
+
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ("flows", "tasks", "dapo_core", "eval", "downloads", "interop", "durable.py", "redaction.py")
 OWN_MODULES = {name.removesuffix(".py") for name in OWN}

@@ -122,6 +122,7 @@ def test_heads_that_vllm_has_no_kernel_for_on_a_cpu_are_found_beforehand(tmp_pat
     assert "heads have 16 numbers, and vLLM on a CPU computes heads of 32, 64" in f"{findings.failed}"
 
 
+@pytest.mark.slow
 def test_a_sampler_that_was_built_without_the_mode_gives_log_probs_of_what_it_draws_from() -> None:
     """As vllm-ascend builds its own, which is vLLM's with other kernels."""
     from vllm.v1.sample.sampler import Sampler
