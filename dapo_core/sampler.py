@@ -104,11 +104,10 @@ class Sampler:
         self.progress.begin(step, len(filling.ready))
         while len(self._chosen(filling)) < self.train_prompts:
             if num_fresh := self._num_to_draw(filling):
-                if filling.account.finished_groups >= self.train_prompts:
-                    self._refuse_no_scores(filling.account)
+                self._refuse_no_scores(filling.account, self.settings.gen_prompts)
                 self._submit_fresh(filling, num_fresh)
             elif not self.source.num_in_flight:
-                self._refuse_no_scores(filling.account)
+                self._refuse_no_scores(filling.account, self.train_prompts)
                 self._give_up(filling)
                 break
             self._record(self.source.finished(), filling)
@@ -116,7 +115,8 @@ class Sampler:
             self.while_waiting()
             self._refuse_silence(filling)
         self._stop(filling)
-        self._refuse_no_scores(filling.account)
+        if not self.settings.dynamic:  # else the step's groups have scores
+            self._refuse_no_scores(filling.account, self.train_prompts)
         return self._finish(filling)
 
     def redraw(
@@ -284,9 +284,9 @@ class Sampler:
         )
         filling.is_skipped = True
 
-    def _refuse_no_scores(self, account: TokenAccount) -> None:
-        """Raise when no response that finished in this step has a score: the scorer is at fault."""
-        if account.num_unscored and account.num_unscored == account.num_finished:
+    def _refuse_no_scores(self, account: TokenAccount, num_groups: int) -> None:
+        """Raise when so many groups finished in this step and no response has a score: the scorer is at fault."""
+        if account.finished_groups >= num_groups and account.num_unscored == account.num_finished:
             raise RewardError(
                 f"the scorer raised or ran out of time on all {account.num_finished} responses that finished in "
                 "this step; the log has its first tracebacks: correct the file of custom_reward.path, or raise "

@@ -133,6 +133,15 @@ def test_a_scorer_that_always_fails_is_no_weak_model(dynamic: bool, on_exhausted
     assert len(source.fresh) == 4  # no second draw
 
 
+def test_one_prompt_without_a_score_does_not_end_a_training() -> None:
+    source = ScriptedSource([MIXED, [UNSCORED, UNSCORED], MIXED, MIXED], burst=1)
+    sampler = make_sampler(source, train_prompts=1)
+    assert [group.group_id for group in sampler.draw(step=1).groups] == [0]
+    draw = sampler.draw(step=2)  # in which the second group finishes first
+    assert [group.group_id for group in draw.groups] == [2]
+    assert draw.account.num_unscored == 2
+
+
 def test_without_dynamic_sampling_every_group_is_kept() -> None:
     source = ScriptedSource([RIGHT, WRONG, MIXED, RIGHT], burst=3)
     draw = make_sampler(source, train_prompts=4, dynamic=False).draw(step=1)
