@@ -40,7 +40,7 @@ def require_trackers(names: Sequence[str]) -> None:
         packages = " ".join(CLIENTS[name][2] for name in missing)
         raise ConfigError(
             f"train.trackers names {', '.join(missing)}, whose client is not installed here: pip install "
-            f'{packages} (or "dapo-pipeline[trackers]" for all), or take it out of train.trackers'
+            f"{packages} (or '.[trackers]' in the project's folder for all), or take it out of train.trackers"
         )
 
 

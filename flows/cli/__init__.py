@@ -38,7 +38,8 @@ UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 CHAIN_MODULES = ("math_verify", "prefect", "ray", "safetensors", "sqlalchemy", "torch", "transformers", "zlib_ng")
 ADVICE = (
     "This environment has only the evaluation part: eval, grade, report, compare and datasets. All commands: "
-    "pip install 'dapo-pipeline[chain]'; in a clone: pip install '.[chain]', or make demo for pinned versions"
+    "pip install '.[chain]' in the project's folder, and vLLM for your device (requirements/); make demo installs "
+    "both for a CPU"
 )
 
 

@@ -86,7 +86,7 @@ def test_what_needs_the_chain_says_how_to_install_it(tmp_path: Path) -> None:
         tmp_path, ("up",), ("run", "c.yaml"), ("fetch-model", "c.yaml", "--data", "d", "--output", "o")
     )
     assert re.findall("exit status (.*)", done.stdout) == ["2"] * 3, done.stdout + done.stderr
-    assert done.stderr.count("pip install 'dapo-pipeline[chain]'") == 3, done.stderr
+    assert done.stderr.count("pip install '.[chain]'") == 3, done.stderr
     assert "Traceback" not in done.stderr
 
 
