@@ -16,6 +16,7 @@ import yaml
 from dapo_core.config.fields import known_fields
 from dapo_core.device import accelerators
 from dapo_core.errors import ConfigError
+from dapo_core.memory.devices import GIB
 from dapo_core.reward.routing import routes
 from eval.problems.registry import OWN
 from tasks.config import ChainConfig
@@ -30,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 OPTIONS = {"model.chat_template": "--chat-template", "model.path": "--model"}  # what `dapo init` calls keys
 LEAST_RESPONSE = 2  # tokens that a training needs after its longest prompt
-GIB = 1024**3
 CPU_RESPONSE_TOKENS, RESPONSE_TOKENS = 256, 8192
 CPU_CACHE_SEQUENCES = 16  # longest sequences that an engine's cache has room for on a CPU
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dapo_core.memory.devices import describe_bytes
 from durable import FULL_DISK_ERRORS, LockHeld, OnWait, is_locked, locked, publish, read_holder, sync
 from redaction import redacted
 from tasks.artifacts.artifact import (
@@ -363,11 +364,6 @@ def _describe_space(path: Path) -> str:
     existing = next(parent for parent in (path, *path.parents) if parent.is_dir())
     usage = shutil.disk_usage(existing)
     return f"{describe_bytes(usage.free)} of {describe_bytes(usage.total)} are free there"
-
-
-def describe_bytes(num_bytes: int) -> str:
-    """The size in GiB, a smaller one in MiB."""
-    return f"{num_bytes / 1024**3:.1f} GiB" if num_bytes >= 1024**3 else f"{num_bytes / 1024**2:.1f} MiB"
 
 
 def _utc_now() -> str:
