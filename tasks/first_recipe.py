@@ -22,14 +22,13 @@ from eval.problems.registry import OWN
 from tasks.config import ChainConfig
 from tasks.first_data import HUB_ID, NO_COLUMNS, Beside, data_sets
 from tasks.lengths import Bounds, Lengths, fitted
-from tasks.preflight.finding import FAIL, Findings
+from tasks.preflight.finding import Findings
 from tasks.preflight.inputs import inputs_here
 from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import longest_prompt
 
 logger = logging.getLogger(__name__)
 
-OPTIONS = {"model.chat_template": "--chat-template", "model.path": "--model"}  # what `dapo init` calls keys
 LEAST_RESPONSE = 2  # tokens that a training needs after its longest prompt
 CPU_RESPONSE_TOKENS, RESPONSE_TOKENS = 256, 8192
 CPU_CACHE_SEQUENCES = 16  # longest sequences that an engine's cache has room for on a CPU
@@ -111,9 +110,6 @@ def _facts(tree: dict[str, Any]) -> tuple[ModelFacts, Bounds, list[str]]:
     findings = Findings()
     inputs = inputs_here(config, findings)
     facts = check_model(inputs.model, config, findings) if inputs.model is not None else ModelFacts()
-    findings[:] = [finding for finding in findings if finding.status == FAIL]
-    for key, option in OPTIONS.items():
-        findings[:] = [replace(finding, found=finding.found.replace(key, option)) for finding in findings]
     findings.require()
     bounds = Bounds(positions=facts.positions)
     if facts.tokenizer is not None:
