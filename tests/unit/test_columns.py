@@ -13,7 +13,7 @@ from dapo_core.errors import CheckpointError
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact
 from tasks.chain import keep_words, take_model_folder
-from tasks.links import chain_of, label_of, labels_of, link_of, side_of, step_checkpoint
+from tasks.links import chain_of, label_of, link_of, side_of, step_checkpoint
 from tasks.references import forget_resolved
 from tasks.runs.columns import take_columns
 from tasks.runs.history import read_run

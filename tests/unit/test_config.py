@@ -125,9 +125,6 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             r"train\.train_prompts=512",
         ),
         ("sampler.in_flight=abort", r"sampler\.in_flight=abort would drop .* set sampler\.order=finish"),
-        ("data.source=path", r"data\.source is gone: data\.train and data\.eval name where problems come from"),
-        ("data.train_path=x.parquet", r"data\.train_path is gone: set data\.train to that path"),
-        ("data.eval_path=x.parquet", r"data\.eval_path is gone: set data\.eval to that path"),
         ("data.train=[]", r"data\.train is not set; set it to a registered name"),
         ("data.train=[gsm8k, gsm8k]", r"data\.train names a set twice"),
         (
