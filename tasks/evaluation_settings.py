@@ -196,9 +196,9 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     )
 
 
-def served_folder(server: Endpoint, said: ServedBy = ServedBy()) -> Path | None:
+def served_folder(server: Endpoint) -> Path | None:
     """The folder of the served model, if the server names one of this machine."""
-    root = Path(_served_models(server, said).get(server.model, ""))
+    root = Path(_served_models(server, ServedBy()).get(server.model, ""))
     return root if (root / "config.json").is_file() else None
 
 
