@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,17 +20,11 @@ from tasks.runs.plan import plan_chain
 from tasks.runs.run import Run
 from tasks.serve_model.failure import ServeError, ServerUnreachable
 from tasks.served_baseline import served_model
-from tests.integration.arithmetic_server import ArithmeticServer, running
+from tests.integration.arithmetic_server import ArithmeticServer
 from tests.recorded_runs import LABELS, Outcome, produce, small_config
 from tests.tiny_models import build_tiny_qwen3
 
 STEPS = "evaluate.checkpoints=[20, 40]"
-
-
-@pytest.fixture
-def server() -> Iterator[ArithmeticServer]:
-    with running() as server:
-        yield server
 
 
 def with_server(store: Path, server: ArithmeticServer, name: str = "m") -> Config:
