@@ -161,7 +161,7 @@ def _alone(folder: Path) -> Iterator[None]:
     """Wait until no other start or end of a host's Ray is at work; its folder may be removed inside."""
     lock = folder.parent.with_name(f"{folder.parent.name}.{folder.name}.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with durable.locked(lock, on_wait=lambda *_: None):
+    with durable.locked(lock, waiting="which starts or ends Ray here"):
         try:
             yield
         finally:
