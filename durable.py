@@ -149,6 +149,14 @@ def publish(partial: Path, target: Path) -> None:
     sync(target.parent)
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link to a file, or a copy where the file system allows none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new one."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")

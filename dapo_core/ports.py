@@ -1,4 +1,4 @@
-"""Free ports of this machine."""
+"""Ports: free ones of this machine, and whether another's answer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ def meeting_point(address: str) -> str:
     """A URL with a free port at an address of this machine, at which processes of several nodes meet."""
     anywhere, shown = ("::", f"[{address}]") if is_ipv6(address) else ("0.0.0.0", address)
     return f"tcp://{shown}:{free_ports(anywhere)[0]}"
+
+
+def connect(address: str, max_seconds: float, own: str = "") -> None:
+    """Open a TCP connection to HOST:PORT, from an `own` address if one is named; OSError says why not."""
+    host, _, port = address.rpartition(":")
+    target, source = (host.strip("[]"), int(port)), (own, 0) if own else None
+    socket.create_connection(target, max_seconds, source_address=source).close()
 
 
 def new_socket(host: str) -> socket.socket:

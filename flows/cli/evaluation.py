@@ -60,14 +60,15 @@ def evaluate(
 ) -> None:
     """Evaluate a served model on every item of a dataset, or of a suite; the API key comes from VLLM_API_KEY."""
     from eval.endpoint import Endpoint
+    from eval.run import evaluate_all
     from flows.config import load_config_or_defaults
     from tasks.evaluation_settings import (
         asked_into,
-        evaluate_servers,
         load_sets,
         served_folder,
         served_model_identity,
     )
+    from tasks.graders import limits_of
     from tasks.serve_model.command import API_KEY_VARIABLE
 
     recipe = load_config_or_defaults(config, [*(overrides or ()), *_chosen(dataset, data, suite)])
@@ -75,7 +76,8 @@ def evaluate(
     servers = [Endpoint(url, model_name, os.environ.get(API_KEY_VARIABLE, "")) for url in base_url]
     identity, folder = served_model_identity(servers), served_folder(servers[0])
     benchmarks = asked_into(output, settings, sets, folder)
-    for one, summary in zip(benchmarks, evaluate_servers(benchmarks, servers, settings, identity), strict=True):
+    summaries = evaluate_all(benchmarks, servers, limits=limits_of(settings), model_digest=identity)
+    for one, summary in zip(benchmarks, summaries, strict=True):
         _print_summary(one.output_dir, summary)
 
 
