@@ -19,7 +19,6 @@ import os
 import platform
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from uuid import UUID
 import yaml
 
 from dapo_core.errors import ConfigError
+from dapo_core.ports import bind_fault, free_ports
 from durable import LockHeld, is_locked, locked, tail, write_atomically
 from flows.prefect_access import (
     AUTH_VARIABLES,
@@ -337,11 +337,11 @@ def _start_server(services: Services, host: str | None, port: int | None, databa
 
 def _choose_port(host: str, last: int) -> int:
     """The last port if it is free, else 4200, else any free one. Prefect reports a wrong host."""
-    for port in (last, DEFAULT_PORT, 0):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed server's connections linger
-            probe.bind((host, port))
-            return int(probe.getsockname()[1])
+    for port in (last, DEFAULT_PORT):
+        if not bind_fault(host, port):
+            return port
+    with contextlib.suppress(OSError):
+        return free_ports(host)[0]
     return DEFAULT_PORT
 
 

@@ -13,6 +13,7 @@ from flows.cli.options import BaselineOption, GateOption, SetOption, StoreOption
 from flows.services import DEFAULT_STORE
 
 if TYPE_CHECKING:
+    from eval.suite_report import Models
     from eval.summary import Summary
     from tasks.runs.history import RecordedRun
 
@@ -181,15 +182,27 @@ def report(
     gates: GateOption = None,
 ) -> None:
     """Compare two evaluations item by item and write the report."""
+    from eval.suite_report import Models
+
+    _compare(Models(before, after, read_baselines(baselines)), gates, title, metrics, output)
+
+
+def _compare(
+    models: Models, gates: list[str] | None, title: str, metrics: Path | None = None, output: Path | None = None
+) -> None:
+    """Print the report on two evaluations, or with `output` write it, too; end with status 3 if a gate failed."""
     from eval.measured import Provenance
     from eval.report import REPORT_PAGE, render_markdown
-    from eval.suite_report import Models, write_suite_report
+    from eval.suite_report import write_suite_report
     from flows.console import print_markdown
 
-    models = Models(before, after, read_baselines(baselines))
     content = write_suite_report(models, metrics, output, Provenance(title=title), gates or ())
-    print_markdown(render_markdown(content))
-    typer.secho(f"\nReport with plots: {output / REPORT_PAGE}\n{content['verdict']}", bold=True)
+    if not content["is_one_evaluation"]:
+        print_markdown(render_markdown(content))
+        typer.echo("")
+    if output is not None:
+        typer.secho(f"Report with plots: {output / REPORT_PAGE}", bold=True)
+    typer.secho(content["verdict"], bold=True)
     exit_by_gates(content)
 
 
@@ -241,21 +254,10 @@ def compare(
         raise typer.BadParameter(f"BEFORE and AFTER are needed, {len(given)} given; add --history for more")
     (before, run_before), (after, run_after) = (find_evaluation(store, side) for side in given)
     _print_runs_compared({"before": run_before, "after": run_after})
-    if output is not None:
-        report(before, after, output, baselines=baselines, gates=gates)
-        return
-    from eval.measured import Provenance
-    from eval.report import render_markdown
-    from eval.suite_report import Models, write_suite_report
-    from flows.console import print_markdown
+    from eval.suite_report import Models
 
     models = Models(before, after, read_baselines(baselines))
-    content = write_suite_report(models, None, None, Provenance(title="Before/after comparison"), gates or ())
-    if not content["is_one_evaluation"]:
-        print_markdown(render_markdown(content))
-        typer.echo("")
-    typer.secho(content["verdict"], bold=True)
-    exit_by_gates(content)
+    _compare(models, gates, "Before/after comparison", output=output)
 
 
 def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Mapping
 from typing import Any
 
 import psutil
 
-from dapo_core.ports import connect, new_socket
+from dapo_core.ports import bind_fault, connect
 
 REACH_SECONDS = 8.0  # a kernel sends a connection's first packet again after 1, 3 and 7 s
 
@@ -30,13 +29,8 @@ def unreachable(request: Mapping[str, Any]) -> str:
 
 def holder_of(address: str, port: int) -> str:
     """Who listens on a port of an address, "" if it is free."""
-    with new_socket(address) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((address, port))
-            return ""
-        except OSError as error:
-            reason = error.strerror or "it cannot be bound"
+    if not (reason := bind_fault(address, port)):
+        return ""
     for each in psutil.net_connections("tcp"):
         if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
             with contextlib.suppress(psutil.Error):
