@@ -147,10 +147,7 @@ class Services:
 
     def command(self, words: str) -> str:
         """`dapo WORDS` for this store, as it can be typed in the current directory."""
-        store = self.folder.parent
-        return f"dapo {words}" + (
-            "" if store == DEFAULT_STORE.resolve() else f" --store {shlex.quote(str(store))}"
-        )
+        return f"dapo {words}{store_option(self.folder.parent)}"
 
     @property
     def api_url(self) -> str:
@@ -189,6 +186,11 @@ class Services:
         record = self.server.read()
         is_here = record["machine"] == platform.node()
         return (not is_here or is_listening(record["pid"], record["port"])) and is_healthy(self.api_url)
+
+
+def store_option(store: Path) -> str:
+    """The option that names the store to a command, "" for the default."""
+    return "" if store.resolve() == DEFAULT_STORE.resolve() else f" --store {shlex.quote(str(store))}"
 
 
 def api_url(store: Path = DEFAULT_STORE) -> str | None:

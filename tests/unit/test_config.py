@@ -162,7 +162,6 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("evaluate.checkpoints=every 7", r"names step 7, and checkpoint\.save_every=20 saves none there"),
         ("evaluate.checkpoints=[100000]", r"names step 100000, and train\.total_steps is \d+; name steps 1"),
         ("checkpoint.keep_steps=[30]", r"checkpoint\.keep_steps names step 30, and checkpoint\.save_every=20"),
-        ("evaluate.benchmark=math500", r"evaluate\.benchmark is gone: .*data\.eval=\{set: math500, path: FILE\}"),
         ("model.source=path", r"model\.source is path, but model\.path is not set"),
         ("model.path=qwen", r"model\.path=qwen would be ignored by model\.source=recipe; set model\.source=path"),
         (
