@@ -30,7 +30,6 @@ class ModelFacts:
     vocabulary: int | None = None  # rows of the embedding
     token_bytes: int | None = None  # keys and values of one token in 16-bit numbers
     head_width: int | None = None  # numbers of an attention head
-    weight_bytes: int = 0  # of the files
     parameters: int = 0
 
 
@@ -70,7 +69,6 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
         getattr(text, "vocab_size", None),
         _token_bytes(text),
         _head_width(text),
-        weight_bytes,
         weight_bytes // item_bytes,
     )
 
