@@ -159,8 +159,8 @@ def sized(machine: Machine, facts: ModelFacts, lengths: Lengths) -> dict[str, An
         train["placement"] = "colocated"
     if is_cpu:
         rollout |= {"threads_per_worker": machine.num_cores, "max_num_seqs": 64}
-        rollout["memory_gigabytes"] = cache_gigabytes(facts, lengths.prompt + lengths.response, 4)
-        serve |= {"memory_gigabytes": cache_gigabytes(facts, lengths.served, 4), "eager": True}
+        rollout["memory_gigabytes"] = cache_gigabytes(facts, lengths.prompt + lengths.response)
+        serve |= {"memory_gigabytes": cache_gigabytes(facts, lengths.served), "eager": True}
         train["threads_per_rank"] = machine.num_cores
     return {
         "rollout": rollout,
@@ -172,9 +172,9 @@ def sized(machine: Machine, facts: ModelFacts, lengths: Lengths) -> dict[str, An
     }
 
 
-def cache_gigabytes(facts: ModelFacts, tokens: int, item_bytes: int) -> float:
+def cache_gigabytes(facts: ModelFacts, tokens: int) -> float:
     """A cache for some of the longest sequences, at most an eighth of the memory, in steps of a tenth."""
-    wanted = CPU_CACHE_SEQUENCES * tokens * (facts.token_bytes or 65_536) * item_bytes / 2 / GIB
+    wanted = CPU_CACHE_SEQUENCES * tokens * (facts.token_bytes or 65_536) * 2 / GIB  # float32
     most = psutil.virtual_memory().total / 8 / GIB
     return max(math.ceil(10 * min(wanted, most)) / 10, 0.2)
 
