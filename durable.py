@@ -8,6 +8,7 @@ import datetime
 import errno
 import fcntl
 import json
+import logging
 import os
 import platform
 import secrets
@@ -15,18 +16,19 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 POLL_SECONDS = 0.2
-GRACE_SECONDS = 0.1  # in which `is_locked` of another process lets go of a lock
+GRACE_SECONDS = 1.0  # in which `is_locked` of another process lets go of a lock
+REMIND_SECONDS = 60.0  # of who waits for a lock; then each time twice as long
 TAIL_BYTES = 64 * 1024
 PR_SET_PDEATHSIG = 1
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNSET = object()  # the value of a key that only the other side of a comparison has
 
-OnWait = Callable[[str, float], None]  # the lock's holder, and the seconds waited so far
+logger = logging.getLogger(__name__)
 
 
 class LockHeld(BlockingIOError):
@@ -34,31 +36,32 @@ class LockHeld(BlockingIOError):
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, shared: bool = False, note: str = "", on_wait: OnWait | None = None) -> Iterator[int]:
+def locked(path: Path, *, shared: bool = False, note: str = "", waiting: str | None = None) -> Iterator[int]:
     """Hold a kernel lock on the file for the block; yields its descriptor.
 
     The kernel drops the lock when the last copy of the descriptor closes, however the holder dies; forks have a
-    copy, other children do not. An exclusive holder writes its pid, host and `note` into the file for those who
+    copy, other children do not. An exclusive holder writes `note`, its pid and host into the file for those who
     wait. Inside the block the file may be removed or renamed; those who wait then lock the file that has its name.
 
-    Without `on_wait` a held lock raises LockHeld within 0.2 s; with it the call polls and calls
-    `on_wait(holder, seconds)` each time, which may raise to give up.
+    A held lock raises LockHeld after a second. With `waiting`, which says what the holder does, the call waits and
+    the log names the holder, at once and ever more seldom.
     """
-    began = time.monotonic()
+    began, say_at = time.monotonic(), 0.0
     while (descriptor := try_lock(path, shared=shared)) is None:
         waited = time.monotonic() - began
-        if on_wait is not None:
-            on_wait(read_holder(path), waited)
-        elif waited > GRACE_SECONDS:
+        if waiting is None and waited > GRACE_SECONDS:
             raise LockHeld(f"{path} is locked by {read_holder(path)}")
-        time.sleep(POLL_SECONDS if on_wait else GRACE_SECONDS / 5)
+        if waiting is not None and waited >= say_at:
+            logger.info("waiting for %s, %s (%.0f s so far)", read_holder(path), waiting, waited)
+            say_at = max(2 * waited, REMIND_SECONDS)
+        time.sleep(POLL_SECONDS)
     try:
         if not shared:
             since = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            holder = f"pid {os.getpid()} on {platform.node()} since {since}\n{note}"
+            holder = f"pid {os.getpid()} on {platform.node()} since {since}"
             os.ftruncate(descriptor, 0)
             try:
-                os.write(descriptor, holder.encode())
+                os.write(descriptor, (f"{note} ({holder})" if note else holder).encode())
             except OSError as error:
                 if error.errno not in FULL_DISK_ERRORS:  # a full disk must not keep `dapo gc` from locking
                     raise
@@ -108,13 +111,15 @@ def is_locked(path: Path) -> bool:
 
 
 def read_holder(path: Path) -> str:
-    """Who last locked the file exclusively, as "pid 12 on node3 since 2026-01-31T10:00:00+00:00"."""
-    return _read_lock_file(path)[0] or "another process"
+    """Who last locked the file exclusively: its note, and "pid 12 on node3 since 2026-01-31T10:00:00+00:00"."""
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace").strip() or "another process"
+    return "another process"
 
 
-def read_note(path: Path) -> str:
-    """The note of the last exclusive holder, "" when there is none."""
-    return _read_lock_file(path)[1]
+def find_holder(path: Path) -> str | None:
+    """Who holds the lock, None if it is free."""
+    return read_holder(path) if is_locked(path) else None
 
 
 def sync(path: Path) -> None:
@@ -142,6 +147,14 @@ def publish(partial: Path, target: Path) -> None:
         sync(partial)
     partial.rename(target)
     sync(target.parent)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link to a file, or a copy where the file system allows none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -227,13 +240,6 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _read_lock_file(path: Path) -> tuple[str, str]:
-    with contextlib.suppress(OSError):
-        holder, _, note = path.read_text(errors="replace").partition("\n")
-        return holder.strip(), note
-    return "", ""
 
 
 def end_with(parent_pid: int) -> None:

@@ -28,17 +28,17 @@ def add_secret_url(url: str) -> None:
     _added.update(_secrets_of_url(url))
 
 
-def redact(text: str, min_chars: int = MIN_SECRET_CHARS) -> str:
-    """The text with every known secret of `min_chars` or more replaced, also where it is percent-encoded.
+def redact(text: str) -> str:
+    """The text with every known secret of MIN_SECRET_CHARS or more replaced, also where it is percent-encoded.
 
     Known are those added, the values of environment variables whose name ends in KEY, TOKEN, SECRET, PASSWORD or
     AUTH_STRING, and the secret parts of the URLs in variables whose name contains WEBHOOK.
     """
-    return redactor(min_chars)(text)
+    return redactor()(text)
 
 
 def redactor(min_chars: int = MIN_SECRET_CHARS) -> Callable[[str], str]:
-    """`redact` with the secrets known now: for many texts, since the environment is read only once."""
+    """`redact` with the secrets of `min_chars` or more known now: for many texts, the environment is read once."""
     known = sorted((one for one in _known_secrets() if len(one) >= min_chars), key=len, reverse=True)
 
     def replace_known(text: str) -> str:

@@ -46,7 +46,7 @@ def load_tokenizer(
     if not tokenizer.chat_template:
         raise ModelError(
             f"the tokenizer in {model_path} has no chat template; use an instruction-tuned model, or set "
-            "model.chat_template to a file with one"
+            "model.chat_template (of dapo init: --chat-template) to a file with one"
         )
     return tokenizer
 

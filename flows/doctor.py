@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from dapo_core import versions
 from dapo_core.device import accelerators
 from dapo_core.errors import ConfigError
+from dapo_core.memory.devices import GIB, describe_bytes
 from durable import locked
 from flows.prefect_access import (
     AUTH_VARIABLES,
@@ -44,7 +45,7 @@ from flows.services import (
     wait_until,
 )
 from tasks.artifacts.artifact import StoreError
-from tasks.artifacts.store import ArtifactStore, describe_bytes
+from tasks.artifacts.store import ArtifactStore
 from tasks.preflight.finding import FAIL, OK, WARN, Finding
 from tasks.processes.child import ChildProcessFailed, run_command
 
@@ -57,7 +58,6 @@ logger = logging.getLogger(__name__)
 PROJECT = "dapo-pipeline"
 # Their CUDA builds, which plain `pip install` takes, break `import transformers` beside a CPU torch.
 BREAK_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
-GIB = 1024**3
 LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 20 * GIB, 1 * GIB
 LITTLE_MEMORY_BYTES = 4 * GIB
 # Exits with HELD_ELSEWHERE when another process holds the lock of the file that it gets as an argument.
@@ -151,8 +151,8 @@ def check_supervision() -> Finding:
 def check_hardware() -> Finding:
     """Cores, memory and accelerators that this process may use."""
     memory = psutil.virtual_memory()
-    gib = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB"
-    found = [f"{len(os.sched_getaffinity(0))} cores", gib]
+    free = f"{describe_bytes(memory.available)} of {describe_bytes(memory.total)}"
+    found = [f"{len(os.sched_getaffinity(0))} cores", free]
     for device in accelerators():
         try:
             found.append(f"{len(device.visible(os.environ))} {device.kind} devices")

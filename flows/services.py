@@ -19,7 +19,6 @@ import os
 import platform
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from uuid import UUID
 import yaml
 
 from dapo_core.errors import ConfigError
+from dapo_core.ports import bind_fault, free_ports
 from durable import LockHeld, is_locked, locked, tail, write_atomically
 from flows.prefect_access import (
     AUTH_VARIABLES,
@@ -147,10 +147,7 @@ class Services:
 
     def command(self, words: str) -> str:
         """`dapo WORDS` for this store, as it can be typed in the current directory."""
-        store = self.folder.parent
-        return f"dapo {words}" + (
-            "" if store == DEFAULT_STORE.resolve() else f" --store {shlex.quote(str(store))}"
-        )
+        return f"dapo {words}{store_option(self.folder.parent)}"
 
     @property
     def api_url(self) -> str:
@@ -189,6 +186,11 @@ class Services:
         record = self.server.read()
         is_here = record["machine"] == platform.node()
         return (not is_here or is_listening(record["pid"], record["port"])) and is_healthy(self.api_url)
+
+
+def store_option(store: Path) -> str:
+    """The option that names the store to a command, "" for the default."""
+    return "" if store.resolve() == DEFAULT_STORE.resolve() else f" --store {shlex.quote(str(store))}"
 
 
 def api_url(store: Path = DEFAULT_STORE) -> str | None:
@@ -337,11 +339,11 @@ def _start_server(services: Services, host: str | None, port: int | None, databa
 
 def _choose_port(host: str, last: int) -> int:
     """The last port if it is free, else 4200, else any free one. Prefect reports a wrong host."""
-    for port in (last, DEFAULT_PORT, 0):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed server's connections linger
-            probe.bind((host, port))
-            return int(probe.getsockname()[1])
+    for port in (last, DEFAULT_PORT):
+        if not bind_fault(host, port):
+            return port
+    with contextlib.suppress(OSError):
+        return free_ports(host)[0]
     return DEFAULT_PORT
 
 

@@ -15,7 +15,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from dapo_core.errors import ConfigError
-from dapo_core.memory.plan import GIB, PHASES
+from dapo_core.memory.devices import GIB
+from dapo_core.memory.plan import PHASES
 from interop.table import BLOCKING
 from redaction import redact
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH

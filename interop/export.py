@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import interop.account  # noqa: F401  registers the conversions that the tables name
@@ -56,9 +56,3 @@ def by_name(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             found |= by_name(value, f"{prefix}{name}.")
     return found
-
-
-def unsaid(names: Iterable[str], settings: Iterable[Setting]) -> Iterator[str]:
-    """Those of our keys that no setting says."""
-    said = {name for setting in settings for name in setting.origin.split(", ")}
-    return (name for name in names if name not in said)

@@ -138,11 +138,6 @@ class LogParser:
         return Record(record.step, _renamed(trainer, metrics), trainer, record.num_steps) if metrics else None
 
 
-def parse_line(line: str) -> Record | None:
-    """The record of one whole line of a console log or of a metrics file, None if it has none."""
-    return LogParser().feed(line)
-
-
 def _begun(line: str) -> _Open | None:
     """The record that begins anywhere in the line."""
     for form in _FORMS:

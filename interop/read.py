@@ -63,7 +63,6 @@ def read_files(
     paths: Sequence[Path],
     given: Mapping[str, str] | None = None,
     training: int | None = None,
-    trainer: str | None = None,
 ) -> Reading:
     """The settings in files; `given` are the variables of --set-env, `training` chooses among several, from 1.
 
@@ -83,8 +82,8 @@ def read_files(
         settings = [setting for found in configs.values() for setting in found]
         if not settings:
             raise ForeignConfigError(f"{', '.join(map(str, paths))}: no key in there")
-        return Reading(_resolved(settings, {}, given or {}), trainer or trainer_of(settings))
-    return _of_scripts(scripts, configs, given or {}, training, trainer)
+        return Reading(_resolved(settings, {}, given or {}), trainer_of(settings))
+    return _of_scripts(scripts, configs, given or {}, training)
 
 
 def text_of(path: Path) -> str:
@@ -161,7 +160,6 @@ def _of_scripts(
     configs: Mapping[str, list[Setting]],
     given: Mapping[str, str],
     training: int | None,
-    trainer: str | None,
 ) -> Reading:
     read: list[Script] = []
     for name, text in scripts.items():
@@ -193,7 +191,7 @@ def _of_scripts(
     kept = [f"{at}: ${name} is kept as {'~' if name == 'HOME' else '.'}" for name, at in script.kept.items()]
     environment = {name: text for name, text in chosen.environment.items() if not marks_of(text)}
     settings = _resolved(settings, environment, given)
-    return Reading(settings, trainer or trainer_of(settings), environment, [*before, *kept, *notes])
+    return Reading(settings, trainer_of(settings), environment, [*before, *kept, *notes])
 
 
 def _others(

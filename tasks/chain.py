@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,15 @@ from dapo_core.checkpoint.folder import CHECKPOINTS, checkpoint_folders
 from dapo_core.checkpoint.manifest import shard_digests
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.model_folder import MERGE_MANIFEST, require_model_folder
-from durable import read_json_lines
+from durable import link_or_copy, read_json_lines
+from eval.run import evaluate_all
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output, algorithm_for
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.data.prepare import build_dataset
-from tasks.evaluation_settings import evaluate_servers, served_folder
+from tasks.evaluation_settings import served_folder
 from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
+from tasks.graders import limits_of
 from tasks.links import Link, baseline_of, link_of, step_checkpoint
 from tasks.page import StageProgress, show_report
 from tasks.processes.cancellation import is_worker_restart
@@ -91,10 +91,7 @@ def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
             target.mkdir()
         elif path.name != MANIFEST_NAME:  # which the folder has if it is an artifact of a store
             num_bytes += path.stat().st_size
-            try:
-                os.link(path.resolve(), target)
-            except OSError:  # another file system, or one without hard links
-                shutil.copyfile(path, target)
+            link_or_copy(path.resolve(), target)
     if config.model.chat_template is not None:
         place_chat_template(Path(config.model.chat_template), folder, config.model.trust_remote_code)
     return {"bytes": num_bytes}
@@ -130,7 +127,13 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
                 num_items = sum(len(one.evaluation_set.items) for one in missing)
                 logger.info("%s serves on %s; asking %d items", servers[0].model, urls, num_items)
                 on_progress = StageProgress(run, label).on_progress
-                evaluate_servers(missing, servers, link.config.evaluate, digest, on_progress)
+                evaluate_all(
+                    missing,
+                    servers,
+                    limits=limits_of(link.config.evaluate),
+                    model_digest=digest,
+                    on_progress=on_progress,
+                )
             commands = [server.command for server in servers if server.command]
         return {**suite_metrics(link.config, suite, folder), "serve_commands": commands}
 

@@ -10,13 +10,6 @@ from pydantic import Field, ValidationInfo, field_serializer, field_validator, m
 from dapo_core.config.fields import Entry, Section, key, volatile
 from dapo_core.config.training import PromptsConfig
 
-# What replaces each key that is gone.
-_GONE = {
-    "source": "data.train and data.eval name where problems come from (arithmetic: the generated ones)",
-    "train_path": "set data.train to that path",
-    "eval_path": "set data.eval to that path",
-}
-
 
 class ArithmeticConfig(Section):
     """The generated problems of the set `arithmetic`."""
@@ -68,6 +61,14 @@ class SetConfig(Entry):
     system_prompt: str | None = key(None, "As data.system_prompt.")
 
 
+def listed_sets(value: Any) -> Any:
+    """One set or several, each a name or its keys, as a tuple of keys; anything else as it is."""
+    listed = [value] if isinstance(value, str | Mapping) else value
+    if not isinstance(listed, list | tuple):
+        return listed
+    return tuple({"set": one} if isinstance(one, str) else one for one in listed)
+
+
 class DataConfig(PromptsConfig):
     """Training prompts and the held-out evaluation sets."""
 
@@ -90,21 +91,10 @@ class DataConfig(PromptsConfig):
     max_refused_ratio: float = key(0.01, "Largest share of unusable training rows; more is an error.", ge=0, lt=1)
     arithmetic: ArithmeticConfig = Field(default_factory=ArithmeticConfig)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _old_keys_are_gone(cls, values: Any) -> Any:
-        if isinstance(values, Mapping):
-            for name in _GONE.keys() & values.keys():
-                raise ValueError(f"data.{name} is gone: {_GONE[name]}")
-        return values
-
     @field_validator("train", "eval", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
-        listed = [value] if isinstance(value, str | Mapping) else value
-        if not isinstance(listed, list | tuple):
-            return listed
-        return tuple({"set": one} if isinstance(one, str) else one for one in listed)
+        return listed_sets(value)
 
     @field_validator("train", "eval")
     @classmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ from dapo_core.config.fields import Entry, JsonObject, Section, key, volatile
 from eval.gates import BEFORE, LAST_NIGHT, parse_gate
 from eval.problems.registry import POOLED
 from tasks.baseline_config import BaselineConfig
-from tasks.data_config import ColumnsConfig
+from tasks.data_config import ColumnsConfig, listed_sets
 
 _NAME = re.compile(r"\w[\w-]*")
 
@@ -165,16 +164,6 @@ class EvaluateConfig(Section):
     outage_seconds: float = volatile(120.0, "How long an unreachable server is awaited.", ge=0)
     max_failed_ratio: float = key(0.0, "Largest share of failed requests; above it the stage fails.", ge=0, lt=1)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _benchmark_is_gone(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "benchmark" in values:
-            raise ValueError(
-                f"evaluate.benchmark is gone: name the set where its rows are named, such as data.eval="
-                f"{{set: {values['benchmark'] or 'math500'}, path: FILE}}"
-            )
-        return values
-
     @field_validator("extra_body")
     @classmethod
     def _fields_without_a_key(cls, fields: JsonObject) -> JsonObject:
@@ -206,10 +195,7 @@ class EvaluateConfig(Section):
     @field_validator("benchmarks", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
-        listed = [value] if isinstance(value, str | Mapping) else value
-        if not isinstance(listed, list | tuple):
-            return listed
-        return tuple({"set": one} if isinstance(one, str) else one for one in listed)
+        return listed_sets(value)
 
     @field_validator("benchmarks")
     @classmethod
@@ -289,7 +275,7 @@ class EvaluateConfig(Section):
         }
         if own.keys() & {"temperature", "top_p", "top_k"}:
             own.setdefault("sampling", "settings")
-        alone: dict[str, Any] = {"benchmarks": (), "benchmark": None, "headline": None, "gates": ()}
+        alone: dict[str, Any] = {"benchmarks": (), "headline": None, "gates": ()}
         return self.model_copy(update={name: value for name, value in own.items() if value is not None} | alone)
 
 

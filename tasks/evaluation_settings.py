@@ -1,4 +1,4 @@
-"""Evaluate running servers as the section `evaluate` says, and check that they serve one model."""
+"""What running servers are asked, as the section `evaluate` says, and the check that they serve one model."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ from eval.problems.registry import load_set
 from eval.problems.sources import default_cache
 from eval.recorder import Benchmark
 from eval.results import make_folder
-from eval.run import OnProgress, evaluate_all
 from eval.suite import Member, require_single, write_suite
-from eval.summary import Summary
 from redaction import redact
 from tasks.config import ChainConfig
 from tasks.data.layout import benchmark_file
 from tasks.data_config import SetConfig
 from tasks.evaluate_config import EvaluateConfig
-from tasks.graders import grader_for, judge_for, limits_of
+from tasks.graders import grader_for, judge_for
 from tasks.serve_model.failure import ServeError, ServerUnreachable
 
 CLIENT_SECONDS = 60.0
@@ -39,23 +37,6 @@ logger = logging.getLogger(__name__)
 
 # What generation_config.json may say beside temperature, top_p and top_k, under the names of vLLM's requests.
 _FURTHER_SAMPLING = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-
-
-def evaluate_servers(
-    benchmarks: Sequence[Benchmark],
-    servers: Sequence[Endpoint],
-    settings: EvaluateConfig,
-    model_digest: str,
-    on_progress: OnProgress | None = None,
-) -> list[Summary]:
-    """`eval.run.evaluate_all` with the configuration's limits."""
-    return evaluate_all(
-        benchmarks,
-        servers,
-        limits=limits_of(settings),
-        model_digest=model_digest,
-        on_progress=on_progress,
-    )
 
 
 def set_of(settings: EvaluateConfig, problems: str | Path | None, name: str | None = None) -> EvaluationSet:
@@ -196,9 +177,9 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     )
 
 
-def served_folder(server: Endpoint, said: ServedBy = ServedBy()) -> Path | None:
+def served_folder(server: Endpoint) -> Path | None:
     """The folder of the served model, if the server names one of this machine."""
-    root = Path(_served_models(server, said).get(server.model, ""))
+    root = Path(_served_models(server, ServedBy()).get(server.model, ""))
     return root if (root / "config.json").is_file() else None
 
 

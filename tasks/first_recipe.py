@@ -16,21 +16,20 @@ import yaml
 from dapo_core.config.fields import known_fields
 from dapo_core.device import accelerators
 from dapo_core.errors import ConfigError
+from dapo_core.memory.devices import GIB
 from dapo_core.reward.routing import routes
 from eval.problems.registry import OWN
 from tasks.config import ChainConfig
 from tasks.first_data import HUB_ID, NO_COLUMNS, Beside, data_sets
 from tasks.lengths import Bounds, Lengths, fitted
-from tasks.preflight.finding import FAIL, Findings
+from tasks.preflight.finding import Findings
 from tasks.preflight.inputs import inputs_here
 from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import longest_prompt
 
 logger = logging.getLogger(__name__)
 
-OPTIONS = {"model.chat_template": "--chat-template", "model.path": "--model"}  # what `dapo init` calls keys
 LEAST_RESPONSE = 2  # tokens that a training needs after its longest prompt
-GIB = 1024**3
 CPU_RESPONSE_TOKENS, RESPONSE_TOKENS = 256, 8192
 CPU_CACHE_SEQUENCES = 16  # longest sequences that an engine's cache has room for on a CPU
 
@@ -111,9 +110,6 @@ def _facts(tree: dict[str, Any]) -> tuple[ModelFacts, Bounds, list[str]]:
     findings = Findings()
     inputs = inputs_here(config, findings)
     facts = check_model(inputs.model, config, findings) if inputs.model is not None else ModelFacts()
-    findings[:] = [finding for finding in findings if finding.status == FAIL]
-    for key, option in OPTIONS.items():
-        findings[:] = [replace(finding, found=finding.found.replace(key, option)) for finding in findings]
     findings.require()
     bounds = Bounds(positions=facts.positions)
     if facts.tokenizer is not None:
@@ -163,8 +159,8 @@ def sized(machine: Machine, facts: ModelFacts, lengths: Lengths) -> dict[str, An
         train["placement"] = "colocated"
     if is_cpu:
         rollout |= {"threads_per_worker": machine.num_cores, "max_num_seqs": 64}
-        rollout["memory_gigabytes"] = cache_gigabytes(facts, lengths.prompt + lengths.response, 4)
-        serve |= {"memory_gigabytes": cache_gigabytes(facts, lengths.served, 4), "eager": True}
+        rollout["memory_gigabytes"] = cache_gigabytes(facts, lengths.prompt + lengths.response)
+        serve |= {"memory_gigabytes": cache_gigabytes(facts, lengths.served), "eager": True}
         train["threads_per_rank"] = machine.num_cores
     return {
         "rollout": rollout,
@@ -176,9 +172,9 @@ def sized(machine: Machine, facts: ModelFacts, lengths: Lengths) -> dict[str, An
     }
 
 
-def cache_gigabytes(facts: ModelFacts, tokens: int, item_bytes: int) -> float:
+def cache_gigabytes(facts: ModelFacts, tokens: int) -> float:
     """A cache for some of the longest sequences, at most an eighth of the memory, in steps of a tenth."""
-    wanted = CPU_CACHE_SEQUENCES * tokens * (facts.token_bytes or 65_536) * item_bytes / 2 / GIB
+    wanted = CPU_CACHE_SEQUENCES * tokens * (facts.token_bytes or 65_536) * 2 / GIB  # float32
     most = psutil.virtual_memory().total / 8 / GIB
     return max(math.ceil(10 * min(wanted, most)) / 10, 0.2)
 

@@ -86,11 +86,6 @@ def chain_of(config: ChainConfig) -> tuple[Link, ...]:
     )
 
 
-def labels_of(config: ChainConfig) -> tuple[str, ...]:
-    """The labels of a recipe's links, in order."""
-    return tuple(link.label for link in chain_of(config))
-
-
 def link_of(config: ChainConfig, label: str) -> Link:
     """The link of that label. Raises ConfigError when the recipe has none."""
     links = {link.label: link for link in chain_of(config)}

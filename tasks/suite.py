@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from durable import link_or_copy
 from eval.recorder import Benchmark
 from eval.results import SUMMARY_FILE, ResultsError
 from eval.suite import Member, describe_suite, is_single, read_suite, write_suite
@@ -124,10 +123,7 @@ def _link_files(source: Path, target: Path) -> None:
             path.unlink()
     for path in source.iterdir():
         if path.is_file() and path.name != MANIFEST_NAME:
-            try:
-                os.link(path, target / path.name)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(path, target / path.name)
+            link_or_copy(path, target / path.name)
 
 
 def suite_metrics(config: ChainConfig, asked: Sequence[Asked], output: Path) -> dict[str, Any]:

@@ -27,6 +27,17 @@ NO_TENSORS = pickle.dumps(Metadata({}, storage_data={}))
 MODEL_FILES = ("additional_chat_templates/tool.jinja", "config.json", "tokenizer.json")
 
 
+def flip(name: str, place: int = -1) -> Callable[[Path], None]:
+    """Damage to a file of a checkpoint: one bit of the byte at a place."""
+
+    def damage(checkpoint: Path) -> None:
+        content = bytearray((checkpoint / name).read_bytes())
+        content[place] ^= 1
+        (checkpoint / name).write_bytes(content)
+
+    return damage
+
+
 def make_state(step: int, accuracy: float | None = None) -> TrainerState:
     """A state after `step`, with groups of every kind and floats that a sloppy format would round."""
     groups = [make_group([1.0, -1.0], index, [3, 0], policy_version=index) for index in (4, 9)]

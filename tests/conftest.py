@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from flows.prefect_settings import PROJECT_SETTINGS
+
+if TYPE_CHECKING:
+    from tests.integration.arithmetic_server import ArithmeticServer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads cost more than they give
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # where more run than there are cores, spinning threads starve
@@ -59,3 +65,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent.name == "unit" and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.fast)
     items.sort(key=lambda item: RANKS.get(item.path.name, len(RANKS)))
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3, which no test changes."""
+    from tests.tiny_models import build_tiny_qwen3
+
+    return build_tiny_qwen3(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def server() -> Iterator[ArithmeticServer]:
+    from tests.integration.arithmetic_server import running
+
+    with running() as server:
+        yield server

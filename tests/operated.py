@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import psutil
 import pytest
 
 from bench.small_chain import CONFIG, SMALL
+from dapo_core.ports import free_ports
 from flows.services import Services
 from tasks.serve_model.command import SOCKETS_VARIABLE
 
@@ -131,7 +131,7 @@ class Site:
 
     def up(self, *words: str) -> str:
         """What `dapo up` prints. The port is a free one the first time: other tests use the default one, too."""
-        port = [] if self.services.server.read() else ["--port", str(free_port())]
+        port = [] if self.services.server.read() else ["--port", str(free_ports("127.0.0.1")[0])]
         database = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": self.database} if self.database else {}
         return self.dapo("up", *words, *port, **database).stdout
 
@@ -290,10 +290,3 @@ def assert_all_gone(processes: list[psutil.Process]) -> None:
     """They end soon."""
     _, alive = psutil.wait_procs(processes, timeout=GONE_SECONDS)
     assert describe(alive) == []  # which leaves zombies out
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -20,14 +20,14 @@ from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.data.prepare import build_dataset
-from tasks.links import labels_of, link_of
+from tasks.links import chain_of, link_of
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import headline
 from tasks.runs.run import Run
 from tests.evaluations import write_results
 
 SMALL = ("data.arithmetic.num_train=32", "data.arithmetic.num_eval=8")
-LABELS = labels_of(load_config(PROJECT_ROOT / "configs" / "arith_cpu.yaml"))
+LABELS = tuple(link.label for link in chain_of(load_config(PROJECT_ROOT / "configs" / "arith_cpu.yaml")))
 STEP = {"perf/trained_response_tokens": 900, "perf/generated_tokens": 1200, "timing_s/step": 2.5}
 
 

@@ -72,15 +72,8 @@ def own_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def run_on(
-    nodes: Sequence[Node], function: Callable[..., Any], *arguments: Any, max_seconds: float = ANSWER_SECONDS
-) -> Answers:
-    """What a function returns on each node, in a task that needs no free CPU."""
-    return finish({node: start_on(node, {}, function, *arguments) for node in nodes}, max_seconds)
-
-
 def start_on(node: Node, devices: Mapping[str, float], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Start a task on the node, with `devices` by Ray's names of resources; returns its reference."""
+    """Start a task on the node that needs no free CPU, with `devices` by Ray's names; returns its reference."""
     own = dict(devices)
     options = {"num_cpus": 0, "num_gpus": own.pop("GPU", None), "resources": own, "max_retries": 0}
     place = NodeAffinitySchedulingStrategy(node.id, soft=False)
@@ -103,7 +96,7 @@ def actors_on(nodes: Sequence[Node], kind: type) -> Iterator[dict[Node, Any]]:
             ray.kill(handle)
 
 
-def finish(tasks: Mapping[Node, Any], max_seconds: float) -> Answers:
+def finish(tasks: Mapping[Node, Any], max_seconds: float = ANSWER_SECONDS) -> Answers:
     """As `ask`, of tasks: those that are late are ended."""
     answers = ask(tasks, max_seconds)
     for node in answers.failed:

@@ -10,15 +10,16 @@ import contextlib
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from subprocess import PIPE
+from typing import Any, NamedTuple
 
 from dapo_core.cluster.started import AUTH_MODE, token_environment
 from dapo_core.errors import ConfigError, WorkerDied
+from dapo_core.ports import connect
 from durable import end_with
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,13 @@ class Room(NamedTuple):
 
     total: Mapping[str, float]
     free: Mapping[str, float]
+    nodes: Sequence[Mapping[str, Any]] = ()  # id, address, is_alive, total and free of each
 
 
-def ask_cluster(address: str, max_seconds: float = ANSWER_SECONDS) -> Room:
-    """The cluster's resources.
+def ask_cluster(
+    address: str, max_seconds: float = ANSWER_SECONDS, environment: Mapping[str, str] = os.environ
+) -> Room:
+    """The cluster's resources; with the token that the environment names.
 
     Raises ConfigError, with the commands to type, when `auto` finds no Ray on this machine, and WorkerDied, with
     Ray's reason, when a cluster does not answer. While it waits, a signal is obeyed at once, and the log says what
@@ -51,8 +55,8 @@ def ask_cluster(address: str, max_seconds: float = ANSWER_SECONDS) -> Room:
     command = [sys.executable, "-m", "dapo_core.cluster.room", address, str(os.getpid())]
     began = next_word = time.monotonic()
     # Ray waits in silence for a cluster that turns away processes without a token.
-    hint = "" if AUTH_MODE in os.environ else f"; if it has a token, set {AUTH_MODE}=token (docs/security.md)"
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as asking:
+    hint = "" if AUTH_MODE in environment else f"; if it has a token, set {AUTH_MODE}=token (docs/security.md)"
+    with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True) as asking:
         try:
             while asking.poll() is None:
                 seconds = time.monotonic() - began
@@ -73,7 +77,7 @@ def ask_cluster(address: str, max_seconds: float = ANSWER_SECONDS) -> Room:
     if asking.returncode:
         raise WorkerDied(f"{_name(address)} does not answer: {lines[-1]}")
     found = json.loads(lines[-1])
-    return Room(found["total"], found["free"])
+    return Room(**found)
 
 
 def _name(address: str) -> str:
@@ -128,9 +132,8 @@ def use_known_token(address: str) -> None:
 
 def _require_listener(address: str) -> None:
     """Raise ConnectionError if the port is closed: no Ray runs there."""
-    host, port = address.rsplit(":", 1)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        connect(address, CONNECT_SECONDS)
     except ConnectionRefusedError:
         raise ConnectionError(f"{NO_RAY}: {address} is the address of one that has ended") from None
     except OSError:  # a slow network is for Ray to wait for

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_core.cluster.every_node import living_nodes, own_node, run_on
+from dapo_core.cluster.every_node import finish, living_nodes, own_node, start_on
 from dapo_core.digests import file_digest
 from dapo_core.errors import ConfigError
 from dapo_core.model_folder import model_fingerprint
@@ -35,7 +35,8 @@ def require_shared(nodes: Sequence[str], config: TrainingConfig, model_path: Pat
         return
     paths = shared_paths(config, model_path) | {OUTPUT: output_dir}
     with probe_in(output_dir) as probe:
-        answers = run_on(others, differences, paths, digests(paths), probe).require()
+        tasks = {node: start_on(node, {}, differences, paths, digests(paths), probe) for node in others}
+        answers = finish(tasks).require()
     if any(answers.values()):
         raise ConfigError(
             "; ".join(

@@ -71,7 +71,7 @@ def resolve(root: type[Root], tree: Mapping[str, Any]) -> Root:
 
     Raises ConfigError with all problems.
     """
-    problems = list(_placeholders(tree))
+    problems = list(placeholders(tree))
     required: dict[str, Any] = {name: {} for name, field in root.model_fields.items() if field.is_required()}
     try:
         config = root.model_validate({**required, **_at_home(dict(tree))})
@@ -153,14 +153,12 @@ def nearest(root: type[BaseModel], name: str) -> str:
     return f" (did you mean {close[0]}?)" if close else "; `dapo config show` lists all keys"
 
 
-def _placeholders(value: Any, name: str = "") -> Iterator[str]:
-    if isinstance(value, dict):
-        for child, child_value in value.items():
-            yield from _placeholders(child_value, f"{name}.{child}" if name else str(child))
-    elif isinstance(value, list):
-        for number, child_value in enumerate(value):
-            yield from _placeholders(child_value, f"{name}.{number}")
-    elif isinstance(value, str) and _PLACEHOLDER.search(value):
+def placeholders(value: Any, pattern: re.Pattern[str] = _PLACEHOLDER, name: str = "") -> Iterator[str]:
+    """A sentence for each text in a tree that still has what the pattern finds."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for child, child_value in children:
+        yield from placeholders(child_value, pattern, f"{name}.{child}" if name else str(child))
+    if isinstance(value, str) and pattern.search(value):
         yield f"{name} = {value!r} still holds a placeholder; put the real value there"
 
 

@@ -43,7 +43,7 @@ def runs_bfloat16(cache: Path | None = None) -> bool:
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dapo"
     file = folder / f"bfloat16-{_machine()}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / ".bfloat16-lock", on_wait=lambda *_: None):  # one process tries
+    with locked(folder / ".bfloat16-lock", waiting="which tries a kernel of this CPU"):
         if file.is_file():
             return bool(json.loads(file.read_text(encoding="utf-8")))
         exit_code = _exit_code()

@@ -12,6 +12,11 @@ DRIVER_BYTES = 768 * MIB  # what CUDA keeps of nvidia-smi's total at most: 0.75 
 NPU_BYTES = int(3.04 * GIB)  # of npu-smi's 64 GiB torch_npu sees 60.96 on Atlas A2
 
 
+def describe_bytes(num_bytes: int) -> str:
+    """The size in GiB, a smaller one in MiB."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
+
+
 @dataclass(frozen=True)
 class DeviceSize:
     """One device as torch sees it: on Atlas A3 a die."""

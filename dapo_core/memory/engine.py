@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dapo_core.device import device_for
+from dapo_core.memory.devices import GIB
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
     from dapo_core.memory.shape import ModelShape
 
-GIB = 1024**3
 STEP_TOKENS = 2048  # of prompts in a step, or twice rollout.max_num_seqs: engines.vllm_engine.PREFILL_TOKENS
 CPU_STEP_TOKENS = 8192  # engines.vllm_engine.CPU_PREFILL_TOKENS, hf_engine.PREFILL_TOKENS
 PROBE_BYTES = 8  # of a logit of a prompt whose log-probs are asked: float32, and their log-softmax

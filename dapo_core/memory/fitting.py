@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from dapo_core.memory.engine import GIB, engine_memory
+from dapo_core.memory.devices import GIB
+from dapo_core.memory.engine import engine_memory
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dapo_core.device import device_for
-from dapo_core.memory.devices import Limit
+from dapo_core.memory.devices import GIB, Limit
 from dapo_core.memory.engine import EngineMemory, engine_memory
 from dapo_core.memory.megatron import StageMemory, largest_stage, parts_of
 from dapo_core.memory.rank import MASTER, MOMENTS, RankMemory, rank_memory
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from dapo_core.memory.shape import ModelShape
     from interop.render.megatron import Splits
 
-GIB = 1024**3
 PHASES = ("generate", "anchor", "update", "publish", "checkpoint")
 RANK, ENGINE, OTHERS = "rank", "engine", "trainer, Ray and scorers"
 # Assumed of a process on an accelerator: its context, and the buffers of its collectives.

@@ -45,7 +45,6 @@ class RankMemory:
     update_activations: int
     update_logits: int
     host_activations: int  # layers' inputs, if they wait in host memory
-    peak_moment: str  # of the update: "logits", "head", "last layer", "root" or "optimizer step"
 
     @property
     def states(self) -> int:
@@ -91,9 +90,7 @@ class _Rank:
     def memory(self) -> RankMemory:
         shape, item = self.shape, self.item
         shard = shape.shard_parameters(self.num_shards)
-        moments = self._update_moments(shard)
-        name = max(moments, key=lambda moment: sum(moments[moment]))
-        weights, gradients, copies, activations, logits = moments[name]
+        weights, gradients, copies, activations, logits = max(self._update_moments(shard).values(), key=sum)
         scoring = max(self._scoring_moments(), key=sum)
         return RankMemory(
             weights=MASTER * shard,
@@ -111,7 +108,6 @@ class _Rank:
             update_activations=activations,
             update_logits=logits,
             host_activations=self._inputs(self.update_tokens) if self.has_host_inputs else 0,
-            peak_moment=name,
         )
 
     def _scoring_moments(self) -> list[tuple[int, int, int]]:

@@ -33,10 +33,11 @@ SYNC_BYTES = 7e9  # a second, of weights into engines: verl reports 5.3e9 over H
 NPU_LAYER, CUDA_LAYER, CPU_LAYER = 0.5e-3, 0.05e-3, 0.3e-3
 
 
-def _npu(chip: str, network: float) -> Rates:
+def _npu(chip: str) -> Rates:
+    """Nodes with 200 Gb/s a device between them."""
     flops = peak_flops(chip)
     assert flops is not None
-    return Rates(flops, 1.6e12, network, 196e9, 16 if chip.startswith("Ascend910_") else 8, NPU_LAYER)
+    return Rates(flops, 1.6e12, 25e9, 196e9, 16 if chip.startswith("Ascend910_") else 8, NPU_LAYER)
 
 
 def _cuda(flops: float, memory: float, inside: float) -> Rates:
@@ -44,7 +45,7 @@ def _cuda(flops: float, memory: float, inside: float) -> Rates:
     return Rates(flops, memory, 50e9, inside, 8, CUDA_LAYER)
 
 
-_A2, _A3 = _npu("Ascend910B2", 25e9), _npu("Ascend910_9391", 25e9)
+_A2, _A3 = _npu("Ascend910B2"), _npu("Ascend910_9391")
 _A100, _H100 = 312e12, 989.4e12
 # Vendors' data sheets; consumer cards: dense bfloat16 with float32 sums, from the architectures' white papers.
 RATES = {

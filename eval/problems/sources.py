@@ -39,7 +39,7 @@ def fetch(
     snapshot = rows_of(str(source), split)
     folder = (cache or default_cache()) / snapshot.commit[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / ".lock", on_wait=lambda *_: None):  # one process downloads
+    with locked(folder / ".lock", waiting=f"which downloads {snapshot.repo}"):
         if not all(_is_there(folder, file) for file in snapshot.files):
             logger.info("downloading %s", str(source).partition("#")[0])
             downloads.fetch(snapshot, folder, on_progress=on_progress)

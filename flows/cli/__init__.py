@@ -50,17 +50,9 @@ class Commands(TyperGroup):
         return sorted(self.commands, key=ORDER.index)
 
     def invoke(self, ctx: Any) -> Any:
-        """A misspelt choice, such as a stage, is answered with the one that was meant; KEY=VALUE with --set."""
-        from downloads.nearest import nearest
-
+        """KEY=VALUE, which other programs take as it is, is answered with --set."""
         try:
             return super().invoke(ctx)
-        except typer.BadParameter as error:
-            given, is_choice, choices = error.message.rstrip(".").partition(" is not one of ")
-            if is_choice:
-                given, names = given.removeprefix("Value error, ").strip("'"), choices.replace("'", "").split(", ")
-                error.message = f"{given!r} is no choice{nearest(given, names)}"
-            raise
         except Exception as error:  # whose class is click's or typer's own, by typer's version
             message, context = str(getattr(error, "message", "")), getattr(error, "ctx", None)
             has_set = context is not None and any("--set" in each.opts for each in context.command.params)

@@ -8,7 +8,7 @@ import logging
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-StageName = Literal["prepare-data", "fetch-model", "train-policy", "merge-checkpoint", "evaluate-model", "compare"]
+STAGES = ("prepare-data", "fetch-model", "train-policy", "merge-checkpoint", "evaluate-model", "compare")
 SIDED = ("evaluate-model", "fetch-model", "merge-checkpoint")
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -107,7 +107,7 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     short_help="Run one stage with its inputs from the store.",
 )
 def stage(
-    name: Annotated[StageName, typer.Argument(metavar="NAME", help=f"One of: {', '.join(get_args(StageName))}.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(STAGES)}.")],
     config: ConfigArgument,
     overrides: SetOption = None,
     force: Annotated[
@@ -124,6 +124,10 @@ def stage(
     ] = None,
 ) -> None:
     """Run one stage, with what it needs from the store, and print where its output is."""
+    if name not in STAGES:
+        from downloads.nearest import nearest
+
+        raise typer.BadParameter(f"{name!r} is no stage{nearest(name, STAGES)}", param_hint="NAME")
     options: dict[str, Any] = {}
     if force:
         if name == "compare":
@@ -151,7 +155,7 @@ def stage(
         typer.echo(output)
 
 
-def _needs(settings: Config, name: StageName, side: str | None) -> tuple[str, ...]:
+def _needs(settings: Config, name: str, side: str | None) -> tuple[str, ...]:
     """The labels of the stages that this one takes its inputs from."""
     from tasks.links import label_of, link_of
 

@@ -14,7 +14,7 @@ import typer
 
 from flows.cli import rendering
 from flows.cli.options import JsonOption, StoreOption
-from flows.services import DEFAULT_STORE
+from flows.services import DEFAULT_STORE, store_option
 
 if TYPE_CHECKING:
     from tasks.nodes.status import HostStatus
@@ -58,7 +58,7 @@ def up(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) 
     try:
         cluster = bring_up(machines, store, source or "the job's nodes")
     except KeyboardInterrupt:
-        end = f"dapo cluster down{again}{_store_option(store)}"
+        end = f"dapo cluster down{again}{store_option(store)}"
         typer.echo(f"interrupted: Ray keeps running where it was started; `{end}` ends it", err=True)
         raise
     for name, known in cluster.hosts.items():
@@ -72,7 +72,7 @@ def up(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) 
         f"                     dapo run CONFIG --set {key}\n"
         "Trainings find the token there by themselves. Other programs need:\n"
         f"                     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={shlex.quote(cluster.token_path)}\n"
-        f"Look at it, end it:  dapo cluster status{again}; dapo cluster down{again}{_store_option(store)}"
+        f"Look at it, end it:  dapo cluster status{again}; dapo cluster down{again}{store_option(store)}"
     )
 
 
@@ -123,7 +123,7 @@ def down(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE
         if others := others_started(store, machines):
             typer.echo(f"{store} knows of other clusters: {', '.join(others)}")
     if ending.left:
-        again = f"dapo cluster down{_typed(source)}{_store_option(store)}"
+        again = f"dapo cluster down{_typed(source)}{store_option(store)}"
         typer.echo(f"type `{again}` again once they can be reached")
         raise typer.Exit(1)
 
@@ -155,7 +155,3 @@ def _since(started_at: float | None) -> str:
 def _typed(source: str) -> str:
     """An inventory's file as an argument, "" for the job's own nodes."""
     return f" {shlex.quote(source)}" if source else ""
-
-
-def _store_option(store: Path) -> str:
-    return "" if store.resolve() == DEFAULT_STORE.resolve() else f" --store {shlex.quote(str(store))}"

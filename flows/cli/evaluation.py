@@ -13,6 +13,7 @@ from flows.cli.options import BaselineOption, GateOption, SetOption, StoreOption
 from flows.services import DEFAULT_STORE
 
 if TYPE_CHECKING:
+    from eval.suite_report import Models
     from eval.summary import Summary
     from tasks.runs.history import RecordedRun
 
@@ -60,14 +61,15 @@ def evaluate(
 ) -> None:
     """Evaluate a served model on every item of a dataset, or of a suite; the API key comes from VLLM_API_KEY."""
     from eval.endpoint import Endpoint
+    from eval.run import evaluate_all
     from flows.config import load_config_or_defaults
     from tasks.evaluation_settings import (
         asked_into,
-        evaluate_servers,
         load_sets,
         served_folder,
         served_model_identity,
     )
+    from tasks.graders import limits_of
     from tasks.serve_model.command import API_KEY_VARIABLE
 
     recipe = load_config_or_defaults(config, [*(overrides or ()), *_chosen(dataset, data, suite)])
@@ -75,7 +77,8 @@ def evaluate(
     servers = [Endpoint(url, model_name, os.environ.get(API_KEY_VARIABLE, "")) for url in base_url]
     identity, folder = served_model_identity(servers), served_folder(servers[0])
     benchmarks = asked_into(output, settings, sets, folder)
-    for one, summary in zip(benchmarks, evaluate_servers(benchmarks, servers, settings, identity), strict=True):
+    summaries = evaluate_all(benchmarks, servers, limits=limits_of(settings), model_digest=identity)
+    for one, summary in zip(benchmarks, summaries, strict=True):
         _print_summary(one.output_dir, summary)
 
 
@@ -179,15 +182,27 @@ def report(
     gates: GateOption = None,
 ) -> None:
     """Compare two evaluations item by item and write the report."""
+    from eval.suite_report import Models
+
+    _compare(Models(before, after, read_baselines(baselines)), gates, title, metrics, output)
+
+
+def _compare(
+    models: Models, gates: list[str] | None, title: str, metrics: Path | None = None, output: Path | None = None
+) -> None:
+    """Print the report on two evaluations, or with `output` write it, too; end with status 3 if a gate failed."""
     from eval.measured import Provenance
     from eval.report import REPORT_PAGE, render_markdown
-    from eval.suite_report import Models, write_suite_report
+    from eval.suite_report import write_suite_report
     from flows.console import print_markdown
 
-    models = Models(before, after, read_baselines(baselines))
     content = write_suite_report(models, metrics, output, Provenance(title=title), gates or ())
-    print_markdown(render_markdown(content))
-    typer.secho(f"\nReport with plots: {output / REPORT_PAGE}\n{content['verdict']}", bold=True)
+    if not content["is_one_evaluation"]:
+        print_markdown(render_markdown(content))
+        typer.echo("")
+    if output is not None:
+        typer.secho(f"Report with plots: {output / REPORT_PAGE}", bold=True)
+    typer.secho(content["verdict"], bold=True)
     exit_by_gates(content)
 
 
@@ -239,21 +254,10 @@ def compare(
         raise typer.BadParameter(f"BEFORE and AFTER are needed, {len(given)} given; add --history for more")
     (before, run_before), (after, run_after) = (find_evaluation(store, side) for side in given)
     _print_runs_compared({"before": run_before, "after": run_after})
-    if output is not None:
-        report(before, after, output, baselines=baselines, gates=gates)
-        return
-    from eval.measured import Provenance
-    from eval.report import render_markdown
-    from eval.suite_report import Models, write_suite_report
-    from flows.console import print_markdown
+    from eval.suite_report import Models
 
     models = Models(before, after, read_baselines(baselines))
-    content = write_suite_report(models, None, None, Provenance(title="Before/after comparison"), gates or ())
-    if not content["is_one_evaluation"]:
-        print_markdown(render_markdown(content))
-        typer.echo("")
-    typer.secho(content["verdict"], bold=True)
-    exit_by_gates(content)
+    _compare(models, gates, "Before/after comparison", output=output)
 
 
 def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:

@@ -17,7 +17,7 @@ app.add_typer(runs_app, name="runs", short_help="List the runs of a store and wh
 
 RunArgument = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="Id of a run, or its beginning or end; or latest, latest~1."),
+    typer.Argument(metavar="RUN", help="Id of a run, or its beginning or end; its folder; or latest, latest~1."),
 ]
 
 

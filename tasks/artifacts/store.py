@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from durable import FULL_DISK_ERRORS, LockHeld, OnWait, is_locked, locked, publish, read_holder, sync
+from dapo_core.memory.devices import describe_bytes
+from durable import FULL_DISK_ERRORS, LockHeld, find_holder, is_locked, locked, publish, sync
 from redaction import redacted
 from tasks.artifacts.artifact import (
     ALGORITHMS,
@@ -53,7 +54,6 @@ Build = Callable[[Path], Mapping[str, Any] | Output]
 UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
 NO_FOLDER_ERRORS = (errno.EEXIST, errno.ENOENT)  # from mkdir: a file of that name, or a file system like /proc
 PROBE_BYTES = 64 * 1024
-REMIND_SECONDS = 60.0
 FINISHED, PARTIAL, DAMAGED, REMOVED = "", ".partial", ".damaged", ".removed"
 _ATTEMPT = re.compile(r"(\d+)(|\.partial|\.damaged|\.removed)")
 _KEY_FOLDER = re.compile(rf"\w+/[0-9a-f]{{{SHORT_KEY_LENGTH}}}")
@@ -131,8 +131,7 @@ class ArtifactStore:
 
     def builder(self, stage: str, key: str) -> str | None:
         """Returns who builds the artifact of this key, as "pid 12 on node3 since TIME", or None."""
-        path = self.lock_path(stage, key)
-        return read_holder(path) if is_locked(path) else None
+        return find_holder(self.lock_path(stage, key))
 
     def unfinished(self, stage: str, key: str) -> Path | None:
         """Returns what the newest attempt at the key left, when it did not finish."""
@@ -184,8 +183,8 @@ class ArtifactStore:
         self.check_writable()
         with self.disk_errors(), contextlib.ExitStack() as lock:
             with waiting or contextlib.nullcontext():
-                on_wait = _log_each_minute(f"which builds {stage} {key[:SHORT_KEY_LENGTH]}")
-                lock.enter_context(locked(self.lock_path(stage, key), on_wait=on_wait))
+                what = f"which builds {stage} {key[:SHORT_KEY_LENGTH]}"
+                lock.enter_context(locked(self.lock_path(stage, key), waiting=what))
             if not force and (artifact := self._lookup_or_set_aside(stage, key)) is not None:
                 return artifact, True
             partial = self._open_attempt(stage, key, resumable)
@@ -197,11 +196,11 @@ class ArtifactStore:
 
     def in_use(self) -> AbstractContextManager[None]:
         """Keeps garbage collection out for the block, so that what is found can be recorded or copied."""
-        return self._store_locked(True, _log_each_minute("which collects garbage"))
+        return self._store_locked(True, "which collects garbage")
 
     def collecting(self) -> AbstractContextManager[None]:
         """Waits until no process is in `in_use`, and keeps others out of it for the block."""
-        return self._store_locked(False, _log_each_minute("or for exports and runs that use the store"))
+        return self._store_locked(False, "or for exports and runs that use the store")
 
     def remove(self, attempt: Attempt) -> bool:
         """Deletes an attempt, with all else of its key if it is the last one; inside `collecting`.
@@ -316,12 +315,12 @@ class ArtifactStore:
         return Artifact(parts.stage, parts.key, str(final), digest)
 
     @contextlib.contextmanager
-    def _store_locked(self, shared: bool, on_wait: OnWait) -> Iterator[None]:
+    def _store_locked(self, shared: bool, waiting: str) -> Iterator[None]:
         path = self.root / ".locks" / "store.lock"
         with contextlib.ExitStack() as lock:
             with self.disk_errors():
                 path.parent.mkdir(exist_ok=True)
-                lock.enter_context(locked(path, shared=shared, on_wait=on_wait))
+                lock.enter_context(locked(path, shared=shared, waiting=waiting))
             yield
 
     def _is_about_store(self, error: OSError) -> bool:
@@ -346,28 +345,10 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _log_each_minute(reason: str) -> OnWait:
-    """A callback that logs the holder of a lock at once and then every minute."""
-    say_at = 0.0
-
-    def on_wait(holder: str, waited: float) -> None:
-        nonlocal say_at
-        if waited >= say_at:
-            logger.info("waiting for %s, %s (%.0f s so far)", holder, reason, waited)
-            say_at = waited + REMIND_SECONDS
-
-    return on_wait
-
-
 def _describe_space(path: Path) -> str:
     existing = next(parent for parent in (path, *path.parents) if parent.is_dir())
     usage = shutil.disk_usage(existing)
     return f"{describe_bytes(usage.free)} of {describe_bytes(usage.total)} are free there"
-
-
-def describe_bytes(num_bytes: int) -> str:
-    """The size in GiB, a smaller one in MiB."""
-    return f"{num_bytes / 1024**3:.1f} GiB" if num_bytes >= 1024**3 else f"{num_bytes / 1024**2:.1f} MiB"
 
 
 def _utc_now() -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import psutil
 
 from dapo_core.errors import DapoError
+from dapo_core.ports import is_ipv6
 from tasks.interfaces import is_virtual
 
 ELSEWHERE = "203.0.113.1"  # of no machine (TEST-NET-3): the default route leads there
@@ -43,7 +44,7 @@ def interface_towards(targets: Sequence[str], wanted: str | None = None, own: st
         return _named(wanted, targets, own)
     fault = ""
     for target in (*targets, ELSEWHERE) if list(targets) == [own] else targets:
-        for address in _addresses(target):
+        for address in addresses_of(target):
             try:
                 source = source_towards(address)
             except OSError as error:
@@ -87,7 +88,7 @@ def _named(name: str, targets: Sequence[str], own: str) -> Interface:
     if not stats.isup:
         raise NoInterfaceError(f"interface {name} is down; this machine has {describe_interfaces()}")
     families = {
-        socket.AF_INET6 if ":" in address else socket.AF_INET for t in targets for address in _addresses(t)
+        socket.AF_INET6 if ":" in address else socket.AF_INET for t in targets for address in addresses_of(t)
     }
     held = [each.address for each in entries.get(name, ()) if each.family in families]
     usable = [address for address in held if not ipaddress.ip_address(address.partition("%")[0]).is_link_local]
@@ -95,23 +96,19 @@ def _named(name: str, targets: Sequence[str], own: str) -> Interface:
         state = "only the link-local address " + ", ".join(held) if held else "no address of the head's kind"
         raise NoInterfaceError(f"interface {name} has {state}; this machine has {describe_interfaces()}")
     meant = [
-        address for address in _addresses(own) if address in usable or (name == "lo" and _is_loopback(address))
+        address for address in addresses_of(own) if address in usable or (name == "lo" and _is_loopback(address))
     ]
     return Interface(name, (meant or usable)[0], stats.mtu)
-
-
-def _is_ipv6(address: str) -> bool:
-    return ":" in address
 
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _addresses(target: str) -> list[str]:
+def addresses_of(target: str) -> list[str]:
     """What a name stands for, IPv4 first; [] if nothing."""
     try:
-        return sorted(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(target, None)), key=_is_ipv6)
+        return sorted(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(target, None)), key=is_ipv6)
     except OSError:
         return []
 

@@ -8,7 +8,7 @@ import shlex
 import string
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from pydantic_core import ErrorDetails
 
 from dapo_core.config.fields import Section
-from dapo_core.config.loading import TEMPLATE_WORDS, read_tree
+from dapo_core.config.loading import TEMPLATE_WORDS, placeholders, read_tree
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
 from downloads.nearest import nearest
@@ -219,7 +219,7 @@ def read(path: str | Path) -> Inventory:
 
 def resolve(tree: Mapping[str, Any], source: str) -> Inventory:
     """The checked inventory of plain values; raises ConfigError with all problems, each after `source`."""
-    problems = list(_left_to_fill_in(tree))
+    problems = list(placeholders(tree, TEMPLATE_WORDS))
     try:
         inventory = Inventory.model_validate(tree)
     except ValidationError as error:
@@ -234,18 +234,6 @@ def _canonical(address: str) -> str:
         return str(ipaddress.ip_address(address))
     except ValueError:
         return address.lower()
-
-
-def _left_to_fill_in(value: Any, name: str = "") -> Iterator[str]:
-    items: Sequence[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        items = tuple(value.items())
-    elif isinstance(value, list):
-        items = tuple(enumerate(value))
-    elif isinstance(value, str) and TEMPLATE_WORDS.search(value):
-        yield f"{name} = {value!r} still holds a placeholder; put the real value there"
-    for child, child_value in items:
-        yield from _left_to_fill_in(child_value, f"{name}.{child}" if name else str(child))
 
 
 def _explain(problem: ErrorDetails) -> str:

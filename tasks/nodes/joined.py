@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
 import time
 from collections.abc import Sequence
 
 from dapo_core.cluster.room import Room, ask_cluster
 from dapo_core.errors import DapoError, WorkerDied
+from tasks.nodes.interface import addresses_of
 
 POLL_SECONDS = 2.0
 _NODE = "node:"  # Ray's resource of each node, followed by its address
@@ -44,19 +44,12 @@ def _missing(room: Room, hosts: Sequence[str], resource: str, count: int) -> str
     devices = room.total.get(resource, 0)
     if len(there) >= len(hosts) and devices >= count:
         return ""
-    absent = [host for host in hosts if there.isdisjoint(_addresses(host))]
+    absent = [host for host in hosts if there.isdisjoint(addresses_of(host))]
     named = f": {', '.join(absent)}" if absent else ""
     return (
         f"{len(there)} of {len(hosts)} nodes have joined with {devices:g} of {count} {resource}; missing{named}. "
         f"There are {', '.join(sorted(there)) or 'none'}; see Ray's log on the others"
     )
-
-
-def _addresses(host: str) -> set[str]:
-    try:
-        return {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
-    except OSError:
-        return set()
 
 
 def main(arguments: Sequence[str]) -> int:

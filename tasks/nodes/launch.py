@@ -97,7 +97,7 @@ def _look(inventory: Inventory) -> dict[str, Answer]:
 
 def _look_request(inventory: Inventory, host: Host, targets: Sequence[str]) -> dict[str, Any]:
     return {
-        **_request(inventory, host, "look"),
+        **request_of(inventory, host, "look"),
         "targets": targets,
         "own": host.reached_at,
         "interface": host.interface,
@@ -106,7 +106,8 @@ def _look_request(inventory: Inventory, host: Host, targets: Sequence[str]) -> d
     }
 
 
-def _request(inventory: Inventory, host: Host, verb: str) -> dict[str, Any]:
+def request_of(inventory: Inventory, host: Host, verb: str) -> dict[str, Any]:
+    """What every request to a host says."""
     is_head = host is inventory.head_host
     return {"verb": verb, "cluster": cluster_key(inventory), "host": host.name, "is_head": is_head}
 
@@ -165,7 +166,7 @@ def _start(
     if head.name not in runs and runs:
         logger.info("the head has ended: %s, which lost it, is started again", ", ".join(sorted(runs)))
         orphans = [host for host in inventory.hosts if host.name in runs]
-        stopped = ask(inventory, {host.name: _request(inventory, host, "stop") for host in orphans})
+        stopped = ask(inventory, {host.name: request_of(inventory, host, "stop") for host in orphans})
         if stuck := {name: answer.problem for name, answer in stopped.items() if answer.problem}:
             raise ClusterError(f"nothing was started:\n{_listed(stuck)}")
         runs = set()
@@ -203,7 +204,7 @@ def _start_request(
     if is_head:
         where += [f"--include-dashboard={str(inventory.dashboard).lower()}"]
     return {
-        **_request(inventory, host, "start"),
+        **request_of(inventory, host, "start"),
         **shared,
         "address": interface["address"],
         "interface": interface["name"],
@@ -262,7 +263,7 @@ def _wait(
     if missing:
         asked = [host for host in inventory.hosts if host.name in missing]
         for name, answer in ask(
-            inventory, {host.name: _request(inventory, host, "status") for host in asked}
+            inventory, {host.name: request_of(inventory, host, "status") for host in asked}
         ).items():
             problems[name] = "; ".join(filter(None, (missing[name], describe_end(answer))))
     return joined
@@ -273,7 +274,7 @@ def nodes_of(
 ) -> tuple[list[dict[str, Any]], str]:
     """Ray's nodes as its head has them, and why it says nothing."""
     head = inventory.head_host
-    request = {**_request(inventory, head, "nodes"), "head_address": address, "seconds": seconds}
+    request = {**request_of(inventory, head, "nodes"), "head_address": address, "seconds": seconds}
     answer = ask(inventory, {head.name: request}, seconds + ANSWER_SECONDS)[head.name]
     return answer.said.get("nodes", []), answer.problem
 

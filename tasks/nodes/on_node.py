@@ -19,7 +19,6 @@ import resource
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,9 @@ from typing import Any
 import psutil
 
 import durable
+from dapo_core.cluster.room import ask_cluster
 from dapo_core.cluster.started import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TOKEN, clusters_folder
+from dapo_core.errors import WorkerDied
 from dapo_core.ports import free_ports
 from tasks.nodes.interface import NoInterfaceError, interface_of, interface_towards, source_towards
 from tasks.nodes.ports import holder_of, unreachable
@@ -161,7 +162,7 @@ def _alone(folder: Path) -> Iterator[None]:
     """Wait until no other start or end of a host's Ray is at work; its folder may be removed inside."""
     lock = folder.parent.with_name(f"{folder.parent.name}.{folder.name}.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with durable.locked(lock, on_wait=lambda *_: None):
+    with durable.locked(lock, waiting="which starts or ends Ray here"):
         try:
             yield
         finally:
@@ -269,15 +270,10 @@ def _nodes(request: Mapping[str, Any]) -> dict[str, Any]:
     token = clusters_folder() / request["cluster"] / TOKEN
     environment = {**os.environ, AUTH_MODE: "token", AUTH_TOKEN_PATH: str(token)}
     environment.pop(AUTH_TOKEN, None)
-    command = [sys.executable, "-m", "dapo_core.cluster.room", request["head_address"], str(os.getpid())]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=request["seconds"])
-    except subprocess.TimeoutExpired:
-        return {"problem": f"Ray's head does not answer within {request['seconds']:g} s"}
-    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["it said nothing"]
-    if done.returncode:
-        return {"problem": f"Ray's head does not answer: {lines[-1]}"}
-    return {"nodes": json.loads(lines[-1])["nodes"]}
+        return {"nodes": ask_cluster(request["head_address"], request["seconds"], environment).nodes}
+    except WorkerDied as error:
+        return {"problem": str(error)}
 
 
 def _status(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Mapping
 from typing import Any
 
 import psutil
 
-from dapo_core.ports import new_socket
+from dapo_core.ports import bind_fault, connect
 
 REACH_SECONDS = 8.0  # a kernel sends a connection's first packet again after 1, 3 and 7 s
 
 
 def unreachable(request: Mapping[str, Any]) -> str:
     """Why this node cannot open a connection to the head from its own address, "" if it can."""
-    host, _, port = request["head_address"].rpartition(":")
-    host = host.strip("[]")
+    head = request["head_address"]
     try:
-        socket.create_connection((host, int(port)), REACH_SECONDS, source_address=(request["address"], 0)).close()
+        connect(head, REACH_SECONDS, request["address"])
     except ConnectionRefusedError:
-        return f"{host} port {port} refuses it: no Ray listens there, or a firewall rejects"
+        return f"{head} refuses it: no Ray listens there, or a firewall rejects"
     except TimeoutError:
-        return (
-            f"{host} port {port} does not answer it within {REACH_SECONDS:g} s: a firewall drops, or no way back"
-        )
+        return f"{head} does not answer it within {REACH_SECONDS:g} s: a firewall drops, or no way back"
     except OSError as error:
-        return f"it cannot reach {host} port {port} from {request['address']}: {error.strerror}"
+        return f"it cannot reach {head} from {request['address']}: {error.strerror}"
     return ""
 
 
 def holder_of(address: str, port: int) -> str:
     """Who listens on a port of an address, "" if it is free."""
-    with new_socket(address) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((address, port))
-            return ""
-        except OSError as error:
-            reason = error.strerror or "it cannot be bound"
+    if not (reason := bind_fault(address, port)):
+        return ""
     for each in psutil.net_connections("tcp"):
         if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
             with contextlib.suppress(psutil.Error):

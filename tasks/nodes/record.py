@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import Any
 
 import durable
 from tasks.nodes.inventory import Host, Inventory
-
-logger = logging.getLogger(__name__)
 
 FOLDER = ".clusters"
 
@@ -58,11 +55,7 @@ class ClusterRecord:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = self.path.with_suffix(".lock")
 
-        def say(holder: str, seconds: float) -> None:
-            if seconds < durable.POLL_SECONDS:
-                logger.info("waiting for %s, which starts or ends the cluster", holder)
-
-        with durable.locked(lock, on_wait=say):
+        with durable.locked(lock, waiting="which starts or ends the cluster"):
             with contextlib.suppress(FileNotFoundError):  # what that one wrote
                 self.values = json.loads(self.path.read_text(encoding="utf-8"))
             try:

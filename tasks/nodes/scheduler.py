@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import shutil
@@ -14,7 +15,6 @@ from pathlib import Path
 
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
-from tasks.nodes.hostlist import expand
 from tasks.nodes.inventory import SSH, Inventory, read, resolve
 
 # A step of its own on a node of the job, beside those that already run there. Where SLURM tracks processes by
@@ -26,6 +26,8 @@ _GRES = re.compile(r"gres[:/](\w+)(?:[:/][\w.-]*[a-zA-Z][\w.-]*)?[:=](\d+)")  # 
 _NPU_GRES = re.compile(r"npu|ascend|davinci", re.IGNORECASE)  # what sites call it
 _OF_DEVICES = re.compile(rf"gpu|{_NPU_GRES.pattern}", re.IGNORECASE)
 _VOLCANO = re.compile(r"VC_(\w+)_HOSTS")
+_ITEM = re.compile(r"(?:\[[^]]*\]|[^,[])+")  # between commas outside of brackets
+_BRACKET = re.compile(r"\[([^]]*)\]")
 _HEADS = ("HEAD", "MASTER", "DRIVER", "LAUNCHER")  # Volcano's tasks whose pod leads
 
 
@@ -111,6 +113,29 @@ def _of_slurm(environ: Mapping[str, str]) -> _Allocation:
     if kind is None and devices is not None:
         kind = _kind_of_gpus()
     return _Allocation(source, _by_name(names, devices), _by_name(names, processors), kind, shell)
+
+
+def expand(hosts: str) -> list[str]:
+    """The names of SLURM's compressed list: `a[01-03,7],b5` is a01, a02, a03, a7, b5.
+
+    Several brackets in a name multiply, the last running fastest.
+    """
+    names = []
+    for item in _ITEM.findall(hosts):
+        parts = _BRACKET.split(item)  # each second one is the inside of a bracket
+        choices = [_numbers(part) if place % 2 else [part] for place, part in enumerate(parts)]
+        names += ["".join(chosen) for chosen in itertools.product(*choices)]
+    return names
+
+
+def _numbers(ranges: str) -> list[str]:
+    """The numbers of a bracket, with the leading zeros of each range's first."""
+    ends = [part.partition("-") for part in ranges.split(",")]
+    return [
+        str(number).zfill(len(first))
+        for first, _, last in ends
+        for number in range(int(first), int(last or first) + 1)
+    ]
 
 
 def _gres(environ: Mapping[str, str]) -> tuple[str, list[int] | None]:

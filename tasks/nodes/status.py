@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tasks.nodes.inventory import Host, Inventory
-from tasks.nodes.launch import describe_end, nodes_of
+from tasks.nodes.launch import describe_end, nodes_of, request_of
 from tasks.nodes.on_node import END_SECONDS, KILLED_SECONDS
 from tasks.nodes.reach import ANSWER_SECONDS, Answer, ask
-from tasks.nodes.record import ClusterRecord, cluster_key
+from tasks.nodes.record import ClusterRecord
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class HostStatus:
 def look_at(inventory: Inventory) -> list[HostStatus]:
     """The state of every host, the head first: its own word, and the head's."""
     hosts = inventory.in_order
-    answers = ask(inventory, {host.name: _request(inventory, host, "status") for host in hosts})
+    answers = ask(inventory, {host.name: request_of(inventory, host, "status") for host in hosts})
     said = answers[inventory.head_host.name].said
     head = said.get("running") if not said.get("unreachable") else None
     nodes: dict[str, dict[str, Any]] = {}
@@ -100,7 +100,7 @@ def take_down(inventory: Inventory, store: Path) -> Ending:
                 "head": inventory.head_host.name,
             }
         )
-        requests = {host.name: _request(everyone, host, "stop") for host in everyone.hosts}
+        requests = {host.name: request_of(everyone, host, "stop") for host in everyone.hosts}
         answers = ask(everyone, requests, ANSWER_SECONDS + END_SECONDS + KILLED_SECONDS)
         left = {name: answer.problem for name, answer in answers.items() if answer.problem}
         known = {name: record.hosts.get(name, {}) for name in left}
@@ -114,7 +114,3 @@ def take_down(inventory: Inventory, store: Path) -> Ending:
             count = answer.said["num_processes"]
             ended.append(f"{name}: {count} processes" if answer.said["was_alive"] else f"{name}: had ended before")
     return Ending(ended, left)
-
-
-def _request(inventory: Inventory, host: Host, verb: str) -> dict[str, Any]:
-    return {"verb": verb, "cluster": cluster_key(inventory), "host": host.name}

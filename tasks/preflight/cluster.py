@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from dapo_core.cluster.room import ANSWER_SECONDS, Room, ask_cluster
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError, ModelError, WorkerDied
 from dapo_core.memory.devices import Limit
+from dapo_core.ports import connect
 from dapo_core.versions import stack
 from tasks.config import ChainConfig
 from tasks.preflight import nodes as checks
@@ -57,11 +57,10 @@ def check_cluster(config: ChainConfig, model: Path | None, is_whole: bool, findi
 
 def _answer_seconds(address: str) -> float:
     """In which the cluster is to answer: joining one takes dozens of round trips, which are long to a far one."""
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal():  # auto
+    if not address.rpartition(":")[2].isdecimal():  # auto
         return ANSWER_SECONDS
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CLUSTER_SECONDS).close()
+        connect(address, CLUSTER_SECONDS)
     except OSError:
         return CLUSTER_SECONDS
     return ANSWER_SECONDS

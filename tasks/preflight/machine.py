@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError, DapoError
+from dapo_core.memory.devices import GIB, describe_bytes
 from dapo_core.memory.plan import Disk, disk_plan
 from dapo_core.trackers import require_trackers
 from dapo_core.versions import UNKNOWN_SET, require_versions, stack, unknown_set
 from downloads import DownloadError
 from eval import EvaluationError
 from tasks.artifacts.artifact import Artifact
-from tasks.artifacts.store import ArtifactStore, describe_bytes
+from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.external.launch import job_server
 from tasks.links import chain_of
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from dapo_core.memory.devices import Limit
     from tasks.preflight.model import ModelFacts
 
-GIB = 1024**3
 INPUTS = ("prepare_data", "fetch_model")  # of a training, by their labels
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPUAttentionBackend
 CACHE_ROOM = 1.25  # vLLM rounds to blocks and keeps some

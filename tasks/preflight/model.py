@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_core.engines.base import read_eos_ids
 from dapo_core.errors import ConfigError
+from dapo_core.memory.devices import describe_bytes
 from dapo_core.model_folder import require_model_folder
 from dapo_core.model_sampling import with_model_sampling
 from dapo_core.policy.requirements import require_trainable
@@ -29,7 +30,6 @@ class ModelFacts:
     vocabulary: int | None = None  # rows of the embedding
     token_bytes: int | None = None  # keys and values of one token in 16-bit numbers
     head_width: int | None = None  # numbers of an attention head
-    weight_bytes: int = 0  # of the files
     parameters: int = 0
 
 
@@ -61,7 +61,7 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
     weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     item_bytes = 4 if "float32" in str(getattr(text, "dtype", None) or getattr(model_config, "dtype", "")) else 2
     if len(findings) == num_before:
-        said = f"{weight_bytes / 1024**3:.2f} GiB of {model_config.model_type}, trainable; chat template present"
+        said = f"{describe_bytes(weight_bytes)} of {model_config.model_type}, trainable; chat template present"
         findings.add("model", OK, said)
     return ModelFacts(
         tokenizer,
@@ -69,7 +69,6 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
         getattr(text, "vocab_size", None),
         _token_bytes(text),
         _head_width(text),
-        weight_bytes,
         weight_bytes // item_bytes,
     )
 

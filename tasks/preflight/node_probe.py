@@ -39,24 +39,6 @@ TOOLS = {"npu": npu_smi.devices, "cuda": nvidia_smi.devices}
 GREETING_BYTES = 32
 
 
-def node_report(device: str, conditions: frozenset[str]) -> dict[str, Any]:
-    """Versions, devices, limits, disks and variables of the node that this process is on."""
-    environment = node_environment()
-    found = devices_here(device, environment)
-    return {
-        "versions": versions_here(device, environment, found),
-        "stack": stack(),
-        "devices": found,
-        "limits": limits(),
-        "memory": memory(),
-        "disk": {
-            path: disk(path)
-            for path in (tempfile.gettempdir(), ray_words().get("session_dir", tempfile.gettempdir()))
-        },
-        "environment": [asdict(variable) for variable in lint_under(environment, device, conditions | {NODE})],
-    }
-
-
 def node_environment() -> dict[str, str]:
     """The environment of the node's Ray, which changes some variables for workers; this process's without one."""
     parent = psutil.Process().parent()
@@ -165,8 +147,21 @@ class NodeProbe:
         self._servers: list[_Server] = []
 
     def report(self, device: str, conditions: frozenset[str]) -> dict[str, Any]:
-        """As `node_report`."""
-        return node_report(device, conditions)
+        """Versions, devices, limits, disks and variables of this node."""
+        environment = node_environment()
+        found = devices_here(device, environment)
+        return {
+            "versions": versions_here(device, environment, found),
+            "stack": stack(),
+            "devices": found,
+            "limits": limits(),
+            "memory": memory(),
+            "disk": {
+                path: disk(path)
+                for path in (tempfile.gettempdir(), ray_words().get("session_dir", tempfile.gettempdir()))
+            },
+            "environment": [asdict(variable) for variable in lint_under(environment, device, conditions | {NODE})],
+        }
 
     def now(self) -> float:
         """This node's clock, in seconds since 1970."""

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dapo_core.memory.devices import find_device, usable_bytes
+from dapo_core.memory.devices import GIB, describe_bytes, find_device, usable_bytes
 from dapo_core.versions import set_of, sets, unknown_set
 from tasks.preflight.environment import MIN_OPEN_FILES, Variable, faults
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, Findings
 
 TABLE = Path(__file__).parent / "nodes.yaml"
-GIB = 1024**3
 THIS_MACHINE = "this machine"  # where the chain runs, when it is no node of the cluster
 OF_ANY_MACHINE = ("Python", "code", "transformers", "ray")
 MAX_SKEW_SECONDS = 2.0
@@ -134,7 +133,7 @@ def check_devices(
     add_grouped(findings, joined(found), len(reports))
     if num_devices and len(findings) == before:
         place = "here" if THIS_MACHINE in reports else f"on {len(reports)} nodes"
-        room = "" if least is None else f", at least {least / GIB:.1f} GiB free on each"
+        room = "" if least is None else f", at least {describe_bytes(least)} free on each"
         findings.add("devices", OK, f"{num_devices} {place}, healthy, without other processes{room}")
 
 
@@ -150,7 +149,7 @@ def _of_device(device: Mapping[str, Any], needed_bytes: int | None) -> list[tupl
         found.append(("tool", WARN, f"{label}: its memory could not be read"))
     shortage = ""
     if free is not None and needed_bytes is not None and free + TOLERANCE_BYTES < needed_bytes:
-        shortage = f"{label}: {free / GIB:.1f} GiB are free, and {needed_bytes / GIB:.1f} are needed"
+        shortage = f"{label}: {describe_bytes(free)} are free, and {describe_bytes(needed_bytes)} are needed"
     others = [process for process in device["processes"] if not process["is_of_ray"]]
     jobs = [process for process in device["processes"] if process["is_of_ray"]]
     if others:
@@ -174,7 +173,7 @@ def _named(processes: Sequence[Mapping[str, Any]]) -> str:
     largest = sorted(processes, key=lambda process: -(process["num_bytes"] or 0))
     shown = [
         f"process {each['pid']} ({each['name'] or 'without a name'})"
-        + ("" if each["num_bytes"] is None else f" holds {each['num_bytes'] / GIB:.1f} GiB")
+        + ("" if each["num_bytes"] is None else f" holds {describe_bytes(each['num_bytes'])}")
         for each in largest[:SHOWN]
     ]
     return ", ".join(shown) + _more(largest)
@@ -195,8 +194,8 @@ def check_device_model(name: str, smallest: int, findings: Findings) -> None:
     """The device that the memory plan is made for, against the smallest that is there."""
     planned = find_device(name).num_bytes
     if abs(planned - smallest) > TOLERANCE_BYTES:
-        text = f"train.device_model={name} has {planned / GIB:.1f} GiB, and a device there {smallest / GIB:.1f}"
-        add(findings, "model", FAIL if smallest < planned else WARN, text, ())
+        sizes = f"{describe_bytes(planned)}, and a device there {describe_bytes(smallest)}"
+        add(findings, "model", FAIL if smallest < planned else WARN, f"train.device_model={name} has {sizes}", ())
 
 
 def check_links(reports: Reports, findings: Findings) -> None:
@@ -264,9 +263,9 @@ def check_limits(reports: Reports, is_accelerated: bool, findings: Findings) -> 
         if is_accelerated and locked is not None and locked < MIN_LOCKED_BYTES:
             found.append(("locked_memory", WARN, f"ulimit -l is {locked / 1024:.0f} KiB", node))
         if sizes["shared"] < MIN_SHARED_BYTES:
-            found.append(("shared_memory", WARN, f"/dev/shm has {sizes['shared'] / 1024**2:.0f} MiB", node))
+            found.append(("shared_memory", WARN, f"/dev/shm has {describe_bytes(sizes['shared'])}", node))
         if sizes["unused_huge_pages"] > MAX_UNUSED_SHARE * sizes["total"]:
-            text = f"{sizes['unused_huge_pages'] / GIB:.0f} GiB are in huge pages that nothing uses"
+            text = f"{describe_bytes(sizes['unused_huge_pages'])} are in huge pages that nothing uses"
             found.append(("huge_pages", WARN, text, node))
     add_grouped(findings, found, len(reports))
     if not found:
@@ -280,12 +279,12 @@ def check_disks(reports: Reports, findings: Findings) -> None:
         for path, sizes in report["disk"].items():
             free, full = sizes["free"], 1 - sizes["free"] / max(sizes["total"], 1)
             if free < MIN_FREE_BYTES or full > MAX_FULL_SHARE:
-                text = f"{path} has {free / GIB:.1f} GiB free and is {full:.0%} full"
+                text = f"{path} has {describe_bytes(free)} free and is {full:.0%} full"
                 found.append(("full", FAIL if free < MIN_FREE_BYTES else WARN, text, node))
     add_grouped(findings, found, len(reports))
     if not found:
         least = min(sizes["free"] for report in reports.values() for sizes in report["disk"].values())
-        findings.add("node disk", OK, f"at least {least / GIB:.0f} GiB free for temporary files and Ray's")
+        findings.add("node disk", OK, f"at least {describe_bytes(least)} free for temporary files and Ray's")
 
 
 def check_variables(reports: Reports, findings: Findings) -> None:

@@ -32,9 +32,9 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # which isolated mode (-I) leaves out
 import durable
+from durable import PR_SET_PDEATHSIG
 from redaction import redact
 
-PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_MAY_BE_DEAD = signal.SIGUSR1  # also sent when only the thread that started us ends
 STOP, KILL = signal.SIGTERM, signal.SIGQUIT  # requests: with and without a grace period

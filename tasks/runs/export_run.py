@@ -21,7 +21,7 @@ from eval.problems.prompts import DEFAULT, TEMPLATES
 from eval.problems.registry import SETS
 from eval.report import REPORT_JSON
 from redaction import redact
-from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, DamagedArtifact, StoreError, hash_file
+from tasks.artifacts.artifact import Artifact, DamagedArtifact, StoreError, hash_file
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
@@ -70,7 +70,7 @@ def _write_beside(folder: Path, run: RecordedRun, config: ChainConfig, report: M
     """Write report, configuration, manifests and card beside the model."""
     portable = _portable_text(run)
     found = {label: artifact_of(run, label) for label in run.stages}
-    manifests = {label: _read_manifest(artifact) for label, artifact in found.items() if artifact is not None}
+    manifests = {label: artifact.manifest() for label, artifact in found.items() if artifact is not None}
     for name in (REPORT_FOLDER, MANIFESTS_FOLDER):
         (folder / name).mkdir()
     report_folder = run.folder / REPORT_FOLDER
@@ -94,19 +94,6 @@ def _write_beside(folder: Path, run: RecordedRun, config: ChainConfig, report: M
             f"{path} is no whole report ({error!r}); dapo stage compare {run.folder / CONFIG_FILE} makes it again"
         ) from error
     (folder / CARD_FILE).write_text(portable(card), "utf-8")
-
-
-def _read_manifest(artifact: Artifact) -> dict[str, Any]:
-    """The manifest with what the card shows of it; raises StoreError when that is not there."""
-    manifest, path = artifact.manifest(), Path(artifact.path, MANIFEST_NAME)
-    kinds = {"versions": dict, "metrics": dict, "files": list}
-    wrong = [key for key, kind in kinds.items() if not isinstance(manifest.get(key), kind)]
-    if wrong:
-        raise StoreError(
-            f"{path} was edited: it has no {' and no '.join(wrong)}; "
-            f"remove {path.parent}, and dapo run makes it again"
-        )
-    return manifest
 
 
 def _read_report(run: RecordedRun, path: Path) -> str:

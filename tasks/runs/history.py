@@ -191,11 +191,13 @@ def require_artifact(run: RecordedRun, label: str) -> Artifact:
 
 
 def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
-    """The run whose id begins or ends with `text`; `latest` is the newest, `latest~2` the one two before it.
+    """The run of the folder `text`, or whose id begins or ends with it; `latest~2` is the one two before `latest`.
 
     With `needs`, the label of a stage or "report", these two count only the runs that have it.
     Raises StoreError without such a store and, naming the runs there are, when none matches or more than one.
     """
+    if (Path(text) / RECORD_FILE).is_file():
+        return read_run(Path(text).absolute())
     require_store(store)
     folders = run_folders(store)
     if match := _LATEST.fullmatch(text):
@@ -224,7 +226,7 @@ def find_evaluation(store: Path, text: str) -> tuple[Path, RecordedRun | None]:
     if path.exists() and not (path / RECORD_FILE).is_file():
         return path, None
     try:
-        run = read_run(path.absolute()) if path.exists() else find_run(store, text, "evaluate_after")
+        run = find_run(store, text, "evaluate_after")
     except StoreError as error:
         raise StoreError(f"{text} is no results folder, and {error}") from None
     return Path(require_artifact(run, "evaluate_after").path), run
@@ -238,8 +240,7 @@ def find_training_log(store: Path, text: str) -> Path:
     if (path / STEPS_FILE).is_file():
         return path / STEPS_FILE
     try:
-        is_run = (path / RECORD_FILE).is_file()
-        run = read_run(path.absolute()) if is_run else find_run(store, text, "train_policy")
+        run = find_run(store, text, "train_policy")
     except StoreError as error:
         raise StoreError(
             f"{text} is neither a log of a training nor a folder with its {STEPS_FILE}, and {error}"

@@ -237,10 +237,9 @@ def _end(error: BaseException | None) -> dict[str, str]:
     return {"state": state, "error": type(error).__name__}
 
 
-def check_inputs(config: ChainConfig) -> None:
-    """Raise if a file that the configuration names is missing or unusable.
-
-    ConfigError, DataError or ModelError; ProblemsError for a prompt.
+def check_start(config: ChainConfig) -> None:
+    """Raise early what would end the run later: for files that the configuration names and that are missing or
+    unusable ConfigError, DataError or ModelError, ProblemsError for a prompt; StoreError for the store.
     """
     source_files(config)
     require_scorers((), config.reward, config.custom_reward)
@@ -253,9 +252,4 @@ def check_inputs(config: ChainConfig) -> None:
     if config.model.source == "path":
         require_positions(str(config.model.path), config.data, config.rollout)
         require_servable(str(config.model.path), config.serve, os.environ)
-
-
-def check_start(config: ChainConfig) -> None:
-    """Raise early what would end the run later: what `check_inputs` raises, or StoreError."""
-    check_inputs(config)
     ArtifactStore(config.store.path).check_writable()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from dapo_core.device import Device, device_for
 from dapo_core.engines.cpu_dtype import runs_bfloat16
-from dapo_core.ports import free_ports, is_ipv6, new_socket
+from dapo_core.ports import bind_fault, free_ports, is_ipv6
 from redaction import is_secret_name, redact
 from tasks.serve_model.checks import is_half_precision
 from tasks.serve_model.config import ServeConfig
@@ -173,13 +172,8 @@ def choose_ports(settings: ServeConfig) -> list[int]:
             ) from None
     ports = [settings.port + number for number in range(settings.num_servers)]
     for port in ports:
-        try:
-            with new_socket(settings.host) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((settings.host, port))
-        except OSError as error:
+        if fault := bind_fault(settings.host, port):
             raise ServeError(
-                f"port {port} on {settings.host} cannot be bound: {error.strerror}; "
-                "set serve.port=0 to take a free one"
-            ) from None
+                f"port {port} on {settings.host} cannot be bound: {fault}; set serve.port=0 to take a free one"
+            )
     return ports

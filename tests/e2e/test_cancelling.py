@@ -46,12 +46,6 @@ with Run.start(load_config(sys.argv[1], sys.argv[2:]), flow="fetch-model") as ru
 """
 
 
-@pytest.fixture
-def server() -> Iterator[ArithmeticServer]:
-    with running() as server:
-        yield server
-
-
 class Terminated(BaseException):
     """What a signal handler raises, as Prefect's does: no KeyboardInterrupt, which asyncio would let through."""
 

@@ -167,9 +167,7 @@ def test_a_port_that_is_blocked_is_named_and_the_next_up_starts_what_is_missing(
         result = site.up()
     message = str(result.exception)
     assert f"1 of 2 hosts have joined {first.address}:{PORT}; missing:\n" in message
-    assert (
-        f"  {second.name}: {first.address} port {PORT} does not answer it within 8 s: a firewall drops" in message
-    )
+    assert f"  {second.name}: {first.address}:{PORT} does not answer it within 8 s: a firewall drops" in message
     status = site.status()
     assert [status[host.name]["state"] for host in namespaces] == ["up", "not started"]
 
@@ -242,7 +240,7 @@ def test_a_partition_is_said(namespaces: list[FakeHost], site: Site) -> None:
     with second.cut_off():
         result = site.type("status")
     assert result.exit_code == 1
-    line = f"{second.name}: {first.address} port {PORT} does not answer it within 8 s"
+    line = f"{second.name}: {first.address}:{PORT} does not answer it within 8 s"
     assert line in result.output
 
 

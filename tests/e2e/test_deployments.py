@@ -16,11 +16,12 @@ import prefect.settings
 import pytest
 import yaml
 
+from dapo_core.ports import free_ports
 from flows.config import load_config
 from flows.prefect_settings import apply_prefect_settings
 from flows.services import CRASH_AUTOMATION, CRASH_AUTOMATION_FILE
 from tasks.training_lock import hold, nightly_lock_path
-from tests.operated import ROOT, Site, free_port
+from tests.operated import ROOT, Site
 from tests.webhooks import started_receiver
 
 NAMES = [
@@ -75,7 +76,7 @@ print(json.dumps(states))
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A project with a server that plain Prefect starts there."""
-    site, port = Site(tmp_path_factory.mktemp("deployments")), free_port()
+    site, port = Site(tmp_path_factory.mktemp("deployments")), free_ports("127.0.0.1")[0]
     server, api_url = site.services.server, f"http://127.0.0.1:{port}/api"
     site.services.folder.mkdir(parents=True)
     start = (sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port))

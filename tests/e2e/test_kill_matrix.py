@@ -34,9 +34,10 @@ import psutil
 import pytest
 
 from bench.small_chain import SMALL
+from durable import find_holder
 from tasks.processes.detached import read_record
 from tasks.processes.supervisor import REQUESTED, UNWATCHED
-from tasks.training_lock import TRAINING_LOCK, find_holder
+from tasks.training_lock import TRAINING_LOCK
 from tests.operated import GONE_SECONDS, Site, assert_all_gone, find_command
 from tests.postgres_servers import started_postgres
 
@@ -180,7 +181,7 @@ def unwatched(site: Site, attached: Stopped, resumed_evaluation: str) -> Paused:
     holder = site.wait_for("the training's lock", lambda: find_holder(lock), PATIENCE_SECONDS)
     waiting = site.create_run("train-policy", "train.total_steps=1")
     training = paused(site, flow_run, len(attached.lines) + 1)
-    wait_for_log(site, waiting, "waiting for the lock")
+    wait_for_log(site, waiting, "waiting for run ")
     processes = site.tree(waiting)
     site.cancel(waiting)
     assert_all_gone(processes)

@@ -19,10 +19,10 @@ import torch
 from dapo_core.batch import Batch, split_batch
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.policy.rank import Policy
+from dapo_core.ports import free_ports
 from durable import read_json_lines
 from tests.batches import random_batch
 from tests.configs import make_config
-from tests.operated import free_port
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 @pytest.fixture(scope="module")
 def folder(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the commands were typed; the last server still runs, and its address is in the file `url`."""
-    folder, port = tmp_path_factory.mktemp("typed"), free_port()
+    folder, port = tmp_path_factory.mktemp("typed"), free_ports("127.0.0.1")[0]
     (folder / "url").write_text(f"http://127.0.0.1:{port}")
     commands = readme_commands()
     assert [line.split("dapo ")[1].split()[0] for line in commands] == [

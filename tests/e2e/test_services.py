@@ -11,10 +11,11 @@ import httpx
 import psutil
 import pytest
 
+from dapo_core.ports import free_ports
 from flows.prefect_access import ServicesError, is_healthy, own_addresses
 from flows.prefect_server import named_api
 from flows.services import bring_up, read_deployments, take_down
-from tests.operated import ROOT, Site, free_port
+from tests.operated import ROOT, Site
 
 pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 LONG_STAGE = "model.recipe.num_steps=100000"
@@ -74,7 +75,7 @@ def test_server_and_worker_come_up_serve_the_project_and_go_down(site: Site) -> 
     assert pids(site)["server"] != first["server"]
     assert pids(site)["worker"] == first["worker"]
     with pytest.raises(ServicesError, match=r"type `dapo down --store .*/\.dapo` before"):
-        bring_up(site.store, site.project, port=free_port())
+        bring_up(site.store, site.project, port=free_ports("127.0.0.1")[0])
 
     flow_run = site.run_deployment("dapo-full", LONG_STAGE)
     site.wait_for("the run begins", lambda: site.run_state(flow_run)["type"] == "RUNNING", 300)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster_sites import ROOT
+from tests.hub_server import HubServer
+from tests.hubs import hub_of_this_machine
 from tests.trainings import World, build_world
 
 
@@ -29,6 +31,12 @@ def ray_address() -> Iterator[str]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     yield cluster.address
     cluster.shutdown()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    with hub_of_this_machine(tmp_path) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

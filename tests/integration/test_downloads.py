@@ -10,7 +10,6 @@ import tarfile
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,16 +20,9 @@ from modelscope_hub.config import set_default_config
 import downloads
 from downloads import Progress, fetch, resolve, transfer
 from tests.hub_server import Handler, HubServer, Repo, sha256
-from tests.hubs import hub_of_this_machine
 
 WEIGHTS = random.Random(0).randbytes(700_000)
 FILES = {"config.json": b'{"a": 1}\n', "model.safetensors": WEIGHTS, "sub/notes.txt": b"\xe9 notes\n"}
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[HubServer]:
-    with hub_of_this_machine(tmp_path) as server:
-        yield server
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -22,7 +22,6 @@ from dapo_core.engines.base import (
     build_engine,
 )
 from dapo_core.errors import RolloutError
-from tests.tiny_models import build_tiny_qwen3
 from tests.two_processes import engine_of_two_processes
 
 MAX_RESPONSE_TOKENS = 24
@@ -42,11 +41,6 @@ SETTINGS = EngineSettings(
 END = 1  # `<|end|>` of the tiny tokenizer
 NUM_REQUESTS = 40
 PARTS = {"vllm of two processes": {"tensor_parallel": 2}, "vllm of two stages": {"pipeline_parallel": 2}}
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module", params=["hf", "vllm", *PARTS])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,12 +21,6 @@ SAMPLING = Sampling(max_tokens=64)
 LIMITS = Limits(concurrency=4, timeout_seconds=200.0, max_attempts=8, backoff_seconds=0.01, outage_seconds=200.0)
 OTHER = {" a": -3.0, " an": -0.2, " the": -5.0}
 CHANGED = r"serves another model than the one evaluated so far, under the same name \(m\): its log-probs .* differ"
-
-
-@pytest.fixture
-def server() -> Iterator[ArithmeticServer]:
-    with running() as server:
-        yield server
 
 
 @pytest.mark.parametrize("how", ["restarted", "behind a proxy"])

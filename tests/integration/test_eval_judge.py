@@ -30,12 +30,6 @@ PROMPT = "P {problem} G {gold} R {response} {0}"
 
 
 @pytest.fixture
-def server() -> Iterator[ArithmeticServer]:
-    with running() as server:
-        yield server
-
-
-@pytest.fixture
 def court() -> Iterator[ArithmeticServer]:
     with running() as server:
         yield server

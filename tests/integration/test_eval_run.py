@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,12 +36,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = Sampling(max_tokens=64, temperature=0.0, top_p=0.9, seed=7)
 FAR = 200.0  # more than any machine stalls
 LIMITS = Limits(concurrency=8, timeout_seconds=FAR, max_attempts=4, backoff_seconds=0.01, outage_seconds=0.1)
-
-
-@pytest.fixture
-def server() -> Iterator[ArithmeticServer]:
-    with running() as server:
-        yield server
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from eval.summary import Summary
 from flows.config import load_config_or_defaults
 from tasks import graders
 from tasks.graders import grader_for
-from tests.integration.arithmetic_server import ArithmeticServer, make_set, running
+from tests.integration.arithmetic_server import ArithmeticServer, make_set
 
 SAMPLING = Sampling(max_tokens=64)
 # Half of the points for a response at all, all of them for the sum; extra_info and data_source are read.
@@ -38,12 +37,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     is_right = solution_str.endswith("{" + ground_truth + "}")
     return {"score": 0.5 + 0.5 * is_right, "acc": is_right, "pred": solution_str[-2:-1]}
 """
-
-
-@pytest.fixture
-def server() -> Iterator[ArithmeticServer]:
-    with running() as server:
-        yield server
 
 
 def sums(count: int) -> EvaluationSet:

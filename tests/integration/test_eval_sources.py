@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +25,10 @@ from tasks.references import forget_resolved
 from tasks.runs.plan import plan_chain
 from tests.configs import make_config
 from tests.hub_server import HubServer, sha256
-from tests.hubs import hub_of_this_machine
 from tests.integration.arithmetic_server import running
 
 BODY = b'{"problem": "1 + 1 = ?", "answer": "2"}\n' * 50
 OTHER = BODY.replace(b"2", b"3")
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[HubServer]:
-    with hub_of_this_machine(tmp_path) as server:
-        yield server
 
 
 def test_a_file_is_downloaded_once_and_verified_again(hub: HubServer, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,10 @@ from eval.run import evaluate
 from eval.summary import Summary
 from eval.thinking import Budget, Thinking
 from tests.evaluations import make_items, make_row, no_plots, packed_items
-from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
+from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set
 
 SAMPLING = Sampling(max_tokens=64)
 RIGHT, WRONG = "So \\boxed{%d}", "Or \\boxed{-1}?"
-
-
-@pytest.fixture
-def server() -> Iterator[ArithmeticServer]:
-    with running() as server:
-        yield server
 
 
 def answered(

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,6 @@ from tasks.runs.plan import PlannedStage, plan_chain
 from tasks.runs.report import model_facts
 from tasks.runs.run import Run
 from tests.hub_server import Files, HubServer, sha256
-from tests.hubs import hub_of_this_machine
 from tests.processes import wait_until
 from tests.tiny_models import build_tiny_qwen3
 
@@ -43,12 +41,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     found = {path.name: path.read_bytes() for path in folder.iterdir()}
     extra = {"README.md": b"card", "onnx/model.onnx": b"onnx", "pytorch_model.bin": b"pickle", "LICENSE": b"MIT"}
     return {**found, **extra, "modeling_tiny.py": b"raise SystemExit('it ran')\n"}
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[HubServer]:
-    with hub_of_this_machine(tmp_path) as server:
-        yield server
 
 
 def recipe(folder: Path, *overrides: str) -> Config:

@@ -10,12 +10,6 @@ import pytest
 from dapo_core.engines.base import build_engine, read_eos_ids
 from dapo_core.errors import ModelError, RolloutError
 from tests.integration.test_engines import SETTINGS, finish, make_requests, run
-from tests.tiny_models import build_tiny_qwen3
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def test_hf_continues_with_the_randomness_of_the_uninterrupted_response(model_path: Path) -> None:

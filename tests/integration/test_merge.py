@@ -25,7 +25,7 @@ from dapo_core.merge.run import merge_checkpoint
 from dapo_core.model_folder import INDEX_FILE, MERGE_MANIFEST, SINGLE_FILE
 from dapo_core.policy.rank import Policy
 from tests.batches import random_batch
-from tests.checkpoints import Harmful, ShardsOf, make_state
+from tests.checkpoints import Harmful, ShardsOf, flip, make_state
 from tests.configs import make_config
 from tests.ranks import run_ranks
 from tests.sent_weights import sent_weights
@@ -208,15 +208,6 @@ def _truncate_shard(checkpoint: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:1000])
 
 
-def _flip(name: str, place: int) -> Callable[[Path], object]:
-    def damage(checkpoint: Path) -> None:
-        content = bytearray((checkpoint / name).read_bytes())
-        content[place] ^= 1
-        (checkpoint / name).write_bytes(content)
-
-    return damage
-
-
 def _plant(name: str, content: bytes) -> Callable[[Path], object]:
     """Into a checkpoint without digests."""
 
@@ -240,12 +231,12 @@ def _link_outside(checkpoint: Path) -> None:
             r"shard __1_0\.distcp of 3 in .*/step_000007 is missing; copy it from the node",
         ),
         (_truncate_shard, r"shard __1_0\.distcp of 3 in .* is 1000 bytes long instead of \d{5,7}; copy it"),
-        (_flip("__1_0.distcp", 40_000), r"__1_0\.distcp( in \S+)? is damaged"),
+        (flip("__1_0.distcp", 40_000), r"__1_0\.distcp( in \S+)? is damaged"),
         (
             lambda checkpoint: (checkpoint / "trainer_state.json").unlink(),
             r"step_000007 lacks trainer_state\.json; it is not a checkpoint of dapo train",
         ),
-        (_flip("tensor_names.json", 9), r"tensor_names\.json is damaged"),
+        (flip("tensor_names.json", 9), r"tensor_names\.json is damaged"),
         (
             _plant("tensor_names.json", b'["model.norm.weight"]'),
             r"model\.\S+ of .*/step_000007 has no counterpart among the 1 names in tensor_names\.json",

@@ -19,7 +19,8 @@ from eval.problems.items import EvaluationSet, Item
 from eval.recorder import Benchmark
 from eval.run import evaluate_all
 from tasks.config import EvaluateConfig
-from tasks.evaluation_settings import evaluate_servers, sampling_of
+from tasks.evaluation_settings import sampling_of
+from tasks.graders import limits_of
 from tasks.processes import supervisor
 from tasks.serve_model.command import SOCKETS_VARIABLE, served_name
 from tasks.serve_model.config import ServeConfig
@@ -162,7 +163,7 @@ def test_an_evaluation_is_shared_by_the_servers(serving: Serving, tmp_path: Path
     settings = EvaluateConfig(max_response_tokens=MAX_RESPONSE_TOKENS, concurrency=2)
     before = [num_answered(server) for server in serving.servers]
     benchmark = Benchmark(EvaluationSet(tuple(items)), sampling_of(settings, None), tmp_path)
-    [summary] = evaluate_servers([benchmark], serving.servers, settings, "digest")
+    [summary] = evaluate_all([benchmark], serving.servers, limits=limits_of(settings), model_digest="digest")
     assert (summary.n, summary.num_items, summary.request_failed_rate) == (NUM_ITEMS, NUM_ITEMS, 0.0)
     answered = [num_answered(server) - at for server, at in zip(serving.servers, before, strict=True)]
     assert sum(answered) >= NUM_ITEMS

@@ -27,7 +27,6 @@ from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError, ServerDied
 from tasks.serve_model.servers import Server, serve_model, serve_until_interrupted
 from tests.processes import wait_until
-from tests.tiny_models import build_tiny_qwen3
 
 # Arguments: behaviour, port. It says what vLLM says.
 STAND_IN = r"""
@@ -83,11 +82,6 @@ if behaviour == "ends later":
 http.server.ThreadingHTTPServer.allow_reuse_address = False
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,6 @@ import os
 import shutil
 import signal
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from durable import read_json_lines
 from flows.config import Config
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tests.in_process import without_ray
+from tests.processes import wait_until
 from tests.trainings import World, config_of
 
 FAR = 120.0
@@ -186,19 +185,12 @@ def test_validation_without_a_held_out_set_is_refused(begun: Begun, world: World
         train(begun.config(), world.data, world.model, tmp_path)
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = FAR) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s"
-        time.sleep(0.02)
-
-
 def stopped_by(number: signal.Signals, step: int, begun: Begun, world: World, output: Path) -> TrainingStopped:
     """The error of a training that gets this signal in the draw after the step."""
     held = begun.hold(output, step)
 
     def send() -> None:
-        wait_for(held.exists)
+        wait_until(held.exists, "the held step")
         os.kill(os.getpid(), number)
 
     sender = threading.Thread(target=send)
@@ -227,7 +219,7 @@ def test_a_stopped_and_continued_training_ends_with_the_same_bits(
         )
         assert stopped.exit_code == 128 + number
         said = f"{number.name} received: writing a last checkpoint after step {step}, then ending"
-        wait_for(lambda said=said: said in caplog.text)  # a thread logs it
+        wait_until(lambda said=said: said in caplog.text, said)  # a thread logs it
         assert signal.getsignal(number) == handler
         assert latest_checkpoint(checkpoints) == checkpoints / f"step_{step:06d}"
     begun.let_go()

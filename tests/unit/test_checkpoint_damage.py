@@ -33,7 +33,7 @@ from tasks.artifacts.artifact import DamagedArtifact, Output
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.chain import checkpoint_digests
-from tests.checkpoints import Harmful, ShardsOf, end, make_model_folder, make_state, make_writer, names_in
+from tests.checkpoints import Harmful, ShardsOf, end, flip, make_model_folder, make_state, make_writer, names_in
 
 SHARD = "__0_0.distcp"
 
@@ -64,15 +64,6 @@ def folder(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "checkpoints"))
 
 
-def _flip(name: str, place: int = -1) -> Callable[[Path], None]:
-    def damage(checkpoint: Path) -> None:
-        content = bytearray((checkpoint / name).read_bytes())
-        content[place] ^= 1
-        (checkpoint / name).write_bytes(content)
-
-    return damage
-
-
 def _of_another_step(name: str) -> Callable[[Path], object]:
     return lambda checkpoint: shutil.copy(checkpoint.with_name("step_000010") / name, checkpoint)
 
@@ -92,8 +83,8 @@ def _edit_manifest(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path],
 
 
 DAMAGE = [
-    (_flip(SHARD, 3000), rf"{SHARD} is damaged or of another checkpoint: 1 of its 2 parts are not what"),
-    (_flip(SHARD, 0), rf"{SHARD} is damaged"),
+    (flip(SHARD, 3000), rf"{SHARD} is damaged or of another checkpoint: 1 of its 2 parts are not what"),
+    (flip(SHARD, 0), rf"{SHARD} is damaged"),
     (_of_another_step(SHARD), rf"{SHARD} is damaged or of another checkpoint: 2 of its 2 parts"),
     (_of_another_step("trainer_state.json"), r"trainer_state\.json is damaged or of another checkpoint"),
     (_of_another_step(MANIFEST_FILE), r"checkpoint_manifest\.json is of step 10, not of step_000015"),
@@ -106,9 +97,9 @@ DAMAGE = [
         lambda checkpoint: os.truncate(checkpoint / "trainer_state.json", 30),
         r"trainer_state\.json has 30 bytes",
     ),
-    (_flip("carried_groups.json", 40), r"carried_groups\.json is damaged"),
-    (_flip("huggingface/config.json"), r"huggingface/config\.json is damaged"),
-    (_flip(".metadata", 100), r"\.metadata is damaged"),
+    (flip("carried_groups.json", 40), r"carried_groups\.json is damaged"),
+    (flip("huggingface/config.json"), r"huggingface/config\.json is damaged"),
+    (flip(".metadata", 100), r"\.metadata is damaged"),
     (lambda checkpoint: (checkpoint / MANIFEST_FILE).write_text("{"), r"checkpoint_manifest\.json cannot be read"),
     (_edit_manifest(lambda files: files.update({"../step_000010/config.yaml": []})), r"it names files outside"),
     (_edit_manifest(lambda files: files.update({"config.yaml": [[-1, ""]]})), r"it has a negative size"),
@@ -142,7 +133,7 @@ def test_damage_is_named_and_training_goes_on_from_the_checkpoint_before(
     assert names_in(folder) == ["latest", "step_000015"]
 
 
-@pytest.mark.parametrize("damage", [_flip(SHARD, 10_000), _of_another_step(SHARD)])
+@pytest.mark.parametrize("damage", [flip(SHARD, 10_000), _of_another_step(SHARD)])
 def test_a_merge_reads_no_byte_unchecked(folder: Path, damage: Callable[[Path], object]) -> None:
     checkpoint = folder / "step_000015"
     assert bytes(next(DcpSource(checkpoint).blocks("a")[0].read())) == torch.full((350,), 15.0).numpy().tobytes()
@@ -159,7 +150,7 @@ def _model(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_named_is_not_replaced_by_another(folder: Path, tmp_path: Path) -> None:
-    _flip(SHARD)(folder / "step_000015")
+    flip(SHARD)(folder / "step_000015")
     new = tmp_path / "new" / "checkpoints"
     with pytest.raises(CheckpointError, match=rf"step_000015/{SHARD} is damaged"):
         find_start(new, str(folder / "step_000015"))
@@ -170,7 +161,7 @@ def test_a_checkpoint_that_is_named_is_not_replaced_by_another(folder: Path, tmp
 
 def test_without_a_sound_checkpoint_nothing_starts_over(folder: Path) -> None:
     for step in (5, 10, 15):
-        _flip(SHARD)(folder / f"step_{step:06d}")
+        flip(SHARD)(folder / f"step_{step:06d}")
     with pytest.raises(CheckpointError, match=rf"step_000015/{SHARD} is damaged.* no older checkpoint is sound"):
         find_start(folder, "auto")
     assert find_start(folder, "never") is None
@@ -275,7 +266,7 @@ def test_the_store_keeps_digests_that_the_ranks_took_and_finds_damage_with_them(
     hashed.clear()
     assert store.check("train_policy", key.key) == made
     assert hashed.count(SHARD) == 3
-    _flip(SHARD)(Path(made.path) / "checkpoints" / "step_000010")
+    flip(SHARD)(Path(made.path) / "checkpoints" / "step_000010")
     with pytest.raises(DamagedArtifact, match=rf"step_000010/{SHARD} has blake3"):
         store.check("train_policy", key.key)
 

@@ -351,8 +351,8 @@ def test_a_list_of_commands_cuts_no_sentence() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("train-polcy", CONFIG), "'NAME': 'train-polcy' is no choice (did you mean train-policy?)"),
-        (("all", CONFIG), "'NAME': 'all' is no choice; it has prepare-data, fetch-model, train-policy"),
+        (("train-polcy", CONFIG), "NAME: 'train-polcy' is no stage (did you mean train-policy?)"),
+        (("all", CONFIG), "NAME: 'all' is no stage; it has prepare-data, fetch-model, train-policy"),
         (
             ("merge-checkpoint", CONFIG, "--side", "before"),
             "merge-checkpoint of this recipe has no side",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from dapo_core.errors import CheckpointError
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact
 from tasks.chain import keep_words, take_model_folder
-from tasks.links import chain_of, label_of, labels_of, link_of, side_of, step_checkpoint
+from tasks.links import chain_of, label_of, link_of, side_of, step_checkpoint
 from tasks.references import forget_resolved
 from tasks.runs.columns import take_columns
 from tasks.runs.history import read_run
@@ -21,17 +20,11 @@ from tasks.runs.plan import plan_chain
 from tasks.runs.run import Run
 from tasks.serve_model.failure import ServeError, ServerUnreachable
 from tasks.served_baseline import served_model
-from tests.integration.arithmetic_server import ArithmeticServer, running
+from tests.integration.arithmetic_server import ArithmeticServer
 from tests.recorded_runs import LABELS, Outcome, produce, small_config
 from tests.tiny_models import build_tiny_qwen3
 
 STEPS = "evaluate.checkpoints=[20, 40]"
-
-
-@pytest.fixture
-def server() -> Iterator[ArithmeticServer]:
-    with running() as server:
-        yield server
 
 
 def with_server(store: Path, server: ArithmeticServer, name: str = "m") -> Config:
@@ -45,9 +38,10 @@ def test_a_recipe_has_the_links_of_its_baselines_and_checkpoints(tmp_path: Path)
     config = small_config(tmp_path, f"evaluate.baselines=[{entries}]", "evaluate.checkpoints=every 20")
     baselines = ("fetch_baseline_base-4B", "evaluate_baseline_base-4B", "evaluate_baseline_theirs")
     steps = ("merge_step_20", "evaluate_step_20", "merge_step_40", "evaluate_step_40")
-    assert labels_of(config) == (*LABELS[:3], *baselines, *LABELS[3:], *steps)  # step 60 is evaluate_after
+    labels = [link.label for link in chain_of(config)]
+    assert labels == [*LABELS[:3], *baselines, *LABELS[3:], *steps]  # step 60 is evaluate_after
     for link in chain_of(config):
-        assert all(labels_of(config).index(need) < labels_of(config).index(link.label) for need in link.needs)
+        assert all(labels.index(need) < labels.index(link.label) for need in link.needs)
         assert label_of(config, link.stage.name, side_of(link.label)) == link.label
     assert link_of(config, "merge_step_20").command == "dapo stage merge-checkpoint CONFIG --side step_20"
     assert link_of(config, baselines[2]).command == "dapo stage evaluate-model CONFIG --side theirs"
@@ -87,7 +81,8 @@ def test_the_store_gives_the_columns_that_it_has(tmp_path: Path) -> None:
     model = build_tiny_qwen3(tmp_path / "model")
     entries = f"{{name: base, path: {model}}}, {{name: gone, path: {tmp_path / 'none'}}}"
     config = small_config(tmp_path / "store", f"evaluate.baselines=[{entries}]", STEPS)
-    labels = [label for label in labels_of(config) if "gone" not in label and "40" not in label]
+    labels = [link.label for link in chain_of(config)]
+    labels = [label for label in labels if "gone" not in label and "40" not in label]
     with Run.start(config) as run:
         fetched = link_of(config, "fetch_baseline_base")
         run.produce("fetch_baseline_base", fetched.key(), lambda folder: take_model_folder(fetched.config, folder))

@@ -125,9 +125,6 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             r"train\.train_prompts=512",
         ),
         ("sampler.in_flight=abort", r"sampler\.in_flight=abort would drop .* set sampler\.order=finish"),
-        ("data.source=path", r"data\.source is gone: data\.train and data\.eval name where problems come from"),
-        ("data.train_path=x.parquet", r"data\.train_path is gone: set data\.train to that path"),
-        ("data.eval_path=x.parquet", r"data\.eval_path is gone: set data\.eval to that path"),
         ("data.train=[]", r"data\.train is not set; set it to a registered name"),
         ("data.train=[gsm8k, gsm8k]", r"data\.train names a set twice"),
         (
@@ -165,7 +162,6 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("evaluate.checkpoints=every 7", r"names step 7, and checkpoint\.save_every=20 saves none there"),
         ("evaluate.checkpoints=[100000]", r"names step 100000, and train\.total_steps is \d+; name steps 1"),
         ("checkpoint.keep_steps=[30]", r"checkpoint\.keep_steps names step 30, and checkpoint\.save_every=20"),
-        ("evaluate.benchmark=math500", r"evaluate\.benchmark is gone: .*data\.eval=\{set: math500, path: FILE\}"),
         ("model.source=path", r"model\.source is path, but model\.path is not set"),
         ("model.path=qwen", r"model\.path=qwen would be ignored by model\.source=recipe; set model\.source=path"),
         (

@@ -27,9 +27,10 @@ from typer.testing import CliRunner
 
 from dapo_core.device import Cuda
 from dapo_core.errors import ConfigError
+from dapo_core.memory.devices import GIB
 from flows import doctor
 from flows.cli import app
-from flows.doctor import FAIL, GIB, OK, WARN, Finding
+from flows.doctor import FAIL, OK, WARN, Finding
 from tests.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +27,12 @@ from durable import (
     LockHeld,
     append_json_line,
     differences,
+    find_holder,
     is_locked,
     locked,
     publish,
     read_holder,
     read_json_lines,
-    read_note,
     sync_tree,
     tail,
     write_atomically,
@@ -38,7 +41,7 @@ from durable import (
 
 def _hold(path: Path, shared: bool, ready: Connection) -> None:
     """Lock the file, start a process that outlives this one, and wait for a signal."""
-    with locked(path, shared=shared, note="line 1\nline 2"):
+    with locked(path, shared=shared, note="run 7"):
         stdin, _ = os.pipe()
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=stdin, close_fds=False)
         ready.send(child.pid)
@@ -67,16 +70,17 @@ def test_a_lock_ends_with_its_holder_and_not_with_its_children(tmp_path: Path) -
     assert not path.exists()
     with _holder(path) as (process, child):
         assert is_locked(path)
-        assert read_holder(path).startswith(f"pid {process.pid} on ")
-        assert read_note(path) == "line 1\nline 2"
-        with pytest.raises(LockHeld, match=rf"{path} is locked by pid {process.pid} on .* since 20"), locked(path):
+        assert str(find_holder(path)).startswith(f"run 7 (pid {process.pid} on ")
+        named = rf"{path} is locked by run 7 \(pid {process.pid} on .* since 20"
+        with pytest.raises(LockHeld, match=named), locked(path):
             pytest.fail("two processes hold the lock")
         process.kill()
         process.join()
         os.kill(child, 0)  # is alive
         assert not is_locked(path)
         with locked(path, note="next"):
-            assert (read_holder(path).split(" on ")[0], read_note(path)) == (f"pid {os.getpid()}", "next")
+            assert read_holder(path).startswith(f"next (pid {os.getpid()} on ")
+    assert find_holder(path) is None
 
 
 def test_shared_holders_keep_out_an_exclusive_one_only(tmp_path: Path) -> None:
@@ -88,25 +92,26 @@ def test_shared_holders_keep_out_an_exclusive_one_only(tmp_path: Path) -> None:
             pytest.fail("an exclusive lock beside a shared one")
 
 
-def test_who_waits_gets_the_lock_or_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable, "POLL_SECONDS", 0.001)
-    path, calls = tmp_path / "lock", list[tuple[str, float]]()
+def test_who_waits_names_the_holder_ever_more_seldom_and_gets_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a clock of its own, on which a look takes ten seconds."""
+    caplog.set_level(logging.INFO, logger="durable")
+    path, clock = tmp_path / "lock", itertools.count(0, 10)
     with _holder(path) as (process, _):
+        looks = iter([None] * 30 + [process.kill])
 
-        def on_wait(holder: str, seconds: float) -> None:
-            calls.append((holder, seconds))
-            if len(calls) == 3:
-                process.kill()
+        def sleep(seconds: float) -> None:
+            if (act := next(looks, None)) is not None:
+                act()
+                process.join()
 
-        def give_up(holder: str, seconds: float) -> None:
-            raise TimeoutError(holder)
-
-        with pytest.raises(TimeoutError, match=f"pid {process.pid} on"), locked(path, on_wait=give_up):
-            pytest.fail("it was locked")
-        with locked(path, on_wait=on_wait):
-            assert len(calls) >= 3
-            assert calls[0][0].startswith(f"pid {process.pid} on ")
-            assert 0 <= calls[0][1] < calls[2][1]
+        monkeypatch.setattr(durable, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=sleep))
+        with locked(path, waiting="which is slow"):
+            said = [record.getMessage() for record in caplog.records]
+    assert all(line.startswith(f"waiting for run 7 (pid {process.pid} on ") for line in said)
+    ends = [line.partition("), ")[2] for line in said]
+    assert ends == [f"which is slow ({seconds} s so far)" for seconds in (10, 60, 120, 240)]
 
 
 @pytest.mark.parametrize("change", [Path.unlink, lambda path: path.rename(path.with_name("aside"))])

@@ -30,6 +30,7 @@ from tasks.runs.history import (
     read_runs,
     require_artifact,
     run_before,
+    run_folders,
     run_lock_path,
     short_ids,
 )
@@ -62,6 +63,11 @@ def three(tmp_path: Path) -> Path:
     for identity in IDS:
         write_run(tmp_path, identity)
     return tmp_path
+
+
+def test_a_run_is_found_by_its_folder(three: Path) -> None:
+    folder = run_folders(three)[1]
+    assert find_run(three / "elsewhere", str(folder)).folder == folder
 
 
 @pytest.mark.parametrize(

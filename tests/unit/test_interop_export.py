@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flows.config import load_config
 from interop.account import account_of
-from interop.export import by_name, settings_for, unsaid
+from interop.export import by_name, settings_for
 from interop.hydra import parse_override
 from interop.render.script import script_of
 from interop.render.verl import Places, nodes_of, render
@@ -39,7 +39,8 @@ def read_back(tree: dict[str, Any], version: str) -> dict[str, tuple[Any, Any]]:
     account = account_of(settings, "verl", version)
     assert account.of("misspelt", "contradicting", "unsupported", "ignored-by-trainer") == []
     ours, back = by_name(tree), by_name(account.tree())
-    said = set(back) - set(unsaid(back, settings))  # 0.5.0, say, has no word for expert parallelism
+    # 0.5.0, say, has no word for expert parallelism
+    said = {name for setting in settings for name in setting.origin.split(", ")} & back.keys()
     for name in ("data.train", "data.eval"):
         ours[name] = [ours[name]] if isinstance(ours[name], str) else ours[name]
     values = {name: value for name, value in back.items() if name in said - OF_PLACES}

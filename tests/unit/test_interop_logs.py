@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dapo_core.metrics import MetricsLog, format_step
-from interop.logs import LogParser, Record, metric_names, parse_line, read_training
+from interop.logs import LogParser, Record, metric_names, read_training
 
 METRICS = {
     "global_seqlen/min": 41250,
@@ -52,7 +52,7 @@ def fed(lines: Iterable[str]) -> Record | None:
 
 
 def test_a_line_of_verl_parses_to_its_last_field() -> None:
-    record = parse_line(LINE)
+    record = fed([LINE])
     assert record == Record(7, METRICS, "verl")
     assert list(record.metrics)[-1] == "train/num_gen_batches"
 
@@ -62,21 +62,21 @@ def test_a_line_of_verl_parses_to_its_last_field() -> None:
     ["在理想情况下,critic/rewards/mean 指标大体", " then text - a/b:3", "(WorkerDict pid=2) x - y/z:1", "."],
 )
 def test_text_behind_the_last_value_ends_the_record(glued: str) -> None:
-    assert parse_line(LINE + glued) == Record(7, METRICS, "verl")
+    assert fed([LINE + glued]) == Record(7, METRICS, "verl")
 
 
 @pytest.mark.parametrize(
     "prefix", [RAY, "[36m(main_task pid=9)[0m ", "Training Progress:  1%|▏ | 1/100 [00:01]", "12:00:01 "]
 )
 def test_what_precedes_the_step_is_no_matter(prefix: str) -> None:
-    assert parse_line(prefix + LINE + "\r\n") == Record(7, METRICS, "verl")
+    assert fed([prefix + LINE + "\r\n"]) == Record(7, METRICS, "verl")
 
 
 def test_forms_of_numbers() -> None:
     text = (
         "step:1 - a/b:np.float64(0.5) - a/c:nan - a/d:-inf - a/e:True - a/f:np.int64(3) - a/g:1.5E+3 - a/My set:.5"
     )
-    record = parse_line(text)
+    record = fed([text])
     assert record is not None
     assert math.isnan(record.metrics.pop("a/c"))
     assert record.metrics == {"a/b": 0.5, "a/d": -math.inf, "a/e": 1, "a/f": 3, "a/g": 1500, "a/My set": 0.5}
@@ -88,7 +88,7 @@ def test_forms_of_numbers() -> None:
      "[1]", "{'step': 3}", '{"step": "3"}', '{"data": {}}'],
 )  # fmt: skip
 def test_other_lines_have_no_record(line: str) -> None:
-    assert parse_line(line) is None
+    assert fed([line]) is None
 
 
 @pytest.mark.parametrize("width", range(60, 200))
@@ -99,7 +99,7 @@ def test_wrapped_lines_are_joined(width: int) -> None:
     at_spaces = textwrap.wrap(LINE, width, break_long_words=False, break_on_hyphens=False)
     assert fed([*at_spaces, "validation generation end"]) == Record(7, METRICS, "verl")
     numbered = [MINDSPEED[start : start + width] for start in range(0, len(MINDSPEED), width)]
-    assert str(fed(numbered)) == str(parse_line(MINDSPEED))
+    assert str(fed(numbered)) == str(fed([MINDSPEED]))
 
 
 def test_a_line_of_its_own_does_not_go_on_with_a_record() -> None:
@@ -108,7 +108,7 @@ def test_a_line_of_its_own_does_not_go_on_with_a_record() -> None:
 
 
 def test_a_line_of_mindspeed() -> None:
-    record = parse_line("(RayDAPOTrainer pid=12) " + MINDSPEED)
+    record = fed(["(RayDAPOTrainer pid=12) " + MINDSPEED])
     assert record is not None
     assert (record.step, record.num_steps, record.trainer) == (3, 200, "mindspeed")
     assert math.isnan(record.metrics.pop("actor/pg_loss"))
@@ -187,7 +187,7 @@ def test_the_published_log_line() -> None:
     guide = Path(os.environ.get("DAPO_TEST_DATA", "")).parent / "guides" / "002_515b449b55797dd9.txt"
     if not guide.is_file():
         pytest.skip("needs $DAPO_TEST_DATA/../guides")
-    [record] = [record for line in guide.read_text().splitlines() if (record := parse_line(line))]
+    [record] = [record for line in guide.read_text().splitlines() if (record := fed([line]))]
     assert list(record.metrics)[-1] == "train/num_gen_batches"
     assert record.metrics["train/num_gen_batches"] == 1
     assert len(record.metrics) == 54

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from dapo_core.cluster.every_node import Node
-from dapo_core.memory.devices import Limit, usable_bytes
+from dapo_core.memory.devices import GIB, Limit, usable_bytes
 from dapo_core.ports import meeting_point
 from dapo_core.versions import sets
 from flows.config import load_config
@@ -22,7 +22,7 @@ from tasks.preflight import node_probe, nodes
 from tasks.preflight.cluster import _Look, check_devices_here, rounds
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, Findings, describe
 from tasks.preflight.memory import check_memory
-from tasks.preflight.nodes import GIB, Pair
+from tasks.preflight.nodes import Pair
 from tests.trainings import config_of
 
 A, B, C = "n0 (10.0.0.1)", "n1 (10.0.0.2)", "n2 (10.0.0.3)"
@@ -139,7 +139,7 @@ def test_healthy_devices_are_one_line_with_what_is_free() -> None:
         (device(processes=[process(GIB)]), WARN, "NPU 0: process 7 (python) holds 1.0 GiB"),
         (device(processes=[process(None)]), WARN, "NPU 0: process 7 (python)"),
         (device(used_bytes=20 * GIB, processes=[process(17 * GIB, is_of_ray=True)]), WARN, "holds 17.0 GiB"),
-        (device(used_bytes=20 * GIB), FAIL, "NPU 0: 44.0 GiB are free, and 50.0 are needed"),
+        (device(used_bytes=20 * GIB), FAIL, "NPU 0: 44.0 GiB are free, and 50.0 GiB are needed"),
     ],
 )
 def test_a_device_that_a_rank_cannot_have_is_named_with_its_node(
@@ -180,7 +180,7 @@ def test_the_plan_is_made_for_the_smallest_device() -> None:
     nodes.check_device_model("Atlas 800T A3", usable_bytes("npu", 64 * GIB), findings)
     assert findings == []
     nodes.check_device_model("Atlas 800T A3", usable_bytes("npu", 32 * GIB), findings)
-    assert only(findings).found == "train.device_model=Atlas 800T A3 has 61.3 GiB, and a device there 29.0"
+    assert only(findings).found == "train.device_model=Atlas 800T A3 has 61.3 GiB, and a device there 29.0 GiB"
 
 
 def test_the_memory_plan_is_made_for_the_devices_that_are_there() -> None:
@@ -275,8 +275,8 @@ def test_of_a_few_readings_of_a_clock_the_shortest_counts(monkeypatch: pytest.Mo
     [
         ({"limits": {"open files": 1024}}, "ulimit -n is 1024, and 32768 are advised"),
         ({"limits": {"locked memory": 65536}}, "ulimit -l is 64 KiB"),
-        ({"memory": {"shared": 64 * 1024**2}}, "/dev/shm has 64 MiB"),
-        ({"memory": {"unused_huge_pages": 512 * GIB}}, "512 GiB are in huge pages that nothing uses"),
+        ({"memory": {"shared": 64 * 1024**2}}, "/dev/shm has 64.0 MiB"),
+        ({"memory": {"unused_huge_pages": 512 * GIB}}, "512.0 GiB are in huge pages that nothing uses"),
     ],
 )
 def test_limits_that_trainings_meet_are_named(changes: dict[str, Any], said: str) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dapo_core.memory.devices import describe_bytes
 from dapo_core.memory.plan import disk_plan
 from flows.cli import app
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.artifacts.store import ArtifactStore, describe_bytes
+from tasks.artifacts.store import ArtifactStore
 from tasks.links import link_of
 from tasks.preflight import machine
 from tasks.preflight.finding import FAIL, OK, Finding, Findings

@@ -72,8 +72,8 @@ def test_what_a_cluster_has_and_why_it_does_not_answer(
             room.subprocess, "Popen", lambda _, **options: popen([sys.executable, "-c", code], **options)
         )
 
-    answer("""print('{"total": {"CPU": 4}, "free": {"CPU": 1}}')""")
-    assert room.ask_cluster("auto") == ({"CPU": 4}, {"CPU": 1})
+    answer("""print('{"total": {"CPU": 4}, "free": {"CPU": 1}, "nodes": []}')""")
+    assert room.ask_cluster("auto") == ({"CPU": 4}, {"CPU": 1}, [])
     answer("import sys; print('ConnectionError: none runs'); sys.exit(1)")
     with pytest.raises(WorkerDied, match=r"train\.ray_address=auto does not answer: ConnectionError: none runs"):
         room.ask_cluster("auto")

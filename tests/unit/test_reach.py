@@ -226,7 +226,7 @@ def test_of_several_clusters_at_an_address_the_newest_has_the_token() -> None:
 def test_the_addresses_of_a_name_in_the_resolver_s_order_with_ipv4_first(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["fd00::2", "10.0.0.9", "fd00::1", "10.0.0.2", "10.0.0.9"]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *words: [(0, 0, 0, "", (each, 0)) for each in given])
-    assert interface._addresses("node1") == ["10.0.0.9", "10.0.0.2", "fd00::2", "fd00::1"]
+    assert interface.addresses_of("node1") == ["10.0.0.9", "10.0.0.2", "fd00::2", "fd00::1"]
 
 
 def test_each_kind_of_device_gets_the_variables_of_the_table() -> None:

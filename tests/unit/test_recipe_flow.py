@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
@@ -20,7 +20,7 @@ from prefect.flows import load_flow_from_entrypoint
 from prefect.utilities.callables import parameter_schema
 
 from dapo_core.errors import ConfigError
-from flows.cli.chain import StageName
+from flows.cli.chain import STAGES
 from flows.config import load_config
 from flows.dapo_full import dapo_full
 from flows.dapo_nightly import dapo_nightly
@@ -115,7 +115,7 @@ def test_the_deployment_is_the_flow_of_its_name_and_its_parameters_are_valid(
 def test_there_is_one_deployment_for_the_chain_the_night_and_each_stage() -> None:
     assert list(BY_NAME) == ["dapo-full", "dapo-nightly", *STAGE_FLOWS]
     assert len(BY_NAME) == len(DEPLOYMENTS)
-    assert list(get_args(StageName)) == list(STAGE_FLOWS)
+    assert list(STAGES) == list(STAGE_FLOWS)
 
 
 def test_the_nightly_run_is_scheduled_once_a_day() -> None:

@@ -18,7 +18,6 @@ from dapo_core.pretrained import load_tokenizer
 from dapo_core.rollout import Group, GroupRequest, RolloutWorker, sample_seed
 from tests.configs import make_config
 from tests.processes import wait_until
-from tests.tiny_models import build_tiny_qwen3
 
 GROUP_SIZE, MAX_RESPONSE_TOKENS, NUM_GROUPS = 2, 24, 20
 SETTINGS = EngineSettings(
@@ -46,11 +45,6 @@ PROMPTS = [Prompt(index, (5 + index, 9, 12), "anything", str(index)) for index i
 STEP = 6
 FAR = 240.0
 REQUESTS = [GroupRequest(100 + prompt.index, prompt, STEP) for prompt in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3(tmp_path_factory.mktemp("rollout") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ from durable import read_json_lines
 from tests.checkpoints import FileShards, make_state, write_state
 from tests.configs import make_config
 from tests.sources import MIXED, Clock, SlowSource
-from tests.tiny_models import build_tiny_qwen3
 
 PROMPTS = [Prompt(index, (index + 5,), "arithmetic", "1") for index in range(7)]
 
@@ -46,11 +45,6 @@ class AskedShards(FileShards):
         if self.error is not None:
             raise self.error
         return super().is_saved()
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3(tmp_path_factory.mktemp("model"))
 
 
 def _trainer(

@@ -24,7 +24,7 @@ from tasks.artifacts.artifact import Artifact
 from tasks.chain import train_policy
 from tasks.links import link_of
 from tasks.runs.run import Run, RunSkipped
-from tasks.training_lock import check_free, find_holder, hold, nightly_lock_path, training_lock_path
+from tasks.training_lock import check_free, hold, nightly_lock_path, training_lock_path
 from tests.configs import make_config
 from tests.processes import DEADLINE_SECONDS, wait_until
 from tests.recorded_runs import Outcome, produce, small_config
@@ -57,7 +57,7 @@ def training(path: Path) -> Iterator[subprocess.Popen[bytes]]:
         flow.kill()
         flow.wait(DEADLINE_SECONDS)
         os.kill(int(re.findall(r"deaf: (\d+)\.", log.read_text())[0]), signal.SIGKILL)
-        wait_until(lambda: find_holder(path) is None, "the end of the training")
+        wait_until(lambda: durable.find_holder(path) is None, "the end of the training")
 
 
 def release_after_word(held: contextlib.ExitStack, caplog: pytest.LogCaptureFixture) -> threading.Thread:
@@ -83,30 +83,31 @@ def test_the_locks_are_in_the_store_or_where_the_configuration_says(tmp_path: Pa
 
 def test_only_a_lock_that_is_held_has_a_holder(tmp_path: Path) -> None:
     path = tmp_path / "locks" / "training.lock"
-    assert find_holder(path) is None
+    assert durable.find_holder(path) is None
     with hold(path, "run-1", KEY):
-        assert str(find_holder(path)).startswith("run run-1, stage key 0123456789abcdef (pid ")
+        assert str(durable.find_holder(path)).startswith("run run-1, stage key 0123456789abcdef (pid ")
     assert path.read_text()  # what it says no longer counts
-    assert find_holder(path) is None
+    assert durable.find_holder(path) is None
 
 
 def test_a_run_that_waits_names_the_holder_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "training.lock"
-    caplog.set_level(logging.INFO, logger="tasks.training_lock")
+    caplog.set_level(logging.INFO, logger="durable")
     with contextlib.ExitStack() as other:
         other.enter_context(hold(path, "run-7"))
         release = release_after_word(other.pop_all(), caplog)
         with hold(path, "run-8"):
-            assert str(find_holder(path)).startswith("run run-8 (pid ")
+            assert str(durable.find_holder(path)).startswith("run run-8 (pid ")
         release.join()
     [message] = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
-    assert f"waiting for the lock {path}, held by run run-7 (pid " in message
+    assert message.startswith("waiting for run run-7 (pid ")
+    assert f"), which holds the lock {path} (" in message
 
 
 def test_a_look_at_the_lock_does_not_skip_the_run_that_takes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.training_lock.PATIENCE_SECONDS", DEADLINE_SECONDS)  # a look may be slow here
+    monkeypatch.setattr(durable, "GRACE_SECONDS", DEADLINE_SECONDS)  # a look may be slow here
     path = tmp_path / "training.lock"
     with contextlib.ExitStack() as looking:
         looking.enter_context(durable.locked(path, shared=True))  # as durable.is_locked does for an instant
@@ -121,12 +122,12 @@ def test_a_look_at_the_lock_does_not_skip_the_run_that_takes_it(
 def test_the_lock_outlasts_a_flow_that_was_killed_and_skips_a_run_that_does_not_wait(tmp_path: Path) -> None:
     path = tmp_path / "training.lock"
     with training(path) as flow:
-        named = r"^The run was skipped because run run-7, stage key 0123456789abcdef \(pid .* holds the lock"
+        named = r"^The run was skipped because .* is locked by run run-7, stage key 0123456789abcdef \(pid "
         with pytest.raises(RunSkipped, match=named), hold(path, "run-8", skips_if_locked=True):
             raise AssertionError("two trainings at once")
         flow.kill()
         flow.wait(DEADLINE_SECONDS)
-        assert f"pid {flow.pid} on " in str(find_holder(path))  # its command has not ended: it ignores SIGTERM
+        assert f"pid {flow.pid} on " in str(durable.find_holder(path))  # its command ignores SIGTERM
     with hold(path, "run-8", skips_if_locked=True):
         pass
 
@@ -153,7 +154,7 @@ metrics.write_text('{"step": 1}\\n')
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr("tasks.page.PageArtifact.show", lambda *_: None)  # there is no server
-    monkeypatch.setattr("tasks.training_lock.PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(durable, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(
         stage_command, "dapo_command", lambda *words: [sys.executable, "-c", WRITE_METRICS, *map(str, words)]
     )
@@ -172,7 +173,7 @@ def test_a_nightly_run_is_skipped_at_its_first_attempt(run: Run, monkeypatch: py
     with hold(training_lock_path(run.config), "other"):
         state = train(run, monkeypatch, attempt=1)
     assert (state.type.value, state.name) == ("COMPLETED", "Skipped")
-    assert "The run was skipped because run other (pid " in str(state.message)
+    assert "training.lock is locked by run other (pid " in str(state.message)
     with pytest.raises(RunSkipped, match="run other "):  # as what the flow sees of it
         raise state.result()
 
@@ -180,11 +181,11 @@ def test_a_nightly_run_is_skipped_at_its_first_attempt(run: Run, monkeypatch: py
 def test_a_later_attempt_waits_for_the_lock(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="tasks.training_lock")
+    caplog.set_level(logging.INFO, logger="durable")
     with contextlib.ExitStack() as other:
         other.enter_context(hold(training_lock_path(run.config), "other"))
         release = release_after_word(other.pop_all(), caplog)
         state = train(run, monkeypatch, attempt=2)
         release.join()
     assert state.name == "Completed"
-    assert "training.lock, held by run other (pid " in caplog.text
+    assert "waiting for run other (pid " in caplog.text

@@ -88,15 +88,14 @@ def _rows(text: str) -> Iterator[list[str]]:
 
 
 def _device(first: list[str], second: list[str]) -> tuple[_Place, DeviceState]:
-    # The 950 has a column for the NPU and one for the name.
-    npu, model, health = first[:3] if len(first) > 3 else (*[*first[0].split(None, 1), ""][:2], first[1])
+    npu = first[0].split()[0]
+    health = first[2 if len(first) > 3 else 1]  # the 950 has a column for the NPU and one for the name
     chip, number = [*second[0].split(), "", ""][:2]
     pairs = [(int(used), int(total)) for used, total in _PAIR.findall(second[-1]) if int(total)]
     used, total = pairs[-1] if pairs else (None, None)  # HBM is the last column where it exists
     return _Place(npu, chip or "0"), DeviceState(
         "",
         number or npu,
-        model,
         health if health not in ("", "-", "NA") else None,
         None if used is None else used * MIB,
         None if total is None else total * MIB,

@@ -50,13 +50,13 @@ def parse(gpus: str, apps: str = "") -> DevicesFound:
         if len(cells) not in (len(FIELDS), len(FIELDS) + len(NEWER)) or number_of(cells[0]) is None:
             unread.append(", ".join(cells))
             continue
-        index, uuid, name, driver, total, used = cells[: len(FIELDS)]
+        index, uuid, _, driver, total, used = cells[: len(FIELDS)]
         mig, errors = cells[len(FIELDS) :] or ("", "")
         is_split = mig == "Enabled"
         total_mib, used_mib = (None, None) if is_split else (number_of(total), number_of(used))
         found.append(
             DeviceState(
-                f"GPU {index}{' (MIG)' if is_split else ''}", index, name, _health(errors, (total, used)),
+                f"GPU {index}{' (MIG)' if is_split else ''}", index, _health(errors, (total, used)),
                 None if used_mib is None else used_mib * MIB, None if total_mib is None else total_mib * MIB,
                 tuple(processes.get(uuid, ())), uuid,
             )

@@ -28,7 +28,6 @@ class DeviceState:
 
     label: str  # as the tool names it, such as `NPU 3 device 7`
     number: str  # as the vendor's variable of visible devices takes it
-    model: str
     health: str | None
     used_bytes: int | None
     total_bytes: int | None
