@@ -49,7 +49,10 @@ class Commands(TyperGroup):
         return sorted(self.commands, key=ORDER.index)
 
     def invoke(self, ctx: Any) -> Any:
-        """A misspelt choice, such as a stage, is answered with the one that was meant; KEY=VALUE with --set."""
+        """A misspelt choice, such as a stage, is answered with the one that was meant; KEY=VALUE with --set.
+
+        A run or a set after a command that lists them is answered with the command that shows one.
+        """
         from downloads.nearest import nearest
 
         try:
@@ -65,7 +68,16 @@ class Commands(TyperGroup):
             has_set = context is not None and any("--set" in each.opts for each in context.command.params)
             if has_set and "unexpected extra argument" in message and "=" in message:
                 vars(error)["message"] = f"{message}; to change a key, use --set SECTION.KEY=VALUE"
+            quoted = message.removeprefix("No such command ").removesuffix(".")  # with "Did you mean" it has a ?
+            if quoted != message and not quoted.endswith("?") and lists_and_shows(context and context.command):
+                path = context.command_path
+                vars(error)["message"] = f"{message} One of them: {path} show {quoted[1:-1]}; all: {path}"
             raise
+
+
+def lists_and_shows(command: Any) -> bool:
+    """True of `runs` and `datasets`, which list alone and have a command `show`."""
+    return bool(getattr(command, "invoke_without_command", False)) and "show" in command.commands
 
 
 app = typer.Typer(
