@@ -2,9 +2,10 @@ r"""Training problems that are also in an evaluation set: as equal texts, or as 
 
 A text is compared by its words (letters, numbers, LaTeX commands, single Chinese characters) and its signs,
 without layout, drawings, and sentences that many problems of a set share, which are instructions. Two problems are
-the same if words and signs are equal, also of shared sentences that a template may have filled in, or if runs of 13
-words that both have cover most of the evaluation problem and all of its numbers and signs are in the training
-problem: runs alone find variants such as z^4 + z^2 + 1 and z^4 - z^2 + 1. docs/data.md has what the rule finds in published sets.
+the same if words and signs are equal, also in shared sentences, which a template may have filled in, or if runs of
+13 words that both have cover most of the evaluation problem and all of its numbers and signs are in the training
+problem: runs alone find variants such as z^4 + z^2 + 1 and z^4 - z^2 + 1. docs/data.md has what the rule finds in
+published sets.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def test_sentences_of_templated_problems_are_shared_and_still_tell_them_apart() 
 
 
 def test_templated_problems_with_the_same_numbers_and_other_words_are_apart() -> None:
-    # Names and verbs are in lines that many rows share; the first line, which few share, is the same in pairs of rows.
+    # Names and verbs are in lines that many rows share; the first line is in one row of each set.
     text = "Shop {shop}:\n{name} has {a} owls,\n{name} {verb} {b}.\nHow many?"
     words = [(name, verb) for name in ("Ana", "Bob", "Eve") for verb in ("buys", "sells", "finds")]
     train, held_out = (
