@@ -69,7 +69,8 @@ class Commands(TyperGroup):
             if has_set and "unexpected extra argument" in message and "=" in message:
                 vars(error)["message"] = f"{message}; to change a key, use --set SECTION.KEY=VALUE"
             quoted = message.removeprefix("No such command ").removesuffix(".")  # with "Did you mean" it has a ?
-            if quoted != message and not quoted.endswith("?") and lists_and_shows(context and context.command):
+            is_unknown = quoted != message and not quoted.endswith("?")
+            if is_unknown and context is not None and lists_and_shows(context.command):
                 path = context.command_path
                 vars(error)["message"] = f"{message} One of them: {path} show {quoted[1:-1]}; all: {path}"
             raise
