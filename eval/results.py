@@ -222,8 +222,8 @@ def read_evaluation(directory: str | Path, with_texts: bool = True) -> Evaluatio
     expected = settings["num_items"] * settings["sampling"]["num_samples"]
     if len(rows) != expected:
         raise ResultsError(
-            f"{directory} holds {len(rows)} of {expected} responses: the evaluation did not finish. "
-            f"Run the same evaluation again; it asks only for what is missing."
+            f"{directory} holds {len(rows)} of {expected} responses: the evaluation did not finish, "
+            f"or lines were lost since. Run the same evaluation again; it asks only for what is missing."
         )
     return Evaluation.of(settings, rows.values())
 
