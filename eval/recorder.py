@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from eval.results import (
     SETTINGS_FILE,
     SUMMARY_FILE,
     Evaluation,
+    ResultsError,
     Row,
     RowKey,
     describe_differences,
@@ -94,11 +96,7 @@ class Recorder:
 
         These are the item's own mean among the answers known of any model, the mean of all, or the token limit.
         """
-        earlier = self._benchmark.earlier
-        known = [
-            *self._rows.values(),
-            *(read_rows(earlier, with_texts=False).values() if earlier is not None else ()),
-        ]
+        known = [*self._rows.values(), *_rows_of(self._benchmark.earlier)]
         by_item: dict[str, list[Row]] = {}
         for row in known:
             by_item.setdefault(row.id, []).append(row)
@@ -251,6 +249,14 @@ def _resume(
         num_rows = settings["num_items"] * settings["sampling"]["num_samples"]
         logger.info("%s: continuing, %d of %d items are answered", output_dir, len(rows), num_rows)
     return rows
+
+
+def _rows_of(earlier: Path | None) -> Iterable[Row]:
+    """The outlines of earlier results; none of another version's, since they only tell lengths."""
+    if earlier is not None:
+        with contextlib.suppress(ResultsError):
+            return read_rows(earlier, with_texts=False).values()
+    return ()
 
 
 def _without_grading(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -222,8 +222,8 @@ def read_evaluation(directory: str | Path, with_texts: bool = True) -> Evaluatio
     expected = settings["num_items"] * settings["sampling"]["num_samples"]
     if len(rows) != expected:
         raise ResultsError(
-            f"{directory} holds {len(rows)} of {expected} responses: the evaluation did not finish. "
-            f"Run the same evaluation again; it asks only for what is missing."
+            f"{directory} holds {len(rows)} of {expected} responses: the evaluation did not finish, "
+            f"or lines were lost since. Run the same evaluation again; it asks only for what is missing."
         )
     return Evaluation.of(settings, rows.values())
 
@@ -246,23 +246,26 @@ def is_answered(samples: Samples) -> bool:
 
 
 def read_rows(directory: Path, with_texts: bool = True) -> dict[RowKey, Row]:
-    """Rows or outlines in file order, up to a torn line; of several for one sample of an item the last counts."""
-    rows = (_parse_row(fields, with_texts) for fields in iterate_json_lines(directory / RESULTS_FILE))
-    return {row.key: row for row in rows if row is not None}
+    """Rows or outlines in file order, without torn lines; of several for one sample of an item the last counts.
+
+    Raises ResultsError for a line of another version.
+    """
+    rows = (_parse_row(directory, fields, with_texts) for fields in iterate_json_lines(directory / RESULTS_FILE))
+    return {row.key: row for row in rows}
 
 
-def _parse_row(fields: Any, with_texts: bool) -> Row | None:
-    """None for a line that is not a row of this version."""
+def _parse_row(directory: Path, fields: Any, with_texts: bool) -> Row:
     try:
         prompt = fields["prompt"]
         row = Row(**{**fields, "prompt": prompt if isinstance(prompt, str) else tuple(prompt)})
-    except (TypeError, KeyError):
-        return None
-    if row.verdict not in VERDICTS:
-        return None
-    return (
-        row if with_texts else Outline(**{**vars(row), "response": None, "reasoning": None}, chars=row.num_chars)
-    )
+        VERDICTS.index(row.verdict)
+    except (TypeError, KeyError, ValueError) as error:
+        raise ResultsError(
+            f"{directory} has a row of another version or program ({error}): use that, or another folder"
+        ) from None
+    if with_texts:
+        return row
+    return Outline(**{**vars(row), "response": None, "reasoning": None}, chars=row.num_chars)
 
 
 def write_rows(directory: Path, rows: Iterable[Row]) -> None:

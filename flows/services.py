@@ -329,6 +329,9 @@ def _start_server(services: Services, host: str | None, port: int | None, databa
     api_url = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}/api"
     page_url = f"http://{platform.node() if host == '0.0.0.0' else host}:{port}"
     environment = services.environment(PREFECT_API_URL=api_url, PREFECT_SERVER_UI_API_URL=f"{page_url}/api")
+    if not auth_string():  # else the page of any site, in a browser here, could read all and start flow runs
+        own_pages = dict.fromkeys((page_url, f"http://{LOOPBACK}:{port}", f"http://localhost:{port}"))
+        environment.setdefault("PREFECT_SERVER_CORS_ALLOWED_ORIGINS", ",".join(own_pages))
     if database not in (None, "sqlite"):
         environment[DATABASE_VARIABLES[0]] = str(database)  # not on the command line: it may hold a password
         add_secret_url(str(database))

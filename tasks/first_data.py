@@ -157,11 +157,16 @@ def data_sets(
 
 
 def _held_out(beside: Beside, held_out: str, columns: Mapping[str, str]) -> Any:
-    """The value of data.eval; a part of a registered set is written beside the recipe, without its name."""
-    value = data_set(held_out, "eval", columns)
+    """The value of data.eval; a part of a registered set is written beside the recipe, without its name.
+
+    A file with none of the columns that --columns names is read by its own names.
+    """
+    path = Path(held_out)
+    has_them = not path.exists() or any(row.keys() & set(columns.values()) for row in next(iterate_rows(path), []))
+    value = data_set(held_out, "eval", columns if has_them else NO_COLUMNS)
     known = value[0]["set"] if isinstance(value, list) else ""
-    if known in SETS and SETS[known].num_items is not None and not _is_complete(Path(held_out), SETS[known]):
-        return beside.write("eval", _solved_rows(Path(held_out), SETS[known]))
+    if known in SETS and SETS[known].num_items is not None and not _is_complete(path, SETS[known]):
+        return beside.write("eval", _solved_rows(path, SETS[known]))
     return value
 
 

@@ -50,7 +50,10 @@ class Commands(TyperGroup):
         return sorted(self.commands, key=ORDER.index)
 
     def invoke(self, ctx: Any) -> Any:
-        """KEY=VALUE, which other programs take as it is, is answered with --set."""
+        """What is typed as for other programs is answered with what was meant.
+
+        KEY=VALUE with --set; a run or a set after a command that lists them with the command that shows one.
+        """
         try:
             return super().invoke(ctx)
         except Exception as error:  # whose class is click's or typer's own, by typer's version
@@ -58,7 +61,17 @@ class Commands(TyperGroup):
             has_set = context is not None and any("--set" in each.opts for each in context.command.params)
             if has_set and "unexpected extra argument" in message and "=" in message:
                 vars(error)["message"] = f"{message}; to change a key, use --set SECTION.KEY=VALUE"
+            quoted = message.removeprefix("No such command ").removesuffix(".")  # with "Did you mean" it has a ?
+            is_unknown = quoted != message and not quoted.endswith("?")
+            if is_unknown and context is not None and lists_and_shows(context.command):
+                path = context.command_path
+                vars(error)["message"] = f"{message} One of them: {path} show {quoted[1:-1]}; all: {path}"
             raise
+
+
+def lists_and_shows(command: Any) -> bool:
+    """True of `runs` and `datasets`, which list alone and have a command `show`."""
+    return bool(getattr(command, "invoke_without_command", False)) and "show" in command.commands
 
 
 app = typer.Typer(

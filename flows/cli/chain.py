@@ -37,7 +37,8 @@ def init(
     model: Annotated[str, typer.Option(help="Model folder, or a hub's id: ORG/NAME, modelscope:ORG/NAME.")],
     data: Annotated[list[str], typer.Option(help="To train on: a file, a folder, a name or a hub's id.")],
     columns: Annotated[
-        str | None, typer.Option(help="problem=NAME,answer=NAME: what the columns of the files hold.")
+        str | None,
+        typer.Option(help="problem=NAME,answer=NAME: what the columns hold; of --eval too, if it has them."),
     ] = None,
     held_out: Annotated[
         str | None, typer.Option("--eval", help="To evaluate with; default: part of --data, or its test split.")

@@ -2,9 +2,10 @@ r"""Training problems that are also in an evaluation set: as equal texts, or as 
 
 A text is compared by its words (letters, numbers, LaTeX commands, single Chinese characters) and its signs,
 without layout, drawings, and sentences that many problems of a set share, which are instructions. Two problems are
-the same if words and signs are equal, or if runs of 13 words that both have cover most of the evaluation problem
-and all of its numbers and signs are in the training problem: runs alone find variants such as z^4 + z^2 + 1 and
-z^4 - z^2 + 1. docs/data.md has what the rule finds in published sets.
+the same if words and signs are equal, also in shared sentences, which a template may have filled in, or if runs of
+13 words that both have cover most of the evaluation problem and all of its numbers and signs are in the training
+problem: runs alone find variants such as z^4 + z^2 + 1 and z^4 - z^2 + 1. docs/data.md has what the rule finds in
+published sets.
 """
 
 from __future__ import annotations
@@ -161,6 +162,11 @@ def _marks(tokens: Sequence[str]) -> Counter[str]:
     return Counter(token for token in tokens if token in _SIGNS or token.isdigit())
 
 
+def _has_in_order(tokens: Iterable[str], wanted: Iterable[str]) -> bool:
+    rest = iter(tokens)
+    return all(token in rest for token in wanted)
+
+
 class _Items:
     """The evaluation problems, as tokens and as hashes of their runs."""
 
@@ -168,8 +174,9 @@ class _Items:
         self.items = [(name, problem) for name, problems in sets.items() for problem in problems]
         self.shared = (often, widely)
         self.tokens = [tokens_of(problem.text, often, widely) for _, problem in self.items]
-        # Templated problems share sentences with numbers: only those of instructions do not count.
-        self.marks = [_marks(tokens_of(problem.text, widely)) for _, problem in self.items]
+        # Templated problems share the sentences in which they differ: only those of instructions do not count.
+        self.asked = [tokens_of(problem.text, widely) for _, problem in self.items]
+        self.marks = [_marks(tokens) for tokens in self.asked]
         self.by_tokens: dict[tuple[str, ...], list[int]] = {}
         for number, tokens in enumerate(self.tokens):
             self.by_tokens.setdefault(tuple(tokens), []).append(number)
@@ -195,9 +202,11 @@ class _Items:
         for row, text in enumerate(texts):
             equal = self.by_tokens.get(tuple(tokens[row]), []) if tokens[row] else []
             found = {item: overlap for item, overlap in overlaps.get(row, {}).items() if overlap >= MIN_OVERLAP}
-            found |= dict.fromkeys(equal, 1.0)
-            marks = _marks(tokens_of(text)) if found else Counter[str]()
+            whole = tokens_of(text) if found or equal else []
+            marks = _marks(whole)
             found = {item: overlap for item, overlap in found.items() if not self.marks[item] - marks}
+            equal = [item for item in equal if _has_in_order(whole, self.asked[item])]
+            found |= dict.fromkeys(equal, 1.0)
             for item, overlap in sorted(found.items()):
                 name, problem = self.items[item]
                 is_equal, overlap = item in equal, round(overlap, 3)

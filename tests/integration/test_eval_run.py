@@ -25,7 +25,7 @@ from eval.endpoint import Endpoint, Sampling
 from eval.history import make_history
 from eval.problems.registry import load_set
 from eval.regrade import regrade
-from eval.results import exclusive, load_evaluation, read_rows
+from eval.results import ResultsError, exclusive, load_evaluation, read_rows
 from eval.run import evaluate
 from tasks.evaluation_settings import served_model_identity
 from tasks.serve_model.failure import ServeError
@@ -217,6 +217,19 @@ def test_a_torn_last_line_costs_only_its_row(
     twice = [prompt for prompt, count in server.asked.items() if count == 2]
     assert twice == [f"{torn_id.removeprefix('item-')} + 1 = ?"]
     assert len(results.read_text().splitlines()) == 6
+
+
+def test_rows_of_another_version_are_kept_and_named(
+    server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
+) -> None:
+    evaluate(make_set(3), endpoints, SAMPLING, tmp_path)
+    results = tmp_path / "results.jsonl"
+    newer = results.read_text().replace('"attempts"', '"tries"')
+    results.write_text(newer)
+    with pytest.raises(ResultsError, match=r"has a row of another version or program \(.*'tries'"):
+        evaluate(make_set(3), endpoints, SAMPLING, tmp_path)
+    assert results.read_text() == newer
+    assert sum(server.asked.values()) == 3
 
 
 def test_changed_settings_start_again_and_say_so(

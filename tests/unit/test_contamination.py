@@ -96,6 +96,24 @@ def test_sentences_of_templated_problems_are_shared_and_still_tell_them_apart() 
     assert found([*train, held_out[2]], asked) == [(len(train), "2", 1.0)]
 
 
+def test_templated_problems_with_the_same_numbers_and_other_words_are_apart() -> None:
+    # Names and verbs are in lines that many rows share; the first line is in one row of each set.
+    text = "Shop {shop}:\n{name} has {a} owls,\n{name} {verb} {b}.\nHow many?"
+    words = [(name, verb) for name in ("Ana", "Bob", "Eve") for verb in ("buys", "sells", "finds")]
+    train, held_out = (
+        [
+            text.format(shop=shop, name=name, a=8, verb=verb, b=3)
+            for shop in range(54)
+            for name, verb in [words[(shop + later) % 9]]
+        ]
+        for later in (0, 1)
+    )
+    often, widely = shared_sentences(held_out)
+    assert "Ana buys 3." in often - widely
+    assert found(train, held_out) == []
+    assert found(train, [*held_out, train[3]]) == [(3, "54", 1.0)]
+
+
 def test_generated_problems_are_apart() -> None:
     train, held_out = (
         [row["prompt"][0]["content"] for row in rows] for rows in generate_problems(3000, 300, 3, seed=0)

@@ -91,6 +91,10 @@ def test_what_is_no_results_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{"num_items": 3}')  # of another program
     with pytest.raises(ResultsError, match="not a results directory"):
         regrade(tmp_path)
+    strange = write_results(tmp_path / "strange", [ROW])
+    (strange / "results.jsonl").write_text(ROW.to_line().replace('"attempts"', '"tries"'))
+    with pytest.raises(ResultsError, match=r"has a row of another version or program \(.*'tries'"):
+        regrade(strange)
     directory = write_results(tmp_path / "short", [ROW, replace(ROW, id="b")])
     write_rows(directory, [ROW])
     before = (directory / "results.jsonl").read_bytes()

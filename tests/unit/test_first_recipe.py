@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from dapo_core.errors import ConfigError, DataError
 from flows.config import load_config
@@ -168,6 +169,22 @@ def test_columns_are_named_by_their_names_or_the_option(folder: Path) -> None:
         guessed_columns(Path("header.csv"))
     Path("y.csv").write_text("Prompt,solution,label\n1,2,3\n")
     assert guessed_columns(Path("y.csv")) == {"problem": "Prompt", "answer": "label"}
+
+
+def test_a_held_out_file_may_have_columns_of_its_own(folder: Path) -> None:
+    rows = [{"Aufgabe": f"Was ist {n} + 1?", "Ergebnis": str(n + 1)} for n in range(20)]
+    Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("same.jsonl").write_text(json.dumps({"Aufgabe": "Was ist 50 + 1?", "Ergebnis": "51"}) + "\n")
+    Path("own.jsonl").write_text(json.dumps({"question": "What is 70 + 1?", "answer": "71", "id": "a"}) + "\n")
+    said = columns_said("problem=Aufgabe,answer=Ergebnis")
+    for held_out, columns in (("same.jsonl", ("Aufgabe", "Ergebnis")), ("own.jsonl", ("question", "answer"))):
+        path = Path(f"{held_out}.yaml")
+        text = first_recipe(path, model_keys("models/small"), "t.jsonl", held_out, CPU, said)
+        data = yaml.safe_load(text)["data"]
+        assert data["train"][0]["columns"] == {"problem": "Aufgabe", "answer": "Ergebnis"}
+        assert data["eval"] == [
+            {"set": held_out, "columns": dict(zip(("problem", "answer"), columns, strict=True))}
+        ]
 
 
 def test_a_file_of_whole_numbers_is_no_benchmark(folder: Path) -> None:

@@ -85,6 +85,26 @@ def test_a_server_for_other_machines_needs_a_password_which_is_written_nowhere(
     services._start_server(place, "127.0.0.1", None, None)
 
 
+def test_without_a_password_only_the_servers_own_pages_may_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Services(tmp_path)
+    place.folder.mkdir()
+    place.server = server = Started(place.folder)
+    origins = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
+    services._start_server(place, None, 4321, None)
+    monkeypatch.setenv(origins, "http://mine.example")
+    services._start_server(place, None, 4321, None)
+    monkeypatch.delenv(origins)
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", f"dapo:{PASSWORD}")
+    services._start_server(place, None, 4321, None)
+    assert [environment.get(origins) for _, environment in server.commands] == [
+        "http://127.0.0.1:4321,http://localhost:4321",
+        "http://mine.example",
+        None,  # others have no password
+    ]
+
+
 def test_a_server_gets_another_port_when_its_own_is_taken() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
