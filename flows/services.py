@@ -332,6 +332,7 @@ def _start_server(services: Services, host: str | None, port: int | None, databa
     if not auth_string():  # else the page of any site, in a browser here, could read all and start flow runs
         own_pages = dict.fromkeys((page_url, f"http://{LOOPBACK}:{port}", f"http://localhost:{port}"))
         environment.setdefault("PREFECT_SERVER_CORS_ALLOWED_ORIGINS", ",".join(own_pages))
+        environment.setdefault("PREFECT_SERVER_CSRF_PROTECTION_ENABLED", "true")
     if database not in (None, "sqlite"):
         environment[DATABASE_VARIABLES[0]] = str(database)  # not on the command line: it may hold a password
         add_secret_url(str(database))
