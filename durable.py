@@ -50,7 +50,7 @@ def locked(path: Path, *, shared: bool = False, note: str = "", waiting: str | N
     while (descriptor := try_lock(path, shared=shared)) is None:
         waited = time.monotonic() - began
         if waiting is None and waited > GRACE_SECONDS:
-            raise LockHeld(f"{path} is locked by {read_holder(path)}")
+            raise LockHeld(f"{read_holder(path)} holds the lock {path}")
         if waiting is not None and waited >= say_at:
             logger.info("waiting for %s, %s (%.0f s so far)", read_holder(path), waiting, waited)
             say_at = max(2 * waited, REMIND_SECONDS)

@@ -172,7 +172,9 @@ class Site:
             with httpx.Client(auth=auth, timeout=API_SECONDS, trust_env=False) as client:
                 token = client.get(f"{self.services.api_url}/csrf-token", params={"client": "tests"})
                 if token.is_success:  # else the server has a password and asks for none
-                    client.headers |= {"Prefect-Csrf-Token": token.json()["token"], "Prefect-Csrf-Client": "tests"}
+                    client.headers.update(
+                        {"Prefect-Csrf-Token": token.json()["token"], "Prefect-Csrf-Client": "tests"}
+                    )
                 answer = client.request(method, url, json=json or None)
             return None if answer.status_code == 503 else answer
 

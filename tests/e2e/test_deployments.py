@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import prefect.settings
 import pytest
 import yaml
@@ -21,7 +22,7 @@ from flows.config import load_config
 from flows.prefect_settings import apply_prefect_settings
 from flows.services import CRASH_AUTOMATION, CRASH_AUTOMATION_FILE
 from tasks.training_lock import hold, nightly_lock_path
-from tests.operated import ROOT, Site
+from tests.operated import API_SECONDS, ROOT, Site
 from tests.webhooks import started_receiver
 
 NAMES = [
@@ -75,13 +76,18 @@ print(json.dumps(states))
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A project with a server that plain Prefect starts there."""
+    """A project with a server that plain Prefect starts there, as docs/security.md says."""
     site, port = Site(tmp_path_factory.mktemp("deployments")), free_ports("127.0.0.1")[0]
     server, api_url = site.services.server, f"http://127.0.0.1:{port}/api"
     site.services.folder.mkdir(parents=True)
     start = (sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port))
     try:
-        environment = {**site.environment, "PREFECT_API_URL": api_url}  # from which it knows its page
+        environment = {
+            **site.environment,
+            "PREFECT_API_URL": api_url,  # from which it knows its page
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": api_url.removesuffix("/api"),
+            "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+        }
         server.start(start, environment, api_url=api_url, port=port)
         server.wait_until(site.services.answers, "does not answer")
         yield site
@@ -184,6 +190,17 @@ def test_a_deployment_runs_by_its_name_alone(site: Site, deployed: list[dict[str
     [run] = flow_runs(site, "dapo-full")
     assert run["parameters"] == {"config": "configs/arith_cpu.yaml", "overrides": ["run.seed=2"]}
     assert run["state_type"] == "SCHEDULED"
+
+
+def test_a_web_site_can_neither_read_the_server_nor_change_anything(site: Site) -> None:
+    answer = httpx.post(
+        f"{site.services.api_url}/flow_runs/filter",
+        content="{}",
+        headers={"Origin": "https://site.example", "Content-Type": "text/plain"},
+        trust_env=False,
+        timeout=API_SECONDS,
+    )
+    assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (403, None)
 
 
 def test_wrong_parameters_are_refused_before_a_run_exists(site: Site, deployed: list[dict[str, Any]]) -> None:
