@@ -190,17 +190,6 @@ def test_bad_input_is_named_with_its_value_and_the_fix(recipe: Path, override: s
         load_config(recipe, [override])
 
 
-def test_variables_of_an_environment_are_as_they_are_written(recipe: Path) -> None:
-    text = recipe.read_text() + "  backend: verl\nexternal: {env: {UMASK: 0022, VERSION: 2.10, START: 12:30}}\n"
-    recipe.write_text(text, encoding="utf-8")
-    config = load_config(recipe, ["external.env.UMASK=0077", "external.env.IDS=1_2"])
-    assert config.external.env == {"UMASK": "0077", "VERSION": "2.10", "START": "12:30", "IDS": "1_2"}
-    config = load_config(recipe, ["external.env={UMASK: 0007, DAY: 2026-01-31}"])
-    assert config.external.env == {"UMASK": "0007", "DAY": "2026-01-31"}
-    recipe.write_text(dump_config(config), encoding="utf-8")
-    assert load_config(recipe).external.env == config.external.env
-
-
 def test_references_of_a_model_are_checked_as_they_are_read() -> None:
     for model, said in (
         ({"source": "huggingface", "id": "qwen"}, r"model\.id=qwen is not of the form ORG/NAME"),
