@@ -10,7 +10,7 @@ from pydantic import Field
 
 from flows.config import load_config
 from flows.dapo_full import outcome, run_chain
-from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
+from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow, scheduled_night
 from tasks.preflight.run import require_ready
 from tasks.runs.nights import with_last_night
 from tasks.runs.run import Run, RunSkipped
@@ -30,7 +30,7 @@ def dapo_nightly(
 ) -> dict[str, Any] | State[Any]:
     """Train and report as dapo-full does, beside last night's model; skipped if late or while another trains."""
     scheduled = flow_run.scheduled_start_time
-    changes = (*overrides, *seed_of_night(scheduled, fresh_seed))
+    changes = (*overrides, *(seed_of_night(scheduled_night()) if fresh_seed else ()))
     settings = load_config(config, (*changes, *with_last_night(load_config(config, changes))))
     require_ready(settings)
     try:
@@ -45,10 +45,9 @@ def dapo_nightly(
         return Completed(name="Skipped", message=str(reason))
 
 
-def seed_of_night(scheduled: datetime.datetime, fresh_seed: bool) -> tuple[str, ...]:
+def seed_of_night(night: datetime.date) -> tuple[str, ...]:
     """The override that seeds a nightly run with its date, however late it runs or is tried again."""
-    night = scheduled.astimezone(datetime.timezone.utc).date()
-    return (f"run.seed={(night - EPOCH).days}",) if fresh_seed else ()
+    return (f"run.seed={(night - EPOCH).days}",)
 
 
 def check_in_time(scheduled: datetime.datetime, now: datetime.datetime, max_late_hours: float) -> None:

@@ -7,7 +7,9 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 # USER:PASSWORD, which the server asks for and its clients send.
 AUTH_VARIABLES = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")
-UNAUTHORIZED = 401
 
 
 class ServicesError(DapoError, RuntimeError):
@@ -27,18 +28,26 @@ class ServicesError(DapoError, RuntimeError):
 
 @contextlib.contextmanager
 def connected(api_url: str) -> Iterator[SyncPrefectClient]:
-    """A client of the server for the length of a block; raises ServicesError if its password is refused."""
+    """A client of the server for the length of a block; raises ServicesError if its password or key is refused.
+
+    PREFECT_API_KEY is for the server that Prefect's settings name, and sent to no other.
+    """
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.exceptions import PrefectHTTPStatusError
-    from prefect.settings import PREFECT_API_AUTH_STRING
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL
 
     auth = auth_string() or PREFECT_API_AUTH_STRING.value()  # which a profile may hold
-    with SyncPrefectClient(api_url, auth_string=auth) as client:
+    key = PREFECT_API_KEY.value() if api_url == PREFECT_API_URL.value() else None
+    with SyncPrefectClient(api_url, auth_string=auth, api_key=key) as client:
         try:
             client.api_version()
         except PrefectHTTPStatusError as error:
-            if error.response.status_code != UNAUTHORIZED:
+            if error.response.status_code != HTTPStatus.UNAUTHORIZED:
                 raise
+            if key and not auth:
+                raise ServicesError(
+                    f"the Prefect server at {api_url} refuses PREFECT_API_KEY: set one of its own"
+                ) from None
             raise ServicesError(
                 f"the Prefect server at {api_url} {'refuses the' if auth else 'asks for a'} password: export "
                 f"{AUTH_VARIABLES[1]}=USER:PASSWORD as it was when the server was started"
@@ -68,21 +77,24 @@ def own_addresses() -> list[str]:
 
 
 def is_healthy(api_url: str) -> bool:
-    """True if a Prefect server answers at the address."""
-    return _is_success(f"{api_url}/health")
+    """True if a Prefect server answers at the address, also one that wants a key even for this."""
+    return _status(f"{api_url}/health") in (HTTPStatus.OK, HTTPStatus.UNAUTHORIZED)
 
 
 def lets_anyone_in(api_url: str) -> bool:
     """True if the server answers requests without a password, and not only those for its health."""
-    return _is_success(f"{api_url}/admin/version")
+    return _status(f"{api_url}/admin/version") == HTTPStatus.OK
 
 
-def _is_success(url: str) -> bool:
+def _status(url: str) -> int | None:
+    """The status of a GET, without a proxy where it goes to this machine; None without an answer."""
     import httpx  # late: it takes a tenth of a second
 
+    host = urlsplit(url).hostname or ""
+    is_here = is_loopback(host) or host in {each.strip("[]") for each in own_addresses()}
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(url, timeout=5.0, trust_env=False).is_success
-    return False
+        return httpx.get(url, timeout=5.0, trust_env=not is_here).status_code
+    return None
 
 
 def is_listening(pid: int, port: int) -> bool:

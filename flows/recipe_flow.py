@@ -1,12 +1,16 @@
 """What the flows have in common: names, hooks, and parameters as Prefect's page describes them."""
 
+import datetime
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
+from zoneinfo import ZoneInfo
 
 from prefect import Flow, flow
-from prefect.runtime import flow_run
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import DeploymentSchedule
+from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
 from flows.notify import report_failure
@@ -57,7 +61,26 @@ def name_run() -> str:
     words = [Path(given["config"]).stem, *shown[:NUM_SHOWN_CHANGES]]
     words += [f"+{len(shown) - NUM_SHOWN_CHANGES} more"] if len(shown) > NUM_SHOWN_CHANGES else []
     if "fresh_seed" in given:
-        words.append(f"{flow_run.scheduled_start_time:%Y-%m-%d}")
+        words.append(f"{scheduled_night()}")
     words += [str(given["side"])] if given.get("side") else []
     words += ["forced"] if given.get("force") else []
     return " ".join(words)
+
+
+def scheduled_night() -> datetime.date:
+    """The night of this flow run, by the schedule of its deployment."""
+    if (deployed := deployment.id) is None:
+        return night_of(flow_run.scheduled_start_time, ())
+    with get_client(sync_client=True) as client:
+        return night_of(flow_run.scheduled_start_time, client.read_deployment(deployed).schedules)
+
+
+def night_of(scheduled: datetime.datetime, schedules: Sequence[DeploymentSchedule]) -> datetime.date:
+    """The date in the zone of the active schedule, else of any, else in UTC.
+
+    Nights of one clock never share a date there; in UTC they do when the clock is set forward: 01:30 in Berlin on
+    2026-03-29 and on 2026-03-30.
+    """
+    first = min(schedules, key=lambda each: not each.active, default=None)
+    zone = first and getattr(first.schedule, "timezone", None)
+    return scheduled.astimezone(ZoneInfo(zone or "UTC")).date()

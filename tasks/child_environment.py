@@ -9,7 +9,7 @@ from typing import Any
 from dapo_core.cluster.started import AUTH_TOKEN
 from dapo_core.environment import WORKERS, Given, given_by_training
 from interop.render import trainers
-from redaction import REDACTED, is_secret_name, redact
+from redaction import REDACTED, is_secret, redact
 from tasks.config import ChainConfig
 from tasks.external.launch import own_ray
 from tasks.links import Link
@@ -34,7 +34,7 @@ def child_environment(link: Link, metrics: Mapping[str, Any], environment: Mappi
             if not (given.is_default and environment.get(name, value) != value):
                 row = {
                     "name": name,
-                    "value": REDACTED if is_secret_name(name) else redact(value),
+                    "value": REDACTED if is_secret(name, value) else redact(value),
                     "children": given.children,
                 }
                 found.append(row | ({"why": effects[name]} if name in effects else {}))

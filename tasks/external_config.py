@@ -8,9 +8,8 @@ from typing import Literal
 from pydantic import field_validator
 
 from dapo_core.config.fields import JsonObject, Section, key, volatile
-from redaction import is_secret_name
+from redaction import is_secret
 
-_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # of a URL, as of a proxy
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -66,8 +65,7 @@ class ExternalConfig(Section):
                 raise ValueError(
                     f"external.env.{name} is {value!r}; give text or a number, in quotes where in doubt"
                 )
-            is_secret = is_secret_name(name) or _PASSWORD.search(str(value)) is not None
-            if is_secret and not str(value).startswith("$"):
+            if is_secret(name, str(value)) and not str(value).startswith("$"):
                 raise ValueError(
                     f"external.env.{name} is a secret, and configurations are written to logs and manifests; "
                     f"set the variable before the run, and external.env.{name}=${name}"

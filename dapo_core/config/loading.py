@@ -18,6 +18,9 @@ from dapo_core.errors import ConfigError
 Root = TypeVar("Root", bound=Section)
 
 _MERGE_TAG = "tag:yaml.org,2002:merge"  # the key <<
+_TEXT_TAG = "tag:yaml.org,2002:str"
+_CHANGING_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
+_ENVIRONMENT = "env"  # the key of environment variables, whose values are text
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}|<[A-Z][A-Z0-9_]+>")
 # What guides and templates leave to be filled in: words in capitals, <NAME>, ${NAME}, "Your ...". Too much for
 # recipes, in which such words may be part of a prompt.
@@ -25,19 +28,45 @@ TEMPLATE_WORDS = re.compile(r"^[A-Z]+( [A-Z]+)+$|^<.*>$|\$\{\w+\}|^(?i:your) |^Y
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with 1e-6 as a number, off as a word, and a key written twice refused."""
+    """YAML with 1e-6 as a number, off as a word, and a key written twice refused.
+
+    Numbers and dates under the keys `as_text` stay as they are written: 0022 of an `env` is no 18.
+    """
+
+    def __init__(self, stream: str | TextIO, as_text: Sequence[str], is_text: bool) -> None:
+        super().__init__(stream)
+        self.as_text, self.is_text = as_text, is_text
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if self.is_text and node is not None:
+            _keep_as_written(node)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = []
-        for key_node, _ in node.value:
+        for key_node, value_node in node.value:
             if key_node.tag == _MERGE_TAG:
                 continue
             name = self.construct_object(key_node, deep=True)
+            if name in self.as_text:
+                _keep_as_written(value_node)
             if name in names:
                 place = str(key_node.start_mark).strip()
                 raise ConfigError(f"{name} is written twice, the second time {place}; keep one of the two")
             names.append(name)
         return super().construct_mapping(node, deep)
+
+
+def _keep_as_written(node: yaml.Node) -> None:
+    if isinstance(node, yaml.ScalarNode) and node.tag in _CHANGING_TAGS:
+        node.tag = _TEXT_TAG
+    elif isinstance(node, yaml.MappingNode):
+        for _, value_node in node.value:
+            _keep_as_written(value_node)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _keep_as_written(item)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -96,11 +125,14 @@ def dump_config(config: Section) -> str:
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def read_tree(path: Path, what: str = "configuration") -> dict[str, Any]:
-    """The sections and keys that a file sets; raises ConfigError when it cannot be read."""
+def read_tree(path: Path, what: str = "configuration", as_text: Sequence[str] = (_ENVIRONMENT,)) -> dict[str, Any]:
+    """The sections and keys that a file sets, with numbers under the keys `as_text` as they are written there.
+
+    Raises ConfigError when it cannot be read.
+    """
     try:
         with path.open(encoding="utf-8") as file:
-            tree = _parse(file, f"{what} {path}") or {}
+            tree = _parse(file, f"{what} {path}", as_text) or {}
     except OSError as error:
         others = path.parent.glob("*.y*ml") if isinstance(error, FileNotFoundError) else ()
         close = difflib.get_close_matches(path.name, [each.name for each in others], n=1)
@@ -118,7 +150,8 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
         if not separator or not name.strip():
             raise ConfigError(f"--set {override!r} is not of the form section.key=value, such as run.seed=2")
         *sections, leaf = name.strip().split(".")
-        value, node = _parse(text, f"--set {override!r}: the value"), tree
+        is_text = _ENVIRONMENT in (*sections, leaf)
+        value, node = _parse(text, f"--set {override!r}: the value", is_text=is_text), tree
         if not sections and (value is None or isinstance(value, dict)):
             raise ConfigError(f"--set {override!r} would replace a whole section; set its keys: {leaf}.KEY=VALUE")
         for section in sections:
@@ -131,9 +164,15 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
     return tree
 
 
-def _parse(text: str | TextIO, source: str) -> Any:
+def _parse(
+    text: str | TextIO, source: str, as_text: Sequence[str] = (_ENVIRONMENT,), is_text: bool = False
+) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text, as_text, is_text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date such as 2024-13-01

@@ -28,11 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _OF_RAY = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")  # set by `dapo cluster up`
 _IN_SHELL = ("host", "address", "user")
-
-
-def _as_text(value: Any) -> Any:
-    """YAML's number as an environment variable has it; a truth value is not one text."""
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+_TEXTS = ("hosts", "head", "env")  # keys under which 0123 is no 83; pydantic makes numbers of devices
 
 
 def _name(value: str) -> str:
@@ -56,17 +52,14 @@ def _environment(variables: dict[str, str]) -> dict[str, str]:
     return variables
 
 
-Name = Annotated[str, BeforeValidator(_as_text)]
-Environment = Annotated[dict[str, Annotated[str, BeforeValidator(_as_text)]], BeforeValidator(lambda v: v or {})]
+Environment = Annotated[dict[str, str], BeforeValidator(lambda v: v or {})]
 
 
 class Host(Section):
     """One machine."""
 
-    name: Name = Field(description="What it is called here, and what ssh connects to.")
-    address: Name | None = Field(
-        None, description="What ssh and the other machines connect to; default: the name."
-    )
+    name: str = Field(description="What it is called here, and what ssh connects to.")
+    address: str | None = Field(None, description="What ssh and the other machines connect to; default: the name.")
     devices: int | None = Field(None, ge=1, description="Its devices; default: the inventory's.")
     interface: str | None = Field(None, min_length=1, description="Network interface; default: the one found.")
     env: Environment = Field({}, description="Environment variables of its Ray, over the inventory's.")
@@ -74,7 +67,7 @@ class Host(Section):
     @model_validator(mode="before")
     @classmethod
     def _a_name_is_a_host(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str | int) else value
+        return {"name": value} if isinstance(value, str) else value
 
     _names = field_validator("name", "address")(lambda value: value if value is None else _name(value))
     _variables = field_validator("env")(_environment)
@@ -89,7 +82,7 @@ class Inventory(Section):
     """The machines of a cluster, the devices they give to Ray, and how commands are run on them."""
 
     hosts: tuple[Host, ...] = Field(min_length=1, description="The machines: names, or sections with keys.")
-    head: Name | None = Field(None, description="Name of the host with Ray's head; default: the first.")
+    head: str | None = Field(None, description="Name of the host with Ray's head; default: the first.")
     user: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*$")] | None = Field(
         None, description="User of ssh; default: ssh's own."
     )
@@ -214,7 +207,7 @@ class Inventory(Section):
 
 def read(path: str | Path) -> Inventory:
     """The inventory of a file; raises ConfigError with all its problems."""
-    return resolve(read_tree(Path(path), "inventory"), f"inventory {path}")
+    return resolve(read_tree(Path(path), "inventory", _TEXTS), f"inventory {path}")
 
 
 def resolve(tree: Mapping[str, Any], source: str) -> Inventory:

@@ -30,7 +30,7 @@ from typing import Any
 import durable
 from dapo_core.errors import DapoError
 from dapo_core.stopping import ECHO_SECONDS
-from redaction import is_secret_name, redact
+from redaction import is_secret, redact
 from tasks.processes import supervisor
 from tasks.processes.supervisor import KILL, STOP
 
@@ -268,7 +268,7 @@ def start_supervisor(
 
     Prefect's credentials stay with us: no stage talks to its server.
     """
-    own = {name: value for name, value in os.environ.items() if not _is_prefect_secret(name)}
+    own = {name: value for name, value in os.environ.items() if not _is_prefect_secret(name, value)}
     environment = {**OUTPUT_AT_ONCE, **own, **(env or {})}
     words = json.dumps({"parent_pid": os.getpid(), **settings})
     with log_path.open("ab") as log:
@@ -284,8 +284,8 @@ def start_supervisor(
         )
 
 
-def _is_prefect_secret(name: str) -> bool:
-    return name.startswith("PREFECT_") and (is_secret_name(name) or name.endswith("_CONNECTION_URL"))
+def _is_prefect_secret(name: str, value: str) -> bool:
+    return name.startswith("PREFECT_") and (is_secret(name, value) or name.endswith("_CONNECTION_URL"))
 
 
 def describe_exit(exit_code: int) -> str:

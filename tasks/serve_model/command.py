@@ -13,7 +13,7 @@ from pathlib import Path
 from dapo_core.device import Device, device_for
 from dapo_core.engines.cpu_dtype import runs_bfloat16
 from dapo_core.ports import bind_fault, free_ports, is_ipv6
-from redaction import is_secret_name, redact
+from redaction import is_secret, redact
 from tasks.serve_model.checks import is_half_precision
 from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError
@@ -79,7 +79,7 @@ def served_name(digest: str) -> str:
 
 def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
     """The command as typed in a shell, after its environment, without secrets."""
-    shown = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if not is_secret_name(name)]
+    shown = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if not is_secret(name, value)]
     return redact(" ".join([*shown, shlex.join(command)]))
 
 

@@ -16,7 +16,7 @@ import httpx
 
 from eval import EvaluationError
 from eval.endpoint import Endpoint
-from redaction import add_secret, is_secret_name
+from redaction import add_secret, is_secret
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.processes.supervisor import STOP
 from tasks.serve_model.checks import require_servable
@@ -127,7 +127,9 @@ def _run_servers(
     deadline = time.monotonic() + settings.startup_seconds
     add_secret(api_key)
     # A server needs no secret but its key, and that of a Ray cluster which serve.extra_args may name.
-    own = dict.fromkeys(name for name in os.environ if is_secret_name(name) and not name.startswith("RAY_"))
+    own = dict.fromkeys(
+        name for name, value in os.environ.items() if is_secret(name, value) and not name.startswith("RAY_")
+    )
     own[API_KEY_VARIABLE] = api_key
     places = serve_environments(settings, os.environ)
     running: list[_Running] = []

@@ -45,6 +45,8 @@ WRONG = [
 STATES = """
 import datetime, json, sys
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.flow_engine import run_flow
 from prefect.states import AwaitingRetry, Scheduled
 from flows.dapo_full import dapo_full
@@ -69,6 +71,12 @@ with get_client(sync_client=True) as client:
     client.set_flow_run_state(run.id, AwaitingRetry(), force=True)
     again = client.read_flow_run(run.id)
     states["late, but tried again"] = ending(run_flow(dapo_nightly, flow_run=again, return_type="state"))
+    berlin = CronSchedule(cron="30 1 * * *", timezone="Europe/Berlin")
+    night = DeploymentScheduleCreate(schedule=berlin, active=False)
+    in_berlin = client.create_deployment(client.create_flow(dapo_nightly), "in-berlin", schedules=[night])
+    due = Scheduled(scheduled_time=datetime.datetime(2026, 3, 29, 23, 30, tzinfo=datetime.timezone.utc))
+    run = client.create_flow_run_from_deployment(in_berlin, parameters={"overrides": [store]}, state=due)
+    states["in Berlin"] = ending(run_flow(dapo_nightly, flow_run=run, return_type="state"))
     states["names"] = [run.name for run in client.read_flow_runs()]
 print(json.dumps(states))
 """
@@ -232,13 +240,14 @@ def test_states_say_why_a_run_ended(site: Site, deployed: list[dict[str, Any]], 
     for night, reason in (
         ("night", "because run the-other-night ("),
         ("late", "started 5.0 hours late"),
+        ("in Berlin", "due 2026-03-29 23:30 UTC"),
         ("late, but tried again", "because run the-other-night ("),
     ):
         kind, name, message = states[night]
         assert (kind, name) == ("COMPLETED", "Skipped")
         assert reason in message
     records = [json.loads(path.read_text()) for path in (tmp_path / "store" / "runs").glob("*/run.json")]
-    assert sorted(record["state"] for record in records) == ["failed", "skipped", "skipped", "skipped"]
+    assert sorted(record["state"] for record in records) == ["failed", *["skipped"] * 4]
     assert "has no output of prepare_data" in states["without inputs"][2]
     assert states["misspelt"][0] == states["out of bounds"][0] == "FAILED"
     assert "did you mean train.total_steps?" in states["misspelt"][2]
@@ -246,6 +255,9 @@ def test_states_say_why_a_run_ended(site: Site, deployed: list[dict[str, Any]], 
     lines = [line["message"] for line in site.ask("POST", "/logs/filter")]
     assert any("skipped because it started 5.0 hours late" in line for line in lines)  # on the page
     assert f"arith_cpu store.path={tmp_path / 'store'} train.total_steps=-1" in states["names"]
+    assert (
+        f"arith_cpu store.path={tmp_path / 'store'} 2026-03-30" in states["names"]
+    )  # the night by Berlin's clock
 
 
 def test_dapo_stage_runs_one_stage_and_says_where_its_output_is(site: Site) -> None:

@@ -34,7 +34,7 @@ import http.server, json, os, sys, threading, time
 
 behaviour, port = sys.argv[1], int(sys.argv[2])
 key = "Bearer " + os.environ["VLLM_API_KEY"]
-print(key, os.environ.get("HF_TOKEN"), flush=True)
+print(key, os.environ.get("HF_TOKEN"), os.environ.get("DATABASE_URL"), flush=True)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -120,6 +120,7 @@ def test_all_servers_answer_are_recognised_and_are_gone_however_the_block_ends(
 ) -> None:
     ports = stand_in(monkeypatch, "answers")
     monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
+    monkeypatch.setenv("DATABASE_URL", "postgresql://reader:hunter22@warehouse/problems")
     with (
         contextlib.suppress(EvaluationError),  # not ServerDied: the servers live
         serve_model(model_path, settings(), tmp_path / "s.log") as running,
@@ -144,7 +145,9 @@ def test_all_servers_answer_are_recognised_and_are_gone_however_the_block_ends(
         served_model_identity([server])
     logs = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
     assert logs.keys() == {"s.log", "s-2.log", "s-3.log"}
-    assert {text.splitlines()[0] for text in logs.values()} == {"Bearer [redacted] None"}  # it prints both secrets
+    assert {text.splitlines()[0] for text in logs.values()} == {
+        "Bearer [redacted] None None"
+    }  # it prints its secrets
 
 
 @pytest.mark.parametrize(

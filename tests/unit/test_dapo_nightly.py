@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prefect.client.schemas.objects import DeploymentSchedule
+from prefect.client.schemas.schedules import CronSchedule
 
 from flows.config import load_config
 from flows.dapo_nightly import check_in_time, seed_of_night
+from flows.recipe_flow import night_of
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.data.prepare import build_dataset
 from tasks.runs.run import RunSkipped
@@ -26,11 +29,24 @@ def test_a_night_is_dropped_when_it_comes_too_late() -> None:
 
 
 def test_each_night_has_the_seed_of_its_date() -> None:
-    assert seed_of_night(DUE, fresh_seed=True) == ("run.seed=20484",)
-    assert seed_of_night(DUE + datetime.timedelta(days=1), fresh_seed=True) == ("run.seed=20485",)
-    assert seed_of_night(DUE, fresh_seed=False) == ()
-    shanghai = DUE.astimezone(datetime.timezone(datetime.timedelta(hours=8)))
-    assert seed_of_night(shanghai, fresh_seed=True) == seed_of_night(DUE, fresh_seed=True)  # by Greenwich's date
+    assert seed_of_night(DUE.date()) == ("run.seed=20484",)
+    assert seed_of_night(DUE.date() + datetime.timedelta(days=1)) == ("run.seed=20485",)
+
+
+def test_nights_around_a_change_of_the_clock_are_two() -> None:
+    """At 01:30 in Berlin: 23 hours lie between them in spring, 25 in autumn."""
+
+    def scheduled(timezone: str | None, is_active: bool) -> DeploymentSchedule:
+        return DeploymentSchedule(schedule=CronSchedule(cron="30 1 * * *", timezone=timezone), active=is_active)
+
+    schedules = [scheduled("Asia/Shanghai", False), scheduled("Europe/Berlin", True)]
+    due = ("2026-03-29T00:30Z", "2026-03-29T23:30Z", "2026-10-24T23:30Z", "2026-10-26T00:30Z")
+    times = [datetime.datetime.fromisoformat(each.replace("Z", "+00:00")) for each in due]
+    nights = [str(night_of(time, schedules)) for time in times]
+    assert nights == ["2026-03-29", "2026-03-30", "2026-10-25", "2026-10-26"]
+    assert str(night_of(times[1], schedules[:1])) == "2026-03-30"  # paused
+    for without_zone in ([], [scheduled(None, True)]):
+        assert str(night_of(times[1], without_zone)) == "2026-03-29"
 
 
 def test_the_nights_as_deployed_have_the_same_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,8 +55,9 @@ def test_the_nights_as_deployed_have_the_same_problems(tmp_path: Path, monkeypat
     deployments = yaml.safe_load(Path("prefect.yaml").read_text())["deployments"]
     [given] = [each["parameters"] for each in deployments if each["name"] == "dapo-nightly"]
     written = []
+    assert given["fresh_seed"]
     for night in (DUE, DUE + datetime.timedelta(days=1)):
-        seed = seed_of_night(night, given["fresh_seed"])
+        seed = seed_of_night(night.date())
         folder = tmp_path / f"{night:%d}"
         folder.mkdir()
         few = ("data.arithmetic.num_train=40", "data.arithmetic.num_eval=20")

@@ -1,4 +1,4 @@
-"""The files in deploy/: systemd takes the units as they are."""
+"""The files in deploy/: systemd takes the units as they are, Prefect any password of the composed services."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from prefect.settings import Settings
+from sqlalchemy.engine import make_url
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEMD = shutil.which("systemd-analyze")
@@ -28,3 +31,15 @@ def test_systemd_accepts_the_units_without_a_word(tmp_path: Path) -> None:
         text=True,
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_any_password_reaches_the_database_of_the_composed_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    password = "p@ss:/%40+ #?"
+    server = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text(encoding="utf-8"))["services"]["server"]
+    for name, value in server["environment"].items():
+        monkeypatch.setenv(name, value.replace("${DAPO_PASSWORD}", password))
+    found = Settings().server.database.connection_url
+    assert found is not None
+    url = make_url(found.get_secret_value())
+    assert (url.drivername, url.host, url.database) == ("postgresql+asyncpg", "database", "dapo")
+    assert (url.username, url.password) == ("dapo", password)

@@ -37,6 +37,16 @@ def test_a_name_is_enough(tmp_path: Path) -> None:
     assert (first.reached_at, inventory.project) == ("a", str(ROOT))
 
 
+def test_names_and_variables_are_as_they_are_written(tmp_path: Path) -> None:
+    values = "{UMASK: 0022, LIB_VERSION: 2.10, START: 12:30, IDS: 1_2, DAY: 2026-01-31, QUOTED: '007', HEX: 0x1F}"
+    hosts = f"[0123, {{name: 1_0, address: 10.0, devices: 2, env: {values}}}]"
+    inventory = _read(tmp_path, f"hosts: {hosts}\nhead: 0123\ndevices: 1\nenv: {values}")
+    assert [(host.name, host.reached_at) for host in inventory.in_order] == [("0123", "0123"), ("1_0", "10.0")]
+    written = ["0022", "2.10", "12:30", "1_2", "2026-01-31", "007", "0x1F"]
+    assert [list(inventory.environment_of(host).values()) for host in inventory.in_order] == [written] * 2
+    assert inventory.num_devices == 3
+
+
 @pytest.mark.parametrize(
     ("text", "command"),
     [

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ import yaml
 from prefect import Flow
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.flows import load_flow_from_entrypoint
+from prefect.server.events.schemas.automations import EventTrigger
+from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.utilities.callables import parameter_schema
 
 from dapo_core.errors import ConfigError
@@ -26,6 +29,7 @@ from flows.dapo_full import dapo_full
 from flows.dapo_nightly import dapo_nightly
 from flows.prefect_settings import PROJECT_SETTINGS
 from flows.recipe_flow import name_run
+from flows.services import CRASH_AUTOMATION_FILE
 from flows.single_stages import STAGE_FLOWS
 from tasks import page
 from tests.operated import ROOT
@@ -125,3 +129,20 @@ def test_the_nightly_run_is_scheduled_once_a_day() -> None:
     minute, hour, *days = schedule["cron"].split()
     assert datetime.time(int(hour), int(minute))
     assert days == ["*", "*", "*"]
+
+
+def test_a_lost_heartbeat_crashes_runs_of_our_flows_only() -> None:
+    trigger = EventTrigger.model_validate(yaml.safe_load(CRASH_AUTOMATION_FILE.read_text())["trigger"])
+    flows = [dapo_full.name, dapo_nightly.name, *(flow.name for flow in STAGE_FLOWS.values())]
+    covered = []
+    for name in (*flows, "of-another-project"):
+        related = {"prefect.resource.id": "prefect.flow.1", "prefect.resource.role": "flow"}
+        heartbeat = {
+            "id": str(uuid.uuid4()),
+            "occurred": "2026-01-31T02:00:00Z",
+            "event": "prefect.flow-run.heartbeat",
+            "resource": {"prefect.resource.id": "prefect.flow-run.2"},
+            "related": [related | {"prefect.resource.name": name}],
+        }
+        covered += [name] if trigger.covers(ReceivedEvent.model_validate(heartbeat)) else []
+    assert covered == flows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import redaction
-from redaction import add_secret, add_secret_url, redact
+from redaction import add_secret, add_secret_url, is_secret, redact
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,22 @@ def nothing_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["VLLM_API_KEY", "OPENAI_APIKEY", "HF_TOKEN", "AWS_SECRET", "DB_PASSWORD", "PREFECT_API_AUTH_STRING"]
+    "name",
+    [
+        "VLLM_API_KEY",
+        "OPENAI_APIKEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "HF_TOKEN",
+        "GITHUB_PAT",
+        "AWS_SECRET",
+        "DB_PASSWORD",
+        "DB_PASS",
+        "MYSQL_PWD",
+        "AZURE_CREDENTIALS",
+        "PREFECT_API_AUTH_STRING",
+        "SENTRY_DSN",
+        "STORAGE_CONNECTION_STRING",
+    ],
 )
 def test_secrets_of_the_environment_are_replaced_also_when_percent_encoded(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -34,8 +49,37 @@ def test_settings_and_placeholders_are_no_secrets(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallel")
     monkeypatch.setenv("MAX_TOKENS", "204800")
     monkeypatch.setenv("VLLM_API_KEY", "EMPTY")
-    text = "an EMPTY set of 204800 parallel lines"
+    monkeypatch.setenv("PRIMARY_KEY", "problem")
+    monkeypatch.setenv("DATABASE_URL", "postgresql://reader@warehouse/problems")
+    monkeypatch.setenv("PWD", "parallel")
+    text = (
+        "an EMPTY set of 204800 parallel lines: a problem of the reader of postgresql://reader@warehouse/problems"
+    )
     assert redact(text) == text
+    assert not any(
+        is_secret(*each) for each in (("PRIMARY_KEY", "problem"), ("PWD", "/home"), ("COMPASS", "north"))
+    )
+
+
+def test_a_key_of_whatever_name_is_known_by_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_KEY", "sk-proj-0123456789abcdef")
+    assert redact("sk-proj-0123456789abcdef is refused") == "[redacted] is refused"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DATABASE_URL", "postgresql://reader:hunter%4022@warehouse:5432/problems"),
+        ("https_proxy", "http://:hunter@22@gate"),
+        ("PG_DSN", "host=warehouse user=reader password='hunter@22' dbname=problems"),
+        ("SQL_CONNECTION_STRING", "Server=warehouse;User=reader;Pwd=hunter@22;"),
+    ],
+)
+def test_the_password_of_an_address_is_a_secret(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert is_secret(name, value)
+    assert redact("the reader of problems has hunter@22") == "the reader of problems has [redacted]"
+    assert "hunter" not in redact(f"cannot connect to {value}")
 
 
 def test_secrets_of_urls_and_added_ones_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

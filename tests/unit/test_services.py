@@ -10,21 +10,25 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
 from prefect.logging.configuration import DEFAULT_LOGGING_SETTINGS_PATH
 from prefect.plugins import HookContext
+from prefect.settings import PREFECT_API_KEY, PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from dapo_core.errors import ConfigError
 from durable import LockHeld, locked
 from flows import services
 from flows.cli import app
+from flows.prefect_access import is_healthy
 from flows.prefect_plugin import complete_names, setup_environment
 from flows.prefect_server import named_api, provide_prefect_api, require_server, wait_for_private_server
 from flows.prefect_settings import PROJECT_SETTINGS
@@ -244,6 +248,55 @@ def test_a_named_server_that_does_not_answer_is_one_message(
     assert named_api(tmp_path) == url
     with pytest.raises(ServicesError, match=f"the Prefect server at {url} does not answer; start it, or correct "):
         require_server(url)
+
+
+class Keeper(BaseHTTPRequestHandler):
+    """A server behind a key; also a proxy, as which it gets whole URLs."""
+
+    asked: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_GET(self) -> None:
+        key = self.headers["Authorization"]
+        self.asked.append((self.path, key))
+        self.send_response(200 if key == f"Bearer {PASSWORD}" else 401)
+        self.end_headers()
+        self.wfile.write(b'"3.7.7"')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server that lets in who sends the key."""
+    monkeypatch.setattr(Keeper, "asked", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Keeper) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_key_of_prefects_settings_is_sent_to_their_server_only(keeper: str) -> None:
+    named = {PREFECT_API_URL: f"{keeper}/named", PREFECT_API_KEY: PASSWORD}
+    with temporary_settings(named):
+        require_server(f"{keeper}/named")
+        with pytest.raises(ServicesError, match="other asks for a password"):
+            require_server(f"{keeper}/other")
+    with (
+        temporary_settings(named | {PREFECT_API_KEY: "old"}),
+        pytest.raises(ServicesError, match="refuses PREFECT"),
+    ):
+        require_server(f"{keeper}/named")
+    assert {key for path, key in Keeper.asked if path.startswith("/other")} == {None}
+
+
+def test_a_proxy_is_asked_for_servers_elsewhere_only(keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", keeper)
+    assert is_healthy("http://prefect.invalid/api")
+    assert is_healthy(f"{keeper}/api")
+    assert [path for path, _ in Keeper.asked] == ["http://prefect.invalid/api/health", "/api/health"]
 
 
 def test_a_private_server_is_not_taken_for_another_one_at_its_port(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from dapo_core.config.loading import dump_config
 from dapo_core.errors import ConfigError
 from flows.cli import app
 from flows.config import Config, load_config
@@ -182,3 +183,16 @@ def test_a_script_of_verls_megatron_comes_back_as_its_command(tmp_path: Path) ->
         "trainer.n_gpus_per_node=16",
         "trainer.nnodes=8",
     ]
+
+
+def test_variables_of_an_environment_are_as_they_are_written(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    text = "data: {train: arithmetic, eval: arithmetic}\nmodel: {source: recipe}\ntrain: {backend: verl}\n"
+    text += "external: {env: {UMASK: 0022, VERSION: 2.10, START: 12:30}}\n"
+    recipe.write_text(text, encoding="utf-8")
+    config = load_config(recipe, ["external.env.UMASK=0077", "external.env.IDS=1_2"])
+    assert config.external.env == {"UMASK": "0077", "VERSION": "2.10", "START": "12:30", "IDS": "1_2"}
+    config = load_config(recipe, ["external.env={UMASK: 0007, DAY: 2026-01-31}"])
+    assert config.external.env == {"UMASK": "0007", "DAY": "2026-01-31"}
+    recipe.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(recipe).external.env == config.external.env

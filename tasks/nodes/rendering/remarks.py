@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.config.training import TrainingConfig
-from redaction import is_secret_name
+from redaction import is_secret
 from tasks.nodes.inventory import PROJECT, Inventory
 
 STORE = "/store"  # where pods have the shared claim
@@ -29,7 +29,10 @@ _NOT_OF_PODS = {
 def remarks_of_env(inventory: Inventory) -> list[str]:
     """What is said of variables that hold secrets: every rendering has their values in clear."""
     variables = {
-        name for host in inventory.hosts for name in inventory.environment_of(host) if is_secret_name(name)
+        name
+        for host in inventory.hosts
+        for name, value in inventory.environment_of(host).items()
+        if is_secret(name, value)
     }
     if not variables:
         return []
