@@ -4,9 +4,9 @@
 
 Each line: the share of evaluations whose interval holds the true accuracy, and the true change between two models,
 mean and lowest over several kinds of items, beside the percentile bootstrap over items. Then for trends over runs:
-the share whose interval holds the true slope, and of those that find it where all items improve by 20 points. Then for
-suites: the share whose interval holds the true pooled change, and of p below 0.05 where nothing changed. Coverage
-below 94 % or alarms above 5 %, beyond the simulation's own error, are an error.
+the share whose interval holds the true slope, and of those that find a rise by 20 points. Then for suites: the share
+whose interval holds the true pooled change, and of p below 0.05 where nothing changed. Coverage below 94 % or
+alarms above 5 %, beyond the simulation's own error, are an error.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def coverage(setting: tuple[int, int, tuple[float, float], int]) -> tuple[float,
 
 
 def trend_coverage(setting: tuple[tuple[int, int, int], int]) -> tuple[float, float]:
-    """(share of trends whose interval holds the true slope, share found of a rise by 20 points), over kinds of items.
+    """(share of trends whose interval holds the true slope, share that finds a rise by 20 points).
 
     For the coverage some items improve, as between two models; for the rise each item's chance grows by 0.2.
     """
