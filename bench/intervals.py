@@ -5,8 +5,8 @@
 Each line: the share of evaluations whose interval holds the true accuracy, and the true change between two models,
 mean and lowest over several kinds of items, beside the percentile bootstrap over items. Then for trends over runs:
 the share whose interval holds the true slope, and of those that find a rise by 20 points. Then for suites: the
-share whose interval holds the true pooled change, and of p below 0.05 where nothing changed. Coverage below 94 % or
-alarms above 5 %, beyond the simulation's own error, are an error.
+share whose interval holds the true pooled change, and of p below 0.05 where nothing changed. Coverage below
+94 % or alarms above 5 %, beyond the simulation's own error, are an error.
 """
 
 from __future__ import annotations
