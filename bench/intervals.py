@@ -147,8 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     missed.append(f"n={n}, k={k}")
         print("runs, items, responses: coverage of the slope, a rise by 20 points found (%)")
         trends = [(setting, chosen.repeats) for setting in TRENDS]
-        for (setting, _), (held, found) in zip(trends, pool.map(trend_coverage, trends), strict=True):
-            print(f"{', '.join(map(str, setting)):28} {100 * held:.1f} {100 * found:.1f}", flush=True)
+        for (setting, _), (held, rises) in zip(trends, pool.map(trend_coverage, trends), strict=True):
+            print(f"{', '.join(map(str, setting)):28} {100 * held:.1f} {100 * rises:.1f}", flush=True)
             if held < REQUIRED - error:
                 missed.append(f"the trend over {setting[0]} runs")
         print("suite: coverage of the pooled change, p below 0.05 without a change (%)")
