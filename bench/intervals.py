@@ -3,9 +3,10 @@
     python bench/intervals.py [--repeats 500]
 
 Each line: the share of evaluations whose interval holds the true accuracy, and the true change between two models,
-mean and lowest over several kinds of items, beside the percentile bootstrap over items. Then for suites: the share
-whose interval holds the true pooled change, and of p below 0.05 where nothing changed. Coverage below 94 % or
-alarms above 5 %, beyond the simulation's own error, are an error.
+mean and lowest over several kinds of items, beside the percentile bootstrap over items. Then for trends over runs:
+the share whose interval holds the true slope, and of those that find a rise by 20 points. Then for suites: the
+share whose interval holds the true pooled change, and of p below 0.05 where nothing changed. Coverage below
+94 % or alarms above 5 %, beyond the simulation's own error, are an error.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval import EvaluationError
+from eval.history import measure_trend
 from eval.statistics import SIGNIFICANCE, Stratum, measure_change, measure_pooled_change, share_interval
 
 REQUIRED = 0.94
@@ -35,6 +37,7 @@ SUITES = {
     "30, 30 items": ((30, 1, 3, 1), (30, 1, 1, 1)),
     "30 x 4, 30 x 4, 500 items": ((30, 4, 1, 1), (30, 4, 0, 1), (500, 1, 3, 2)),
 }
+TRENDS = ((3, 100, 1), (10, 100, 1), (30, 30, 4), (90, 30, 1), (90, 100, 1))  # (runs, items, responses to each)
 CHANGED = 0.2  # share of items whose chance the training draws again, from better ones
 
 
@@ -56,6 +59,26 @@ def coverage(setting: tuple[int, int, tuple[float, float], int]) -> tuple[float,
             holds(bootstrap((after - before) / k, rng), gain),
         )
     return tuple((hits / repeats).tolist())
+
+
+def trend_coverage(setting: tuple[tuple[int, int, int], int]) -> tuple[float, float]:
+    """(share of trends whose interval holds the true slope, share that finds a rise by 20 points).
+
+    For the coverage some items improve, as between two models; for the rise each item's chance grows by 0.2.
+    """
+    (runs, n, k), repeats = setting
+    rng, along = np.random.default_rng([runs, n, k]), np.arange(runs) / (runs - 1)
+    held = found = 0
+    for index in range(repeats):
+        a, b = ITEMS[index % len(ITEMS)]
+        chances = rng.beta(a, b, size=n)
+        later = np.where(rng.random(n) < CHANGED, rng.beta(a + 1, b, size=n), chances)
+        gain = CHANGED * ((a + 1) / (a + 1 + b) - a / (a + b))
+        drawn = rng.binomial(k, chances[:, None] + np.outer(later - chances, along)) / k
+        held += holds(measure_trend(drawn.tolist(), k).ci95, gain / (runs - 1))
+        risen = rng.binomial(k, 0.8 * chances[:, None] + 0.2 * along) / k
+        found += measure_trend(risen.tolist(), k).ci95[0] > 0
+    return held / repeats, found / repeats
 
 
 def suite_coverage(setting: tuple[str, int]) -> tuple[float, float]:
@@ -85,7 +108,7 @@ def holds(interval: tuple[float, float], truth: float) -> bool:
 
 @functools.cache
 def _share_interval(right: tuple[int, ...], k: int) -> tuple[float, float]:
-    return share_interval([count / k for count in right], k)
+    return share_interval([count / k for count in right], 1 / k)
 
 
 @functools.cache
@@ -122,6 +145,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
                 if min(mean[:2]) < 100 * REQUIRED or min(lowest[:2]) < 100 * (REQUIRED - error):
                     missed.append(f"n={n}, k={k}")
+        print("runs, items, responses: coverage of the slope, a rise by 20 points found (%)")
+        trends = [(setting, chosen.repeats) for setting in TRENDS]
+        for (setting, _), (held, rises) in zip(trends, pool.map(trend_coverage, trends), strict=True):
+            print(f"{', '.join(map(str, setting)):28} {100 * held:.1f} {100 * rises:.1f}", flush=True)
+            if held < REQUIRED - error:
+                missed.append(f"the trend over {setting[0]} runs")
         print("suite: coverage of the pooled change, p below 0.05 without a change (%)")
         jobs = [(name, chosen.repeats) for name in SUITES]
         for (name, _), (held, alarms) in zip(jobs, pool.map(suite_coverage, jobs), strict=True):

@@ -83,8 +83,9 @@ def fetch(
 ) -> None:
     """Bring files of a snapshot, by default all, into the folder; one archive of a URL is unpacked there.
 
-    What an earlier call left is continued; a file that is there and right is kept. `on_progress` is called from
-    several threads, one at a time. Raises DiskTooSmall before the first byte, and DownloadError.
+    What an earlier call left is continued; a file that is there and right is kept. An archive that was unpacked is
+    fetched again, for nothing says that its files are still right. `on_progress` is called from several threads,
+    one at a time. Raises DiskTooSmall before the first byte, and DownloadError.
     """
     from downloads import huggingface, urls
     from downloads.transfer import Meter, fetch_files, size_of

@@ -59,6 +59,7 @@ def is_archive(name: str) -> bool:
 def unpack(archive: Path, folder: Path) -> None:
     """Put an archive's files into the folder, those of its only top folder without it, and remove the archive.
 
+    A file of the same name is replaced. The archive goes last: whoever is killed before need not fetch it again.
     Raises WrongContent for links, devices and names that lead out of the folder; DiskTooSmall if it does not fit.
     """
     staged = folder / PARTS / "unpacked"
@@ -70,9 +71,11 @@ def unpack(archive: Path, folder: Path) -> None:
         raise WrongContent(f"{archive.name} cannot be unpacked: {error}") from error
     top = list(staged.iterdir())
     source = top[0] if len(top) == 1 and top[0].is_dir() else staged
+    for path in [path for path in source.rglob("*") if path.is_file()]:
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target)
     archive.unlink()
-    for path in list(source.iterdir()):
-        path.rename(folder / path.name)
 
 
 def _unzip(archive: Path, folder: Path) -> None:

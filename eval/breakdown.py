@@ -12,7 +12,7 @@ import numpy as np
 from eval.answers.grading import VERDICTS
 from eval.results import Row, Samples, group_by, num_right
 from eval.statistics import PairedChange, change_interval, holm, measure_change, share_interval
-from eval.summary import IsSame, count_agreement, item_metrics, list_disagreements
+from eval.summary import IsSame, count_agreement, item_metrics, largest_steps, list_disagreements
 
 Pair = tuple[Samples, Samples]  # one item before and after, every request answered
 ANSWERED = tuple(verdict for verdict in VERDICTS if verdict != "request_failed")
@@ -127,7 +127,7 @@ def gain_parts(pairs: Sequence[Pair]) -> dict[str, Part]:
     parts = {"format": [_net(pair, UNFINISHED) for pair in pairs], **parts}
     parts["content"] = [_net(pair, ("wrong",)) for pair in pairs]
     k = len(pairs[0][0])
-    return {name: Part(_mean(values), change_interval(values, k)) for name, values in parts.items()}
+    return {name: Part(_mean(values), change_interval(values, 1 / k)) for name, values in parts.items()}
 
 
 def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
@@ -179,15 +179,15 @@ def compare_metrics(
     before: Sequence[Samples], after: Sequence[Samples], is_same: IsSame
 ) -> dict[str, MetricChange]:
     """avg@k, pass@k and maj@k of both sides over the same items."""
-    right, k = item_metrics(after, is_same), len(before[0])
+    right, steps = item_metrics(after, is_same), largest_steps(len(before[0]))
     return {
         name: MetricChange(
             before=_mean(x),
-            before_interval=share_interval(x, k),
+            before_interval=share_interval(x, steps[name]),
             after=_mean(right[name]),
-            after_interval=share_interval(right[name], k),
+            after_interval=share_interval(right[name], steps[name]),
             difference=_mean(right[name]) - _mean(x),
-            ci95=change_interval([b - a for a, b in zip(x, right[name], strict=True)], k),
+            ci95=change_interval([b - a for a, b in zip(x, right[name], strict=True)], steps[name]),
         )
         for name, x in item_metrics(before, is_same).items()
     }

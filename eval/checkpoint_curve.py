@@ -63,7 +63,7 @@ class _Line:
     def share(self, step: int, problems: Mapping[str, Mapping[int, int]]) -> Share:
         """The accuracy at a step on these problems."""
         values = [found[step] / self.num_samples for found in problems.values()]
-        return Share(sum(values) / len(values), share_interval(values, self.num_samples))
+        return Share(sum(values) / len(values), share_interval(values, 1 / self.num_samples))
 
 
 def checkpoint_curve(points: Mapping[int, Sequence[Paired]]) -> Curve | None:

@@ -293,7 +293,7 @@ def _grouped(items: Sequence[Samples], field: str) -> dict[str, GroupResult]:
 def _group(items: Sequence[Samples]) -> GroupResult:
     right = [num_right(samples) for samples in items]
     k = len(items[0])
-    interval = share_interval([count / k for count in right], k)
+    interval = share_interval([count / k for count in right], 1 / k)
     return GroupResult(len(items), sum(right), sum(right) / (k * len(items)), interval)
 
 

@@ -65,7 +65,7 @@ class Point:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % interval of the accuracy."""
-        return share_interval([count / self.num_samples for count in self.answered], self.num_samples)
+        return share_interval([count / self.num_samples for count in self.answered], 1 / self.num_samples)
 
 
 @dataclass(frozen=True)
@@ -351,15 +351,22 @@ def _shared_rows(points: Sequence[Point]) -> list[list[float]]:
 
 
 def _trend(points: Sequence[Point]) -> Trend | None:
-    """Least squares through the accuracies: the mean of each item's own slope, so items give its interval."""
     rows = _shared_rows(points)
-    if len(points) < _MIN_TREND_RUNS or not rows:
-        return None
-    middle = (len(points) - 1) / 2
-    spread = sum((place - middle) ** 2 for place in range(len(points)))
+    return measure_trend(rows, points[0].num_samples) if len(points) >= _MIN_TREND_RUNS and rows else None
+
+
+def measure_trend(rows: Sequence[Sequence[float]], num_samples: int) -> Trend:
+    """Least squares through the accuracies: the mean of each item's own slope, so items give its interval.
+
+    A row holds an item's shares of right responses, one per run.
+    """
+    num_runs = len(rows[0])
+    middle = (num_runs - 1) / 2
+    spread = sum((place - middle) ** 2 for place in range(num_runs))
     slopes = [sum((place - middle) * y for place, y in enumerate(row)) / spread for row in rows]
-    steepest = sum(abs(place - middle) for place in range(len(points))) / 2 / spread  # of one item
+    steepest = sum(abs(place - middle) for place in range(num_runs)) / 2 / spread  # of one item
     slope = sum(slopes) / len(slopes)
-    mean = sum(map(sum, rows)) / (len(rows) * len(points))
-    interval = change_interval(slopes, points[0].num_samples, steepest)
+    mean = sum(map(sum, rows)) / (len(rows) * num_runs)
+    step = middle / spread / num_samples  # of a response in the first or last run
+    interval = change_interval(slopes, step, steepest)
     return Trend(len(rows), slope, interval, mean - slope * middle, mean + slope * middle)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -80,7 +81,7 @@ class Recorder:
         self._benchmark, self._grader = benchmark, grader
         self._sampling, items = benchmark.requested, benchmark.evaluation_set.items
         self._wanted = [(item, sample) for item in items for sample in range(self._sampling.num_samples)]
-        self._max_failed = int(benchmark.max_failed_ratio * len(self._wanted))
+        self._max_failed = int(Fraction(str(benchmark.max_failed_ratio)) * len(self._wanted))  # 29 of 0.29 * 100
         self._rows = _resume(self.folder, settings, items, grader)
         self.num_missing = sum((item.id, sample) not in self._rows for item, sample in self._wanted)
         self._num_failed = self._num_failed_in_a_row = self._num_refused = 0

@@ -108,7 +108,7 @@ def measure_change(changes: Sequence[int], num_samples: int) -> PairedChange:
     """
     test = sign_flip_test(changes)
     n, difference = len(changes), sum(changes) / (num_samples * len(changes))
-    low, high = change_interval([change / num_samples for change in changes], num_samples)
+    low, high = change_interval([change / num_samples for change in changes], 1 / num_samples)
     return _decided(n, difference, (low, high), test, 1 / (n * num_samples))
 
 
@@ -133,7 +133,7 @@ def measure_pooled_change(strata: Sequence[Stratum]) -> PairedChange:
     for stratum in strata:
         k, n, share = stratum.num_samples, len(stratum.changes), stratum.weight / total
         mean = sum(stratum.changes) / (n * k)
-        low, high = change_interval([change / k for change in stratum.changes], k)
+        low, high = change_interval([change / k for change in stratum.changes], 1 / k)
         difference += share * mean
         below += (share * (mean - low)) ** 2
         above += (share * (high - mean)) ** 2
@@ -169,11 +169,12 @@ def _decided(n: int, difference: float, interval: Interval, test: PValues, respo
     return PairedChange(n, difference, (low, high), test.p, test.mid_p, detectable)
 
 
-def share_interval(values: Sequence[float], num_samples: int = 1) -> Interval:
+def share_interval(values: Sequence[float], step: float = 1.0) -> Interval:
     """95 % score interval of the mean of values in [0, 1], one per item, such as shares of right responses.
 
-    Of single responses it is Wilson's with a continuity correction. An item's samples stay together in its value,
-    whose spread over items contains the noise of sampling.
+    `step` is the most that one response changes an item's value: 1 / k for the share of k responses. Of single
+    responses it is Wilson's with a continuity correction. An item's samples stay together in its value, whose
+    spread over items contains the noise of sampling.
     """
     least, mean, most = min(values), sum(values) / len(values), max(values)
     if least == most:
@@ -181,31 +182,31 @@ def share_interval(values: Sequence[float], num_samples: int = 1) -> Interval:
     else:
         reach = _SHARE_REACH * max(1.0, _REACH_ITEMS / len(values))
         low, high = max(0.0, mean - reach * (mean - least)), min(1.0, mean + reach * (most - mean))
-    return _score_interval(values, low, high, num_samples)
+    return _score_interval(values, low, high, step)
 
 
-def change_interval(values: Sequence[float], num_samples: int = 1, largest: float = 1.0) -> Interval:
+def change_interval(values: Sequence[float], step: float = 1.0, largest: float = 1.0) -> Interval:
     """95 % score interval of the mean of changes in [-largest, largest], one per item.
 
-    Of single responses it is Tango's (Stat Med 17, 1998) with a continuity correction.
+    `step` is as in `share_interval`. Of single responses it is Tango's (Stat Med 17, 1998) with a continuity
+    correction.
     """
     reach = _CHANGE_REACH * max(1.0, _REACH_ITEMS / len(values)) * max(map(abs, values))
     reach = min(largest, reach) or largest
-    return _score_interval(values, -reach, reach, num_samples)
+    return _score_interval(values, -reach, reach, step)
 
 
-def _score_interval(values: Sequence[float], low: float, high: float, num_samples: int) -> Interval:
+def _score_interval(values: Sequence[float], low: float, high: float, step: float) -> Interval:
     """The means that a score test does not reject, for any distribution over the values seen and `low` and `high`.
 
-    A mean is rejected if it is further from that of the values, less half a response, than 1.96 standard errors
+    A mean is rejected if it is further from that of the values, less half a step, than 1.96 standard errors
     under the likeliest distribution with this mean. That distribution weights each value seen by
     1 / (1 + tilt * (value - low)) (empirical likelihood, Owen 1988), so one bisection over the tilt finds a bound.
     """
     distinct, counts = np.unique(np.asarray(values, dtype=float), return_counts=True)
-    correction = 1 / (2 * num_samples)
     return (
-        low + _least_mean(distinct - low, counts, correction),
-        high - _least_mean(high - distinct, counts, correction),
+        low + _least_mean(distinct - low, counts, step / 2),
+        high - _least_mean(high - distinct, counts, step / 2),
     )
 
 

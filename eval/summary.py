@@ -133,12 +133,20 @@ def list_disagreements(rows: Iterable[Row]) -> list[dict[str, Any]]:
 def item_metrics(items: Sequence[Samples], is_same: IsSame) -> dict[str, list[float]]:
     """{avg@k, pass@2, pass@4, ..., pass@k, maj@k: one value per item}, k being the samples per item."""
     k = len(items[0])
-    sizes = sorted({size for size in (2**power for power in range(1, k.bit_length())) if size < k} | {k})
     return {
         f"avg@{k}": [num_right(samples) / k for samples in items],
-        **{f"pass@{size}": [pass_at(size, k, num_right(samples)) for samples in items] for size in sizes},
+        **{f"pass@{size}": [pass_at(size, k, num_right(samples)) for samples in items] for size in _sizes(k)},
         f"maj@{k}": [majority_share(samples, is_same) for samples in items],
     }
+
+
+def largest_steps(k: int) -> dict[str, float]:
+    """By the names of `item_metrics`, the most that one of k responses changes an item's value."""
+    return {f"avg@{k}": 1 / k, **{f"pass@{size}": size / k for size in _sizes(k)}, f"maj@{k}": 1.0}
+
+
+def _sizes(k: int) -> list[int]:
+    return sorted({size for size in (2**power for power in range(1, k.bit_length())) if size < k} | {k})
 
 
 def pass_at(k: int, num_samples: int, num_right: int) -> float:
@@ -192,8 +200,9 @@ def _sample_metrics(evaluation: Evaluation, is_same: IsSame) -> dict[str, dict[s
     """Over the items with every sample answered, with 95 % intervals."""
     items = [samples for samples in evaluation.items.values() if is_answered(samples)]
     metrics = item_metrics(items, is_same) if items else {}
+    steps = largest_steps(evaluation.num_samples)
     return {
-        name: {"value": sum(values) / len(values), "ci95": share_interval(values, evaluation.num_samples)}
+        name: {"value": sum(values) / len(values), "ci95": share_interval(values, steps[name])}
         for name, values in metrics.items()
     }
 

@@ -5,6 +5,7 @@ Design choices (each has rows in tests/answers/pairs.tsv):
 - lists, sets and unions are unordered; points, vectors and intervals are ordered; 1, 2 is not (1, 2);
 - a unit, name (`x =`) or degree sign may be missing, but two that are present must agree; 50 % is 50 or 0.5;
 - a number's base may be missing in the prediction, since the question asks for it;
+- an ISO date is no arithmetic, and equal only to the same day: 2024-01-02 is 2024/01/02, not 2021;
 - a list must have exactly as many answers as the gold one.
 """
 
@@ -32,7 +33,7 @@ from eval.answers.answers import (
 from eval.answers.expression import Node, parse_expression
 from eval.answers.latex import clean
 from eval.answers.numeric import is_same_value, ratio_of, sign_of_difference
-from eval.answers.structure import NUMBER_WORDS, read_answer, read_as_list, read_ungrouped
+from eval.answers.structure import NUMBER_WORDS, read_answer, read_as_list, read_date, read_ungrouped
 from eval.answers.units import is_unit_conflict
 
 MAX_LISTED = 200
@@ -45,7 +46,7 @@ def is_equal_exact(prediction: str, gold: str) -> bool:
         return prediction.strip() == gold.strip()
     if compact(plain[0]) == compact(plain[1]):
         return True
-    for special in (_same_time, _same_base, _same_choice, _same_ratio):
+    for special in (_same_time, _same_date, _same_base, _same_choice, _same_ratio):
         is_same = special(*plain)
         if is_same is not None:
             return is_same
@@ -311,6 +312,12 @@ def _read_time(text: str) -> tuple[int, bool] | None:
         hours, minutes, seconds = (int(part or 0) for part in clock.groups())
         return 3600 * hours + 60 * minutes + seconds, False
     return None
+
+
+def _same_date(prediction: str, gold: str) -> bool | None:
+    """True for the same day, None unless both are one: `2024-01-02` and `2024-02-01` are no differences."""
+    days = [read_date(re.sub(r'[\s"]', "", plain)) for plain in (prediction, gold)]
+    return None if None in days else days[0] == days[1]
 
 
 _BASED = re.compile(r'(-?[0-9A-Z.]+)(?:_\{?\(?"?(?:base)?"?(\w+)"?\)?\}?|"?\(?base"?(\d+)\)?"?)')

@@ -125,7 +125,7 @@ class MathGrader(Grader):
     process starts with the first row that needs it.
     """
 
-    rule = "exact/4+aisbench-v2/2"
+    rule = "exact/5+aisbench-v2/2"
 
     def __init__(self, timeout_seconds: float = 1.5, memory_bytes: int = 1 << 30) -> None:
         self.memory_bytes = memory_bytes

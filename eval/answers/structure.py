@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from dataclasses import replace
 from fractions import Fraction
@@ -176,6 +177,19 @@ NUMBER_WORDS = (
 )  # fmt: skip
 
 
+_DATE = re.compile(r"(\d{4})([-/])(\d{1,2})\2(\d{1,2})")
+
+
+def read_date(text: str) -> datetime.date | None:
+    """The day of `2024-01-02` or `2024/1/2`, else None."""
+    if (match := _DATE.fullmatch(text)) is None:
+        return None
+    try:
+        return datetime.date(*map(int, match.group(1, 3, 4)))
+    except ValueError:
+        return None
+
+
 def read_one(text: str, nesting: int) -> Answer:
     """The parsed answer of text that is not a list."""
     text = _without_outer_braces(text.strip())
@@ -191,6 +205,8 @@ def read_one(text: str, nesting: int) -> Answer:
             return _read_value(str(NUMBER_WORDS.index(inner.lower())))
         is_mathematics = any(character.isdigit() for character in inner) and nesting < 2
         return read(inner, nesting + 2) if is_mathematics or "," in inner else Words(text)
+    if len(text) == len("2024-01-02") and (day := read_date(text)):
+        return Words(day.isoformat())  # no difference of numbers
     if text.lower() in NUMBER_WORDS:
         return _read_value(str(NUMBER_WORDS.index(text.lower())))
     text = re.sub(r"(?<=[\])])\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$", "", text)

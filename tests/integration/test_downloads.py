@@ -296,6 +296,17 @@ def test_archives_stay_in_their_folder(hub: HubServer, tmp_path: Path) -> None:
         packed.write(tmp_path / "in", "top/a/in")
     fetch(resolve(pinned("good.zip")), tmp_path / "to/good")
     assert contents(tmp_path / "to/good") == {"a/in": b"content"}
+    (tmp_path / "to/good/a/in").write_bytes(b"changed")
+    fetch(resolve(pinned("good.zip")), tmp_path / "to/good")
+    assert contents(tmp_path / "to/good") == {"a/in": b"content"}
+    (tmp_path / "to/cut/a/in").mkdir(parents=True)  # unpacking ends here
+    with pytest.raises(OSError, match="a/in"):
+        fetch(resolve(pinned("good.zip")), tmp_path / "to/cut")
+    (tmp_path / "to/cut/a/in").rmdir()
+    hub.asked.clear()
+    fetch(resolve(pinned("good.zip")), tmp_path / "to/cut")
+    assert hub.contents() == []  # the archive was still there
+    assert contents(tmp_path / "to/cut") == {"a/in": b"content"}
 
 
 def test_a_listing_cannot_lead_out_of_the_folder(hub: HubServer, tmp_path: Path) -> None:

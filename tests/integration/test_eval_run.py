@@ -155,6 +155,16 @@ def test_a_problem_on_several_rows_is_one_item_and_is_tested_as_one(
     assert [change.n for change in series.to_previous if change] == [30]
 
 
+def test_29_of_100_requests_may_fail_where_29_percent_may(
+    server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
+) -> None:
+    failing = {f"{number} " for number in range(29)}  # 0.29 * 100 is 28.999999999999996
+    server.behave = lambda handler, prompt, attempt: (
+        prompt[: prompt.find(" ") + 1] in failing and handler.send(400, b"too long")
+    )
+    assert evaluate(make_set(100), endpoints, SAMPLING, tmp_path, max_failed_ratio=0.29).n == 71
+
+
 def test_too_many_failures_raise_and_the_next_attempt_asks_only_for_them(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:

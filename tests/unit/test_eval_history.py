@@ -7,10 +7,11 @@ import os
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from eval.endpoint import Sampling
-from eval.history import make_history, render_markdown, write_page
+from eval.history import make_history, measure_trend, render_markdown, write_page
 from eval.report import write_report
 from eval.results import ResultsError
 from eval.suite import Member, write_suite
@@ -47,6 +48,16 @@ def test_a_history_by_hand(tmp_path: Path) -> None:
     assert series.trend.slope == pytest.approx(0.1875)
     assert (series.trend.first, series.trend.last) == pytest.approx((2 / 3 - 0.1875, 2 / 3 + 0.1875))
     assert series.trend.ci95[0] < 0.1875 < series.trend.ci95[1]
+
+
+def test_the_interval_of_a_trend_is_as_wide_as_its_slopes_say() -> None:
+    """From 40 % to 60 % in 90 runs of 100 items: a response moves a slope by at most 44.5 / 60742.5 = 0.0007."""
+    right = np.random.default_rng(0).random((100, 90)) < np.linspace(0.4, 0.6, 90)
+    trend = measure_trend(right.astype(float).tolist(), 1)
+    # The slopes' standard error is that of single responses: sqrt(0.245 / 60742.5 / 100) = 0.0002.
+    half = (trend.ci95[1] - trend.ci95[0]) / 2
+    assert half == pytest.approx(1.96 * 0.0002, rel=0.3)  # and the correction
+    assert trend.ci95[0] < 0.2 / 89 < trend.ci95[1]
 
 
 def test_runs_with_other_settings_are_listed_apart(tmp_path: Path) -> None:

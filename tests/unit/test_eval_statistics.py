@@ -27,7 +27,7 @@ from eval.statistics import (
     share_interval,
     sign_flip_test,
 )
-from eval.summary import item_metrics, majority_share, pass_at, same_answer_by
+from eval.summary import item_metrics, majority_share, pass_at, same_answer_by, summarise
 from tests.evaluations import evaluation, make_items, make_row, make_rows, settings_of, write_results
 
 IS_SAME = same_answer_by(grade)
@@ -166,7 +166,7 @@ def test_intervals_cover_the_truth_with_few_items(n: int, k: int) -> None:
         chances = rng.beta(0.3, 0.9, size=n)  # mean 1 / 4
         later = np.where(rng.random(n) < 0.5, rng.beta(1.2, 0.9, size=n), chances)  # of mean 4 / 7
         before, after = rng.binomial(k, chances), rng.binomial(k, later)
-        low, high = share_interval((before / k).tolist(), k)
+        low, high = share_interval((before / k).tolist(), 1 / k)
         hits.append(low <= 0.25 <= high)
         low, high = measure_change((after - before).tolist(), k).ci95
         changes.append(low <= 0.5 * (4 / 7 - 1 / 4) <= high)
@@ -239,10 +239,27 @@ def test_metrics_of_four_samples_by_hand() -> None:
     assert change.ci95[0] == pytest.approx(-change.ci95[1])
 
 
+def test_a_majority_is_as_uncertain_as_a_single_response() -> None:
+    # 16 samples each, all right or all wrong: maj@16 and pass@16 are single outcomes, pass@8 may move by 8 / 16.
+    items = list(evaluation(make_items(30), " ".join(["r" * 16] * 9 + ["w" * 16] * 21)).items.values())
+    outcomes = [1.0] * 9 + [0.0] * 21
+    metrics = compare_metrics(items, items, IS_SAME)
+    summary = summarise(evaluation(make_items(30), " ".join(["r" * 16] * 9 + ["w" * 16] * 21)), IS_SAME)
+    assert summary.samples is not None
+    for name, step in (("avg@16", 1 / 16), ("pass@8", 1 / 2), ("pass@16", 1.0), ("maj@16", 1.0)):
+        assert metrics[name].before_interval == metrics[name].after_interval == share_interval(outcomes, step)
+        assert metrics[name].ci95 == change_interval([0.0] * 30, step)
+        assert summary.samples[name]["ci95"] == share_interval(outcomes, step)
+    # Exact coverage for 30 items of which the majority is right with 30 %: 92.98 % with a sixteenth.
+    held = [share_interval([1.0] * r + [0.0] * (30 - r)) for r in range(31)]
+    chances = [math.comb(30, r) * 0.3**r * 0.7 ** (30 - r) for r in range(31)]
+    assert sum(p for p, (low, high) in zip(chances, held, strict=True) if low <= 0.3 <= high) > 0.95
+
+
 def test_copies_of_a_sample_do_not_narrow_an_interval() -> None:
     """Samples are nested in items: asking a greedy model four times adds nothing."""
     shares = [1.0, 0.0, 1.0, 1.0, 0.0] * 8
-    once, fourfold = share_interval(shares, 1), share_interval(shares, 4)
+    once, fourfold = share_interval(shares, 1), share_interval(shares, 1 / 4)
     spread = 1.96 * math.sqrt(0.6 * 0.4 / 40)
     assert fourfold == pytest.approx((0.6 - spread, 0.6 + spread), abs=0.03)
     assert once == pytest.approx(fourfold, abs=0.01)  # a quarter of the correction
