@@ -128,7 +128,8 @@ def write_checkpoints(folder: Path, model_files: Path, num_shards: int) -> tuple
     model = empty_model(model_files)
     generator = torch.Generator().manual_seed(0)
     whole = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in model.state_dict().items()}
-    whole |= {name: whole[kept] for name, kept in tied_names(model).items()}
+    tied = tied_names(model)
+    whole = {name: tensor for name, tensor in whole.items() if name not in tied}
     verl, ours = folder / "global_step_1" / "actor", folder / "step_000001"
     for place in (verl, ours):
         shutil.copytree(model_files, place / "huggingface")
@@ -152,7 +153,7 @@ def write_checkpoints(folder: Path, model_files: Path, num_shards: int) -> tuple
             )
             for name, tensor in whole.items()
         }
-        state |= {name: state[kept] for name, kept in tied_names(model).items()}
+        state |= {name: state[kept] for name, kept in tied.items()}
         torch.save(state, verl / f"model_world_size_{num_shards}_rank_{rank}.pt")
         torch.distributed.destroy_process_group()
     return verl, ours

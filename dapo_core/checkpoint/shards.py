@@ -1,6 +1,6 @@
 """Every rank's part of weights, optimizer and random generators, in files of torch.distributed.checkpoint.
 
-    model.NAME                        parameters, and the persistent buffers
+    model.NAME                        parameters, tied ones once, and the persistent buffers
     optimizer.NAME.{step,exp_avg,exp_avg_sq}   AdamW's state of each parameter
     reference.NAME                parameters of a reference model that changes (algorithm.kl.refresh_every)
     num_optimizer_steps
@@ -41,6 +41,7 @@ from dapo_core.checkpoint.metadata import METADATA_FILE, read_metadata
 from dapo_core.device import Device
 from dapo_core.digests import Part, content_part
 from dapo_core.errors import CheckpointError
+from dapo_core.parameter_names import tied_names
 
 _RNG, _REFERENCE = "rng", "reference"
 _NO_STEPS = torch.tensor(0.0, dtype=torch.float32)
@@ -139,9 +140,9 @@ class Shards:
 
         A save also writes less than 2 KiB per tensor and 15 KiB of random generators per rank.
         """
-        tensors: list[Any] = list(get_model_state_dict(self._model).values())
+        tensors: list[Any] = list(_weights(self._model).values())
         if self._reference is not None:
-            tensors += get_model_state_dict(self._reference).values()
+            tensors += _weights(self._reference).values()
         for parameter in self._trained():
             future = {"step": _NO_STEPS, "exp_avg": parameter, "exp_avg_sq": parameter}  # in size
             tensors += (self._optimizer.state.get(parameter) or future).values()
@@ -161,10 +162,10 @@ class Shards:
         for parameter in self._trained():
             if not self._optimizer.state.get(parameter):
                 self._optimizer.state[parameter] = _new_state(parameter, self._moments_device)
-        reference = {} if self._reference is None else {_REFERENCE: get_model_state_dict(self._reference)}
+        reference = {} if self._reference is None else {_REFERENCE: _weights(self._reference)}
         return {
             **reference,
-            "model": get_model_state_dict(self._model),
+            "model": _weights(self._model),
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer)["state"],
             "num_optimizer_steps": torch.tensor(num_optimizer_steps),
             _RNG: {f"rank_{self._rank}": generator_states(self._device_kind)},
@@ -299,6 +300,12 @@ class _LoadPlanner(DefaultLoadPlanner):
             if name.startswith((f"{_RNG}.", f"{_REFERENCE}.")) and name not in stored
         )
         self.state_dict = {name: value for name, value in self.state_dict.items() if name not in self.left_out}
+
+
+def _weights(model: nn.Module) -> dict[str, Any]:
+    """Parameters and persistent buffers by name, tied ones under their first."""
+    tied = tied_names(model)
+    return {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
 
 
 def _new_state(parameter: torch.Tensor, moments_device: torch.device) -> dict[str, torch.Tensor]:
