@@ -285,7 +285,7 @@ class Sampler:
         filling.is_skipped = True
 
     def _refuse_no_scores(self, account: TokenAccount, num_groups: int) -> None:
-        """Raise when so many groups finished in this step and no response has a score: the scorer is at fault."""
+        """Raise if at least `num_groups` groups finished in this step and none of their responses has a score."""
         if account.finished_groups >= num_groups and account.num_unscored == account.num_finished:
             raise RewardError(
                 f"the scorer raised or ran out of time on all {account.num_finished} responses that finished in "

@@ -258,7 +258,8 @@ def _parse_row(directory: Path, fields: Any, with_texts: bool) -> Row:
     try:
         prompt = fields["prompt"]
         row = Row(**{**fields, "prompt": prompt if isinstance(prompt, str) else tuple(prompt)})
-        VERDICTS.index(row.verdict)
+        if row.verdict not in VERDICTS:
+            raise ValueError(f"verdict {row.verdict!r}")
     except (TypeError, KeyError, ValueError) as error:
         raise ResultsError(
             f"{directory} has a row of another version or program ({error}): use that, or another folder"
@@ -396,5 +397,4 @@ def _natural(key: str) -> tuple[int, float, str]:
 
 
 def _digest(value: Any) -> str:
-    canonical = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -162,8 +162,10 @@ def _held_out(beside: Beside, held_out: str, columns: Mapping[str, str]) -> Any:
     A file with none of the columns that --columns names is read by its own names.
     """
     path = Path(held_out)
-    has_them = not path.exists() or any(row.keys() & set(columns.values()) for row in next(iterate_rows(path), []))
-    value = data_set(held_out, "eval", columns if has_them else NO_COLUMNS)
+    if columns and path.exists():
+        rows = next(iterate_rows(path), [])
+        columns = columns if any(row.keys() & {*columns.values()} for row in rows) else NO_COLUMNS
+    value = data_set(held_out, "eval", columns)
     known = value[0]["set"] if isinstance(value, list) else ""
     if known in SETS and SETS[known].num_items is not None and not _is_complete(path, SETS[known]):
         return beside.write("eval", _solved_rows(path, SETS[known]))

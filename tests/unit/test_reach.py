@@ -105,21 +105,19 @@ def test_an_interrupt_does_not_wait_for_a_host_that_hangs_and_says_what_may_run(
 
 
 def test_an_interrupt_ends_a_command_that_starts_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_interrupted, popen, shutdown = threading.Event(), subprocess.Popen, ThreadPoolExecutor.shutdown
+    others_are_killed, popen, kill = threading.Event(), subprocess.Popen, reach._Commands.kill
 
     def start(*words: Any, **given: Any) -> subprocess.Popen[str]:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        is_interrupted.wait()
-        time.sleep(0.2)  # until those that run are killed
+        others_are_killed.wait()
         return popen(*words, **given)
 
-    def shut(pool: ThreadPoolExecutor, *words: Any, **given: Any) -> None:
-        shutdown(pool, wait=False)
-        is_interrupted.set()
-        shutdown(pool, *words, **given)
+    def kill_others(commands: reach._Commands) -> None:
+        kill(commands)
+        others_are_killed.set()
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shut)
+    monkeypatch.setattr(reach._Commands, "kill", kill_others)
     start_time = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         ask(

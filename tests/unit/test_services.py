@@ -53,10 +53,22 @@ class Started(Service):
         self.record_path.write_text(json.dumps(record))
 
 
-def test_the_database_of_a_server_stays_the_same_until_another_is_named(tmp_path: Path) -> None:
-    place = Services(tmp_path)
+class Place(Services):
+    """Services whose server keeps what it was started with."""
+
+    server: Started
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    place = Place(tmp_path)
     place.folder.mkdir()
-    place.server = server = Started(place.folder)
+    place.server = Started(place.folder)
+    return place
+
+
+def test_the_database_of_a_server_stays_the_same_until_another_is_named(place: Place) -> None:
+    server = place.server
     services._start_server(place, None, None, POSTGRES)
     [(command, environment)] = server.commands
     assert environment[DATABASE_VARIABLES[0]] == POSTGRES
@@ -70,11 +82,9 @@ def test_the_database_of_a_server_stays_the_same_until_another_is_named(tmp_path
 
 
 def test_a_server_for_other_machines_needs_a_password_which_is_written_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Services(tmp_path)
-    place.folder.mkdir()
-    place.server = server = Started(place.folder)
+    server = place.server
     for host in ("0.0.0.0", "192.0.2.7", "::"):
         with pytest.raises(ConfigError, match=f"--host {host} lets other machines in.*AUTH_STRING=USER"):
             services._start_server(place, host, None, None)
@@ -90,11 +100,9 @@ def test_a_server_for_other_machines_needs_a_password_which_is_written_nowhere(
 
 
 def test_without_a_password_only_the_servers_own_pages_may_use_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Services(tmp_path)
-    place.folder.mkdir()
-    place.server = server = Started(place.folder)
+    server = place.server
     origins = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
     services._start_server(place, None, 4321, None)
     monkeypatch.setenv(origins, "http://mine.example")
