@@ -115,10 +115,8 @@ def test_without_a_password_only_the_servers_own_pages_may_use_it(
         "http://mine.example",
         None,  # others have no password
     ]
-    is_protected = [
-        environment.get("PREFECT_SERVER_CSRF_PROTECTION_ENABLED") for _, environment in server.commands
-    ]
-    assert is_protected == ["true", "true", None]
+    csrf = "PREFECT_SERVER_CSRF_PROTECTION_ENABLED"
+    assert [environment.get(csrf) for _, environment in server.commands] == ["true", "true", None]
 
 
 def test_a_server_gets_another_port_when_its_own_is_taken() -> None:
