@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from eval.answers.grading import VERDICTS
-from eval.results import Row, Samples, group_by, num_right
+from eval.results import Row, Samples, num_right
 from eval.statistics import PairedChange, change_interval, holm, measure_change, share_interval
-from eval.summary import IsSame, count_agreement, item_metrics, largest_steps, list_disagreements
+from eval.summary import IsSame, count_agreement, group_by, item_metrics, largest_steps, list_disagreements
 
 Pair = tuple[Samples, Samples]  # one item before and after, every request answered
 ANSWERED = tuple(verdict for verdict in VERDICTS if verdict != "request_failed")

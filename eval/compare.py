@@ -18,7 +18,6 @@ from eval.results import (
     Row,
     Samples,
     describe_differences,
-    group_by,
     is_answered,
     load_evaluation,
     mean_response_tokens,
@@ -30,7 +29,7 @@ from eval.statistics import (
     measure_change,
     share_interval,
 )
-from eval.summary import acc_norm, same_answer_by, summarise_scores, summarise_votes
+from eval.summary import acc_norm, group_by, same_answer_by, summarise_scores, summarise_votes
 from eval.thinking import Budget, Thinking, by_limit, measure_thinking
 
 GROUP_FIELDS = ("level", "subject")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any, TextIO
 
 from eval import EvaluationError, InputError, RequestsRefused
 from eval.answers.extraction import split_thinking
-from eval.answers.grading import Grader
+from eval.answers.grading import Grade, Grader
 from eval.batches import Batch
 from eval.dispatch import Outcome, Request
 from eval.endpoint import Sampling
@@ -43,7 +45,7 @@ from eval.summary import Summary, same_answer_by, summarise
 
 logger = logging.getLogger(__name__)
 
-NUM_GRADING_THREADS = 4
+_NUM_GRADING_THREADS = 4
 REFUSED = (
     "The server refuses these requests as they are, and would again: a prompt too long for serve.max_model_len, a "
     "model without a chat template, or another API (evaluate.api) are the usual reasons."
@@ -114,9 +116,19 @@ class Recorder:
         self.settings[SERVED] = weights.to_json()
         write_json(self.folder / SETTINGS_FILE, self.settings)
 
-    def graded(self, batch: Batch) -> list[Row]:
-        """The rows of outcomes; may be called from any thread."""
-        return [regrade_row(_make_row(one, outcome), self._grader, one.item) for one, outcome in batch]
+    async def graded(self, batch: Batch) -> list[Row]:
+        """The rows of outcomes; only those that need a process take a thread, and so wait without the GIL."""
+        rows, slow = list[Row](), list[tuple[Row, Item]]()
+        for request, outcome in batch:
+            row, item = _make_row(request, outcome), request.item
+            quick = self._grader.grade_quickly(row.text, row.finish_reason, item, row.is_chat)
+            if quick is None:
+                slow.append((row, item))
+            else:
+                _set_grade(row, quick)
+                rows.append(row)
+        waiting = (asyncio.to_thread(regrade_row, row, self._grader, item) for row, item in slow)
+        return rows + await asyncio.gather(*waiting)
 
     def append(self, rows: Sequence[Row], batch: Batch) -> None:
         """Write rows to the disk."""
@@ -205,20 +217,23 @@ def _refuse_broken_scorer(rows: Sequence[Row], rule: str) -> None:
 
 def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
     """The row with new verdicts, and with the gold answer, subject and level of the item if given."""
-    if item is not None and (row.gold, row.subject, row.level) != (item.gold, item.subject, item.level):
-        row = replace(row, gold=item.gold, subject=item.subject, level=item.level)
+    row = copy(row)
     if row.reasoning is None and row.response is not None:
-        reasoning, response = split_thinking(row.response)
-        row = row if reasoning is None else replace(row, reasoning=reasoning, response=response)
-    is_chat = not isinstance(row.prompt, str)
-    if item is not None:
-        graded = grader.grade_item(row.text, row.finish_reason, item, is_chat)
+        row.reasoning, row.response = split_thinking(row.response)
+    if item is None:
+        graded = grader.grade(row.text, row.finish_reason, row.gold, row.is_chat)
     else:
-        graded = grader.grade(row.text, row.finish_reason, row.gold, is_chat)
+        row.gold, row.subject, row.level = item.gold, item.subject, item.level
+        graded = grader.grade_item(row.text, row.finish_reason, item, row.is_chat)
+    _set_grade(row, graded)
+    return row
+
+
+def _set_grade(row: Row, graded: Grade) -> None:
+    row.answer, row.verdict, row.aisbench_answer, row.aisbench_right, row.aisbench_raises, details = graded
+    row.details = details or row.details
     if row.is_cut_while_thinking:
-        graded = graded._replace(verdict="truncated", answer=None)
-    # Several times as fast as replace, of which every response would need one.
-    return Row(**{**vars(row), **graded._asdict(), "details": graded.details or row.details})
+        row.verdict, row.answer = "truncated", None
 
 
 def _resume(
@@ -239,7 +254,7 @@ def _resume(
             logger.warning("%s: grading again (%s)", output_dir, reasons)
             (output_dir / SUMMARY_FILE).unlink(missing_ok=True)
             by_id = {item.id: item for item in items}
-            with ThreadPoolExecutor(NUM_GRADING_THREADS) as threads:
+            with ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads:
                 graded = threads.map(lambda row: regrade_row(row, grader, by_id[row.id]), rows.values())
                 rows = {row.key: row for row in graded}
         write_rows(output_dir, rows.values())  # without a torn last line: rows are appended
@@ -278,11 +293,14 @@ def _move_aside(output_dir: Path, reasons: Sequence[str]) -> None:
 def _make_row(request: Request, outcome: Outcome) -> Row:
     """The row of an outcome, not yet graded."""
     item, answer = request.item, outcome.answer
+    reasoning, response = (answer.reasoning, answer.text) if answer else (None, None)
+    if reasoning is None and response is not None:
+        reasoning, response = split_thinking(response)
     return Row(
         id=item.id,
         sample=request.sample,
         prompt=item.prompt,
-        response=answer.text if answer else None,
+        response=response,
         finish_reason=answer.finish_reason if answer else None,
         response_tokens=answer.response_tokens if answer else None,
         answer=None,
@@ -297,7 +315,7 @@ def _make_row(request: Request, outcome: Outcome) -> Row:
         level=item.level,
         failure=outcome.failure,
         ended_at=round(time.time(), 3),
-        reasoning=answer.reasoning if answer else None,
+        reasoning=reasoning,
         reasoning_tokens=answer.reasoning_tokens if answer else None,
         details=answer.details if answer else None,
     )

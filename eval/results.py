@@ -74,6 +74,11 @@ class Row:
         return f"{self.reasoning or ''}{self.response}" if self.is_inline else self.response
 
     @property
+    def is_chat(self) -> bool:
+        """Whether the prompt is messages."""
+        return not isinstance(self.prompt, str)
+
+    @property
     def is_inline(self) -> bool:
         """Whether the thinking was part of the text, in tags."""
         thinking = self.reasoning or ""
@@ -375,25 +380,10 @@ def rate(rows: Sequence[Row], is_counted: Callable[[Row], bool]) -> float:
     return sum(map(is_counted, rows)) / len(rows) if rows else 0.0
 
 
-def group_by(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:
-    """Rows by `level` or `subject`, in natural order (2 before 10); rows without one are left out."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if (key := getattr(row, field)) is not None:
-            groups.setdefault(key, []).append(row)
-    return {key: groups[key] for key in sorted(groups, key=_natural)}
-
-
 def mean_response_tokens(rows: Iterable[Row]) -> float | None:
     """Mean over the rows whose tokens the server counted; None when it counted none."""
     counts = [row.response_tokens for row in rows if row.response_tokens is not None]
     return sum(counts) / len(counts) if counts else None
-
-
-def _natural(key: str) -> tuple[int, float, str]:
-    with contextlib.suppress(ValueError):
-        return 0, float(key), key
-    return 1, 0.0, key
 
 
 def _digest(value: Any) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from eval.dispatch import Dispatcher, Limits, Request, run_in_thread
 from eval.endpoint import Endpoint, Sampling
 from eval.identity import ModelChangedError, Weights
 from eval.problems.items import EvaluationSet
-from eval.recorder import NUM_GRADING_THREADS, Benchmark, Recorder
+from eval.recorder import Benchmark, Recorder
 from eval.results import Row, exclusive, make_folder, make_settings
 from eval.summary import Summary
 
@@ -155,17 +153,13 @@ class _Session:
                 recorder.close()
 
     async def _record(self, requests: Sequence[Request], on_progress: OnProgress | None) -> None:
-        with (
-            ThreadPoolExecutor(NUM_GRADING_THREADS) as threads,
-            _Progress(len(requests), on_progress) as progress,
-        ):
+        with _Progress(len(requests), on_progress) as progress:
 
             async def record(batch: Batch) -> None:
-                loop = asyncio.get_running_loop()
                 for name, recorder in self._recorders.items():
                     own = [(request, outcome) for request, outcome in batch if request.benchmark == name]
                     if own:
-                        rows = await loop.run_in_executor(threads, recorder.graded, own)
+                        rows = await recorder.graded(own)
                         recorder.append(rows, own)
                         progress.advance(rows, self._dispatcher.num_repeated)
                         self._end_if_hopeless(recorder)

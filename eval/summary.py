@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import Counter
@@ -15,7 +16,6 @@ from eval.results import (
     Evaluation,
     Row,
     Samples,
-    group_by,
     is_answered,
     mean_response_tokens,
     num_right,
@@ -256,3 +256,18 @@ def _pairs_that_agree(votes: Sequence[str]) -> float | None:
 
 def _share(values: Sequence[bool]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def group_by(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:
+    """Rows by `level` or `subject`, in natural order (2 before 10); rows without one are left out."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if (key := getattr(row, field)) is not None:
+            groups.setdefault(key, []).append(row)
+    return {key: groups[key] for key in sorted(groups, key=_natural)}
+
+
+def _natural(key: str) -> tuple[int, float, str]:
+    with contextlib.suppress(ValueError):
+        return 0, float(key), key
+    return 1, 0.0, key

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from eval.results import Row, rate
+from eval.results import Row
 
 MAX_LIMITS = 8
 
@@ -70,7 +70,5 @@ def by_limit(max_tokens: int | None, *sides: Sequence[Row]) -> list[tuple[Budget
 
 
 def _budget(rows: Sequence[Row], limit: int) -> Budget:
-    def is_cut(row: Row) -> bool:
-        return row.verdict == "truncated" or (row.response_tokens or 0) > limit
-
-    return Budget(limit, rate(rows, lambda row: row.is_right and not is_cut(row)), rate(rows, is_cut))
+    whole = [row for row in rows if row.verdict != "truncated" and (row.response_tokens or 0) <= limit]
+    return Budget(limit, sum(row.is_right for row in whole) / len(rows), (len(rows) - len(whole)) / len(rows))

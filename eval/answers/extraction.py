@@ -105,6 +105,8 @@ def after_thinking(text: str) -> tuple[str, bool]:
 
     Text after the end of the turn is not part of the answer.
     """
+    if "<" not in text:
+        return text, False
     text = _STRUCK.sub("", _TURN_START.sub("", text))
     turn = _TURN_END.search(text)
     text = text[: turn.start()] if turn else text

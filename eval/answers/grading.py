@@ -82,6 +82,12 @@ class Grader:
         """`grade`, for graders that read more of an item than its gold answer."""
         return self.grade(response, finish_reason, item.gold, is_chat)
 
+    def grade_quickly(
+        self, response: str | None, finish_reason: str | None, item: Asked, is_chat: bool
+    ) -> Grade | None:
+        """`grade_item` for responses that need no process; None for those that do."""
+        return self.grade_item(response, finish_reason, item, is_chat)
+
     def close(self) -> None:
         """Stop the grader's process, if it has one."""
 
@@ -138,6 +144,15 @@ class MathGrader(Grader):
         """Same as the function `grade`, under the limits; blocks until it is done."""
         return grade(response, finish_reason, gold, is_chat, self._is_gold)
 
+    def grade_quickly(
+        self, response: str | None, finish_reason: str | None, item: Asked, is_chat: bool
+    ) -> Grade | None:
+        """The verdict where strings or plain numbers decide, else None."""
+        try:
+            return grade(response, finish_reason, item.gold, is_chat, _undecided)
+        except _Undecided:
+            return None
+
     def close(self) -> None:
         """Stop the process; rows that other threads still wait for are graded wrong."""
         self._pool.close()
@@ -159,6 +174,14 @@ class MathGrader(Grader):
                 f"the grading process {error}; its output is in the log. A limit of {self.memory_bytes:,} bytes "
                 "of memory may be too low."
             ) from None
+
+
+class _Undecided(Exception):
+    """Only the exact rule can tell."""
+
+
+def _undecided(found: Found, gold: str) -> bool:
+    raise _Undecided
 
 
 GRADERS: dict[GraderName, type[Grader]] = {

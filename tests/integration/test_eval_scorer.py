@@ -95,6 +95,29 @@ def test_a_file_of_the_user_s_own_grades_and_what_fails_is_counted(
         evaluated(server, tmp_path / "out", path)
 
 
+def test_a_scorer_that_never_answers_is_given_up_and_holds_no_request_back(
+    server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graders, "SCORER_SECONDS", 0.5)
+    path = tmp_path / "score.py"
+    path.write_text("import time\n\ndef compute_score(**_):\n    time.sleep(600)\n")
+    with pytest.raises(InputError, match=r"failed on all 200 responses.*took longer than 0\.5 s"):
+        evaluated(server, tmp_path / "out", path, 200)
+    path.write_text("def compute_score(**_):\n    return 1\n")
+    assert evaluated(server, tmp_path / "out", path, 200).accuracy == 1.0
+    assert len(server.asked) == sum(server.asked.values()) == 200  # each once
+
+    # A row is scored only after the last, of more than are asked at once, was asked.
+    last = tmp_path / "last"
+    path.write_text(
+        "import pathlib, time\n\ndef compute_score(**_):\n"
+        f"    while not pathlib.Path({str(last)!r}).exists():\n        time.sleep(0.01)\n    return 1\n"
+    )
+    monkeypatch.setattr(graders, "SCORER_SECONDS", 60.0)
+    server.behave = lambda handler, prompt, attempt: prompt == "99 + 1 = ?" and last.touch()
+    assert evaluated(server, tmp_path / "waits", path, 100).accuracy == 1.0
+
+
 def test_a_scorer_of_the_project_s_own_grades_and_the_report_has_its_scores(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 from eval import EvaluationError
 from eval.answers.grading import MathGrader, grade
 from eval.answers.pool import CallFailed, Pool
+from eval.problems.items import Item
 
 FAR = 100.0
 MAX_ROW_SECONDS = 2.0  # of this process; its worker is killed by the clock
@@ -94,6 +95,19 @@ def test_limits_cost_their_row_only_and_are_counted() -> None:
         os.waitid(os.P_PID, second, os.WEXITED | os.WNOWAIT)
         assert grader.grade(hard, "stop", gold).verdict == "right"
         assert grader.num_killed == 1
+
+
+def test_a_quick_grade_needs_no_process_and_is_the_same_as_a_full_one() -> None:
+    responses = [*HOSTILE.values(), r"\boxed{42}", r"\boxed{41}", "no answer", r"\boxed{\frac{84}{2}}"]
+    with MathGrader() as grader:
+        item = Item("a", "", "42")
+        quick = [grader.grade_quickly(response, "stop", item, True) for response in responses]
+        assert grader._pool.pids == set()
+        assert quick[-4:-1] == [grade(response, "stop", "42") for response in responses[-4:-1]]
+        assert quick[-1] is None
+        decided = [(quickly, text) for quickly, text in zip(quick, responses, strict=True) if quickly is not None]
+        assert all(quickly == grader.grade(text, "stop", "42", True) for quickly, text in decided)
+        assert grader._pool.pids == set()
 
 
 def test_threads_share_one_process_that_starts_when_needed_and_ends_with_the_grader() -> None:
