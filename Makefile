@@ -28,7 +28,7 @@ test-e2e: $(INSTALLED) ## run the chain through its services: kills, a power cut
 test-all: $(INSTALLED) ## run all tests: what a release needs
 	$(BIN)/python -m pytest $(IN_PARALLEL)
 
-test-fast: $(INSTALLED) ## run the unit tests: a minute and a half on two cores
+test-fast: $(INSTALLED) ## run the unit tests: 75 s on two cores
 	$(BIN)/python -m pytest tests/unit -m fast --numprocesses 2 --dist worksteal
 
 # What shows the most about the training core and the engine on other versions of torch, transformers and vLLM.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import typer.testing
 
 from flows.prefect_settings import PROJECT_SETTINGS
 
@@ -23,6 +25,7 @@ os.environ["RAY_AUTH_MODE"] = "token"  # before Ray is imported
 # A shell that starts us in the background has us ignore these, and our children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # it takes as long as most commands do
 
 # Files that take minutes, the longest first: begun last, one of them would keep a single worker busy in the end.
 LONGEST_FILES = (

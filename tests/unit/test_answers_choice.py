@@ -118,6 +118,7 @@ def test_hostile_text_never_raises(text: str) -> None:
     assert score_choice(text, "A").verdict in ("right", "wrong", "no_answer")
 
 
+@pytest.mark.slow
 def test_a_long_hostile_response_takes_linear_time() -> None:
     for piece in ("\\boxed{", "\\text{", "{", "}", "\\boxed{A}", "\\boxed ", "answer", "answer:", "A, ", " ",
                   "<answer>", "<think>"):  # fmt: skip

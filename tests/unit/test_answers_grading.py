@@ -50,6 +50,7 @@ def test_table_covers_what_answers_look_like() -> None:
     assert max(Counter((pair.prediction, pair.gold) for pair in pairs).values()) == 1
 
 
+@pytest.mark.slow
 def test_every_pair_of_the_table_gets_its_label() -> None:
     wrong = []
     for pair in read_table():

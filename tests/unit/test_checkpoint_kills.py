@@ -169,6 +169,7 @@ def test_a_kill_at_any_change_leaves_the_old_or_the_new_checkpoint(
     assert {tuple(old), tuple(new)} <= seen
 
 
+@pytest.mark.slow
 def test_a_kill_while_the_finished_output_is_tidied(tmp_path: Path, model_path: Path) -> None:
     before = tmp_path / "before"
     write(make_writer(before, model_path, keep_last=9), *(STATES[step] for step in (5, 10, 15, 20)))

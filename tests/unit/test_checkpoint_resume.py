@@ -95,6 +95,7 @@ def test_a_path_that_is_not_there_is_found_before_anything_starts(output: Path) 
             require_resume(resume)
 
 
+@pytest.mark.slow
 def test_a_second_training_in_the_same_output_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with lock_checkpoints(folder):

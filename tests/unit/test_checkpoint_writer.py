@@ -134,6 +134,7 @@ def test_a_lower_keep_last_makes_room_before_the_next_is_written(folder: Path, m
     assert_complete(folder / "step_000030", make_state(30))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_on_disk", [False, True])
 def test_a_step_among_the_best_is_saved_though_none_is_due(
     folder: Path, model_path: Path, is_on_disk: bool

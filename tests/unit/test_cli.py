@@ -216,6 +216,7 @@ def test_a_stage_without_its_inputs_leaves_no_run(tmp_path: Path, words: str) ->
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_looking_at_no_store_writes_nothing(tmp_path: Path) -> None:
     none = tmp_path / "none"
     assert f"there is no store {none}" in refusal("runs", "--store", none)
@@ -260,6 +261,7 @@ def test_compare_prints_markdown_and_writes_only_what_is_asked_for(tmp_path: Pat
     assert {path.name for path in (tmp_path / "nights").iterdir()} == {"history.html"}
 
 
+@pytest.mark.slow
 def test_compare_of_one_evaluation_with_itself_gives_no_figures_of_a_change(tmp_path: Path) -> None:
     before = write_results(tmp_path / "before", "rwww")
     (tmp_path / "link").symlink_to(before)
@@ -370,6 +372,7 @@ def test_stage_refuses_before_prefect_starts(words: tuple[str, ...], message: st
     assert message in " ".join(refusal("stage", *words).split())
 
 
+@pytest.mark.slow
 def test_datasets_lists_the_registry_and_shows_rows_as_the_model_sees_them(tmp_path: Path) -> None:
     assert all(name in dapo("datasets").stdout for name in ("dapo-math-17k", "gpqa-diamond", "CC BY 4.0"))
     rows = tmp_path / "mine.csv"

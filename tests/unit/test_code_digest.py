@@ -64,6 +64,7 @@ def files_of(stage: Stage) -> set[str]:
     return {file.relative_to(PROJECT_ROOT).as_posix() for file in code_files(stage.code, NOT_COUNTED)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_a_stage_declares_all_that_it_imports(stage: Stage) -> None:
     """A change of any of it, on one machine of several or after an update, must not be a cache hit."""

@@ -100,6 +100,7 @@ def test_the_store_gives_the_columns_that_it_has(tmp_path: Path) -> None:
     assert "kept checkpoints of steps 20, 40, and evaluate.checkpoints names 60" in plan["merge_step_60"].note
 
 
+@pytest.mark.slow
 def test_a_served_baseline_expires_with_the_weights_that_its_server_shows(
     server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

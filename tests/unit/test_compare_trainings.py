@@ -49,6 +49,7 @@ def test_trainings_get_the_same_names(logs: dict[str, Path]) -> None:
     assert [row.split("|")[3].strip() for row in table.splitlines() if "entropy" in row] == ["-"]
 
 
+@pytest.mark.slow
 def test_the_page_has_a_line_of_every_training(logs: dict[str, Path], tmp_path: Path) -> None:
     page = write_page(compare_trainings(logs), tmp_path / "out").read_text()
     assert page.count("<svg") == 4  # reward, length, entropy, throughput
@@ -58,6 +59,7 @@ def test_the_page_has_a_line_of_every_training(logs: dict[str, Path], tmp_path: 
     assert content["verl"]["metrics"]["perf/throughput"] == {"first": 70.0, "last": 70.0, "num_steps": 20}
 
 
+@pytest.mark.slow
 def test_the_command_takes_logs_and_folders(logs: dict[str, Path], tmp_path: Path) -> None:
     sides = [str(logs["verl"]), str(logs["ours"].parent), "--store", str(tmp_path / "none")]
     done = CliRunner().invoke(app, ["compare", *sides, "--output", str(tmp_path / "out")])

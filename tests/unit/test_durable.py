@@ -64,6 +64,7 @@ def _holder(path: Path, shared: bool = False) -> Iterator[tuple[multiprocessing.
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_lock_ends_with_its_holder_and_not_with_its_children(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     assert not is_locked(path)
@@ -83,6 +84,7 @@ def test_a_lock_ends_with_its_holder_and_not_with_its_children(tmp_path: Path) -
     assert find_holder(path) is None
 
 
+@pytest.mark.slow
 def test_shared_holders_keep_out_an_exclusive_one_only(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with _holder(path, shared=True):
@@ -114,6 +116,7 @@ def test_who_waits_names_the_holder_ever_more_seldom_and_gets_the_lock(
     assert ends == [f"which is slow ({seconds} s so far)" for seconds in (10, 60, 120, 240)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [Path.unlink, lambda path: path.rename(path.with_name("aside"))])
 def test_a_lock_file_that_lost_its_name_is_not_locked_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]

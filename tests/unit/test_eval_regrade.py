@@ -71,6 +71,7 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
     assert "is an artifact of the store" in str(refused.exception)
 
 
+@pytest.mark.slow
 def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
     directory, file = write_results(tmp_path / "before", [ROW]), tmp_path / "text"
     file.write_text("a text")

@@ -311,6 +311,7 @@ def test_markdown_is_narrow_and_its_tables_survive_pipes(tmp_path: Path) -> None
     assert "## Training" not in lines
 
 
+@pytest.mark.slow
 def test_letters_that_a_font_or_a_file_cannot_hold(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     items = [replace(item, subject="基金从业") for item in ITEMS]
     rows = write_results(tmp_path / "before", "n" * 8, items) / "results.jsonl"

@@ -54,6 +54,7 @@ def test_sign_flips_by_hand(changes: list[int], p: float, mid_p: float) -> None:
     assert sign_flip_test(changes) == sign_flip_test([-change for change in changes]) == PValues(p, mid_p)
 
 
+@pytest.mark.slow
 def test_the_pooled_test_counts_every_pattern_of_signs() -> None:
     rng = np.random.default_rng(4)
     for _ in range(20):
@@ -115,6 +116,7 @@ def test_holm_by_hand() -> None:
     assert holm([]) == []
 
 
+@pytest.mark.slow
 def test_score_intervals_by_hand() -> None:
     # None right: Wilson's with half a response as correction, (u - 1/20)^2 10 = z^2 u (1 - u), so
     # 13.841459 u^2 - 4.841459 u + 0.025 = 0.
@@ -139,6 +141,7 @@ def test_score_intervals_by_hand() -> None:
     assert change_interval([0.0] * 8) == pytest.approx((-0.402297, 0.402297), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_interval_and_test_never_contradict_each_other() -> None:
     tables = [(b, c) for b in range(12) for c in range(12)]
     single = [[-1] * b + [1] * c + [0] * same for b, c in tables for same in (0, 20, 200) if b + c + same]

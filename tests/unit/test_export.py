@@ -198,6 +198,7 @@ def test_an_export_that_fails_leaves_nothing_but_what_was_there(run: RecordedRun
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine"]
 
 
+@pytest.mark.slow
 def test_a_collection_waits_until_the_model_is_copied(tmp_path: Path) -> None:
     old = record_run(small_config(tmp_path / "store"), Outcome(weights="old"))
     record_run(small_config(tmp_path / "store", "run.seed=5"), Outcome(weights="new"))
@@ -266,6 +267,7 @@ def republished(run: RecordedRun, folder: Path, files: Mapping[str, str]) -> Rec
     return find_run(run.store, run.id)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["../../../../outside", "{}/outside", "link"])
 def test_no_file_outside_the_artifact_is_read_or_written(tmp_path: Path, name: str) -> None:
     """A planted manifest or link, in a store that somebody else may write."""
@@ -283,6 +285,7 @@ def test_no_file_outside_the_artifact_is_read_or_written(tmp_path: Path, name: s
     assert outside.read_text() == "private"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["settings", "before"])
 def test_a_report_of_another_version_is_named(tmp_path: Path, key: str) -> None:
     recorded = record_run(small_config(tmp_path / "store"))

@@ -61,6 +61,7 @@ def test_files_and_models_that_are_here_are_read_without_the_network(
     assert asked == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_models_of_other_families_and_lengths_plan_clean_too(folder: Path, architecture: Architecture) -> None:
     build_tiny("models/other", architecture, positions=2048)
@@ -195,6 +196,7 @@ def test_a_file_of_whole_numbers_is_no_benchmark(folder: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_rows_without_an_answer_and_prompts_that_cannot_fit_are_left_out_and_counted(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -157,6 +157,7 @@ def test_what_is_unknown_is_said_once_and_left_out(
     assert caplog.messages == [f"{reason}: perf/mfu/actor is left out"]
 
 
+@pytest.mark.slow
 def test_names_and_memory_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = device_for("cpu").take_memory()
     assert set(memory) == {"perf/cpu_memory_used_gb", "perf/max_rss_gb"}

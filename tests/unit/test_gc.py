@@ -30,6 +30,7 @@ from tests.processes import wait_until
 from tests.recorded_runs import Outcome, record_run, small_config
 
 
+@pytest.mark.slow
 def test_what_no_kept_run_uses_goes_and_the_rest_stays(tmp_path: Path) -> None:
     first, second, third = nights(tmp_path, "one", "two", "three")
     store = ArtifactStore(tmp_path)
@@ -77,6 +78,7 @@ def test_a_full_disk_is_made_room_on(tmp_path: Path) -> None:
     assert own_of(first).isdisjoint(stored_keys(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_run_in_progress_keeps_what_it_uses(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     with Run.start(first.config, "evaluate-model") as user:
@@ -128,6 +130,7 @@ def test_a_run_without_a_report_is_kept_while_it_may_go_on(
         assert (collect(tmp_path) == []) is is_kept
 
 
+@pytest.mark.slow
 def test_what_force_replaced_goes_with_its_last_user(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     old = record_run(config, Outcome(weights="old"))
@@ -156,6 +159,7 @@ def test_what_is_damaged_goes_on_demand_and_what_a_killed_collection_left_at_onc
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_what_was_not_continued_for_a_day_goes_on_demand(tmp_path: Path) -> None:
     run = record_run(small_config(tmp_path))
     store = ArtifactStore(tmp_path)
@@ -185,6 +189,7 @@ def test_what_was_not_continued_for_a_day_goes_on_demand(tmp_path: Path) -> None
     assert not any(path.exists() for path in (attempt.parent, *files, store.lock_path("train_policy", key)))
 
 
+@pytest.mark.slow
 def test_what_is_built_or_young_stays_and_says_why(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     trained, merged = first.stages["train_policy"], first.stages["merge_checkpoint"]
@@ -200,6 +205,7 @@ def test_what_is_built_or_young_stays_and_says_why(tmp_path: Path) -> None:
     assert {trained.key[:16], merged.key[:16]} <= stored_keys(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_an_artifact_meanwhile_keeps_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, _ = nights(tmp_path, "one", "two")
     caplog.set_level("INFO", logger="tasks")
@@ -255,6 +261,7 @@ def test_what_is_odd_in_a_store_is_left_alone(tmp_path: Path) -> None:
     assert not trained.exists()
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_frees(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     make_old(*tmp_path.glob("*_*"))

@@ -128,6 +128,7 @@ def test_a_record_that_cannot_be_read_is_named_and_left_out(three: Path, caplog:
     assert f"left out: {broken}/run.json cannot be read: Input/output error" in caplog.text
 
 
+@pytest.mark.slow
 def test_runs_are_listed_in_a_hundred_columns(tmp_path: Path) -> None:
     report = {"before": 0.4, "after": 0.625, "difference": 0.225, "p": 0.00012, "n": 40}
     write_run(tmp_path, IDS[0], report=report, name="a_recipe_with_a_very_long_name", flow="dapo-nightly")
@@ -280,6 +281,7 @@ def test_what_is_gone_is_said_of_the_store_that_is_looked_at(store: Path, own: P
         require_artifact(newest, "evaluate_after")
 
 
+@pytest.mark.slow
 def test_a_damaged_run_is_refused_with_the_file(store: Path, own: Path) -> None:
     newest, oldest = read_runs(own)
     (oldest.folder / "config.yaml").unlink()

@@ -53,6 +53,7 @@ def test_the_guides_own_text_has_the_same_account(name: str, tmp_path: Path) -> 
     assert plain[0] == plain[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_32b", "qwen3_8b", "qwen3_8b_grpo", "vl_30b"])
 def test_a_recipe_is_written_that_loads(name: str, tmp_path: Path) -> None:
     output = tmp_path / "new" / f"{name}.yaml"
@@ -76,6 +77,7 @@ def test_a_recipe_is_written_that_loads(name: str, tmp_path: Path) -> None:
         CliRunner().invoke(app, ["import-config", "x.sh", "--output", str(output)], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_a_script_for_megatron_needs_its_own_trainer(tmp_path: Path) -> None:
     script, output = FOLDER / "qwen3_235b.sh", tmp_path / "235b.yaml"
     refused = invoke(script, "--output", output)

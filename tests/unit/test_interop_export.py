@@ -55,6 +55,7 @@ def test_import_of_an_export_is_the_recipe(recipe: str, version: str) -> None:
     assert len(settings_for(tree, "verl", version)) > 50
 
 
+@pytest.mark.slow
 @MEASURED
 @given(
     low=ODDS,

@@ -84,6 +84,7 @@ def ours_of(text: str) -> Any:
     return [KINDS[override.kind], override.key, repr(override.value)]
 
 
+@pytest.mark.slow
 def test_overrides_mean_what_hydra_reads() -> None:
     random = Random(0)
     texts = [

@@ -144,6 +144,7 @@ def test_megatron_has_its_own_names() -> None:
     assert not any("fsdp_config" in key or "ulysses" in key for key in keys)
 
 
+@pytest.mark.slow
 def test_the_reward_file_scores_as_our_training_does(tmp_path: Path) -> None:
     launch = launched(MATH, 'reward.scorers=["mine=math_boxed"]', folder=tmp_path)
     (tmp_path / REWARD_FILE).write_text(launch.files[REWARD_FILE], encoding="utf-8")

@@ -144,6 +144,7 @@ def test_what_mindspeed_does_not_take_is_refused(
         launched(*sets, own=own)
 
 
+@pytest.mark.slow
 def test_an_older_version_lacks_newer_keys() -> None:
     assert "use_swanlab" in content(launched())["rl_config"]
     assert "use_swanlab" not in content(launched(version="d9212e1"))["rl_config"]
@@ -236,6 +237,7 @@ generate_config: {infer_tensor_parallel_size: 1, max_num_seqs: 64, max_model_len
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "names"),
     [

@@ -282,6 +282,7 @@ def test_the_proposed_change_fits_and_has_no_key_too_many(gigabytes: float) -> N
         assert replan(changed(config, without)).shortages, f"{key} is not needed"
 
 
+@pytest.mark.slow
 def test_no_change_is_proposed_where_none_is_enough() -> None:
     config = recipe("dapo_qwen3_8b_math")
     assert (
@@ -324,6 +325,7 @@ def test_the_command_shows_the_plan_and_what_fits() -> None:
     assert "belongs to --memory" in wrong.output
 
 
+@pytest.mark.slow
 def test_a_plan_loads_no_torch() -> None:
     code = (
         "from flows.config import load_config; from tasks.preflight.memory import plan_of; import sys; "

@@ -95,6 +95,7 @@ def test_the_newest_night_outlives_a_collection_and_a_lost_one_is_named(
     assert f"the merged model of the run {last.folder.name} is no longer in the store" in caplog.text
 
 
+@pytest.mark.slow
 def test_tonight_is_compared_with_the_first_night(tmp_path: Path) -> None:
     nights = []
     for step, (before, after) in enumerate((("rwwwwwww", "rwwwwwww"), ("rwwwwwww", "rrrwwwww")), start=60):

@@ -183,6 +183,7 @@ def test_the_plan_is_made_for_the_smallest_device() -> None:
     assert only(findings).found == "train.device_model=Atlas 800T A3 has 61.3 GiB, and a device there 29.0 GiB"
 
 
+@pytest.mark.slow
 def test_the_memory_plan_is_made_for_the_devices_that_are_there() -> None:
     path = "configs/dapo_qwen3_32b_math.yaml"
     small = Limit("the cluster's smallest device", 12 * GIB)

@@ -121,6 +121,7 @@ class ApiHandler(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_an_artifact_is_created_once_and_updated_and_a_refusal_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,6 +147,7 @@ def test_an_artifact_is_created_once_and_updated_and_a_refusal_is_a_warning(
     assert "Prefect's page lacks mine-report: PrefectHTTPStatusError" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_artifact_waits_for_a_server_that_is_away_but_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

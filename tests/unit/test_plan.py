@@ -187,6 +187,7 @@ def test_after_a_forced_training_what_follows_is_stale(recorded: Run, tmp_path: 
     assert states(planned(Path(config.store.path))) == ["cached"] * 6
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_all_changes_or_json(recorded: Run) -> None:
     changes = ("train.total_steps=61", "run.seed=0", "train.weight_decay=0.1")
     overrides = (*SMALL, f"store.path={recorded.store.root}", *changes)
@@ -242,6 +243,7 @@ def test_the_address_of_a_webhook_is_not_shown() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_plan_says_which_benchmarks_would_be_asked(tmp_path: Path) -> None:
     alone = small_config(tmp_path)
     record_run(alone, labels=("prepare_data", "fetch_model", "evaluate_before"))

@@ -283,6 +283,7 @@ def test_a_tracker_without_its_client_is_said(
     assert "names wandb, whose client is not installed here: pip install wandb" in finding.found
 
 
+@pytest.mark.slow
 def test_a_ray_cluster_that_does_not_answer_is_said_before_a_training_waits_for_it(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +330,7 @@ def test_baselines_and_the_room_of_kept_steps_are_said_before_a_run(tmp_path: Pa
     assert "of them for checkpoints of 2 steps that are kept" in about["disk"].found
 
 
+@pytest.mark.slow
 def test_graders_of_the_recipe_s_own_are_tried_before_a_run(tmp_path: Path, model: Path) -> None:
     def grader(**evaluate: Any) -> list[Finding]:
         findings = examine(recipe(tmp_path, model, evaluate=evaluate))

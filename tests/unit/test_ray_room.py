@@ -62,6 +62,7 @@ def test_who_asks_a_cluster_ends_with_the_process_that_wants_to_know() -> None:
     assert (asked.stdout, asked.stderr) == ("", ""), "its parent has ended before it could say so to the kernel"
 
 
+@pytest.mark.slow
 def test_what_a_cluster_has_and_why_it_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

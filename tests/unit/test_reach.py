@@ -80,12 +80,14 @@ def test_setup_runs_first_and_takes_nothing_of_the_program(tmp_path: Path) -> No
     assert (tmp_path / "ran").exists()  # what it exports reaches the interpreter, and Ray
 
 
+@pytest.mark.slow
 def test_a_host_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     inventory = Inventory(hosts=("a",), devices=1, shell="sh -c 'sleep 30' {host}", connect_seconds=1)
     answer = ask(inventory, {"a": {}}, work_seconds=0.2)["a"]
     assert answer.problem == "no answer within 1.2 s"
 
 
+@pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_a_host_that_hangs_and_says_what_may_run(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "hangs")
     shell = f"sh -c 'echo now >{tmp_path}/hangs; exec sleep 600' {{host}}"
@@ -267,6 +269,7 @@ def test_a_start_that_failed_before_ray_leaves_no_token_after_down() -> None:
 START = "import json, sys; from tasks.nodes import on_node; print(on_node.answer(json.load(sys.stdin)))"
 
 
+@pytest.mark.slow
 def test_an_end_waits_for_a_start_that_is_at_work() -> None:
     request = {"verb": "stop", "cluster": "c_6379", "host": "h"}
     folder = on_node.folder_of(request)
@@ -293,6 +296,7 @@ def test_an_end_waits_for_a_start_that_is_at_work() -> None:
     assert list(clusters_folder().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_start_whose_command_was_interrupted_starts_nothing(tmp_path: Path) -> None:
     request = {
         **{"verb": "start", "cluster": "c_6379", "host": "h", "is_head": True, "start_seconds": 60, "token": "t"},

@@ -231,6 +231,7 @@ def test_kuberay_has_the_fields_of_its_definition() -> None:
         assert document["metadata"]["name"] == name.removesuffix(".yaml")
 
 
+@pytest.mark.slow
 def test_kubernetes_accepts_the_pods() -> None:
     for document in _documents().values():
         spec = document["spec"].get("rayClusterSpec", document["spec"])

@@ -37,6 +37,7 @@ def whole(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(ids=st.lists(st.integers(0, MAX_VOCABULARY - 1), max_size=120), num_characters=st.integers(1, 40))
 def test_byte_level_tokens_at_random(ids: list[int], num_characters: int) -> None:

@@ -304,6 +304,7 @@ def test_a_seed_depends_on_all_that_names_a_response() -> None:
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
+@pytest.mark.slow
 def test_waiting_for_scores_alone_is_timed(worker: RolloutWorker) -> None:
     slow = Prompt(0, (5, 9), "anything", "0", {"seconds": 0.3})
     worker.submit([GroupRequest(104, slow, STEP)])

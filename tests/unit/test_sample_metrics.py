@@ -62,6 +62,7 @@ def drawn(values: Sequence[float], n: int, choose: Callable[[list[int]], int]) -
     return float(np.mean(taken)), float(np.std(taken))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4, 8, 11])
 def test_as_drawn_with_replacement(n: int) -> None:
     accs = [0.0, 0.25, 1.0, 0.5, 0.0, 1.0, 0.0, 0.0, 0.75, 0.0, 0.1]

@@ -246,6 +246,7 @@ def test_engines_that_fall_silent_after_a_kept_group_are_noticed() -> None:
         make_sampler(source, 2, clock=clock, max_seconds_without_kept=5.0).draw(step=1)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     script=st.lists(st.sampled_from([RIGHT, WRONG, MIXED]), min_size=1, max_size=20),

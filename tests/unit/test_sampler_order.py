@@ -49,6 +49,7 @@ def test_a_long_group_is_trained_in_its_turn_or_dropped_in_finishing_order(
     assert [draw.account.groups["aborted"] for draw in draws] == [2 * (order == "finish")] * 4
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     script=SCRIPTS.filter(lambda script: MIXED in script),
@@ -221,6 +222,7 @@ def test_draws_are_used_up_only_when_continued_groups_came_back_too(order: str, 
     assert sampler.unfinished == []
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(script=SCRIPTS, burst=st.integers(1, 9), seed=st.integers(0, 1000), order=st.sampled_from(ORDERS))
 def test_under_deterministic_speed_decides_nothing(

@@ -42,6 +42,7 @@ def _items(draw: st.DrawFn) -> tuple[str, list[str]]:
     return text, names
 
 
+@pytest.mark.slow
 @given(st.lists(_items(), min_size=1, max_size=4))
 def test_expansion_gives_the_names_that_were_compressed(items: list[tuple[str, list[str]]]) -> None:
     assert expand(",".join(text for text, _ in items)) == [name for _, names in items for name in names]
@@ -178,6 +179,7 @@ def test_an_empty_node_file_is_no_cluster(tmp_path: Path) -> None:
         from_scheduler({"PBS_NODEFILE": str(tmp_path / "nodes")})
 
 
+@pytest.mark.slow
 def test_no_answer_of_scontrol_is_no_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "scontrol").write_text("#!/bin/sh\nsleep 5\n")
     (tmp_path / "scontrol").chmod(0o755)

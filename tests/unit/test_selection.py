@@ -46,6 +46,7 @@ def test_kept_groups_are_as_long_as_those_with_signal(
     assert warnings(caplog) == []
 
 
+@pytest.mark.slow
 def test_the_default_is_no_slower_than_dropping_what_is_late(selection: ModuleType) -> None:
     stream, finish = simulate(selection), simulate(selection, order="finish")
     assert stream.ticks_per_step < finish.ticks_per_step

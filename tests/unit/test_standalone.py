@@ -79,6 +79,7 @@ def test_an_evaluation_goes_to_its_report_without_the_chain(tmp_path: Path) -> N
     assert (tmp_path / "page" / "report.html").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_what_needs_the_chain_says_how_to_install_it(tmp_path: Path) -> None:
     (tmp_path / "prefect.yaml").write_text("deployments: []")
     (tmp_path / "c.yaml").write_text("model: {source: recipe}\ndata: {train: arithmetic, eval: arithmetic}\n")

@@ -119,6 +119,7 @@ def test_a_baseline_stands_beside_both_sides_and_what_it_lacks_is_said(report: d
     assert baseline["before"]["benchmarks"][0]["before"] == 0.5
 
 
+@pytest.mark.slow
 def test_last_night_has_a_sentence_of_its_own_that_no_average_hides(folder: Path) -> None:
     nights = {"last-night": folder / "before"}
     made = Provenance(made={"since the first night": "better than the first night, 20260101 (+3.0 points)"})

@@ -102,6 +102,7 @@ def test_held_out_prompts_that_are_too_long_are_counted(
         tokenize_prompts(problems, tokenizer, lengths[0])
 
 
+@pytest.mark.slow
 def test_a_file_gives_the_prompts_of_its_rows(
     prompts_of: Read, train_file: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_file_gives_the_prompts_of_its_rows(
     assert again[1321] == prompts[1321]  # which still has the removed file
 
 
+@pytest.mark.slow
 def test_arguments_of_the_chat_template_change_the_tokens_and_their_key(
     model: Path, tokenizer: PreTrainedTokenizerBase, train_file: Path, tmp_path: Path
 ) -> None:
@@ -147,6 +149,7 @@ def test_arguments_of_the_chat_template_change_the_tokens_and_their_key(
         read(enable_thinkng=False)
 
 
+@pytest.mark.slow
 def test_rows_are_tokenised_once(prompts_of: Read, train_file: Path, model: Path, tmp_path: Path) -> None:
     made: list[Path] = []
     tokenize = tokenizing._tokenize_file

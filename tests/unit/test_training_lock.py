@@ -90,6 +90,7 @@ def test_only_a_lock_that_is_held_has_a_holder(tmp_path: Path) -> None:
     assert durable.find_holder(path) is None
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_names_the_holder_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "training.lock"
     caplog.set_level(logging.INFO, logger="durable")
@@ -169,6 +170,7 @@ def train(run: Run, monkeypatch: pytest.MonkeyPatch, attempt: int) -> State[Arti
     return function(run, inputs["prepare_data"], inputs["fetch_model"], skips_if_locked=True)
 
 
+@pytest.mark.slow
 def test_a_nightly_run_is_skipped_at_its_first_attempt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with hold(training_lock_path(run.config), "other"):
         state = train(run, monkeypatch, attempt=1)
@@ -178,6 +180,7 @@ def test_a_nightly_run_is_skipped_at_its_first_attempt(run: Run, monkeypatch: py
         raise state.result()
 
 
+@pytest.mark.slow
 def test_a_later_attempt_waits_for_the_lock(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
