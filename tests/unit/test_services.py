@@ -127,7 +127,6 @@ def test_a_server_gets_another_port_when_its_own_is_taken() -> None:
         assert services._choose_port("127.0.0.1", taken) != taken
 
 
-@pytest.mark.slow
 def test_a_service_is_started_once_and_only_our_own_process_is_stopped(tmp_path: Path) -> None:
     service = Service(tmp_path, "worker")
     service.start(SLEEP, os.environ)
@@ -180,7 +179,6 @@ def test_a_server_that_another_store_started_at_the_port_is_not_taken_for_our_ow
     assert answers == [True, False]
 
 
-@pytest.mark.slow
 def test_up_refuses_a_folder_without_a_project_and_a_store_that_is_a_file_or_in_use(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no prefect\.yaml in .*: type this in the project directory"):
         bring_up(tmp_path, tmp_path)
