@@ -29,7 +29,7 @@ class Measuring:
         for field, its in zip(part, values, strict=True):
             field[row.cells[: len(its)]] = its.detach().cpu()
         part = part.unflatten(1, micro.response_mask.shape)[:, : len(indices)]
-        self.values[:, torch.from_numpy(indices), : part.shape[2]] = part
+        self.values[:, torch.tensor(indices), : part.shape[2]] = part
 
     def read(self, group: ProcessGroup | None, device: torch.device) -> Measured:
         """The whole share's, on every rank of the group: [b, R] float32 each. Collective in the group."""

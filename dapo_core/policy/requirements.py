@@ -72,7 +72,9 @@ def require_averages(device: torch.device) -> None:
     rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
     given = torch.full((num_ranks,), float(rank), device=device)
     average = torch.empty(1, device=device)
-    distributed.reduce_scatter_tensor(average, given, op=distributed.ReduceOp.AVG)
+    # Newer versions of torch warn of the old name.
+    reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
+    reduce_scatter(average, given, op=distributed.ReduceOp.AVG)
     expected = (num_ranks - 1) / 2
     if abs(average.item() - expected) > 1e-6 * num_ranks:
         raise ConfigError(
