@@ -27,6 +27,7 @@ from eval.summary import Summary
 logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]  # requests finished, and in all
+LOG_SECONDS = 60.0  # between two lines on progress, while requests finish
 
 
 def evaluate(
@@ -185,13 +186,13 @@ class _Session:
 
 
 class _Progress:
-    """How far an evaluation is: a bar on a terminal, otherwise a log line every tenth."""
+    """How far an evaluation is: a bar on a terminal, otherwise a log line for each tenth or LOG_SECONDS."""
 
     def __init__(self, num_requests: int, on_progress: OnProgress | None) -> None:
         self._num_requests = num_requests
         self._on_progress = on_progress
         self._num_done = self._num_tokens = self._num_failed = 0
-        self._start = time.monotonic()
+        self._start = self._logged_at = time.monotonic()
         self._bar = Progress(
             TextColumn("evaluate"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"),
             TextColumn("left:"), TimeRemainingColumn(), refresh_per_second=4, disable=not sys.stderr.isatty(),
@@ -211,7 +212,8 @@ class _Progress:
         self._num_tokens += sum(row.response_tokens or 0 for row in rows)
         if self._on_progress is not None:
             self._on_progress(self._num_done, self._num_requests)
-        seconds = max(time.monotonic() - self._start, 1e-9)
+        now = time.monotonic()
+        seconds = max(now - self._start, 1e-9)
         speed = f"{self._num_tokens / seconds:.0f} tokens/s"
         failed = [row for row in rows if not row.is_answered]
         if failed and not self._num_failed:
@@ -221,7 +223,8 @@ class _Progress:
         speed += f", {num_repeated} to ask again" if num_repeated else ""
         self._bar.update(self._task, advance=len(rows), speed=speed)
         is_tenth = 10 * self._num_done // self._num_requests > 10 * done_before // self._num_requests
-        if self._bar.disable and is_tenth:
+        if self._bar.disable and (is_tenth or now - self._logged_at >= LOG_SECONDS):
+            self._logged_at = now
             # Without those that are asked again: they wait before they are.
             num_new = self._num_requests - self._num_done - num_repeated
             left = f", about {math.ceil(seconds / self._num_done * num_new)} s left" if num_new > 0 else ""

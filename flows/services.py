@@ -319,11 +319,13 @@ def _start_server(services: Services, host: str | None, port: int | None, databa
             f"the server of this store keeps its runs in {last['database']}: give its URL with --database or "
             f"{DATABASE_VARIABLES[0]}, or --database sqlite for a file in the store"
         )
-    host = host or last.get("host", LOOPBACK)
+    is_typed, host = host is not None, host or last.get("host", LOOPBACK)
     if not is_loopback(host) and not auth_string():
+        typed = f"--host {host}" if is_typed else f"the host {host}, kept from the last `dapo up` of this store,"
+        other = "" if is_typed else f"; or give another: `{services.command(f'up --host {LOOPBACK}')}`"
         raise ConfigError(
-            f"--host {host} lets other machines in, and whoever reaches Prefect's server without a password runs "
-            f"code as you: export {AUTH_VARIABLES[1]}=USER:PASSWORD first, also where the server is used from"
+            f"{typed} lets other machines in, and whoever reaches Prefect's server without a password runs code "
+            f"as you: export {AUTH_VARIABLES[1]}=USER:PASSWORD first, also where the server is used from{other}"
         )
     port = port or _choose_port(host, last.get("port", DEFAULT_PORT))
     api_url = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}/api"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.filesize import decimal
 
 from dapo_core.errors import ConfigError
 from eval.problems import ProblemsError
@@ -19,11 +22,18 @@ from eval.problems.rows import Row, chat_of
 from tasks.config import ChainConfig
 from tasks.data.reading import SetCount, iterate_source, to_row
 from tasks.data.sources import train_sources
+from tasks.preflight.model import ModelFacts
+from tasks.preflight.prompts import longest_prompt, prompt_tokens
+
+logger = logging.getLogger(__name__)
 
 NO_COLUMNS: Mapping[str, str] = {}
 NUM_TRIED = 50  # rows by which a file's form is recognised
 HELD_OUT_PART, LEAST_HELD_OUT, MOST_HELD_OUT = 10, 8, 500  # of a file without a held-out set: every tenth row
 MAX_SPLIT_BYTES = 64 * 1024**2
+MUCH_BYTES = 4 * 1024**2  # of a file; from here on, reading it takes seconds
+LEAST_RESPONSE = 2  # tokens that a training needs after its longest prompt
+BATCH_PROMPTS = 1000  # whose tokens are counted at once
 MOST_LEFT_OUT = 0.5  # of a file's rows; more are a sign of wrong columns or a wrong model
 _REMOTE = re.compile(r"(hf|modelscope|https?):")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -113,14 +123,14 @@ def data_sets(
     train: str,
     held_out: str | None,
     columns: Mapping[str, str] = NO_COLUMNS,
-    most_tokens: int | None = None,
-    fits: Callable[[Any], bool] | None = None,
+    facts: ModelFacts | None = None,
 ) -> tuple[dict[str, Any], SetCount]:
     """data.train and data.eval: two sets, the test split of one, or two files of its rows beside the recipe.
 
-    The files lack the rows that cannot be used, and those whose prompt does not fit into `most_tokens`: the count
-    has them. Raises ConfigError for a source without a held-out set that has to be fetched, or is too large or
-    small to be split here, and DataError if more than half of its rows are left out.
+    The files lack the rows that cannot be used and, where a prompt is too long for the model, all whose prompts
+    take more than half of its positions: the count has them. Raises ConfigError for a source without a held-out
+    set that has to be fetched, or is too large or small to be split here, and DataError if more than half of its
+    rows are left out.
     """
     if held_out is None and train in SETS and SETS[train].test:
         return {"train": train, "eval": train}, SetCount(train)
@@ -134,14 +144,18 @@ def data_sets(
     source, count = train_sources(config)[0], SetCount(train)
     one = value[0] if isinstance(value, list) else {"set": value}
     is_solved = one["set"] in SETS  # a part of a set must not bear its name: accuracy would not compare
-    rows = list[dict[str, Any]]()
-    for problem, row in iterate_source(config, source, count):
-        if fits is not None and not fits(to_row(source, problem, row)["prompt"]):
-            count.refuse(count.read - 1, f"a prompt of more than {most_tokens:,} tokens", row)
-        elif is_solved:
-            rows.append({"id": str(len(rows)), "problem": problem.text, "answer": problem.gold})
-        else:
-            rows.append(dict(row))
+    if path.stat().st_size > MUCH_BYTES:
+        logger.info("reading all of %s, which has %s: this may take a minute", train, decimal(path.stat().st_size))
+    found = [(count.read - 1, problem, row) for problem, row in iterate_source(config, source, count)]
+    too_long = set[int]()
+    if facts is not None and facts.tokenizer is not None and facts.positions:
+        prompts = [to_row(source, problem, row)["prompt"] for _, problem, row in found]
+        if longest_prompt(facts, prompts) > facts.positions - LEAST_RESPONSE:
+            too_long = _leave_out_long(facts, prompts, found, count)
+    rows = [
+        {"id": str(at), "problem": problem.text, "answer": problem.gold} if is_solved else dict(row)
+        for at, (_, problem, row) in enumerate(each for each in found if each[0] not in too_long)
+    ]
     count.require_usable(MOST_LEFT_OUT, "Correct the rows, or name other columns with --columns.")
     written: dict[str, list[dict[str, Any]]] = {"train": rows} if count.refused else {}
     if held_out is None:
@@ -154,6 +168,21 @@ def data_sets(
         file = beside.write(name, part)
         parts[name] = [{**one, "set": file}] if len(one) > 1 else file
     return parts, count
+
+
+def _leave_out_long(
+    facts: ModelFacts, prompts: Sequence[Any], found: Sequence[tuple[int, Problem, Row]], count: SetCount
+) -> set[int]:
+    """The numbers of the rows whose prompts take more than half of the model's positions, counted as refused."""
+    limit, too_long = (facts.positions or 0) // 2, set[int]()
+    logger.info("a prompt is too long for the model: counting the tokens of all %d", len(prompts))
+    for at in range(0, len(prompts), BATCH_PROMPTS):
+        tokens = prompt_tokens(facts, prompts[at : at + BATCH_PROMPTS])
+        for (number, _, row), num_tokens in zip(found[at : at + BATCH_PROMPTS], tokens, strict=True):
+            if num_tokens > limit:
+                count.refuse(number, f"a prompt of more than {limit:,} tokens", row)
+                too_long.add(number)
+    return too_long
 
 
 def _held_out(beside: Beside, held_out: str, columns: Mapping[str, str]) -> Any:

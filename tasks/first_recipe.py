@@ -20,6 +20,7 @@ from dapo_core.memory.devices import GIB
 from dapo_core.reward.routing import routes
 from eval.problems.registry import OWN
 from tasks.config import ChainConfig
+from tasks.data.sources import ARITHMETIC
 from tasks.first_data import HUB_ID, NO_COLUMNS, Beside, data_sets
 from tasks.lengths import Bounds, Lengths, fitted
 from tasks.preflight.finding import Findings
@@ -29,7 +30,6 @@ from tasks.preflight.prompts import longest_prompt
 
 logger = logging.getLogger(__name__)
 
-LEAST_RESPONSE = 2  # tokens that a training needs after its longest prompt
 CPU_RESPONSE_TOKENS, RESPONSE_TOKENS = 256, 8192
 CPU_CACHE_SEQUENCES = 16  # longest sequences that an engine's cache has room for on a CPU
 
@@ -66,15 +66,10 @@ def first_recipe(
     Raises ConfigError for what is neither a file nor a name, and for rows whose columns say nothing.
     """
     with Beside(path) as beside:
-        data, count = data_sets(beside, train, held_out, columns)
+        facts = _facts(model)
+        data, count = data_sets(beside, train, held_out, columns, facts)
         tree: dict[str, Any] = {"data": data, "model": dict(model)}
-        facts, bounds, unknown = _facts(tree)
-        if facts.positions and (bounds.longest_prompt or 0) > facts.positions - LEAST_RESPONSE:
-            limit = facts.positions // 2
-            tree["data"], count = data_sets(
-                beside, train, held_out, columns, limit, lambda prompt: longest_prompt(facts, [prompt]) <= limit
-            )
-            _, bounds, unknown = _facts(tree)
+        bounds, unknown = _bounds(tree, facts)
         lengths = sized_lengths(machine, bounds)
     for reason, number in count.refused.items():
         logger.warning(
@@ -101,15 +96,24 @@ def model_keys(model: str, chat_template: Path | None = None) -> dict[str, Any]:
     return {"source": source, "id": name, **({"revision": revision} if revision else {}), **more}
 
 
-def _facts(tree: dict[str, Any]) -> tuple[ModelFacts, Bounds, list[str]]:
-    """What the model and the prompts say, as far as they are here, and data sources without a scorer.
+def _facts(model: Mapping[str, Any]) -> ModelFacts:
+    """What the model says, as far as it is here. Raises PreflightError for an unusable one."""
+    no_data = {"train": ARITHMETIC, "eval": ARITHMETIC}
+    config, findings = ChainConfig.model_validate({"data": no_data, "model": dict(model)}), Findings()
+    facts = ModelFacts()
+    if config.model.source == "path":
+        facts = check_model(Path(str(config.model.path)), config, findings)
+    findings.require()
+    return facts
+
+
+def _bounds(tree: dict[str, Any], facts: ModelFacts) -> tuple[Bounds, list[str]]:
+    """The bounds of model and prompts, as far as they are here, and data sources without a scorer.
 
     Raises PreflightError for what is unusable.
     """
-    config = ChainConfig.model_validate(tree)
     findings = Findings()
-    inputs = inputs_here(config, findings)
-    facts = check_model(inputs.model, config, findings) if inputs.model is not None else ModelFacts()
+    inputs = inputs_here(ChainConfig.model_validate(tree), findings)
     findings.require()
     bounds = Bounds(positions=facts.positions)
     if facts.tokenizer is not None:
@@ -117,7 +121,7 @@ def _facts(tree: dict[str, Any]) -> tuple[ModelFacts, Bounds, list[str]]:
         prompts += [item.prompt for item in inputs.evaluation.items] if inputs.evaluation else []
         longest = longest_prompt(facts, prompts) if prompts else None
         bounds = replace(bounds, longest_prompt=longest, longest_question=longest)
-    return facts, bounds, sorted({one.data_source for one in inputs.problems if one.data_source} - routes().keys())
+    return bounds, sorted({one.data_source for one in inputs.problems if one.data_source} - routes().keys())
 
 
 def sized_lengths(machine: Machine, bounds: Bounds) -> Lengths:

@@ -124,7 +124,10 @@ def stage(
         ),
     ] = None,
 ) -> None:
-    """Run one stage, with what it needs from the store, and print where its output is."""
+    """Run one stage, with what it needs from the store, and print where its output is.
+
+    Where the store has it and no Prefect server runs, none is started.
+    """
     if name not in STAGES:
         from downloads.nearest import nearest
 
@@ -138,13 +141,23 @@ def stage(
         if name not in SIDED:
             raise typer.BadParameter(f"{name} has no sides; {', '.join(SIDED)} have", param_hint="--side")
         options["side"] = side
-    from flows.prefect_server import provide_prefect_api
-    from tasks.runs.run import check_start, require_outputs
+    from flows.prefect_server import named_api, provide_prefect_api
+    from tasks.links import label_of, link_of
+    from tasks.runs.plan import has_output
+    from tasks.runs.run import Run, check_start, require_outputs
 
     settings = begin(config, overrides)
+    store = Path(settings.store.path)
     check_start(settings)
-    require_outputs(settings, _needs(settings, name, side))
-    wait_for_api = provide_prefect_api(Path(settings.store.path))
+    label = None if name == "compare" else label_of(settings, name.replace("-", "_"), side)
+    needs = ("evaluate_before", "evaluate_after", "train_policy")
+    require_outputs(settings, needs if label is None else link_of(settings, label).needs)
+    if label is not None and not force and not named_api(store) and has_output(settings, label):
+        logger.info("its output is in the store: no Prefect server is started")
+        with Run.start(settings, name) as run:
+            typer.echo(run.take(label).path)
+        return
+    wait_for_api = provide_prefect_api(store)
     from flows.single_stages import STAGE_FLOWS
 
     wait_for_api()
@@ -154,15 +167,6 @@ def stage(
         print_report(Path(output))
     else:
         typer.echo(output)
-
-
-def _needs(settings: Config, name: str, side: str | None) -> tuple[str, ...]:
-    """The labels of the stages that this one takes its inputs from."""
-    from tasks.links import label_of, link_of
-
-    if name == "compare":
-        return ("evaluate_before", "evaluate_after", "train_policy")
-    return link_of(settings, label_of(settings, name.replace("-", "_"), side)).needs
 
 
 def begin(config: Path, overrides: list[str] | None) -> Config:

@@ -126,15 +126,20 @@ def asked_forms(text: str) -> list[str]:
 
 
 def longest_prompt(facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping[str, Any] | None = None) -> int:
-    """Tokens of the longest prompt, looked for among the longest texts; a text is sent without a template.
+    """Tokens of the longest prompt, looked for among the longest texts; the rest is as in `prompt_tokens`."""
+    longest = sorted(prompts, key=lambda prompt: len(_text_of(prompt)), reverse=True)[:NUM_MEASURED]
+    return max(prompt_tokens(facts, longest, arguments), default=0)
 
-    `arguments` are those of the chat template.
+
+def prompt_tokens(
+    facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Tokens of each prompt; a text is sent without a template, of which `arguments` are.
 
     Raises DataError where the template refuses a prompt or gives a token that the model has no embedding for.
     """
     tokenizer = facts.tokenizer
     assert tokenizer is not None
-    longest = sorted(prompts, key=lambda prompt: len(_text_of(prompt)), reverse=True)[:NUM_MEASURED]
     try:
         texts = [
             prompt
@@ -145,21 +150,21 @@ def longest_prompt(facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping
                     **{**(arguments or {}), "add_generation_prompt": True, "tokenize": False},
                 )
             )
-            for prompt in longest
+            for prompt in prompts
         ]
     except (TemplateError, TypeError, ValueError) as error:
         raise DataError(
             f"the model's chat template refuses a prompt: {error}; change the prompt's messages, or the template "
             "in the model's folder"
         ) from None
-    token_ids = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+    token_ids = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
     largest = max((max(ids, default=0) for ids in token_ids), default=0)
     if facts.vocabulary is not None and largest >= facts.vocabulary:
         raise DataError(
             f"the tokenizer gives token {largest}, and the model's embedding has {facts.vocabulary} rows "
             "(config.json, vocab_size): set model.path to a folder whose files belong together"
         )
-    return max(map(len, token_ids), default=0)
+    return list(map(len, token_ids))
 
 
 def _text_of(prompt: Any) -> str:

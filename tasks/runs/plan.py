@@ -16,8 +16,9 @@ from tasks.config import ChainConfig
 from tasks.data.sources import describe_sources
 from tasks.external.environment import TrainerMissing
 from tasks.fetched_model import describe_fetch
-from tasks.links import Link, chain_of
+from tasks.links import Link, chain_of, link_of
 from tasks.runs.history import RecordedRun, artifact_of, differences_of, read_runs
+from tasks.runs.run import require_outputs
 from tasks.serve_model.failure import ServeError
 from tasks.stages import EVALUATE_MODEL, FETCH_MODEL, PREPARE_DATA, Stage
 from tasks.suite import benchmarks_of, describe_asked
@@ -91,6 +92,16 @@ def is_built(config: ChainConfig) -> bool:
     try:
         return all(stage.state == "cached" for stage in plan_chain(config))
     except (ConfigError, ModelError, CheckpointError):  # the preflight says why, with all else that it finds
+        return False
+
+
+def has_output(config: ChainConfig, label: str) -> bool:
+    """Whether the store has a stage's undamaged output; not where its key is unknown, since the stage says why."""
+    link = link_of(config, label)
+    try:
+        key = link.key(*require_outputs(config, link.needs).values())
+        return ArtifactStore(config.store.path).check(key.stage, key.key) is not None
+    except (DamagedArtifact, Unreachable, ServeError, CheckpointError, TrainerMissing, ConfigError, ModelError):
         return False
 
 

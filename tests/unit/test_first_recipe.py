@@ -14,6 +14,7 @@ import yaml
 
 from dapo_core.errors import ConfigError, DataError
 from flows.config import load_config
+from tasks import first_data
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.first_data import columns_said, data_set, guessed_columns
 from tasks.first_recipe import Machine, first_recipe, model_keys
@@ -219,6 +220,29 @@ def test_rows_without_an_answer_and_prompts_that_cannot_fit_are_left_out_and_cou
     Path("none.csv").write_text("question,answer\n" + "Why?,\n" * 40)
     with pytest.raises(DataError, match=r"40 of 40 rows cannot be used .* name other columns with --columns"):
         first_recipe(Path("none.yaml"), model_keys("models/small"), "none.csv", None, CPU)
+
+
+def test_rows_that_stay_are_chosen_in_one_reading_which_is_announced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        {"problem": "word " * (2000 * (n == 5)) + f"What is {n} + 1?", "answer": str(n + 1)} for n in range(40)
+    ]
+    Path("long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    begun = list[str]()
+    reading = first_data.iterate_source
+    monkeypatch.setattr(first_data, "iterate_source", lambda *what: begun.append(what[1].name) or reading(*what))
+    monkeypatch.setattr(first_data, "MUCH_BYTES", 1000)
+    monkeypatch.setattr(first_data, "BATCH_PROMPTS", 7)
+    with caplog.at_level("INFO", "tasks.first_data"):
+        first_recipe(Path("long.yaml"), model_keys("models/small"), "long.jsonl", None, CPU)
+    assert begun == ["long.jsonl"]
+    assert [text.partition(":")[0] for text in caplog.messages] == [
+        "reading all of long.jsonl, which has 11.9 kB",
+        "a prompt is too long for the model",
+        "long.jsonl",
+    ]
+    assert "1 of 40 rows, with a prompt of more than 256 tokens; row 5: " in caplog.messages[-1]
 
 
 def test_files_of_the_users_stay_as_they_are(folder: Path) -> None:

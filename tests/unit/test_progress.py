@@ -1,13 +1,16 @@
-"""Step lines of child processes become a bar; everything else stays a line."""
+"""Step lines of child processes become a bar; everything else stays a line, each tenth or by the clock."""
 
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
+from eval import run
 from flows import progress
 from flows.progress import STEP_LINE, StepBar, bytes_progress
+from tests.evaluations import make_items, make_row
 
 
 def record(message: str, level: int = logging.INFO) -> logging.LogRecord:
@@ -51,3 +54,15 @@ def test_bytes_are_logged_in_tenths_or_by_the_clock_without_a_terminal(
     with caplog.at_level(logging.INFO, "flows.progress"), bytes_progress("merge") as on_progress:
         on_progress(1, 1000)
     assert caplog.messages[-1] == "merge: 1 byte of 1.0 kB"
+
+
+def test_an_evaluation_is_logged_in_tenths_or_by_the_clock(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([0.0, 59.0, 61.0, 70.0, 80.0, 139.0, 141.0])  # the start, then each finished request
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    row = make_row(make_items(1)[0], "r")
+    with caplog.at_level(logging.INFO, "eval.run"), run._Progress(40, None) as shown:
+        for _ in range(6):
+            shown.advance([row], 0)
+    assert [line.split(" items")[0] for line in caplog.messages] == ["2 of 40", "4 of 40", "6 of 40"]

@@ -18,11 +18,24 @@ from flows.cli.chain import print_report
 from flows.dapo_full import outcome
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.runs.history import read_runs
-from tasks.runs.plan import is_built
+from tasks.runs.plan import has_output, is_built
 from tasks.runs.report import PLOTS_FILE, repeat_chain
 from tasks.runs.run import Run
 from tests.recorded_runs import Outcome, record_run, small_config
 from tests.webhooks import started_receiver
+
+
+def built_again(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command in a process without a Prefect server, whose PREFECT_HOME is in the folder."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    return subprocess.run(
+        [sys.executable, "-m", "flows.cli", *words],
+        cwd=PROJECT_ROOT,
+        env={**environment, "PREFECT_HOME": str(folder / "prefect")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @pytest.mark.slow
@@ -82,15 +95,7 @@ def test_dapo_run_of_a_built_chain_starts_no_server(tmp_path: Path) -> None:
         record_run(config)
         resolved = tmp_path / "recipe.yaml"
         resolved.write_text(next(read_runs(tmp_path / "store")).folder.joinpath("config.yaml").read_text())
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-        done = subprocess.run(
-            [sys.executable, "-m", "flows.cli", "run", resolved],
-            cwd=PROJECT_ROOT,
-            env={**environment, "PREFECT_HOME": str(tmp_path / "prefect")},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = built_again(tmp_path, "run", resolved)
     assert done.returncode == 0, done.stderr
     newest = next(read_runs(tmp_path / "store"))
     assert (newest.state, newest.num_built, newest.num_cached) == ("completed", 0, 6)
@@ -103,3 +108,26 @@ def test_dapo_run_of_a_built_chain_starts_no_server(tmp_path: Path) -> None:
     assert (body["event"], body["run"]) == ("report", newest.id)
     record = json.loads((newest.folder / "report" / "report.json").read_text())
     assert all(stage["cached"] for stage in record["stages"].values())
+
+
+@pytest.mark.slow
+def test_dapo_stage_of_an_output_that_is_there_starts_no_server(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "store")
+    built = record_run(config)
+    done = built_again(tmp_path, "stage", "evaluate-model", built.config_path, "--side", "before")
+    assert done.returncode == 0, done.stderr
+    assert "no Prefect server is started" in done.stdout
+    assert done.stdout.endswith(f"{built.stages['evaluate_before'].artifact}\n")
+    newest = next(read_runs(tmp_path / "store"))
+    assert (newest.flow, newest.state, newest.num_built) == ("evaluate-model", "completed", 0)
+    assert newest.stages["evaluate_before"].cached
+    assert not (tmp_path / "prefect" / "prefect.db").exists()
+
+
+def test_an_output_counts_as_there_when_it_is_whole_and_its_inputs_are(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "store")
+    run = record_run(config)
+    assert has_output(config, "merge_checkpoint")
+    assert not has_output(small_config(tmp_path / "store", "merge.dtype=float16"), "merge_checkpoint")
+    (Path(run.stages["merge_checkpoint"].artifact) / "weights").write_text("something else")
+    assert not has_output(config, "merge_checkpoint")
