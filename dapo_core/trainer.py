@@ -198,10 +198,7 @@ class Trainer:
             metrics |= measure.seqlen_metrics(batch.lengths, updates, config.train.passes)
             metrics |= self.utilization.metrics(batch, timer.seconds["update_actor"], config.train.passes)
 
-        refresh_every = config.algorithm.kl.refresh_every
-        if refresh_every and number % refresh_every == 0:  # skipped or not: a resume knows the number alone
-            with timer.phase("ref"):
-                policy.refresh_reference()
+        policy.refresh_reference(number, timer)
         self.num_steps = number
         if is_due(number, config.validation.every, config.train.total_steps):
             with timer.phase("testing"):

@@ -99,9 +99,15 @@ class PolicyGroup:
         assert measured is not None, "train.passes is at least 1"
         return updates, measured
 
-    def refresh_reference(self) -> None:
-        """Give the reference model the policy's weights, wherever both are."""
-        self.actors.get([rank.refresh_reference.remote() for rank in self.ranks])
+    def refresh_reference(self, step: int, timer: PhaseTimer) -> None:
+        """Give the reference model the policy's weights, wherever both are, if algorithm.kl.refresh_every says so.
+
+        The step's number alone decides, whether it was skipped or not, so a resume changes nothing.
+        """
+        refresh_every = self.config.algorithm.kl.refresh_every
+        if refresh_every and step % refresh_every == 0:
+            with timer.phase("ref"):
+                self.actors.get([rank.refresh_reference.remote() for rank in self.ranks])
 
     def update(self, mini_batch: Batch, measures: bool = False) -> Update:
         """One optimizer step on the mini-batch, with the sums of all ranks and, if requested, its measurement."""
