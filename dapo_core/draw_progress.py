@@ -44,15 +44,13 @@ class DrawProgress:
         pace = max(num_tokens - self._last[1], 0) / (now - self._last[0])
         self._next_word, self._last = now + WORD_SECONDS, (now, num_tokens)
         logger.info(
-            "training step %d draws: %d groups drawn, %d finished, %d of %d kept, %d all right, %d all wrong; "
-            "%.0f tokens/s, %s",
+            "training step %d draws: %d groups drawn, %d finished, %d of %d kept, %s; %.0f tokens/s, %s",
             self._step,
             num_drawn,
             account.finished_groups,
             min(num_ready, self.train_prompts),
             self.train_prompts,
-            account.groups["all_right"],
-            account.groups["all_wrong"],
+            account.without_signal,
             pace,
             self._end(now, num_ready),
         )
@@ -67,12 +65,11 @@ class DrawProgress:
 
 
 def _hint(account: TokenAccount) -> str:
-    num_wrong, num_right = account.groups["all_wrong"], account.groups["all_right"]
     seen = (
-        f"the first {account.finished_groups} groups have no signal: {num_wrong} are all wrong, {num_right} all "
-        f"right (mean accuracy {account.num_right / max(account.num_finished, 1):.1%})."
+        f"the first {account.finished_groups} groups have no signal: {account.without_signal} "
+        f"(mean accuracy {account.num_right / max(account.num_finished, 1):.1%})."
     )
-    if num_right > num_wrong:
+    if account.groups["all_right"] > account.finished_groups / 2:
         return f"{seen} The prompts are too easy for the model: take harder ones, or raise rollout.temperature"
     cut = account.lengths["finished"]
     if cut.num_cut > cut.num_responses / 2:

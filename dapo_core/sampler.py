@@ -16,7 +16,7 @@ from dapo_core.draw_progress import DrawProgress
 from dapo_core.engines.base import Response
 from dapo_core.errors import DapoError, RewardError, RolloutError
 from dapo_core.rollout import Group, GroupRequest, Rollout
-from dapo_core.token_account import LengthWatch, TokenAccount
+from dapo_core.token_account import NO_SIGNAL, Fate, LengthWatch, TokenAccount
 
 if TYPE_CHECKING:
     from dapo_core.cluster.rollout_group import RolloutGroup
@@ -216,8 +216,7 @@ class Sampler:
                 filling.ready[group.group_id] = (oldest_step, group)
                 filling.last_signal, filling.finished_since_signal = self.clock(), 0
             else:
-                is_right = min(group.metric("acc"), default=0.0) >= 1.0
-                account.add("all_right" if is_right else "all_wrong", group.rollouts)
+                account.add(_fate_without_signal(group), group.rollouts)
                 filling.finished_since_signal += 1
 
     def _has_signal(self, group: Group) -> bool:
@@ -314,12 +313,22 @@ class Sampler:
     def _seen(self, filling: _Filling) -> str:
         account = filling.account
         unscored = f"{account.num_unscored} responses have no score, " if account.num_unscored else ""
-        num_finished, num_even = account.finished_groups, account.groups["all_right"] + account.groups["all_wrong"]
+        groups, num_finished = account.groups, account.finished_groups
+        equal = f"{groups['all_equal']} all equal, " if groups["all_equal"] else ""
+        num_even = sum(groups[fate] for fate in NO_SIGNAL)
         return (
             f"{filling.num_drawn} drawn prompts and the groups that waited gave {len(filling.ready)} groups with "
             f"signal, {self.train_prompts} are needed: of {num_finished} finished groups "
-            f"{account.groups['all_right']} were all right and {account.groups['all_wrong']} all wrong, "
-            f"{unscored}{1 - num_even / max(num_finished, 1):.1%} had signal (mean accuracy "
+            f"{groups['all_right']} were all right and {groups['all_wrong']} all wrong, {equal}{unscored}"
+            f"{1 - num_even / max(num_finished, 1):.1%} had signal (mean accuracy "
             f"{account.num_right / max(account.num_finished, 1):.1%}); {self.source.num_in_flight} groups with "
             f"{self.source.num_tokens_in_flight} response tokens are in flight."
         )
+
+
+def _fate_without_signal(group: Group) -> Fate:
+    """All right, all wrong, or equal with a mark in between; equal scores may also have different `acc`."""
+    accs = group.metric("acc") or [0.0]
+    if min(accs) >= 1.0:
+        return "all_right"
+    return "all_wrong" if max(accs) <= 0.0 else "all_equal"

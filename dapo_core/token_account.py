@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -15,9 +15,10 @@ from dapo_core.rollout import Group, Rollout
 
 logger = logging.getLogger(__name__)
 
-Fate = Literal["kept", "all_right", "all_wrong", "surplus", "stale", "aborted"]
-FATES: tuple[Fate, ...] = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")
-WASTED: tuple[Fate, ...] = ("all_right", "all_wrong", "stale", "aborted")
+Fate = Literal["kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted"]
+FATES: tuple[Fate, ...] = get_args(Fate)
+NO_SIGNAL: tuple[Fate, ...] = ("all_right", "all_wrong", "all_equal")  # the last: neither of the others
+WASTED: tuple[Fate, ...] = (*NO_SIGNAL, "stale", "aborted")
 MEASURED = ("finished", "kept", "surplus", "aborted")  # sets of responses with a mean length and a share cut
 WATCHED_STEPS = 10
 MAX_LENGTH_DIFFERENCE = 0.05  # relative, between trained responses and those that could have been
@@ -43,9 +44,9 @@ class Lengths:
 class TokenAccount:
     """Where a step's groups and response tokens went.
 
-    Over a step, of tokens: generated + carried in = kept + all_right + all_wrong + surplus + stale + aborted +
-    carried out; of groups the same with those drawn in place of generated. What is carried in is the surplus and
-    the carried-out part of the step before.
+    Over a step, of tokens: generated + carried in = kept + all_right + all_wrong + all_equal + surplus + stale +
+    aborted + carried out; of groups the same with those drawn in place of generated. What is carried in is the
+    surplus and the carried-out part of the step before.
     """
 
     groups: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
@@ -85,6 +86,12 @@ class TokenAccount:
     def num_finished(self) -> int:
         """Responses of the groups that finished in this step."""
         return self.lengths["finished"].num_responses
+
+    @property
+    def without_signal(self) -> str:
+        """Its groups without signal, such as `2 all right, 4 all wrong`; all equal ones where there are any."""
+        fates = NO_SIGNAL if self.groups["all_equal"] else NO_SIGNAL[:2]
+        return ", ".join(f"{self.groups[fate]} {fate.replace('_', ' ')}" for fate in fates)
 
     @property
     def waste_ratio(self) -> float:

@@ -198,6 +198,7 @@ class Trainer:
             metrics |= measure.seqlen_metrics(batch.lengths, updates, config.train.passes)
             metrics |= self.utilization.metrics(batch, timer.seconds["update_actor"], config.train.passes)
 
+        policy.refresh_reference(number, timer)
         self.num_steps = number
         if is_due(number, config.validation.every, config.train.total_steps):
             with timer.phase("testing"):

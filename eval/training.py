@@ -11,7 +11,7 @@ from eval.results import ResultsError
 
 Steps = list[dict[str, Any]]  # the metrics of each training step, in order
 # What training counts as the outcome of a group.
-_OUTCOMES = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")
+_OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted")
 
 
 def read_training_metrics(path: str | Path) -> Steps:

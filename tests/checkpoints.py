@@ -19,6 +19,7 @@ from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.data import Prompt
 from dapo_core.digests import content_part
 from dapo_core.engines.base import Response
+from dapo_core.metrics import PhaseTimer
 from dapo_core.rollout import GroupRequest
 from tests.batches import make_group
 from tests.configs import make_config
@@ -97,6 +98,9 @@ class FileShards:
 
     def checkpoint_bytes(self) -> int:
         return self.num_bytes
+
+    def refresh_reference(self, step: int, timer: PhaseTimer) -> None:
+        """Nothing: there is no reference model."""
 
 
 def _shard_text(folder: Path) -> str:

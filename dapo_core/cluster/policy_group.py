@@ -76,8 +76,7 @@ class PolicyGroup:
     def learn(self, batch: Batch, measured: Measured | None, step: int) -> tuple[list[Update], Measured]:
         """One optimizer step for each mini-batch of each pass, and `measured`; if None, as the first pass does it.
 
-        Old log-probs, advantages and importance weights stay those of before the first update in every pass. The
-        reference model becomes the policy afterwards if algorithm.kl.refresh_every says so of the step.
+        Old log-probs, advantages and importance weights stay those of before the first update in every pass.
         """
         train, seed = self.config.train, self.config.run.seed
         updates: list[Update] = []
@@ -98,10 +97,17 @@ class PolicyGroup:
                     *(step, update.grad_norm, update.policy_version, update.fault, ADVICE),
                 )
         assert measured is not None, "train.passes is at least 1"
+        return updates, measured
+
+    def refresh_reference(self, step: int, timer: PhaseTimer) -> None:
+        """Give the reference model the policy's weights, wherever both are, if algorithm.kl.refresh_every says so.
+
+        The step's number alone decides, whether it was skipped or not, so a resume changes nothing.
+        """
         refresh_every = self.config.algorithm.kl.refresh_every
         if refresh_every and step % refresh_every == 0:
-            self.actors.get([rank.refresh_reference.remote() for rank in self.ranks])
-        return updates, measured
+            with timer.phase("ref"):
+                self.actors.get([rank.refresh_reference.remote() for rank in self.ranks])
 
     def update(self, mini_batch: Batch, measures: bool = False) -> Update:
         """One optimizer step on the mini-batch, with the sums of all ranks and, if requested, its measurement."""

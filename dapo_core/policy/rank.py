@@ -160,10 +160,10 @@ class Policy(Profiled):
         )
 
     def refresh_reference(self) -> None:
-        """Give the reference model the policy's weights, in its own precision."""
+        """Give the reference model the policy's weights, in its own precision, on the device or off it."""
         assert self.reference is not None, "algorithm.kl.place is off, so no reference model was loaded"
-        self._require_here(WEIGHTS)
-        copy_weights(self.model, self.reference)
+        with self._readable():
+            copy_weights(self.model, self.reference)
 
     @record_function("save_checkpoint")
     def save(self, folder: str, asynchronous: bool) -> None:

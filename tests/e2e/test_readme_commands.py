@@ -36,7 +36,7 @@ SHORT = {
 }
 START_SECONDS = 180.0
 SIDES = ("before", "after")
-OUTCOMES = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")
+OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted")
 pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 
 

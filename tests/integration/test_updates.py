@@ -210,27 +210,48 @@ def test_a_reference_of_other_sizes_is_refused(tmp_path: Path) -> None:
         run_ranks(1, _loaded, config)
 
 
-def test_a_refreshed_reference_survives_a_resume(world: World, tmp_path: Path) -> None:
-    """KL is 0 in the steps after a refresh, and what it would have been in those before, also after a resume."""
+@pytest.mark.parametrize(
+    ("skipped", "resumed_after", "placement"), [(0, 3, "separate"), (2, 2, "separate"), (2, 2, "colocated")]
+)
+def test_a_refreshed_reference_survives_a_resume(
+    world: World, tmp_path: Path, skipped: int, resumed_after: int, placement: str
+) -> None:
+    """KL is 0 in the first step trained after a refresh, and what it would have been in others, also resumed.
+
+    A step that is skipped refreshes like any other, also where its weights are off the device.
+    """
+    silence = tmp_path / "silence"
     (tmp_path / "scorer.py").write_text(
-        "def compute_score(solution_str, **_):\n    return {'score': len(solution_str) % 3, 'acc': 0}\n"
+        "from pathlib import Path\n\ndef compute_score(solution_str, **_):\n"
+        f"    is_silent = Path({str(silence)!r}).exists()\n"
+        "    return {'score': 0 if is_silent else len(solution_str) % 3, 'acc': 0}\n"
     )
+
+    def look(step: int, _: dict[str, float]) -> None:
+        if step + 1 == skipped:
+            silence.touch()
+        else:
+            silence.unlink(missing_ok=True)
 
     def run(name: str, total_steps: int) -> list[dict[str, float]]:
         kl = {"place": "loss", "coefficient": 0.5, "refresh_every": 2}
         keys = {"num_ranks": 1, "total_steps": total_steps, "mini_prompts": 4, "learning_rate": 1e-2}
+        draw = {"gen_prompts": 4, "max_num_gen_batches": 1, "on_exhausted": "train_partial"}
         config = config_of(
             algorithm={"kl": kl},
             custom_reward={"path": str(tmp_path / "scorer.py")},
-            train={**keys, "warmup_steps": 0},
+            sampler={**draw, "dynamic": True, "metric": "score"},
+            train={**keys, "warmup_steps": 0, "placement": placement},
         )
         with without_ray():
-            train(config, world.data, world.model, tmp_path / name)
+            train(config, world.data, world.model, tmp_path / name, look)
         return read_json_lines(tmp_path / name / METRICS_FILE)
 
     whole = run("whole", 4)
-    assert [line["actor/kl_loss"] > 1e-4 for line in whole] == [False, True, False, True]
-    run("parts", 3)
+    assert [line["step"] for line in whole if "actor/kl_loss" not in line] == [skipped][: bool(skipped)]
+    trained = [line for line in whole if "actor/kl_loss" in line]
+    assert [line["step"] for line in trained if line["actor/kl_loss"] > 1e-4] == [2, 4][bool(skipped) :]
+    run("parts", resumed_after)
     lines = run("parts", 4)
     for name in ("actor/kl_loss", "actor/pg_loss", "actor/grad_norm"):
-        assert [line[name] for line in lines] == [line[name] for line in whole]
+        assert [line.get(name) for line in lines] == [line.get(name) for line in whole]

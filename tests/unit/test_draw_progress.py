@@ -11,10 +11,13 @@ from dapo_core.token_account import Lengths, TokenAccount
 from tests.sources import Clock, ScriptedSource, make_sampler
 
 
-def account(wrong: int = 0, right: int = 0, finished: int | None = None, cut: int = 0) -> TokenAccount:
+def account(
+    wrong: int = 0, right: int = 0, finished: int | None = None, cut: int = 0, equal: int = 0
+) -> TokenAccount:
     """Groups of two responses."""
-    count = TokenAccount(finished_groups=wrong + right if finished is None else finished)
+    count = TokenAccount(finished_groups=wrong + right + equal if finished is None else finished)
     count.groups["all_wrong"], count.groups["all_right"] = wrong, right
+    count.groups["all_equal"] = equal
     count.lengths["finished"] = Lengths(2 * count.finished_groups, 0, cut)
     count.num_right = 2 * right
     return count
@@ -42,6 +45,7 @@ def test_a_line_every_ten_seconds_with_pace_and_end(caplog: pytest.LogCaptureFix
     [
         (account(wrong=4, right=96), "too easy for the model"),
         (account(wrong=100), "another form than the scorer reads"),
+        (account(right=1, equal=99), "0 all wrong, 99 all equal (mean accuracy 1.0%). The model answers in"),
         (account(wrong=99, right=1, cut=150), "75% of the responses are cut by rollout.max_response_tokens"),
     ],
 )

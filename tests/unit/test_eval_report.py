@@ -39,7 +39,7 @@ ITEMS = make_items(8)
 #         id: 0123 4567; levels 1 and 2
 BEFORE = "rrwn wtfr"
 AFTER = "rwrr wrrr"
-FATES = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")
+FATES = ("kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted")
 
 
 def write_metrics(path: Path) -> Path:
@@ -374,7 +374,7 @@ def test_training_metrics_that_are_missing_are_unknown_rather_than_zero(tmp_path
         read_training_metrics(tmp_path / "none.jsonl")
     totals = training_totals([{"step": 1, "timing_s/step": float("nan")}])
     assert totals == {"steps": 1, "tokens_trained": None, "tokens_generated": None, "seconds": None}
-    fates = dict(zip(FATES, (4, 3, 2, 1, 0, 6), strict=True))
+    fates = dict(zip(FATES, (4, 3, 1, 1, 1, 0, 6), strict=True))
     steps = with_kept_share([{f"sampler/{fate}_groups": count for fate, count in fates.items()}, {"step": 2}])
     assert steps[0]["sampler/kept_share"] == 0.25  # 4 of 16 groups whose fate was decided
     assert steps[1] == {"step": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from dapo_core.compat import OURS, VERL
 from dapo_core.errors import RewardError, RolloutError
-from dapo_core.rollout import Group
+from dapo_core.rollout import Group, Rollout
 from dapo_core.sampler import NotEnoughSignal, Sampler
 from dapo_core.token_account import FATES
 from tests.batches import UNSCORED
@@ -185,6 +186,28 @@ def test_an_accuracy_above_one_is_right() -> None:
         1
     )
     assert booked(draw) == {"all_right": 4}
+
+
+@pytest.mark.parametrize("accs", [[0.5, 0.5], [1.0, 0.0]])
+def test_equal_scores_that_are_neither_all_right_nor_all_wrong_are_booked_apart(accs: list[float]) -> None:
+    """A scorer's partial marks, and scores that are equal where `acc` is not."""
+
+    def marked(rollouts: Sequence[Rollout]) -> list[Rollout]:
+        return [replace(rollout, acc=acc) for rollout, acc in zip(rollouts, accs, strict=True)]
+
+    class Graded(ScriptedSource):
+        def finished(self) -> list[Group]:
+            return [replace(group, rollouts=marked(group.rollouts)) for group in super().finished()]
+
+    def sampler(on_exhausted: str) -> Sampler:
+        source = Graded([[0.5, 0.5]], burst=4)
+        return make_sampler(source, 1, metric="score", max_num_gen_batches=1, on_exhausted=on_exhausted)
+
+    with pytest.raises(NotEnoughSignal, match=r"0 were all right and 0 all wrong, 4 all equal, 0\.0% had"):
+        sampler("raise").draw(1)
+    draw = sampler("skip_step").draw(1)
+    assert booked(draw) == {"all_equal": 4}
+    assert draw.account.waste_ratio == 1.0
 
 
 def test_responses_without_a_score_make_no_signal() -> None:
