@@ -6,15 +6,14 @@ import ctypes
 import logging
 import mmap
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.checkpoint.state import read_step
 from dapo_core.errors import WorkerDied
-from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
+from dapo_core.stopping import StopRequest
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -26,25 +25,15 @@ MAX_DELAY_SECONDS = 60.0  # of doubled pauses between restarts; a longer configu
 Result = TypeVar("Result")
 
 
-@contextmanager
-def raising_stopped(stop: StopRequest, config: TrainingConfig, folder: Path) -> Iterator[None]:
-    """Raise TrainingStopped, which names the checkpoint to continue from, where the first signal ends training."""
-    try:
-        yield
-    except (StopRequested, KeyboardInterrupt) as error:
-        if stop.signal is None or stop.is_urgent:
-            raise
-        checkpoint = latest_checkpoint(folder)
-        with_auto = " with --set checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
-        message = "training was stopped before its first checkpoint; the same command starts from the beginning"
-        if checkpoint is not None:
-            message = (
-                f"training was stopped after step {read_step(checkpoint)} of {config.train.total_steps}; its "
-                f"checkpoint is {checkpoint}; the same command{with_auto} continues"
-            )
-        stopped = TrainingStopped(message)
-        stopped.exit_code = 128 + stop.signal
-        raise stopped from error
+def continued_from(config: TrainingConfig, folder: Path) -> str | None:
+    """What a stopped training says of its last checkpoint; None without one."""
+    if (checkpoint := latest_checkpoint(folder)) is None:
+        return None
+    with_auto = " with --set checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
+    return (
+        f" after step {read_step(checkpoint)} of {config.train.total_steps}; its checkpoint is {checkpoint}; "
+        f"the same command{with_auto} continues"
+    )
 
 
 class _Shared(ctypes.Structure):

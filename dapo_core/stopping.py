@@ -104,3 +104,17 @@ class StopRequest:
         if self._last_step:
             then = f"writing a last checkpoint after step {self._last_step}, then ending"
         return f"{self.signal.name} received: {then}; another signal ends it at once"
+
+
+@contextmanager
+def raising_stopped(stop: StopRequest, continued_from: Callable[[], str | None]) -> Iterator[None]:
+    """Raise TrainingStopped, which names the checkpoint to continue from, where the first signal ends training."""
+    try:
+        yield
+    except (StopRequested, KeyboardInterrupt) as error:
+        if stop.signal is None or stop.is_urgent:
+            raise
+        beginning = " before its first checkpoint; the same command starts from the beginning"
+        stopped = TrainingStopped(f"training was stopped{continued_from() or beginning}")
+        stopped.exit_code = 128 + stop.signal
+        raise stopped from error

@@ -24,9 +24,9 @@ from dapo_core.model_folder import require_model_folder, require_reference
 from dapo_core.model_sampling import with_model_sampling
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.pretrained import load_model_config, load_tokenizer
-from dapo_core.restarts import Restarts, raising_stopped
+from dapo_core.restarts import Restarts, continued_from
 from dapo_core.reward.routing import require_scorers
-from dapo_core.stopping import StopRequest
+from dapo_core.stopping import StopRequest, raising_stopped
 from dapo_core.tokenizing import remove_prompts, tokenized_prompts
 from dapo_core.trackers import require_trackers, tracking
 from dapo_core.trainer import OnStep, Trainer
@@ -66,7 +66,7 @@ def train(
     """
     folder = output_dir / CHECKPOINTS
     restarts = restarts or Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
-    with StopRequest() as stop, raising_stopped(stop, config, folder):
+    with StopRequest() as stop, raising_stopped(stop, lambda: continued_from(config, folder)):
         require_model_folder(model_path)
         config = with_model_sampling(config, model_path)
         if config.algorithm.rollout_correction.importance == "stale" and not config.rollout.samples_among_all:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import email.utils
 import errno
 import re
+import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -55,6 +57,16 @@ def disk_is_full(error: OSError) -> DiskTooSmall | None:
         f"the disk filled up during the download: {error}. What has come is kept; make room (dapo gc removes what "
         "no run needs) and run it again, or set store.path to another disk"
     )
+
+
+def seconds_from_now(retry_after: str) -> float | None:
+    """The seconds that a Retry-After header asks to wait, as a number or a date; None where it says neither."""
+    text = retry_after.strip()
+    try:
+        moment = None if text[:1].isdigit() else email.utils.parsedate_to_datetime(text).timestamp()
+        return float(text) if moment is None else max(0.0, moment - time.time())
+    except ValueError:
+        return None
 
 
 _TLS = re.compile(r"CERTIFICATE|\bSSL|\bTLS", re.IGNORECASE)

@@ -6,7 +6,6 @@ A file grows in the folder PARTS beside its place. It is moved there once size a
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import hashlib
 import re
 import threading
@@ -27,6 +26,7 @@ from downloads.errors import (
     Unreachable,
     WrongContent,
     disk_is_full,
+    seconds_from_now,
     unreachable,
 )
 from downloads.snapshot import PARTS, OnProgress, Progress, RemoteFile
@@ -151,14 +151,9 @@ def retried(ask: Callable[[], T]) -> T:
 
 def retry_after(headers: Mapping[str, str]) -> float:
     """Seconds that an answer asks to wait, from Retry-After or the Hugging Face hub's RateLimit; 0 without."""
-    text = headers.get("Retry-After", "").strip()
-    if text.isdigit():
-        return float(text)
-    if text:
-        with contextlib.suppress(ValueError):
-            return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
     window = re.search(r";\s*t\s*=\s*(\d+)", headers.get("RateLimit", ""))
-    return float(window[1]) if window else 0.0
+    seconds = seconds_from_now(headers.get("Retry-After", ""))
+    return seconds if seconds is not None else float(window[1]) if window else 0.0
 
 
 class _Download:

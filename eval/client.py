@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import json
 import time
 import weakref
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
+from downloads.errors import seconds_from_now
 from durable import parse_json
 from eval.endpoint import LOOPBACK, Endpoint, Sampling
 from eval.identity import Weights, probe_requests, read_engine, read_logprobs, read_root
@@ -279,14 +279,5 @@ def _encodable(text: str) -> str:
 
 
 def _retry_after(value: str) -> float:
-    """Seconds to wait from a Retry-After header with a number or a date; 0 without one."""
-    value = value.strip()
-    try:
-        seconds = float(value) if value[:1].isdigit() else _seconds_until(value)
-    except ValueError:
-        return 0.0
-    return min(_MAX_RETRY_AFTER_SECONDS, max(0.0, seconds))
-
-
-def _seconds_until(date: str) -> float:
-    return email.utils.parsedate_to_datetime(date).timestamp() - time.time()
+    """Seconds to wait by a Retry-After header, 0 without one."""
+    return min(_MAX_RETRY_AFTER_SECONDS, seconds_from_now(value) or 0.0)

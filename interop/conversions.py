@@ -1,19 +1,19 @@
 """Changes of unit between verl's keys and ours, both ways, under the names that tables give in `convert`.
 
-Each `ours_from` function gets a value and all settings; its `theirs_from` twin gets all our keys, by name.
+Each `ours_from` function gets a value and all settings; its twin in TO_THEIRS gets all our keys, by name.
+Without a twin, a row's only key of ours has their value.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from interop.table import UNSAID
-from interop.theirs import Outcome, Theirs, ours_from, taken, theirs_from
+from interop.theirs import TO_THEIRS, Outcome, Theirs, ours_from, taken, theirs_from
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
@@ -26,28 +26,18 @@ def unsupported(note: str) -> Outcome:
     return Outcome("unsupported", {}, note)
 
 
-@ours_from("sets")
-def _sets(value: Any, theirs: Theirs) -> Outcome:
-    return Outcome("taken", {"data.train": value if isinstance(value, list) else [value]})
+def _register_sets(name: str, ours_key: str) -> None:
+    @ours_from(name)
+    def _sets(value: Any, theirs: Theirs) -> Outcome:
+        return Outcome("taken", {ours_key: value if isinstance(value, list) else [value]})
+
+    @theirs_from(name)
+    def _their_sets(ours: Ours) -> Any:
+        return [ours[ours_key]] if isinstance(ours[ours_key], str) else list(ours[ours_key])
 
 
-def _listed(sets: Any) -> list[Any]:
-    return [sets] if isinstance(sets, str) else list(sets)
-
-
-@theirs_from("sets")
-def _their_sets(ours: Ours) -> Any:
-    return _listed(ours["data.train"])
-
-
-@ours_from("eval_sets")
-def _eval_sets(value: Any, theirs: Theirs) -> Outcome:
-    return Outcome("taken", {"data.eval": value if isinstance(value, list) else [value]})
-
-
-@theirs_from("eval_sets")
-def _their_eval_sets(ours: Ours) -> Any:
-    return _listed(ours["data.eval"])
+_register_sets("sets", "data.train")
+_register_sets("eval_sets", "data.eval")
 
 
 _FOLDERS = (
@@ -72,29 +62,14 @@ def _model(value: Any, theirs: Theirs) -> Outcome:
     return taken(model__source="path", model__path=value)
 
 
-@theirs_from("model")
-def _their_model(ours: Ours) -> Any:
-    return ours["model.id"] or ours["model.path"] or UNSAID
-
-
 @ours_from("every")
 def _every(value: Any, theirs: Theirs) -> Outcome:
     return taken(validation__every=max(int(value), 0))
 
 
-@theirs_from("every")
-def _their_every(ours: Ours) -> Any:
-    return ours["validation.every"] or -1
-
-
 @ours_from("num_logged")
 def _num_logged(value: Any, theirs: Theirs) -> Outcome:
     return taken(validation__num_logged=max(int(value), 0))
-
-
-@theirs_from("num_logged")
-def _their_num_logged(ours: Ours) -> Any:
-    return ours["validation.num_logged"]
 
 
 @ours_from("before_training")
@@ -142,11 +117,6 @@ def _devices_of_engine(theirs: Theirs) -> int:
     return tensor * pipeline
 
 
-@theirs_from("devices")
-def _their_devices(ours: Ours) -> Any:
-    return UNSAID  # nodes and devices of a node: the renderer knows them
-
-
 @ours_from("too_long")
 def _too_long(value: Any, theirs: Theirs) -> Outcome:
     if theirs["data.filter_overlong_prompts"]:
@@ -157,11 +127,6 @@ def _too_long(value: Any, theirs: Theirs) -> Outcome:
     return taken(data__too_long=known[value])
 
 
-@theirs_from("too_long")
-def _their_too_long(ours: Ours) -> Any:
-    return {"error": "error", "truncate_left": "left", "drop": "error"}[ours["data.too_long"]]
-
-
 @ours_from("drop_too_long")
 def _drop_too_long(value: Any, theirs: Theirs) -> Outcome:
     if value:
@@ -169,11 +134,6 @@ def _drop_too_long(value: Any, theirs: Theirs) -> Outcome:
     if theirs["data.truncation"] == "left":
         return taken("too long ones are cut as data.truncation says", data__too_long="truncate_left")
     return Outcome("default", {}, "data.truncation decides")
-
-
-@theirs_from("drop_too_long")
-def _their_drop_too_long(ours: Ours) -> Any:
-    return ours["data.too_long"] == "drop"
 
 
 def updates_per_step(theirs: Theirs) -> int:
@@ -204,7 +164,7 @@ def _their_warmup_steps(ours: Ours) -> Any:
     return ours["train.warmup_steps"] // updates if ours["train.warmup_steps"] % updates == 0 else UNSAID
 
 
-@ours_from("warmup_ratio")
+@ours_from("warmup_ratio", is_one_way=True)
 def _warmup_ratio(value: Any, theirs: Theirs) -> Outcome:
     steps = theirs[f"{ACTOR}.optim.lr_warmup_steps"]
     if steps is not None and int(steps) >= _first_of_warmup(theirs):
@@ -241,7 +201,7 @@ def _total_steps(value: Any, theirs: Theirs) -> Outcome:
     return _of_epochs(theirs["trainer.total_epochs"], steps, theirs)
 
 
-@ours_from("epochs")
+@ours_from("epochs", is_one_way=True)
 def _epochs(value: Any, theirs: Theirs) -> Outcome:
     if theirs["trainer.total_training_steps"] is not None:
         return Outcome("meaningless", {}, "trainer.total_training_steps decides, unless the epochs end before")
@@ -272,7 +232,7 @@ def longest_sequence(theirs: Theirs) -> int:
     return int(theirs["data.max_prompt_length"]) + int(theirs["data.max_response_length"])
 
 
-@ours_from("micro_batch_of_all")
+@ours_from("micro_batch_of_all", is_one_way=True)
 def _micro_batch_of_all(value: Any, theirs: Theirs) -> Outcome:
     if value is None:
         return Outcome("default", {}, "unset")
@@ -280,7 +240,7 @@ def _micro_batch_of_all(value: Any, theirs: Theirs) -> Outcome:
     return _micro_batch_responses(int(value) * ranks // num_devices(theirs), theirs)
 
 
-@ours_from("micro_batch_responses")
+@ours_from("micro_batch_responses", is_one_way=True)
 def _micro_batch_responses(value: Any, theirs: Theirs) -> Outcome:
     if value is None:
         return Outcome("default", {}, "unset")
@@ -300,19 +260,9 @@ def _fsdp_size(value: Any, theirs: Theirs) -> Outcome:
     return taken(train__fsdp_size=int(value))
 
 
-@theirs_from("fsdp_size")
-def _their_fsdp_size(ours: Ours) -> Any:
-    return ours["train.fsdp_size"] or -1
-
-
 @ours_from("bucket")
 def _bucket(value: Any, theirs: Theirs) -> Outcome:
     return taken(train__weight_bucket_bytes=int(value) * 1024**2)
-
-
-@theirs_from("bucket")
-def _their_bucket(ours: Ours) -> Any:
-    return -(-ours["train.weight_bucket_bytes"] // 1024**2)
 
 
 @ours_from("compute_dtype")
@@ -321,22 +271,12 @@ def _compute_dtype(value: Any, theirs: Theirs) -> Outcome:
     return taken(train__dtype=known[value]) if value in known else unsupported("float16 needs scaled losses")
 
 
-@theirs_from("compute_dtype")
-def _their_compute_dtype(ours: Ours) -> Any:
-    return "float32" if ours["train.dtype"] == "float32" else "bfloat16"
-
-
 @ours_from("expert_parallel")
 def _expert_parallel(value: Any, theirs: Theirs) -> Outcome:
     devices = int(theirs[f"{ROLLOUT}.tensor_model_parallel_size"])
     if int(value) not in (1, devices):
         return unsupported(f"experts are shared out over all {devices} devices of an engine, or over none")
     return taken(rollout__expert_parallel=int(value) > 1)
-
-
-@theirs_from("expert_parallel")
-def _their_expert_parallel(ours: Ours) -> Any:
-    return ours["rollout.tensor_parallel"] if ours["rollout.expert_parallel"] else 1
 
 
 @ours_from("trackers")
@@ -349,11 +289,6 @@ def _trackers(value: Any, theirs: Theirs) -> Outcome:
         "the console and metrics.jsonl get every step anyway",
         train__trackers=[name for name in names if name in TRACKERS],
     )
-
-
-@theirs_from("trackers")
-def _their_trackers(ours: Ours) -> Any:
-    return ["console", *ours["train.trackers"]]
 
 
 @ours_from("resume")
@@ -371,29 +306,22 @@ def _resume_path(value: Any, theirs: Theirs) -> Outcome:
     return taken(checkpoint__resume=str(value))
 
 
-@theirs_from("resume_path")
-def _their_resume_path(ours: Ours) -> Any:
-    return UNSAID if ours["checkpoint.resume"] in ("auto", "never") else ours["checkpoint.resume"]
-
-
-@theirs_from("resume")
-def _their_resume(ours: Ours) -> Any:
-    return {"auto": "auto", "never": "disable"}.get(ours["checkpoint.resume"], "resume_path")
-
-
-# What our key says as it is.
-_SAME = {
-    "save_every": "checkpoint.save_every",
-    "kept": "checkpoint.keep_last",
-    "total_steps": "train.total_steps",
-    "before_training": "validation.before_training",
-    "micro_batch_tokens": "train.micro_batch_tokens",
-    "filter_draws": "sampler.max_num_gen_batches",
-    "gen_batch": "sampler.gen_prompts",
-    "val.temperature": "validation.temperature",
-    "val.top_p": "validation.top_p",
-    "val.top_k": "validation.top_k",
-    "val.n": "validation.num_samples",
-}
-for _convert, _key in _SAME.items():
-    theirs_from(_convert)(operator.itemgetter(_key))
+TO_THEIRS.update(
+    {
+        "model": lambda ours: ours["model.id"] or ours["model.path"] or UNSAID,
+        "every": lambda ours: ours["validation.every"] or -1,
+        "too_long": lambda ours: {"error": "error", "truncate_left": "left", "drop": "error"}[
+            ours["data.too_long"]
+        ],
+        "drop_too_long": lambda ours: ours["data.too_long"] == "drop",
+        "fsdp_size": lambda ours: ours["train.fsdp_size"] or -1,
+        "bucket": lambda ours: -(-ours["train.weight_bucket_bytes"] // 1024**2),
+        "compute_dtype": lambda ours: "float32" if ours["train.dtype"] == "float32" else "bfloat16",
+        "expert_parallel": lambda ours: ours["rollout.tensor_parallel"] if ours["rollout.expert_parallel"] else 1,
+        "trackers": lambda ours: ["console", *ours["train.trackers"]],
+        "resume": lambda ours: {"auto": "auto", "never": "disable"}.get(ours["checkpoint.resume"], "resume_path"),
+        "resume_path": lambda ours: (
+            UNSAID if ours["checkpoint.resume"] in ("auto", "never") else ours["checkpoint.resume"]
+        ),
+    }
+)

@@ -6,7 +6,7 @@ from typing import Any
 
 from interop.conversions import ACTOR, ROLLOUT, Ours, unsupported
 from interop.table import UNSAID
-from interop.theirs import Outcome, Theirs, ours_from, taken, theirs_from
+from interop.theirs import TO_THEIRS, Outcome, Theirs, ours_from, taken, theirs_from
 
 
 @ours_from("kl_in_loss")
@@ -15,20 +15,10 @@ def _kl_in_loss(value: Any, theirs: Theirs) -> Outcome:
     return taken(algorithm__kl__place="loss" if value else "reward" if in_reward else "off")
 
 
-@theirs_from("kl_in_loss")
-def _their_kl_in_loss(ours: Ours) -> Any:
-    return ours["algorithm.kl.place"] == "loss"
-
-
 @ours_from("kl_in_reward")
 def _kl_in_reward(value: Any, theirs: Theirs) -> Outcome:
     in_loss = bool(theirs[f"{ACTOR}.use_kl_loss"])
     return taken(algorithm__kl__place="reward" if value else "loss" if in_loss else "off")
-
-
-@theirs_from("kl_in_reward")
-def _their_kl_in_reward(ours: Ours) -> Any:
-    return ours["algorithm.kl.place"] == "reward"
 
 
 _ESTIMATORS = {"kl": "kl", "k1": "kl", "abs": "abs", "mse": "mse", "k2": "mse", "low_var_kl": "low_var_kl"}
@@ -99,11 +89,6 @@ def _do_sample(value: Any, theirs: Theirs) -> Outcome:
     return taken(validation__temperature=0.0)
 
 
-@theirs_from("val.do_sample")
-def _their_do_sample(ours: Ours) -> Any:
-    return ours["validation.temperature"] > 0
-
-
 _METRICS = {"acc": "acc", "score": "score", "reward": "seq_reward"}
 _METRICS |= {"seq_reward": "seq_reward", "seq_final_reward": "seq_final_reward"}
 
@@ -117,21 +102,11 @@ def _filter_metric(value: Any, theirs: Theirs) -> Outcome:
     return taken(sampler__metric=_METRICS[value])
 
 
-@theirs_from("filter_metric")
-def _their_filter_metric(ours: Ours) -> Any:
-    return ours["sampler.metric"]
-
-
 @ours_from("overlong")
 def _overlong(value: Any, theirs: Theirs) -> Outcome:
     if value and theirs["reward.reward_manager.name"] != "dapo":
         return Outcome("meaningless", {}, "only reward_manager=dapo reads it")
     return taken(reward__overlong__enabled=bool(value))
-
-
-@theirs_from("overlong")
-def _their_overlong(ours: Ours) -> Any:
-    return ours["reward.overlong.enabled"]
 
 
 @ours_from("overlong_tokens")
@@ -141,11 +116,6 @@ def _overlong_tokens(value: Any, theirs: Theirs) -> Outcome:
     return taken(reward__overlong__buffer_tokens=int(value))
 
 
-@theirs_from("overlong_tokens")
-def _their_overlong_tokens(ours: Ours) -> Any:
-    return ours["reward.overlong.buffer_tokens"]
-
-
 @ours_from("custom_name")
 def _custom_name(value: Any, theirs: Theirs) -> Outcome:
     if value is None or theirs["reward.custom_reward_function.path"] is None:
@@ -153,19 +123,9 @@ def _custom_name(value: Any, theirs: Theirs) -> Outcome:
     return taken(custom_reward__name=str(value))
 
 
-@theirs_from("custom_name")
-def _their_custom_name(ours: Ours) -> Any:
-    return UNSAID if ours["custom_reward.path"] is None else ours["custom_reward.name"]
-
-
 @ours_from("top_k")
 def _top_k(value: Any, theirs: Theirs) -> Outcome:
     return taken(rollout__top_k=int(value) if int(value) > 0 else -1)
-
-
-@theirs_from("top_k")
-def _their_top_k(ours: Ours) -> Any:
-    return ours["rollout.top_k"]
 
 
 @ours_from("all_if_negative")
@@ -175,11 +135,6 @@ def _all_if_negative(value: Any, theirs: Theirs) -> Outcome:
     return taken(validation__num_prompts=int(value))
 
 
-@theirs_from("all_if_negative")
-def _their_all_if_negative(ours: Ours) -> Any:
-    return ours["validation.num_prompts"] or -1
-
-
 @ours_from("reference_path")
 def _reference_path(value: Any, theirs: Theirs) -> Outcome:
     if value is None or not (theirs[f"{ACTOR}.use_kl_loss"] or theirs["algorithm.use_kl_in_reward"]):
@@ -187,7 +142,13 @@ def _reference_path(value: Any, theirs: Theirs) -> Outcome:
     return taken(algorithm__kl__reference_path=str(value))
 
 
-@theirs_from("reference_path")
-def _their_reference_path(ours: Ours) -> Any:
-    path = ours["algorithm.kl.reference_path"]
-    return UNSAID if path is None else path
+TO_THEIRS.update(
+    {
+        "kl_in_loss": lambda ours: ours["algorithm.kl.place"] == "loss",
+        "kl_in_reward": lambda ours: ours["algorithm.kl.place"] == "reward",
+        "val.do_sample": lambda ours: ours["validation.temperature"] > 0,
+        "custom_name": lambda ours: UNSAID if ours["custom_reward.path"] is None else ours["custom_reward.name"],
+        "all_if_negative": lambda ours: ours["validation.num_prompts"] or -1,
+        "reference_path": lambda ours: UNSAID if (path := ours["algorithm.kl.reference_path"]) is None else path,
+    }
+)

@@ -6,7 +6,7 @@ from typing import Any
 
 from interop.conversions import ACTOR, Ours, unsupported
 from interop.table import UNSAID
-from interop.theirs import Outcome, Theirs, ours_from, taken, theirs_from
+from interop.theirs import TO_THEIRS, Outcome, Theirs, ours_from, taken, theirs_from
 
 CORRECTION = "algorithm.rollout_correction"
 IN_BYPASS = f"read for metrics alone with {CORRECTION}.bypass_mode: the ratio in the loss is that weight"
@@ -18,11 +18,6 @@ def _normalize(value: Any, theirs: Theirs) -> Outcome:
     if theirs["algorithm.adv_estimator"] == "rloo":
         return taken("rloo never divides by the standard deviation", algorithm__normalize_by_std=False)
     return taken(algorithm__normalize_by_std=bool(value))
-
-
-@theirs_from("normalize")
-def _their_normalize(ours: Ours) -> Any:
-    return ours["algorithm.normalize_by_std"]
 
 
 @ours_from("loss_aggregation")
@@ -39,21 +34,11 @@ def _loss_aggregation(value: Any, theirs: Theirs) -> Outcome:
     )
 
 
-@theirs_from("loss_aggregation")
-def _their_loss_aggregation(ours: Ours) -> Any:
-    return ours["algorithm.loss_aggregation"]
-
-
 @ours_from("loss_norm")
 def _loss_norm(value: Any, theirs: Theirs) -> Outcome:
     if value is None or theirs[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
         return Outcome("meaningless", {}, f"{ACTOR}.loss_agg_mode is not seq-mean-token-sum-norm")
     return taken(algorithm__loss_norm_tokens=int(value))
-
-
-@theirs_from("loss_norm")
-def _their_loss_norm(ours: Ours) -> Any:
-    return UNSAID if ours["algorithm.loss_norm_tokens"] is None else ours["algorithm.loss_norm_tokens"]
 
 
 @ours_from("schedule")
@@ -65,11 +50,6 @@ def _schedule(value: Any, theirs: Theirs) -> Outcome:
     return taken(train__schedule=value)
 
 
-@theirs_from("schedule")
-def _their_schedule(ours: Ours) -> Any:
-    return ours["train.schedule"] if ours["train.schedule"] in ("constant", "cosine") else UNSAID
-
-
 @ours_from("min_ratio")
 def _min_ratio(value: Any, theirs: Theirs) -> Outcome:
     if not value or theirs[f"{ACTOR}.optim.lr_scheduler_type"] != "cosine":
@@ -77,20 +57,10 @@ def _min_ratio(value: Any, theirs: Theirs) -> Outcome:
     return taken(train__min_learning_rate_ratio=float(value))
 
 
-@theirs_from("min_ratio")
-def _their_min_ratio(ours: Ours) -> Any:
-    return ours["train.min_learning_rate_ratio"]
-
-
 @ours_from("betas")
 def _betas(value: Any, theirs: Theirs) -> Outcome:
     first, second = value
     return taken(train__adam_beta1=float(first), train__adam_beta2=float(second))
-
-
-@theirs_from("betas")
-def _their_betas(ours: Ours) -> Any:
-    return [ours["train.adam_beta1"], ours["train.adam_beta2"]]
 
 
 def _correction(**ours: Any) -> Outcome:
@@ -106,12 +76,6 @@ def _importance(value: Any, theirs: Theirs) -> Outcome:
     if theirs[f"{CORRECTION}.bypass_mode"]:
         return Outcome("ignored-by-trainer", {}, IN_BYPASS)
     return _correction(importance=value)
-
-
-@theirs_from("importance")
-def _their_importance(ours: Ours) -> Any:
-    importance = ours[f"{CORRECTION}.importance"]
-    return importance if importance in ("token", "sequence") else None
 
 
 @ours_from("importance_threshold")
@@ -137,11 +101,6 @@ def _importance_normalize(value: Any, theirs: Theirs) -> Outcome:
     if theirs[f"{CORRECTION}.bypass_mode"]:
         return Outcome("ignored-by-trainer", {}, IN_BYPASS)
     return _correction(importance_normalize=bool(value))
-
-
-@theirs_from("importance_normalize")
-def _their_importance_normalize(ours: Ours) -> Any:
-    return ours[f"{CORRECTION}.importance_normalize"]
 
 
 @ours_from("ratio_cap")
@@ -215,8 +174,23 @@ def _their_rejection_threshold(ours: Ours) -> Any:
     return ",".join(bounds) or None
 
 
-@ours_from("rejection_lower")
+@ours_from("rejection_lower", is_one_way=True)
 def _rejection_lower(value: Any, theirs: Theirs) -> Outcome:
     if value is None or theirs[f"{CORRECTION}.rollout_rs"] is None:
         return Outcome("meaningless", {}, f"{CORRECTION}.rollout_rs is off, or the bound is 1 / the upper one")
     return _correction(mask_low=float(value))
+
+
+TO_THEIRS.update(
+    {
+        "loss_aggregation": lambda ours: ours["algorithm.loss_aggregation"],
+        "loss_norm": lambda ours: UNSAID if (tokens := ours["algorithm.loss_norm_tokens"]) is None else tokens,
+        "schedule": lambda ours: (
+            schedule if (schedule := ours["train.schedule"]) in ("constant", "cosine") else UNSAID
+        ),
+        "betas": lambda ours: [ours["train.adam_beta1"], ours["train.adam_beta2"]],
+        "importance": lambda ours: (
+            kind if (kind := ours[f"{CORRECTION}.importance"]) in ("token", "sequence") else None
+        ),
+    }
+)

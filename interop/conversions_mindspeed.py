@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from interop.table import UNSAID
-from interop.theirs import Outcome, Theirs, ToTheirs, ours_from, taken, theirs_from
+from interop.theirs import TO_THEIRS, Outcome, Theirs, ours_from, taken, theirs_from
 
 MEGATRON, ACTOR, RL, GENERATE = "megatron_training", "actor_config", "rl_config", "generate_config"
 _ESTIMATORS = ("kl", "abs", "mse", "low_var_kl")
@@ -59,7 +59,7 @@ def _map_keys(value: Any, theirs: Theirs) -> Outcome:
     return Outcome("unsupported", {}, "set data.columns.problem and data.columns.answer, and allow the key")
 
 
-@ours_from("ms.data_path")
+@ours_from("ms.data_path", is_one_way=True)
 def _data_path(value: Any, theirs: Theirs) -> Outcome:
     if theirs.is_set("preprocess.input"):
         return Outcome("other-stage", {}, "MindSpeed's prepared form of preprocess.input, which data.train names")
@@ -167,10 +167,6 @@ def _register_switched(name: str, switch: str, ours_key: str) -> None:
     def _value(value: Any, theirs: Theirs) -> Outcome:
         return Outcome("taken", {ours_key: value}) if theirs[f"{RL}.{switch}"] else _off(f"{RL}.{switch}")
 
-    @theirs_from(f"ms.{name}")
-    def _theirs(ours: Ours) -> Any:
-        return ours[ours_key]
-
 
 for _name, _switch, _key in (
     ("clip_low", "clip_higher_enable", "algorithm.clip_ratio_low"),
@@ -218,7 +214,7 @@ def _packed(value: Any, theirs: Theirs) -> Outcome:
     return taken(train__micro_batch_tokens=math.ceil(int(value) / int(theirs[f"{ACTOR}.context_parallel_size"])))
 
 
-@ours_from("ms.packing")
+@ours_from("ms.packing", is_one_way=True)
 def _packing(value: Any, theirs: Theirs) -> Outcome:
     if theirs.is_set(f"{RL}.update_max_packing_token_size"):
         return Outcome("meaningless", {}, f"{RL}.update_max_packing_token_size decides")
@@ -337,22 +333,24 @@ for _name in ("wandb", "swanlab"):
     _register_tracker_name("run", _name, "train.tracker_run")
 
 
-_THEIRS: dict[str, ToTheirs] = {
-    "ms.seq_length": lambda ours: ours["data.max_prompt_tokens"],
-    "ms.stage": lambda ours: "ray_dapo" if ours["algorithm.kl.place"] == "off" else "ray_grpo",
-    "ms.kl_in_reward": lambda ours: ours["algorithm.kl.place"] == "reward",
-    "ms.kl_coef": lambda ours: UNSAID if ours["algorithm.kl.place"] == "off" else ours["algorithm.kl.coefficient"],
-    "ms.clip_higher": lambda ours: True,
-    "ms.draws": lambda ours: ours["sampler.max_num_gen_batches"] or -1,
-    "ms.global_batch": lambda ours: ours[
-        "sampler.gen_prompts" if ours["sampler.dynamic"] else "train.train_prompts"
-    ],
-    "ms.update_packing": lambda ours: ours["train.micro_batch_tokens"] * ours["train.sequence_parallel"],
-    "ms.min_lr": lambda ours: ours["train.min_learning_rate_ratio"] * ours["train.learning_rate"],
-    "ms.recompute": lambda ours: "full" if ours["train.gradient_checkpointing"] else UNSAID,
-    "ms.expert_parallel": lambda ours: ours["rollout.tensor_parallel"] if ours["rollout.expert_parallel"] else 1,
-    "ms.enable_expert_parallel": lambda ours: ours["rollout.expert_parallel"],
-    "ms.max_model_len": lambda ours: ours["data.max_prompt_tokens"] + ours["rollout.max_response_tokens"],
-}
-for _name, _says in _THEIRS.items():
-    theirs_from(_name)(_says)
+TO_THEIRS.update(
+    {
+        "ms.stage": lambda ours: "ray_dapo" if ours["algorithm.kl.place"] == "off" else "ray_grpo",
+        "ms.kl_in_reward": lambda ours: ours["algorithm.kl.place"] == "reward",
+        "ms.kl_coef": lambda ours: (
+            UNSAID if ours["algorithm.kl.place"] == "off" else ours["algorithm.kl.coefficient"]
+        ),
+        "ms.clip_higher": lambda ours: True,
+        "ms.draws": lambda ours: ours["sampler.max_num_gen_batches"] or -1,
+        "ms.global_batch": lambda ours: ours[
+            "sampler.gen_prompts" if ours["sampler.dynamic"] else "train.train_prompts"
+        ],
+        "ms.update_packing": lambda ours: ours["train.micro_batch_tokens"] * ours["train.sequence_parallel"],
+        "ms.min_lr": lambda ours: ours["train.min_learning_rate_ratio"] * ours["train.learning_rate"],
+        "ms.recompute": lambda ours: "full" if ours["train.gradient_checkpointing"] else UNSAID,
+        "ms.expert_parallel": lambda ours: (
+            ours["rollout.tensor_parallel"] if ours["rollout.expert_parallel"] else 1
+        ),
+        "ms.max_model_len": lambda ours: ours["data.max_prompt_tokens"] + ours["rollout.max_response_tokens"],
+    }
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -175,16 +175,17 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
-        r"[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.[\d_]+(?:[eE][-+]?\d+)?)|[-+]?\.(?:inf|nan)$"
+        r"[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.[\d_]+(?:[eE][-+]?\d+)?|\.(?:inf|nan))$"
     ),
     list("-+0123456789."),
 )
 
 
-def settings_of_yaml(text: str, name: str) -> list[Setting]:
+def settings_of_yaml(text: str, name: str, whole: Collection[str] = ()) -> list[Setting]:
     """The settings of a YAML file, each with its line; a list of texts is a list of overrides.
 
-    Raises ForeignConfigError for what is no YAML, or no mapping.
+    Keys whose last part is in `whole` have mappings as values. Raises ForeignConfigError for what is no YAML, or
+    no mapping.
     """
     try:
         loader = _Loader(text)
@@ -194,17 +195,20 @@ def settings_of_yaml(text: str, name: str) -> list[Setting]:
             return [_setting(str(item), f"{name}:{line}") for item, line in items]
         if not isinstance(node, yaml.MappingNode):
             raise ForeignConfigError(f"{name} has no keys: neither a mapping nor a list of overrides")
-        return list(_leaves(loader, node, name, ""))
+        return list(_leaves(loader, node, name, whole))
     except yaml.YAMLError as error:
         raise ForeignConfigError(f"{name} is no YAML: {error}") from None
 
 
-def _leaves(loader: _Loader, node: yaml.MappingNode, name: str, prefix: str) -> Iterator[Setting]:
+def _leaves(
+    loader: _Loader, node: yaml.MappingNode, name: str, whole: Collection[str], prefix: str = ""
+) -> Iterator[Setting]:
     loader.flatten_mapping(node)
     for key_node, value in node.value:
-        key = f"{prefix}{loader.construct_object(key_node)}"
-        if isinstance(value, yaml.MappingNode) and value.value:
-            yield from _leaves(loader, value, name, f"{key}.")
+        part = str(loader.construct_object(key_node))
+        key = f"{prefix}{part}"
+        if isinstance(value, yaml.MappingNode) and value.value and part not in whole:
+            yield from _leaves(loader, value, name, whole, f"{key}.")
         else:
             yield Setting(key, loader.construct_object(value, deep=True), f"{name}:{key_node.start_mark.line + 1}")
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from interop.errors import ForeignConfigError
+from interop.hydra import settings_of_yaml
+from interop.table import content_of
 from interop.theirs import Setting
 
 SECTIONS = (
@@ -19,7 +17,6 @@ SECTIONS = (
     *("rl_config", "generate_config", "profiler_config", "msprobe_config"),
 )
 PREPROCESS = "preprocess"  # the section of a file of configs/datasets, which has none of its own
-_WHOLE = (f"{PREPROCESS}.map_keys", "defaults")  # whose values are mappings or lists of them
 _NAMES = (
     "defaults",
     "model",
@@ -28,7 +25,6 @@ _NAMES = (
     "vit_config.model",
 )  # of architectures
 _ARROW = re.compile(r"\s<-{2,}.*$", re.MULTILINE)  # the guides' remarks behind values: <------- on by default
-_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # which YAML 1.1 reads as text, and OmegaConf does not
 
 
 def trainer_of(settings: list[Setting]) -> str:
@@ -54,43 +50,16 @@ def read_yaml(text: str, name: str, folder: Path | None = None) -> list[Setting]
 
     Remarks such as `true   <------- default` are left out. A key of one section that stands alone, as in excerpts,
     gets its section. Keys of the file that `defaults` names come from `folder`/model, where it is there, unless
-    the text sets them. Raises ForeignConfigError for what is no YAML mapping.
+    the text sets them. Raises ForeignConfigError for what is no YAML with keys.
     """
     plain = _ARROW.sub("", text.replace("\t", "    ").lstrip("\ufeff"))
-    loader = yaml.SafeLoader(plain)
-    try:
-        node = loader.get_single_node()
-        if not isinstance(node, yaml.MappingNode):
-            raise ForeignConfigError(f"{name} holds no keys")
-        settings = list(_settings(loader, node, name))
-    except yaml.YAMLError as error:
-        raise ForeignConfigError(f"{name} is no YAML: {error}") from None
-    finally:
-        loader.dispose()
-    settings = list(_placed(settings))
+    settings = settings_of_yaml(plain, name, whole=("map_keys", "defaults"))
+    settings = list(_placed([setting._replace(key=setting.key.replace("-", "_")) for setting in settings]))
     if folder is not None:
         settings = [*_of_model_files(settings, folder), *settings]
     return sorted(
         settings, key=lambda setting: not setting.key.startswith("megatron_training.")
     )  # actor_config wins
-
-
-def _settings(loader: yaml.SafeLoader, node: yaml.MappingNode, name: str, prefix: str = "") -> Iterator[Setting]:
-    loader.flatten_mapping(node)
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        key = f"{prefix}{str(loader.construct_object(key_node, deep=True)).replace('-', '_')}"
-        is_section = isinstance(value_node, yaml.MappingNode) and value_node.value and key not in _WHOLE
-        if is_section and not key.endswith(".map_keys") and key != "map_keys":
-            yield from _settings(loader, value_node, name, f"{key}.")
-        else:
-            yield Setting(key, _value(loader.construct_object(value_node, deep=True)), f"{name}:{line}")
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_value(each) for each in value]
-    return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
 
 
 def _placed(settings: list[Setting]) -> Iterator[Setting]:
@@ -136,9 +105,8 @@ def _model_files(settings: list[Setting]) -> Iterator[str]:
 @cache
 def key_list() -> dict[str, tuple[str, Any]]:
     """{key with its section: (type, default)} of MindSpeed's classes; Megatron's below each of their sections."""
-    text = (resources.files("interop") / "keys" / "mindspeed_classes.yaml").read_text(encoding="utf-8")
     keys: dict[str, tuple[str, Any]] = {}
-    for entry in yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))["classes"]:
+    for entry in content_of("mindspeed_classes")["classes"]:
         places = (
             ("megatron_training", "actor_config", "vit_config")
             if entry["section"] == "megatron"

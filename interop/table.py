@@ -186,10 +186,10 @@ def load(trainer: str) -> Table:
     """The table of `verl`, `mindspeed-rl` or `mindspeed-mm`; raises ForeignConfigError for any other."""
     if trainer not in TRAINERS:
         raise ForeignConfigError(f"no table of the keys of {trainer}; there are {', '.join(TRAINERS)}")
-    return read(_content(trainer.replace("-", "_")))
+    return read(content_of(trainer.replace("-", "_")))
 
 
-def _content(name: str) -> dict[str, Any]:
+def content_of(name: str) -> dict[str, Any]:
     """What a table's file says, with the sections of the table that it is like under `like`."""
     import yaml
 
@@ -198,7 +198,7 @@ def _content(name: str) -> dict[str, Any]:
         raise ForeignConfigError(f"{file} is missing: the installation lacks a table")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     content: dict[str, Any] = yaml.load(file.read_text(encoding="utf-8"), Loader=loader)
-    return {**content, "like": _content(content["like"])["sections"]} if "like" in content else content
+    return {**content, "like": content_of(content["like"])["sections"]} if "like" in content else content
 
 
 def read(content: Mapping[str, Any]) -> Table:

@@ -72,11 +72,16 @@ TO_OURS: dict[str, ToOurs] = {}
 TO_THEIRS: dict[str, ToTheirs] = {}
 
 
-def ours_from(name: str) -> Callable[[ToOurs], ToOurs]:
-    """Register the function that turns a value of theirs into our keys, under the `convert` of a row."""
+def ours_from(name: str, is_one_way: bool = False) -> Callable[[ToOurs], ToOurs]:
+    """Register the function that turns a value of theirs into our keys, under the `convert` of a row.
+
+    With `is_one_way`, no value of ours becomes theirs.
+    """
 
     def register(function: ToOurs) -> ToOurs:
         TO_OURS[name] = function
+        if is_one_way:
+            TO_THEIRS[name] = lambda _: UNSAID
         return function
 
     return register
@@ -133,8 +138,8 @@ def theirs_of(row: Row, ours: Mapping[str, Any]) -> Any:
     """The value of a row's key that says what our keys say; UNSAID where it cannot, or need not."""
     if row.export is not UNSAID:
         return row.export
-    if row.convert is not None:
-        return TO_THEIRS[row.convert](ours) if row.convert in TO_THEIRS else UNSAID
+    if row.convert in TO_THEIRS:
+        return TO_THEIRS[row.convert](ours)
     if len(row.ours) != 1 or row.is_family:
         return UNSAID
     value = ours.get(row.ours[0], UNSAID)

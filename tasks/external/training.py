@@ -13,8 +13,7 @@ import logging
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from dapo_core.checkpoint.resume import lock_checkpoints, move_aside, require_re
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.metrics import METRICS_FILE, MetricsLog, format_step
 from dapo_core.model_folder import copy_model_files, require_model_folder
-from dapo_core.stopping import StopRequest, TrainingStopped
+from dapo_core.stopping import StopRequest, raising_stopped
 from dapo_core.trackers import TRACKERS_FILE, require_trackers, tracking
 from durable import read_json_lines, write_atomically
 from interop.logs import LogParser, Record
@@ -75,7 +74,7 @@ def train_with_other(
     """
     folder, total = inputs.output / CHECKPOINTS, config.train.total_steps
     kept_steps = {*config.checkpoint.keep_steps, *config.checkpoint_steps}
-    with StopRequest() as stop, _raising_stopped(stop, folder, total):
+    with StopRequest() as stop, raising_stopped(stop, lambda: _continued_from(folder, total)):
         require_resume(config.checkpoint.resume)
         require_trackers(config.train.trackers)
         require_model_folder(inputs.model)
@@ -236,21 +235,7 @@ def _set_aside(folder: Path) -> None:
     move_aside(folder, old)
 
 
-@contextmanager
-def _raising_stopped(stop: StopRequest, folder: Path, total: int) -> Iterator[None]:
-    """Raise TrainingStopped, which names the checkpoint to continue from, where the first signal ends training."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        if stop.signal is None or stop.is_urgent:
-            raise
-        newest = newest_other(folder)
-        message = "training was stopped before its first checkpoint; the same command starts from the beginning"
-        if newest is not None:
-            message = (
-                f"training was stopped; its newest checkpoint is {newest.path} of {total} steps; the same command "
-                "continues from there"
-            )
-        stopped = TrainingStopped(message)
-        stopped.exit_code = 128 + stop.signal
-        raise stopped from error
+def _continued_from(folder: Path, total: int) -> str | None:
+    if (newest := newest_other(folder)) is None:
+        return None
+    return f"; its newest checkpoint is {newest.path} of {total} steps; the same command continues from there"

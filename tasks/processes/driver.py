@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dapo_core.errors import WorkerDied
-from dapo_core.stopping import SIGNALS, StopRequest
+from dapo_core.stopping import SIGNALS, StopRequest, raising_stopped
 from tasks.processes.child import describe_exit
 from tasks.processes.supervisor import (
     KILL_SECONDS,
@@ -45,7 +45,7 @@ def forked_driver(config: TrainingConfig, output: Path) -> Iterator[Restarts]:
     # Not before: numpy starts threads, which would take the signals that this one blocks.
     from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
     from dapo_core.checkpoint.resume import MODES
-    from dapo_core.restarts import Restarts, raising_stopped
+    from dapo_core.restarts import Restarts, continued_from
 
     folder, resume = output / CHECKPOINTS, config.checkpoint.resume
     restarts = waiting.restarts = Restarts(
@@ -55,7 +55,7 @@ def forked_driver(config: TrainingConfig, output: Path) -> Iterator[Restarts]:
     def newest() -> Path | None:
         return latest_checkpoint(folder) if restarts.resume(resume) != "never" else None
 
-    with raising_stopped(stop, config, folder):
+    with raising_stopped(stop, lambda: continued_from(config, folder)):
         start = None if resume in MODES else Path(resume)
         exit_code = restarts.until_done(lambda _: waiting.fork(), start, newest, stop)
     if exit_code is not None:

@@ -135,12 +135,13 @@ def test_what_hydra_refuses_is_refused(text: str, message: str) -> None:
 
 
 def test_keys_of_yaml_have_their_lines() -> None:
-    text = "defaults: [ppo_trainer]\nactor:\n  optim:\n    lr: 1e-6  # 学习率\n  x: {}\n  y: [1, 2]\n"
+    text = "defaults: [ppo_trainer]\nactor:\n  optim:\n    lr: 1e-6  # 率\n  x: {}\n  y: [1]\na: 10.0.0.1:9\n"
     assert [tuple(setting) for setting in settings_of_yaml(text, "f.yaml")] == [
         ("defaults", ["ppo_trainer"], "f.yaml:1"),
         ("actor.optim.lr", 1e-6, "f.yaml:4"),
         ("actor.x", {}, "f.yaml:5"),
-        ("actor.y", [1, 2], "f.yaml:6"),
+        ("actor.y", [1], "f.yaml:6"),
+        ("a", "10.0.0.1:9", "f.yaml:7"),
     ]
     assert [tuple(setting) for setting in settings_of_yaml("- a.b=1\n- +c=[x]\n", "o.yaml")] == [
         ("a.b", 1, "o.yaml:1"),

@@ -10,8 +10,8 @@ import pytest
 
 from dapo_core import training
 from dapo_core.errors import CheckpointError, ConfigError, WorkerDied
-from dapo_core.restarts import Restarts, raising_stopped
-from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
+from dapo_core.restarts import Restarts, continued_from
+from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped, raising_stopped
 from tests.checkpoints import make_model_folder, make_state, make_writer, names_in, write, write_state
 from tests.configs import make_config
 
@@ -127,12 +127,12 @@ def test_a_stopped_training_says_what_it_continues_from(
         write_state(tmp_path, make_state(step))
     stop = StopRequest()
     stop.signal = number
-    with pytest.raises(TrainingStopped) as caught, raising_stopped(stop, config, tmp_path):
+    with pytest.raises(TrainingStopped) as caught, raising_stopped(stop, lambda: continued_from(config, tmp_path)):
         raise StopRequested
     assert said.format(folder=tmp_path) in str(caught.value)
     assert caught.value.exit_code == exit_code
     stop.is_urgent = True
-    with pytest.raises(KeyboardInterrupt), raising_stopped(stop, config, tmp_path):
+    with pytest.raises(KeyboardInterrupt), raising_stopped(stop, lambda: continued_from(config, tmp_path)):
         raise KeyboardInterrupt
 
 
