@@ -32,9 +32,10 @@ test-fast: $(INSTALLED) ## run the unit tests: 75 s on two cores
 	$(BIN)/python -m pytest tests/unit -m fast --numprocesses 2 --dist worksteal
 
 # What shows the most about the training core and the engine on other versions of torch, transformers and vLLM.
-CORE_TESTS := $(patsubst %,tests/unit/test_%.py,advantage batch checkpoint_damage checkpoint_resume \
-  checkpoint_state checkpoint_writer environment flops kernels kl loss loss_invariance merge_writer model_folder packing \
-  parameter_names rollout_correction sampler schedule tokenizing trainer training transfers versions weight_sync) \
+CORE_TESTS := $(patsubst %,tests/unit/test_%.py,advantage balance batch checkpoint_damage checkpoint_resume \
+  checkpoint_state checkpoint_writer engine_checks environment flops kernels kl loss loss_invariance merge_writer \
+  model_folder optimizer packing parameter_names rollout_correction sampler tokenizing trainer training transfers \
+  versions) \
   $(patsubst %,tests/integration/test_%.py,policy sharded_model sequence_parallel hf_engine offload merge \
   renamed_device training)
 # Left out: vLLM, which these versions have below; what takes longest; and trainings on threads, on which a CUDA

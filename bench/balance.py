@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dapo_core.batch import balance_over_ranks, workload
+from dapo_core.balance import balance_over_ranks, workload
 
 Balance = Callable[[np.ndarray, int], list[np.ndarray]]
 

@@ -23,6 +23,7 @@ from dapo_core.batch import Batch, RankShare
 from dapo_core.config.training import TrainingConfig
 from dapo_core.device import device_for
 from dapo_core.loss import LossTotals
+from dapo_core.policy import log_probs
 from dapo_core.policy import model as sharding
 from dapo_core.policy import rank as policy_rank
 from dapo_core.policy.packing import PackedRow
@@ -129,7 +130,7 @@ def _fake_policy(folder: Path, config: TrainingConfig) -> Iterator[policy_rank.P
                 (policy_rank, "sequence_group", lambda *_: group),
                 (policy_rank, "Shards", lambda *_: None),  # starts a gloo group
                 (policy_rank, "pack", _with_fake_rows(policy_rank.pack, mode)),
-                (policy_rank, "probe_row", _with_fake_rows(policy_rank.probe_row, mode)),
+                (log_probs, "probe_row", _with_fake_rows(log_probs.probe_row, mode)),
             ):
                 stack.enter_context(patch.object(module, name, replacement))
             stack.enter_context(mode)

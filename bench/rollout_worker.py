@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.engines.base import Engine, Response
-    from dapo_core.rollout import GroupRequest
+    from dapo_core.groups import GroupRequest
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def measure(load: Namespace) -> tuple[list[Pass], list[Pass]]:
     from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.data import Prompt
     from dapo_core.engines.base import EnginePart
-    from dapo_core.rollout import GroupRequest
+    from dapo_core.groups import GroupRequest
     from flows.config import resolve_config
 
     rollout = {

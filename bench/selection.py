@@ -25,8 +25,8 @@ import numpy as np
 from dapo_core.config.sampler import SamplerConfig
 from dapo_core.data import Prompt, PromptStream
 from dapo_core.engines.base import FinishReason, Response
+from dapo_core.groups import Group, GroupRequest, Rollout
 from dapo_core.reward.scorers import Verdict
-from dapo_core.rollout import Group, GroupRequest, Rollout
 from dapo_core.sampler import Draw, Sampler
 
 LIMIT, MEAN, CUT_SHARE = 20_480, 7_385, 0.039  # tokens of a response

@@ -30,7 +30,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dapo_core.device import device_for
-from dapo_core.parameter_names import FilePiece
 from dapo_core.policy.weight_source import WeightSource
 from dapo_core.weight_transfer.inbox import Delivery, Inbox, open_inbox
 from dapo_core.weight_transfer.links import Link, join_group, new_slots
@@ -141,8 +140,8 @@ def _source(megabytes: int, bucket_bytes: int) -> WeightSource:
     for number, shape in enumerate(shapes):
         module.register_parameter(f"weight_{number}", nn.Parameter(torch.randn(shape)))
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-    pieces = {name: [FilePiece(name)] for name, _ in module.named_parameters()}
-    return WeightSource(module, pieces, torch.float32, bucket_bytes, torch.device("cpu"))
+    names = {name for name, _ in module.named_parameters()}
+    return WeightSource(module, names, torch.float32, bucket_bytes, torch.device("cpu"))
 
 
 def _engine(pipe: Connection, plan: WeightPlan, links: dict[str, Link]) -> None:

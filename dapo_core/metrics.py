@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from dapo_core.batch import Batch
     from dapo_core.config.algorithm import KLConfig
+    from dapo_core.groups import Group
     from dapo_core.policy.update import Update
-    from dapo_core.rollout import Group
 
 METRICS_FILE = "metrics.jsonl"
 PHASES_PER_TOKEN = ("old_log_prob", "ref", "adv", "update_actor")  # each processes every token of the batch

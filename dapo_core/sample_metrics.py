@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapo_core.rollout import Rollout
+from dapo_core.groups import Rollout
 
 CORE = "acc"  # the value whose mean, best and maj at N are verl's core metrics
 VALUES = (CORE, "score", "reward")

@@ -12,21 +12,23 @@ import numpy as np
 
 from dapo_core.compat import OURS, Compat
 from dapo_core.data import PromptStream
-from dapo_core.draw_progress import DrawProgress
+from dapo_core.draw_report import (
+    DrawProgress,
+    NotEnoughSignal,
+    finished_groups,
+    no_scores,
+    out_of_draws,
+    silence,
+)
 from dapo_core.engines.base import Response
-from dapo_core.errors import DapoError, RewardError, RolloutError
-from dapo_core.rollout import Group, GroupRequest, Rollout
-from dapo_core.token_account import NO_SIGNAL, Fate, LengthWatch, TokenAccount
+from dapo_core.groups import Group, GroupRequest, Rollout
+from dapo_core.token_account import Fate, LengthWatch, TokenAccount
 
 if TYPE_CHECKING:
     from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.config.sampler import SamplerConfig
 
 logger = logging.getLogger(__name__)
-
-
-class NotEnoughSignal(DapoError, RuntimeError):
-    """Dynamic sampling drew its bound of batches, or an epoch without signal, and kept too few groups."""
 
 
 @dataclass(frozen=True)
@@ -155,14 +157,9 @@ class Sampler:
             wanted = settings.gen_prompts if num_open < self.train_prompts else 0
         if settings.max_num_gen_batches:
             wanted = min(wanted, settings.gen_prompts * settings.max_num_gen_batches - filling.num_drawn)
-        elif filling.finished_since_signal >= self._most_without_signal:
-            return 0
+        elif filling.finished_since_signal >= max(len(self.stream.prompts), settings.gen_prompts):
+            return 0  # an epoch without signal, and there is no bound
         return max(wanted, 0)
-
-    @property
-    def _most_without_signal(self) -> int:
-        """Groups without signal in a row, an epoch of them, after which a step without a bound gives up."""
-        return max(len(self.stream.prompts), self.settings.gen_prompts)
 
     def _carry_in(self, filling: _Filling) -> None:
         account, waiting, unfinished = filling.account, self.surplus, self.unfinished
@@ -248,9 +245,8 @@ class Sampler:
         account = filling.account
         chosen = [] if filling.is_skipped else self._chosen(filling)
         groups = [filling.ready.pop(group_id)[1] for group_id in chosen]
-        self.surplus = [filling.ready[group_id] for group_id in sorted(filling.ready)]
-        if not self.is_in_prompt_order:
-            self.surplus = list(filling.ready.values())
+        in_order = sorted(filling.ready) if self.is_in_prompt_order else filling.ready
+        self.surplus = [filling.ready[group_id] for group_id in in_order]
         for group in groups:
             account.add("kept", group.rollouts)
         for _, group in self.surplus:
@@ -261,68 +257,32 @@ class Sampler:
 
     def _give_up(self, filling: _Filling) -> None:
         """Do as `on_exhausted` says: draws are used up and nothing is in flight."""
-        message, bound = f"{self._seen(filling)} ", " or sampler.max_num_gen_batches"
-        if not self.settings.max_num_gen_batches:
-            bound = ""
-            message += (
-                f"The last {filling.finished_since_signal} groups had no signal, and the data has "
-                f"{len(self.stream.prompts)} prompts: drawing on would not end (sampler.max_num_gen_batches=0). "
-            )
-        if self.settings.on_exhausted == "raise":
-            raise NotEnoughSignal(
-                f"{message}Use prompts nearer to the model's ability, raise rollout.group_size{bound}, lower "
-                "train.train_prompts, or set sampler.on_exhausted to train_partial or skip_step"
-            )
-        if self.settings.on_exhausted == "train_partial" and filling.ready:
-            logger.warning("%sTraining on these (sampler.on_exhausted=train_partial)", message)
-            return
-        logger.warning(
-            "%sSkipping the step (sampler.on_exhausted=%s); these wait for the next one",
-            message,
-            self.settings.on_exhausted,
-        )
-        filling.is_skipped = True
+        outcome, num_prompts = self.settings.on_exhausted, len(self.stream.prompts)
+        reason = out_of_draws(self._seen(filling), filling.finished_since_signal, num_prompts, self.settings)
+        if outcome == "raise":
+            raise NotEnoughSignal(reason)
+        filling.is_skipped = outcome == "skip_step" or not filling.ready
+        what = "Skipping the step" if filling.is_skipped else "Training on these"
+        later = "; these wait for the next one" if filling.is_skipped else ""
+        logger.warning("%s %s (sampler.on_exhausted=%s)%s", reason, what, outcome, later)
 
     def _refuse_no_scores(self, account: TokenAccount, num_groups: int) -> None:
         """Raise if at least `num_groups` groups finished in this step and none of their responses has a score."""
         if account.finished_groups >= num_groups and account.num_unscored == account.num_finished:
-            raise RewardError(
-                f"the scorer raised or ran out of time on all {account.num_finished} responses that finished in "
-                "this step; the log has its first tracebacks: correct the file of custom_reward.path, or raise "
-                "reward.timeout_seconds"
-            )
+            raise no_scores(account)
 
     def _refuse_silence(self, filling: _Filling) -> None:
         """Raise, with what was seen, when no group with signal finished for too long."""
         seconds = self.clock() - filling.last_signal
-        if seconds <= self.settings.max_seconds_without_kept or len(self._chosen(filling)) >= self.train_prompts:
-            return
-        message = f"no group was kept for {seconds:.0f} s of training step {filling.step}. {self._seen(filling)} "
-        if not filling.finished_since_signal:
-            raise RolloutError(
-                message + "In this time no group finished. With few tokens in flight an engine hangs, and "
-                "rollout.engine=hf shows whether it is that one; with as many as there can be, scoring does: "
-                "lower reward.timeout_seconds; else raise sampler.max_seconds_without_kept or lower "
-                "rollout.max_response_tokens"
-            )
-        raise NotEnoughSignal(
-            message + "Use prompts nearer to the model's ability, raise rollout.group_size, or raise "
-            "sampler.max_seconds_without_kept"
-        )
+        if seconds > self.settings.max_seconds_without_kept and len(self._chosen(filling)) < self.train_prompts:
+            raise silence(seconds, filling.step, filling.finished_since_signal, self._seen(filling))
 
     def _seen(self, filling: _Filling) -> str:
-        account = filling.account
-        unscored = f"{account.num_unscored} responses have no score, " if account.num_unscored else ""
-        groups, num_finished = account.groups, account.finished_groups
-        equal = f"{groups['all_equal']} all equal, " if groups["all_equal"] else ""
-        num_even = sum(groups[fate] for fate in NO_SIGNAL)
         return (
             f"{filling.num_drawn} drawn prompts and the groups that waited gave {len(filling.ready)} groups with "
-            f"signal, {self.train_prompts} are needed: of {num_finished} finished groups "
-            f"{groups['all_right']} were all right and {groups['all_wrong']} all wrong, {equal}{unscored}"
-            f"{1 - num_even / max(num_finished, 1):.1%} had signal (mean accuracy "
-            f"{account.num_right / max(account.num_finished, 1):.1%}); {self.source.num_in_flight} groups with "
-            f"{self.source.num_tokens_in_flight} response tokens are in flight."
+            f"signal, {self.train_prompts} are needed: {finished_groups(filling.account)}; "
+            f"{self.source.num_in_flight} groups with {self.source.num_tokens_in_flight} response tokens are in "
+            "flight."
         )
 
 

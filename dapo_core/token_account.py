@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from dapo_core.engines.base import Response
-from dapo_core.rollout import Group, Rollout
+from dapo_core.groups import Group, Rollout
 
 logger = logging.getLogger(__name__)
 

@@ -34,6 +34,7 @@ from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.compat import Compat
 from dapo_core.device import device_for
+from dapo_core.engine_checks import probe_difference, require_sampled_alike
 from dapo_core.flops import ActorUtilization
 from dapo_core.kl import KLController
 from dapo_core.loss import LossTotals
@@ -42,12 +43,6 @@ from dapo_core.rollout_metrics import correction_metrics
 from dapo_core.sampler import Sampler
 from dapo_core.stopping import StopRequest
 from dapo_core.turns import Turns
-from dapo_core.weight_sync import (
-    probe_difference,
-    probe_log_probs,
-    publish_weights,
-    require_sampled_alike,
-)
 
 if TYPE_CHECKING:
     from dapo_core.cluster.start import Cluster
@@ -127,7 +122,7 @@ class Trainer:
         self.turns.enter("update", timer)
         self.cluster.policy.load(str(checkpoint))
         self.turns.enter("publish", timer)
-        publish_weights(self.cluster, self.policy_version)
+        self.cluster.weights.send(self.policy_version)
         self.turns.enter("generate", timer)
         is_own = checkpoint.parent == self.output_dir / CHECKPOINTS  # else its metrics are another training's
         self.log = resume_metrics(self.output_dir, state, is_own)
@@ -182,12 +177,12 @@ class Trainer:
             self.turns.enter("publish", timer)
             with timer.phase("weight_sync"):
                 self.policy_version = updates[-1].policy_version
-                publish_weights(self.cluster, self.policy_version)
+                self.cluster.weights.send(self.policy_version)
                 probe = batch.select([0])
-                probed = probe_log_probs(self.cluster, probe)
+                probed = policy.log_probs(probe, temperature=1.0).log_probs
             self.turns.enter("generate", timer)
             with timer.phase("weight_sync"):
-                difference = probe_difference(self.cluster, probe, probed, self.dtypes)
+                difference = probe_difference(self.cluster.rollouts, probe, probed, self.dtypes)
                 metrics["weight_sync/probe_difference"] = difference
             metrics |= kl_metrics
             metrics |= correction_metrics(measured.log_probs, drawn, config.rollout_correction)

@@ -15,8 +15,8 @@ import numpy as np
 from dapo_core.data import Prompt
 from dapo_core.engines.base import Sampling
 from dapo_core.errors import RewardError, RolloutError
+from dapo_core.groups import Group, GroupRequest, Rollout
 from dapo_core.reward.routing import require_scorers
-from dapo_core.rollout import Group, GroupRequest, Rollout
 from dapo_core.sample_metrics import sample_metrics
 from dapo_core.tokenizing import tokenize_prompts
 from durable import write_atomically

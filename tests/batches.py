@@ -12,7 +12,7 @@ import torch
 
 from dapo_core.batch import Batch, build_batch
 from dapo_core.data import Prompt
-from dapo_core.rollout import Group, Rollout
+from dapo_core.groups import Group, Rollout
 
 UNSCORED = float("nan")  # the reward of a response whose scorer timed out
 

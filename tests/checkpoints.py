@@ -19,8 +19,8 @@ from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.data import Prompt
 from dapo_core.digests import content_part
 from dapo_core.engines.base import Response
+from dapo_core.groups import GroupRequest
 from dapo_core.metrics import PhaseTimer
-from dapo_core.rollout import GroupRequest
 from tests.batches import make_group
 from tests.configs import make_config
 

@@ -12,7 +12,7 @@ from dapo_core.compat import OURS, Compat
 from dapo_core.config.sampler import SamplerConfig
 from dapo_core.data import Prompt, PromptStream
 from dapo_core.engines.base import FinishReason, Response
-from dapo_core.rollout import Group, GroupRequest
+from dapo_core.groups import Group, GroupRequest
 from dapo_core.sampler import Draw, Sampler
 from tests.batches import make_group
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load, save
 from dapo_core.data import Prompt
 from dapo_core.engines.base import Response
 from dapo_core.errors import CheckpointError
-from dapo_core.rollout import Group, GroupRequest, Rollout, VersionSpans
+from dapo_core.groups import Group, GroupRequest, Rollout, VersionSpans
 
 STATE_FILE = "trainer_state.json"
 GROUPS_FILE = "carried_groups.json"  # separate, so that metrics of many checkpoints are read without it

@@ -19,7 +19,6 @@ from dapo_core.batch import Batch, Measured, RankShare, mini_batches, random_ord
 from dapo_core.cluster.actors import Actors
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
-from dapo_core.policy.nan_guard import ADVICE
 from dapo_core.policy.profiling import PROFILES, trace_name
 from dapo_core.policy.update import Update
 
@@ -90,12 +89,7 @@ class PolicyGroup:
             measured = measured or _joined(batch, rows, parts)
             updates += [replace(update, measured=None) for update in done]
         for update in updates:
-            if update.fault is not None:
-                logger.warning(
-                    "step %d: the gradient's norm is %s, so optimizer step %d is skipped. The first number that "
-                    "is not finite is %s. %s",
-                    *(step, update.grad_norm, update.policy_version, update.fault, ADVICE),
-                )
+            update.log_fault(step)
         assert measured is not None, "train.passes is at least 1"
         return updates, measured
 

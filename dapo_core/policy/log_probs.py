@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dapo_core.device import Device
+from dapo_core.errors import ModelError
 from dapo_core.policy.attention import PACKED_ATTENTION
+from dapo_core.policy.model import load_sharded, reshard
+from dapo_core.policy.packing import PackedRow, probe_row
 
 if TYPE_CHECKING:
-    from dapo_core.policy.packing import PackedRow
+    from torch.distributed import ProcessGroup
+
+    from dapo_core.config.training import TrainingConfig
 
 
 class TokenLogProbs(nn.Module):
@@ -54,3 +61,39 @@ class TokenLogProbs(nn.Module):
             return log_probs, log_probs.new_empty(0)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
             return log_probs, normalizer - (logits.softmax(dim=-1) * logits).sum(dim=-1)
+
+
+def load_token_log_probs(
+    model_path: str | Path,
+    config: TrainingConfig,
+    device: Device,
+    group: ProcessGroup | None,
+    is_trainable: bool,
+) -> nn.Module:
+    """The folder's model under FSDP2, inside TokenLogProbs; `group` shares its rows. Collective.
+
+    Raises ModelError if a probe of two sequences shows a layer that lets them see each other.
+    """
+    model = load_sharded(
+        model_path,
+        config.train,
+        device,
+        lambda causal_lm: TokenLogProbs(
+            causal_lm, config.train.logits_chunk_tokens, config.algorithm.entropy_coefficient > 0
+        ),
+        is_trainable,
+        config.model.trust_remote_code,
+    )
+    row = probe_row(device.torch_device(), group)
+    with torch.no_grad():
+        model(row, 1.0, False)
+    reshard(model)
+    model_config: Any = model.causal_lm.config  # type: ignore[union-attr]
+    num_layers = model_config.get_text_config().num_hidden_layers
+    if len(row.packing.layers) != num_layers:
+        raise ModelError(
+            f"only {len(row.packing.layers)} of the {num_layers} layers of {model_config.model_type} keep the "
+            "sequences of a packed row apart; set model.path to an architecture such as Qwen2, Qwen3, Qwen3-MoE "
+            "or Llama"
+        )
+    return model

@@ -37,7 +37,6 @@ from dapo_core.pretrained import empty_causal_lm
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainConfig
-    from dapo_core.policy.transfers import Transfers
 
 HOST = torch.device("cpu")
 
@@ -219,28 +218,3 @@ def _copy_rows(piece: FilePiece, stored: Any, local: torch.Tensor, start: int) -
         local.copy_(stored[start : start + local.shape[0]])
     elif start <= piece.expert < start + local.shape[0]:
         piece.view(local, start).copy_(stored[:])
-
-
-def move_model(model: nn.Module, device: torch.device, transfers: Transfers) -> None:
-    """Move the shards of an FSDP2 model; its parameters remain the same objects, as the optimizer needs.
-
-    On the host they are there at once, on another device when the transfers are joined.
-    """
-    with transfers.queued():
-        moved = {id(parameter): transfers.moved(parameter.detach(), device) for parameter in model.parameters()}
-        if device == HOST:
-            transfers.finish()  # FSDP2 copies uneven shards on the host at once, to pad them
-
-        def place(tensor: torch.Tensor) -> torch.Tensor:
-            return moved.pop(id(tensor)) if id(tensor) in moved else tensor.to(device)
-
-        model._apply(place)  # as model.to(device), by which FSDP2 takes up its shards
-
-
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, transfers: Transfers) -> None:
-    """Move AdamW's moments, there when the transfers are joined; step counts stay where they are, on the host."""
-    with transfers.queued():
-        for parameter, state in optimizer.state.items():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    state[name] = transfers.moved(value, device)

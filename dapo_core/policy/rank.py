@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -18,35 +18,23 @@ from dapo_core.batch import Measured, RankShare
 from dapo_core.checkpoint.shards import Shards
 from dapo_core.device import Device, device_for
 from dapo_core.environment import DETERMINISTIC, set_defaults
-from dapo_core.errors import ModelError
 from dapo_core.loss import LossSums, LossTotals, PolicyLoss, policy_loss
 from dapo_core.model_folder import require_model_folder, weight_names
-from dapo_core.parameter_names import file_pieces
-from dapo_core.policy.log_probs import TokenLogProbs
+from dapo_core.policy.log_probs import load_token_log_probs
 from dapo_core.policy.loss_inputs import loss_tokens
 from dapo_core.policy.measuring import Measuring
-from dapo_core.policy.model import (
-    HOST,
-    copy_weights,
-    load_sharded,
-    local_part,
-    move_model,
-    move_optimizer,
-    require_same_shapes,
-    reshard,
-)
+from dapo_core.policy.model import copy_weights, require_same_shapes, reshard
 from dapo_core.policy.nan_guard import MOST_SEARCHES, Fault, find_fault
-from dapo_core.policy.packing import pack, probe_row
+from dapo_core.policy.offload import Offloader
+from dapo_core.policy.optimizer import adamw, learning_rate
+from dapo_core.policy.packing import pack
 from dapo_core.policy.profiling import Profiled
 from dapo_core.policy.requirements import require_trainable
-from dapo_core.policy.schedule import learning_rate
 from dapo_core.policy.sequence_parallel import sequence_group
-from dapo_core.policy.spill import Spill
-from dapo_core.policy.transfers import Transfers
 from dapo_core.policy.update import Update
 from dapo_core.policy.weight_source import WeightSource
 from dapo_core.pretrained import load_model_config
-from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
+from dapo_core.turns import OPTIMIZER, WEIGHTS
 from dapo_core.weight_transfer.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -74,37 +62,27 @@ class Policy(Profiled):
             set_defaults(DETERMINISTIC)
             torch.use_deterministic_algorithms(True)  # operations without a deterministic kernel raise
         self.group = sequence_group(self.train.sequence_parallel)
-        self.model_config = load_model_config(model_path, config.model.trust_remote_code)
-        require_trainable(self.model_config, self.train.sequence_parallel)
-        self.trust_remote_code = config.model.trust_remote_code
-        self.model = self._load(model_path, is_trainable=True)
-        files = weight_names(model_path)
-        pieces = {
-            name: file_pieces(name, parameter.shape, files)
-            for name, parameter in self._causal_lm().named_parameters()
-        }
-        dtype = self.device.resolve_dtype(config.rollout.dtype)
-        self.weights = WeightSource(
-            self._causal_lm(), pieces, dtype, self.train.weight_bucket_bytes, self.device.torch_device()
-        )
+        model_config = load_model_config(model_path, config.model.trust_remote_code)
+        require_trainable(model_config, self.train.sequence_parallel)
+        self.model = load_token_log_probs(model_path, config, self.device, self.group, is_trainable=True)
+        names, place = weight_names(model_path), self.device.torch_device()
+        dtype, num_bytes = self.device.resolve_dtype(config.rollout.dtype), self.train.weight_bucket_bytes
+        self.weights = WeightSource(self._causal_lm(), names, dtype, num_bytes, place)
         self.outbox: Outbox | None = None  # of rank 0
-        self.reference = None if self.algorithm.kl.place == "off" else self._load_reference(model_path)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=self.train.learning_rate,
-            betas=(self.train.adam_beta1, self.train.adam_beta2),
-            eps=self.train.adam_epsilon,
-            weight_decay=self.train.weight_decay,
-            foreach=True,
-        )
+        self.reference: nn.Module | None = None
+        if self.algorithm.kl.place != "off":
+            path = self.algorithm.kl.reference_path or model_path
+            self.reference = load_token_log_probs(path, config, self.device, self.group, is_trainable=False)
+            require_same_shapes(self.model, self.reference, path)
+        self.optimizer = adamw(self.model.parameters(), self.train)
         is_offloaded = self.train.offload_optimizer or self.train.offload_shards or self.train.is_colocated
         is_refreshed = self.reference is not None and self.algorithm.kl.refresh_every > 0
         changing: Any = self.reference.causal_lm if is_refreshed else None  # type: ignore[union-attr]
         self.shards = Shards(
             self._causal_lm(), self.optimizer, self.device, is_offloaded, config.run.seed, changing
         )
-        self.transfers = Transfers(self.device)
-        self._spills: dict[str, Spill] = {}  # of what is offloaded, where the device is the host
+        models = [self.model] if self.reference is None else [self.model, self.reference]
+        self.offloader = Offloader(models, self.optimizer, self.device, self.train)
 
     @record_function("old_log_prob")
     def log_probs(self, share: RankShare, temperature: float | None = None) -> Measured:
@@ -130,7 +108,7 @@ class Policy(Profiled):
         Gradients are summed, not averaged, over ranks and micro-batches: `totals` already holds the denominator.
         A gradient norm that is not finite leaves weights and optimizer state unchanged.
         """
-        self._require_here(WEIGHTS, OPTIMIZER)
+        self.offloader.require_here(WEIGHTS, OPTIMIZER)
         rate = learning_rate(self.num_optimizer_steps + 1, self.train)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate
@@ -143,7 +121,7 @@ class Policy(Profiled):
                 loss.backward()
         grad_norm = _full(nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)).item()
         is_skipped = not math.isfinite(grad_norm)
-        self.transfers.join()  # moments may be on their way until here
+        self.offloader.transfers.join()  # moments may be on their way until here
         if not is_skipped:
             with record_function("optimizer"):
                 self.optimizer.step()
@@ -162,7 +140,7 @@ class Policy(Profiled):
     def refresh_reference(self) -> None:
         """Give the reference model the policy's weights, in its own precision, on the device or off it."""
         assert self.reference is not None, "algorithm.kl.place is off, so no reference model was loaded"
-        with self._readable():
+        with self.offloader.readable():
             copy_weights(self.model, self.reference)
 
     @record_function("save_checkpoint")
@@ -172,7 +150,7 @@ class Policy(Profiled):
         Asynchronous: returns once they are copied to host memory and continues to write; see is_saved. Raises
         OSError with its errno if a rank cannot write, else CheckpointError, on every rank.
         """
-        with self._readable():
+        with self.offloader.readable():
             self.shards.save(folder, self.num_optimizer_steps, asynchronous)
 
     def is_saved(self) -> bool:
@@ -189,8 +167,8 @@ class Policy(Profiled):
 
     def load(self, folder: str) -> None:
         """Load shards that any number of ranks wrote; weights and optimizer are on the device. Collective."""
-        self._require_here(WEIGHTS, OPTIMIZER)
-        self.transfers.join()
+        self.offloader.require_here(WEIGHTS, OPTIMIZER)
+        self.offloader.transfers.join()
         self.num_optimizer_steps = self.shards.load(folder)
 
     def weight_plan(self) -> WeightPlan:
@@ -213,43 +191,19 @@ class Policy(Profiled):
 
         Returns once every process of every engine has taken every bucket.
         """
-        self._require_here(WEIGHTS)
+        self.offloader.require_here(WEIGHTS)
         reshard(self.model)
         return self.weights.send(self.outbox)
 
     @record_function("onload")
     def onload(self, what: Collection[str]) -> None:
-        """Bring weights or the optimizer's state, as named in `turns`, back to the device.
-
-        They are copied beside the computation, which waits for weights at once and for moments where AdamW steps.
-        """
-        for name in what:
-            if name in self._spills:
-                self._spills.pop(name).restore()
-        self.transfers.finish()
-        self._move(what, self.device.torch_device())
-        if WEIGHTS in what:
-            self.transfers.join()
+        """Bring weights or the optimizer's state, as named in `turns`, back to the device."""
+        self.offloader.onload(what)
 
     @record_function("offload")
     def offload(self, what: Collection[str]) -> None:
-        """Free gradients, and move weights or the optimizer's state off the device, as named in `turns`.
-
-        They go to host memory; where that is the device's own and ranks and engines share it, to a file. Moments
-        of a rank with a device of its own are copied beside the computation, until the next `onload` or `save`.
-        """
-        if GRADIENTS in what:
-            self.optimizer.zero_grad(set_to_none=True)
-        if self.device.has_own_memory or not self.train.is_colocated:
-            self._move(what, HOST)
-            if WEIGHTS in what or self.train.is_colocated:
-                self.transfers.give_back()
-            return
-        for model in self._models():
-            reshard(model)
-        for name in (WEIGHTS, OPTIMIZER):
-            if name in what and name not in self._spills:
-                self._spills[name] = Spill(self._local_tensors(name))
+        """Free gradients, and move weights or the optimizer's state off the device, as named in `turns`."""
+        self.offloader.offload(what)
 
     def device_name(self) -> str:
         """The vendor's name of this rank's device."""
@@ -259,77 +213,13 @@ class Policy(Profiled):
         """Memory of this rank since the last call, and of its node, in GiB by metric name."""
         return self.device.take_memory()
 
-    def _move(self, what: Collection[str], device: torch.device) -> None:
-        if self.train.offload_shards:  # they are in host memory all the time
-            return
-        if OPTIMIZER in what:
-            move_optimizer(self.optimizer, device, self.transfers)
-        if WEIGHTS in what:
-            for model in self._models():
-                move_model(model, device, self.transfers)
-
-    def _local_tensors(self, what: str) -> list[torch.Tensor]:
-        """This rank's shards of all weights, or of the optimizer's state."""
-        tensors: list[Any] = [parameter for model in self._models() for parameter in model.parameters()]
-        if what == OPTIMIZER:
-            tensors = [value for state in self.optimizer.state.values() for value in state.values()]
-        return [local_part(tensor) for tensor in tensors]
-
-    def _require_here(self, *what: str) -> None:
-        away = self._spills.keys() & set(what)
-        assert not away, (
-            f"{', '.join(sorted(away))} of this rank are in a file: the step's phases are out of order"
-        )
-
-    @contextmanager
-    def _readable(self) -> Iterator[None]:
-        """What is in files, or on its way to the host, is in memory inside the block."""
-        away = list(self._spills)
-        self.onload(away)
-        yield
-        self.offload(away)
-
-    def _load(self, model_path: str | Path, is_trainable: bool) -> nn.Module:
-        """The model inside TokenLogProbs; a probe of two sequences checks that every layer packs."""
-        model = load_sharded(
-            model_path,
-            self.train,
-            self.device,
-            lambda causal_lm: TokenLogProbs(
-                causal_lm, self.train.logits_chunk_tokens, self.algorithm.entropy_coefficient > 0
-            ),
-            is_trainable,
-            self.trust_remote_code,
-        )
-        row = probe_row(self.device.torch_device(), self.group)
-        with torch.no_grad():
-            model(row, 1.0, False)
-        reshard(model)
-        num_layers = self.model_config.get_text_config().num_hidden_layers
-        if len(row.packing.layers) != num_layers:
-            raise ModelError(
-                f"only {len(row.packing.layers)} of the {num_layers} layers of {self.model_config.model_type} "
-                "keep the sequences of a packed row apart; set model.path to an architecture such as Qwen2, "
-                "Qwen3, Qwen3-MoE or Llama"
-            )
-        return model
-
-    def _load_reference(self, model_path: str | Path) -> nn.Module:
-        path = self.algorithm.kl.reference_path or model_path
-        reference = self._load(path, is_trainable=False)
-        require_same_shapes(self.model, reference, path)
-        return reference
-
-    def _models(self) -> list[nn.Module]:
-        return [self.model] if self.reference is None else [self.model, self.reference]
-
     def _causal_lm(self) -> nn.Module:
         """The model inside the FSDP2 root; its parameters have the names that checkpoints use."""
         return self.model.causal_lm  # type: ignore[return-value]
 
     def _score(self, model: nn.Module, share: RankShare, temperature: float, with_entropy: bool) -> Measured:
         """Log-probs of the whole share and, if requested, entropy (else 0), without gradient: [b, R] float32."""
-        self._require_here(WEIGHTS)
+        self.offloader.require_here(WEIGHTS)
         device = self.device.torch_device()
         measuring = Measuring(share)
         model.eval()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dapo_core.parameter_names import FilePiece
+from dapo_core.parameter_names import FilePiece, file_pieces
 from dapo_core.policy.model import first_row
 from dapo_core.weight_transfer.plan import PlannedTensor, WeightPlan, bucket_numel, plan_buckets
 from dapo_core.weight_transfer.proof import checksum
@@ -39,16 +39,21 @@ class WeightSource:
     def __init__(
         self,
         causal_lm: nn.Module,
-        pieces: Mapping[str, Sequence[FilePiece]],
+        file_names: Collection[str],
         dtype: torch.dtype,
         max_bytes: int,
         device: torch.device,
     ) -> None:
-        """`device`: of the slots, where the shards are, too, unless they wait in host memory."""
+        """file_names: the tensors of the model's files; device: of slots, and of shards that are not offloaded."""
         self._device = device
         self._causal_lm = causal_lm
-        self._pieces = {piece.file_name: (name, piece) for name, own in pieces.items() for piece in own}
-        self.plan: WeightPlan = plan_buckets(self._tensors(dict(causal_lm.named_parameters())), dtype, max_bytes)
+        parameters: dict[str, Any] = dict(causal_lm.named_parameters())
+        self._pieces = {
+            piece.file_name: (name, piece)
+            for name, parameter in parameters.items()
+            for piece in file_pieces(name, parameter.shape, file_names)
+        }
+        self.plan: WeightPlan = plan_buckets(self._tensors(parameters), dtype, max_bytes)
 
     def send(self, outbox: Outbox | None) -> dict[str, dict[int, int]]:
         """Send all buckets through rank 0's outbox; returns the checksums of this rank's rows. Collective."""

@@ -163,10 +163,11 @@ def _take_turns(rank: int, path: Path, folder: Path) -> dict[str, float]:
     config = make_config(path, train={"placement": "colocated", **steps}, rollout={"group_size": 2})
     policy = Policy(path, config)
     batch = random_batch(num_groups=4, group_size=2)
-    share, totals = split_batch(batch, 1, 64, policy.model_config.hidden_size)[0][0], LossTotals.of(batch)
+    shares, _ = split_batch(batch, 1, 64)
+    share, totals = shares[0], LossTotals.of(batch)
     policy.update(share, totals)
     facts = {"held": _memory()}
-    tensors = [*policy._local_tensors("weights"), *policy._local_tensors("optimizer")]
+    tensors = [*policy.offloader.local_tensors("weights"), *policy.offloader.local_tensors("optimizer")]
     facts["state"] = sum(tensor.nbytes for tensor in tensors) / 1e6
     before = [tensor.clone() for tensor in tensors[:3]]
     for _ in range(2):  # a second time changes nothing

@@ -32,7 +32,7 @@ from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.start import Cluster, start_cluster
 from dapo_core.data import Prompt
 from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
-from dapo_core.rollout import GroupRequest
+from dapo_core.groups import GroupRequest
 from flows.config import Config
 from tasks.processes.supervisor import descendants
 from tests.batches import random_batch

@@ -11,7 +11,7 @@ import pytest
 
 from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.checkpoint.state import TrainerState, read_state
-from dapo_core.rollout import Group
+from dapo_core.groups import Group
 from dapo_core.sampler import Draw, Sampler
 from dapo_core.token_account import FATES
 from dapo_core.training import train

@@ -16,7 +16,8 @@ from dapo_core.batch import split_batch
 from dapo_core.config.training import TrainConfig
 from dapo_core.device import Device, device_for
 from dapo_core.loss import LossTotals
-from dapo_core.policy.model import load_sharded, move_model, move_optimizer
+from dapo_core.policy.model import load_sharded
+from dapo_core.policy.offload import move_model, move_optimizer
 from dapo_core.policy.rank import Policy
 from dapo_core.policy.transfers import Transfers
 from dapo_core.policy.update import Update
@@ -193,7 +194,7 @@ class _LateCopies(Transfers):
 def _step_with_offloading(rank: int, config: Config, is_offloaded: bool) -> dict[str, Any]:
     """Two updates with a checkpoint and log-probs between them."""
     policy = Policy(config.model.path or "", config)
-    transfers = policy.transfers = _LateCopies()
+    transfers = policy.offloader.transfers = _LateCopies()
     batch = random_batch(num_groups=2, group_size=3)
     shares, _ = split_batch(batch, config.train.num_ranks, 30)
     totals = LossTotals.of(batch, config.train.num_ranks)

@@ -13,11 +13,11 @@ import dapo_core.cluster.actors
 from dapo_core.batch import Batch
 from dapo_core.cluster.start import Cluster, start_cluster
 from dapo_core.data import Prompt
+from dapo_core.engine_checks import probe_difference
 from dapo_core.errors import WorkerDied
+from dapo_core.groups import GroupRequest
 from dapo_core.metrics import PhaseTimer
-from dapo_core.rollout import GroupRequest
 from dapo_core.turns import Turns
-from dapo_core.weight_sync import probe_difference, probe_log_probs, publish_weights
 from tests.batches import random_batch
 from tests.integration.test_dead_workers import SCORER, killed_within, take_groups, update
 from tests.trainings import World, config_of
@@ -31,10 +31,10 @@ def _require_sync(cluster: Cluster, turns: Turns, batch: Batch, version: int) ->
     turns.enter("update", timer)
     update(cluster, batch)
     turns.enter("publish", timer)
-    publish_weights(cluster, version)
-    log_probs = probe_log_probs(cluster, probe)
+    cluster.weights.send(version)
+    log_probs = cluster.policy.log_probs(probe, 1.0).log_probs
     turns.enter("generate", timer)
-    assert probe_difference(cluster, probe, log_probs, [torch.float32]) < 1e-5
+    assert probe_difference(cluster.rollouts, probe, log_probs, [torch.float32]) < 1e-5
 
 
 def test_two_parts_make_one_engine(

@@ -17,10 +17,10 @@ import pytest
 import yaml
 
 from dapo_core.checkpoint.state import read_state
+from dapo_core.draw_report import NotEnoughSignal
 from dapo_core.errors import RolloutError
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.policy.profiling import PROFILES
-from dapo_core.sampler import NotEnoughSignal
 from dapo_core.training import TrainResult, train
 from durable import read_json_lines
 from tasks.artifacts.stage_key import PROJECT_ROOT
@@ -30,6 +30,7 @@ from tests.metric_names import expand
 from tests.processes import start_time_of, wait_until
 from tests.trainings import NUM_PROBLEMS, World, config_of, settings
 
+SAMPLING = {"temperature": 0.9}  # the probe after each sync compares at 1
 TOTAL_STEPS = 8
 OPTIMIZER_STEPS = 2  # per training step: train_prompts / mini_prompts
 # What every step that trains writes. Not among them are KL's and
@@ -93,6 +94,7 @@ def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory
 
     config = config_of(
         train={"total_steps": TOTAL_STEPS, "ray_address": ray_address, "profile": PROFILE},
+        rollout=SAMPLING,
         checkpoint={"asynchronous": False},
     )
     result = train(config, world.data, world.model, folder, look)
@@ -182,7 +184,7 @@ def test_placement_changes_no_number(run: Run, world: World, ray_address: str, t
     """
     train(
         config_of(
-            rollout={"num_workers": 2},
+            rollout={"num_workers": 2, **SAMPLING},
             train={
                 "total_steps": 2,
                 "ray_address": ray_address,
@@ -221,7 +223,8 @@ def test_killed_it_ends_with_the_same_bits(
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     crash = importlib.import_module("crash")
     recipe, chance = tmp_path / "recipe.yaml", random.Random(os.getpid())
-    recipe.write_text(yaml.safe_dump(settings(train={"total_steps": TOTAL_STEPS, "restart_delay_seconds": 0.0})))
+    train = {"total_steps": TOTAL_STEPS, "restart_delay_seconds": 0.0}
+    recipe.write_text(yaml.safe_dump(settings(train=train, rollout=SAMPLING)))
     training = crash.Training(recipe, world.data, world.model, tmp_path / "killed")
     role = chance.choice(["rank", "worker"])  # each start of Ray and four processes takes a while
     moments = [crash.Moment(role, 1, chance.uniform(0, 0.2)), crash.Moment("group", 4, chance.uniform(0, 0.2))]

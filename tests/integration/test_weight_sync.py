@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from dapo_core.batch import split_batch
+from dapo_core.engine_checks import probe_difference
 from dapo_core.engines.base import build_engine
 from dapo_core.errors import RolloutError
 from dapo_core.policy.model import reshard
 from dapo_core.policy.rank import Policy
 from dapo_core.pretrained import load_tokenizer
 from dapo_core.rollout import RolloutWorker
-from dapo_core.weight_sync import probe_difference, probe_log_probs, publish_weights
 from dapo_core.weight_transfer.inbox import Delivery
 from dapo_core.weight_transfer.links import Link
 from dapo_core.weight_transfer.plan import plan_buckets
@@ -97,7 +97,7 @@ def cluster(shared_cluster: Any) -> Iterator[Any]:
     with torch.no_grad():
         for name, shard in _shards(shared_cluster).items():
             shard.copy_(first[name])
-    publish_weights(shared_cluster, 0)
+    shared_cluster.weights.send(0)
 
 
 def _shards(cluster: Any) -> dict[str, torch.nn.Parameter]:
@@ -139,17 +139,22 @@ def _engine_log_probs(cluster: Any) -> torch.Tensor:
     return torch.tensor(cluster.rollouts.log_probs([(ids[:start], ids[start : start + count])])[0][0])
 
 
+def _difference(cluster: Any) -> float:
+    log_probs = cluster.policy.log_probs(PROBE, 1.0).log_probs
+    return probe_difference(cluster.rollouts, PROBE, log_probs, [torch.float32])
+
+
 def _require_every_weight_arrives(cluster: Any, is_tied: bool) -> None:
     """Each weight changes by a different factor, so that no two can be confused."""
     for number, name in enumerate(_shards(cluster)):
         _multiply(cluster, name, 1.02 + 0.01 * number)
     before = _engine_log_probs(cluster)
-    publish_weights(cluster, 3)
+    cluster.weights.send(3)
     after = _engine_log_probs(cluster)
     expected = cluster.policy.log_probs(PROBE, 1.0)[0][0, : len(after)]
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-4)
     assert (after - before).abs().max() > 1e-2
-    assert probe_difference(cluster, PROBE, probe_log_probs(cluster, PROBE), ["float32"]) < 1e-4
+    assert _difference(cluster) < 1e-4
     names = list(cluster.policy.rank.weight_plan().tensors)
     assert list(cluster.rollouts.worker.loaded_weights().checksums) == names
     assert ("lm_head.weight" in names) == (not is_tied)
@@ -175,16 +180,16 @@ def test_every_architecture_arrives_in_the_transformers_engine(
 
 
 def test_an_engine_with_old_weights_is_detected(cluster: Any) -> None:
-    assert probe_difference(cluster, PROBE, probe_log_probs(cluster, PROBE), ["float32"]) < 1e-4
+    assert _difference(cluster) < 1e-4
     _multiply(cluster, "model.layers.0.mlp.down_proj.weight", 1.5)
     with pytest.raises(RolloutError) as caught:
-        probe_difference(cluster, PROBE, probe_log_probs(cluster, PROBE), ["float32"])
+        _difference(cluster)
     message = str(caught.value)
     assert "the engine does not hold the policy's weights" in message
     assert "more than the 0.001 that float32 explains" in message
     assert "rollout.dtype=float32" in message
-    publish_weights(cluster, 1)
-    assert probe_difference(cluster, PROBE, probe_log_probs(cluster, PROBE), ["float32"]) < 1e-4
+    cluster.weights.send(1)
+    assert _difference(cluster) < 1e-4
 
 
 @pytest.fixture
@@ -237,7 +242,7 @@ def test_a_bucket_that_is_sent_twice_is_detected(small_buckets: Any, monkeypatch
     with pytest.raises(
         RolloutError, match=r"^rollout worker 0 of 1 loaded other bytes than the policy ranks sent"
     ):
-        publish_weights(small_buckets, 4)
+        small_buckets.weights.send(4)
 
 
 def test_an_engine_that_loads_nothing_is_detected(small_buckets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +253,7 @@ def test_an_engine_that_loads_nothing_is_detected(small_buckets: Any, monkeypatc
         rf"^rollout worker 0 of 1 did not load {num_tensors} \(.*\) of {num_tensors} tensors of policy version 4"
     )
     with pytest.raises(RolloutError, match=message):
-        publish_weights(small_buckets, 4)
+        small_buckets.weights.send(4)
 
 
 def test_a_tensor_that_is_skipped_is_detected(small_buckets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,8 +271,8 @@ def test_a_tensor_that_is_skipped_is_detected(small_buckets: Any, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(Delivery, "__iter__", skip)
         with pytest.raises(RolloutError, match=r"1 of \d+ tensors are missing: model\.norm\.weight"):
-            publish_weights(small_buckets, 4)
-    publish_weights(small_buckets, 5)
+            small_buckets.weights.send(4)
+    small_buckets.weights.send(5)
     del loaded().checksums[norm]
     plan = small_buckets.policy.rank.weight_plan()
     sent = {name: (0,) for name in plan.tensors}

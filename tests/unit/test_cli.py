@@ -20,8 +20,8 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from dapo_core.draw_report import NotEnoughSignal
 from dapo_core.errors import ConfigError, RolloutError
-from dapo_core.sampler import NotEnoughSignal
 from dapo_core.stopping import TrainingStopped
 from eval import EvaluationError
 from eval.results import ResultsError

@@ -13,6 +13,7 @@ from dapo_core.batch import Batch, build_batch
 from dapo_core.config.algorithm import KLConfig
 from dapo_core.data import Prompt
 from dapo_core.engines.base import FinishReason, Response
+from dapo_core.groups import Group, Rollout
 from dapo_core.loss import LossSums
 from dapo_core.metrics import (
     batch_metrics,
@@ -23,7 +24,6 @@ from dapo_core.metrics import (
 )
 from dapo_core.policy.update import Update
 from dapo_core.reward.scorers import Verdict
-from dapo_core.rollout import Group, Rollout
 from dapo_core.sampler import Draw
 from dapo_core.token_account import TokenAccount
 from tests.batches import UNSCORED, make_group

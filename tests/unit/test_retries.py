@@ -13,8 +13,8 @@ import httpx
 import pytest
 from prefect.states import Failed
 
+from dapo_core.draw_report import NotEnoughSignal
 from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
-from dapo_core.sampler import NotEnoughSignal
 from downloads import AccessDenied, DiskTooSmall, NotFound, Offline, Unreachable, WrongContent
 from eval import EvaluationError
 from flows.cli import main

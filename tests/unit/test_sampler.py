@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_core.compat import OURS, VERL
+from dapo_core.draw_report import NotEnoughSignal
 from dapo_core.errors import RewardError, RolloutError
-from dapo_core.rollout import Group, Rollout
-from dapo_core.sampler import NotEnoughSignal, Sampler
+from dapo_core.groups import Group, Rollout
+from dapo_core.sampler import Sampler
 from dapo_core.token_account import FATES
 from tests.batches import UNSCORED
 from tests.sources import (

@@ -14,7 +14,7 @@ import pytest
 from dapo_core.data import Prompt
 from dapo_core.engines.base import GREEDY, Sampling
 from dapo_core.errors import DataError, RewardError, RolloutError
-from dapo_core.rollout import Group, GroupRequest, Rollout
+from dapo_core.groups import Group, GroupRequest, Rollout
 from dapo_core.validation import Validation, generations_file, held_out_prompts, validate, validation_metrics
 from durable import read_json_lines
 from tests.batches import make_group

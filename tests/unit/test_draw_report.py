@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dapo_core.draw_progress import DrawProgress
+from dapo_core.draw_report import DrawProgress, NotEnoughSignal
 from dapo_core.errors import RolloutError
-from dapo_core.sampler import NotEnoughSignal
 from dapo_core.token_account import Lengths, TokenAccount
 from tests.sources import Clock, ScriptedSource, make_sampler
 

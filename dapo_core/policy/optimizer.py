@@ -1,12 +1,27 @@
-"""The learning rate of each optimizer step."""
+"""AdamW, and the learning rate of each of its steps."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from dapo_core.config.updates import UpdatesConfig
+
+
+def adamw(parameters: Iterable[torch.Tensor], train: UpdatesConfig) -> torch.optim.AdamW:
+    """The optimizer of the parameters; each step sets its own rate."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=train.learning_rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_epsilon,
+        weight_decay=train.weight_decay,
+        foreach=True,
+    )
 
 
 def learning_rate(step: int, train: UpdatesConfig) -> float:

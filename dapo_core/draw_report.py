@@ -1,17 +1,26 @@
-"""What a draw has come to, every 10 s, and a hint when its first hundred groups have no signal."""
+"""What a draw says: its progress, a hint when nothing has signal, and why it ended without enough groups."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from dapo_core.token_account import TokenAccount
+from dapo_core.errors import DapoError, RewardError, RolloutError
+from dapo_core.token_account import NO_SIGNAL, TokenAccount
+
+if TYPE_CHECKING:
+    from dapo_core.config.sampler import SamplerConfig
 
 logger = logging.getLogger(__name__)
 
 WORD_SECONDS = 10.0
 HINT_GROUPS = 100
+
+
+class NotEnoughSignal(DapoError, RuntimeError):
+    """Dynamic sampling drew its bound of batches, or an epoch without signal, and kept too few groups."""
 
 
 class DrawProgress:
@@ -80,4 +89,58 @@ def _hint(account: TokenAccount) -> str:
     return (
         f"{seen} The model answers in another form than the scorer reads (`dapo doctor CONFIG` shows both), or "
         "the prompts are too hard: take easier ones, or raise rollout.group_size"
+    )
+
+
+def finished_groups(account: TokenAccount) -> str:
+    """The step's finished groups by what they are worth, as a clause of an error."""
+    unscored = f"{account.num_unscored} responses have no score, " if account.num_unscored else ""
+    groups, num_finished = account.groups, account.finished_groups
+    equal = f"{groups['all_equal']} all equal, " if groups["all_equal"] else ""
+    num_even = sum(groups[fate] for fate in NO_SIGNAL)
+    return (
+        f"of {num_finished} finished groups {groups['all_right']} were all right and {groups['all_wrong']} all "
+        f"wrong, {equal}{unscored}{1 - num_even / max(num_finished, 1):.1%} had signal (mean accuracy "
+        f"{account.num_right / max(account.num_finished, 1):.1%})"
+    )
+
+
+def out_of_draws(seen: str, num_since_signal: int, num_prompts: int, settings: SamplerConfig) -> str:
+    """Why a draw that saw this draws no more; under `on_exhausted: raise`, an error, also what helps."""
+    bound, reason = " or sampler.max_num_gen_batches", seen
+    if not settings.max_num_gen_batches:
+        bound = ""
+        reason += (
+            f" The last {num_since_signal} groups had no signal, and the data has {num_prompts} prompts: drawing "
+            "on would not end (sampler.max_num_gen_batches=0)."
+        )
+    if settings.on_exhausted != "raise":
+        return reason
+    return (
+        f"{reason} Use prompts nearer to the model's ability, raise rollout.group_size{bound}, lower "
+        "train.train_prompts, or set sampler.on_exhausted to train_partial or skip_step"
+    )
+
+
+def no_scores(account: TokenAccount) -> RewardError:
+    """The error of a step in which the scorer failed on every response."""
+    return RewardError(
+        f"the scorer raised or ran out of time on all {account.num_finished} responses that finished in this "
+        "step; the log has its first tracebacks: correct the file of custom_reward.path, or raise "
+        "reward.timeout_seconds"
+    )
+
+
+def silence(seconds: float, step: int, num_since_signal: int, seen: str) -> DapoError:
+    """The error of a draw that kept no group for these seconds, in which `num_since_signal` finished."""
+    message = f"no group was kept for {seconds:.0f} s of training step {step}. {seen}"
+    if num_since_signal:
+        return NotEnoughSignal(
+            f"{message} Use prompts nearer to the model's ability, raise rollout.group_size, or raise "
+            "sampler.max_seconds_without_kept"
+        )
+    return RolloutError(
+        f"{message} In this time no group finished. With few tokens in flight an engine hangs, and "
+        "rollout.engine=hf shows whether it is that one; with as many as there can be, scoring does: lower "
+        "reward.timeout_seconds; else raise sampler.max_seconds_without_kept or lower rollout.max_response_tokens"
     )

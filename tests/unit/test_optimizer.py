@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from dapo_core.config.updates import UpdatesConfig
-from dapo_core.policy.schedule import learning_rate
+from dapo_core.policy.optimizer import learning_rate
 
 
 def _train(**values: Any) -> UpdatesConfig:

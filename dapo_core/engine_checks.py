@@ -1,4 +1,4 @@
-"""From the policy's shards to the engines' weights, proven by checksums and by a probe."""
+"""Checks that engines hold the policy's weights and sample from them: a probe, and the step's own tokens."""
 
 from __future__ import annotations
 
@@ -12,30 +12,16 @@ if TYPE_CHECKING:
     import torch
 
     from dapo_core.batch import Batch
-    from dapo_core.cluster.start import Cluster
+    from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.config.training import TrainingConfig
 
 MAX_PROBE_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}  # mean nats per token
 
 
-def publish_weights(cluster: Cluster, policy_version: int) -> None:
-    """Load the policy's weights into every engine, which drop their cached prefixes and take the version.
-
-    Raises RolloutError unless the checksums of all tensors, as each engine's loader took them, are those of the
-    ranks' shards.
-    """
-    cluster.weights.send(policy_version)
-
-
-def probe_log_probs(cluster: Cluster, probe: Batch) -> torch.Tensor:
-    """The policy's log-probs of the probe's response tokens at temperature 1: [B, R]."""
-    return cluster.policy.log_probs(probe, 1.0)[0]
-
-
 def probe_difference(
-    cluster: Cluster, probe: Batch, log_probs: torch.Tensor, dtypes: Collection[torch.dtype]
+    rollouts: RolloutGroup, probe: Batch, log_probs: torch.Tensor, dtypes: Collection[torch.dtype]
 ) -> float:
-    """How far the worst engine is from the policy, whose `log_probs` are given, in nats per token.
+    """How far the worst engine is from the policy, whose `log_probs` [B, R] are given, in nats per token.
 
     That is the mean |log-prob of the policy - log-prob of the engine| over the probe's response tokens at
     temperature 1. Raises RolloutError when an engine left tokens out, or when the difference is more than the
@@ -52,7 +38,7 @@ def probe_difference(
         for row, (_, response_ids) in zip(log_probs.tolist(), sequences, strict=True)
         for value in row[: len(response_ids)]
     ]
-    means = [_mean_difference(expected, rows) for rows in cluster.rollouts.log_probs(sequences)]
+    means = [_mean_difference(expected, rows) for rows in rollouts.log_probs(sequences)]
     worst = next((mean for mean in means if math.isnan(mean)), max(means))  # max() alone overlooks NaN
     if not worst <= MAX_PROBE_DIFFERENCE[coarsest]:
         raise RolloutError(

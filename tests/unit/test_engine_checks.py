@@ -14,8 +14,8 @@ import torch
 
 from dapo_core.batch import build_batch
 from dapo_core.device import device_for
+from dapo_core.engine_checks import probe_difference, require_sampled_alike
 from dapo_core.errors import RolloutError
-from dapo_core.weight_sync import probe_difference, probe_log_probs, require_sampled_alike
 from dapo_core.weight_transfer import links
 from dapo_core.weight_transfer.links import SharedMemory, new_slots
 from dapo_core.weight_transfer.outbox import Outbox
@@ -39,22 +39,15 @@ def _probe(engines: list[list[list[float]]], dtype: str = "float32") -> float:
     """The difference for responses of 2 and 1 tokens whose policy log-probs are -1, -2 and -3."""
     group = make_group([1.0, 1.0], num_response_tokens=[2, 1], num_prompt_tokens=3)
     batch = build_batch([group], mask_truncated=False)
-    temperatures, asked = [], []
-
-    def policy_log_probs(probe: Any, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        temperatures.append(temperature)
-        return torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), torch.zeros(2, 2)
+    asked = []
 
     def engine_log_probs(sequences: Any) -> list[list[list[float]]]:
         asked.extend(sequences)
         return engines
 
-    cluster: Any = SimpleNamespace(
-        policy=SimpleNamespace(log_probs=policy_log_probs), rollouts=SimpleNamespace(log_probs=engine_log_probs)
-    )
-    difference = probe_difference(cluster, batch, probe_log_probs(cluster, batch), ["float32", dtype])
+    rollouts: Any = SimpleNamespace(log_probs=engine_log_probs)
+    difference = probe_difference(rollouts, batch, torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), ["float32", dtype])
     assert asked == [(list(group.prompt.prompt_ids), rollout.response_ids) for rollout in group.rollouts]
-    assert temperatures == [1.0]
     return difference
 
 
