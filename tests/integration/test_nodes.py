@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -81,7 +82,9 @@ def test_a_lost_node_leaves_a_smaller_training(
 
     def lose_node(step: int, _: dict[str, float]) -> None:
         if step == 2 and node in cluster.worker_nodes:  # once; step 1 has its checkpoint
+            workers = psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True)
             cluster.remove_node(node, allow_graceful=False)
+            psutil.wait_procs(workers)  # they end when they notice; a step may take less
 
     result = train(config, world.data, world.model, tmp_path, on_step=lose_node)
     assert result.steps == 3
