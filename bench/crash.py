@@ -106,28 +106,28 @@ def main() -> None:
     """Train undisturbed, train through the kills, and compare."""
     arguments = _parser().parse_args()
     logging.basicConfig(level=logging.WARNING)
-    chance = random.Random(arguments.seed)
-    roles: list[Role] = arguments.roles or [chance.choice(RANDOM_ROLES) for _ in range(arguments.kills)]
-    moments = random_moments(roles, arguments.steps, chance)
+    rng = random.Random(arguments.seed)
+    roles: list[Role] = arguments.roles or [rng.choice(RANDOM_ROLES) for _ in range(arguments.kills)]
+    moments = random_moments(roles, arguments.steps, rng)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        alone, killed = _prepare(folder, arguments.steps)
+        undisturbed, killed = _prepare(folder, arguments.steps)
         began = time.monotonic()
-        run_command(alone.command, log_path=alone.log_path, label="train", on_line=lambda line: None)
+        run_command(undisturbed.command, log_path=undisturbed.log_path, label="train", on_line=lambda line: None)
         print(f"undisturbed: {arguments.steps} steps in {time.monotonic() - began:.0f} s", flush=True)
         began = time.monotonic()
         num_kills = train_through_kills(killed, moments)
         print(f"{num_kills} of {len(moments)} kills, {arguments.steps} steps in {time.monotonic() - began:.0f} s")
-        differing = differences(alone.output, killed.output)
+        differing = differences(undisturbed.output, killed.output)
     print("\n".join(differing) if differing else "parameters, optimizer and metrics are bit-identical")
     sys.exit(1 if differing or num_kills < len(moments) else 0)
 
 
-def random_moments(roles: Sequence[Role], num_steps: int, chance: random.Random) -> list[Moment]:
+def random_moments(roles: Sequence[Role], num_steps: int, rng: random.Random) -> list[Moment]:
     """Draw a moment per role in the first four fifths of the training, so that every kill precedes its end."""
     last = 0.8 * num_steps / len(roles)
     return [
-        Moment(role, int((number + chance.random()) * last), chance.uniform(0, SPREAD_SECONDS))
+        Moment(role, int((number + rng.random()) * last), rng.uniform(0, SPREAD_SECONDS))
         for number, role in enumerate(roles)
     ]
 
@@ -137,19 +137,19 @@ def train_through_kills(training: Training, moments: Sequence[Moment]) -> int:
 
     Returns the number of kills. Raises ChildProcessFailed if the command fails by itself.
     """
-    waiting = list(moments)
+    pending = list(moments)
     is_done = False
     while not is_done:
         with background_command(training.command, log_path=training.log_path, label="train") as process:
             is_command_killed = False
-            while waiting and not is_command_killed and _wait_for(waiting[0], training, process):
-                if _strike(waiting[0], training, process):
-                    is_command_killed = waiting.pop(0).role in ("driver", "group")
+            while pending and not is_command_killed and _wait_for(pending[0], training, process):
+                if _kill(pending[0], training, process):
+                    is_command_killed = pending.pop(0).role in ("driver", "group")
             exit_code = _exit_code(process)
             if exit_code and exit_code != -signal.SIGKILL:
                 raise process.failure()
             is_done = exit_code == 0
-    return len(moments) - len(waiting)
+    return len(moments) - len(pending)
 
 
 def differences(expected: Path, found: Path) -> list[str]:
@@ -188,15 +188,15 @@ def victims(role: Role, process: SupervisedProcess) -> list[int]:
 
     The raylet counts only once ranks exist.
     """
-    below = list(supervisor.descendants(process.pid))
+    tree = list(supervisor.descendants(process.pid))
     if role == "group":
-        return below
+        return tree
     if role == "driver":
-        return below[:1]  # the supervisor's first descendant
+        return tree[:1]  # the supervisor's first descendant
     if role == "raylet":
-        raylets = [pid for pid in below if _title(pid).partition("\0")[0].endswith("/raylet")]
+        raylets = [pid for pid in tree if _title(pid).partition("\0")[0].endswith("/raylet")]
         return raylets if victims("rank", process) else []
-    return [pid for pid in below if _title(pid).startswith(TITLES[role])][-1:]
+    return [pid for pid in tree if _title(pid).startswith(TITLES[role])][-1:]
 
 
 def _metric_differences(expected: Path, found: Path) -> Iterator[str]:
@@ -221,15 +221,15 @@ def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _wait_for(moment: Moment, training: Training, process: SupervisedProcess) -> bool:
     """Wait for the moment; False if the command ended first."""
 
-    def has_come() -> bool:
+    def is_due() -> bool:
         return training.num_steps() >= moment.after_step and bool(victims(moment.role, process))
 
-    came = _wait(lambda: has_come() or process.poll() is not None, process)
+    _wait(lambda: is_due() or process.poll() is not None, process)
     time.sleep(moment.seconds)
-    return came and process.poll() is None
+    return process.poll() is None
 
 
-def _strike(moment: Moment, training: Training, process: SupervisedProcess) -> bool:
+def _kill(moment: Moment, training: Training, process: SupervisedProcess) -> bool:
     """Kill the role's processes, wait for their end and print them; False if the role has none."""
     step, pids = training.num_steps(), victims(moment.role, process)
     started = {pid: at for pid, at in supervisor.descendants(process.pid).items() if pid in pids}
@@ -239,23 +239,22 @@ def _strike(moment: Moment, training: Training, process: SupervisedProcess) -> b
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
-    def are_gone() -> bool:
-        below = supervisor.descendants(process.pid)
-        return not any(below.get(pid) == start for pid, start in started.items())
+    def have_ended() -> bool:
+        running = supervisor.descendants(process.pid)
+        return not any(running.get(pid) == start for pid, start in started.items())
 
-    _wait(are_gone, process)
+    _wait(have_ended, process)
     shown = " ".join(map(str, [*started][:3])) + (" ..." if len(started) > 3 else "")
     print(f"step {step:3d} + {moment.seconds:5.2f} s: killed {moment.role:6} {shown}", flush=True)
     return True
 
 
-def _wait(condition: Callable[[], bool], process: SupervisedProcess) -> bool:
+def _wait(condition: Callable[[], bool], process: SupervisedProcess) -> None:
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {DEADLINE_SECONDS:.0f} s; last lines: {process.tail(20)}")
         time.sleep(POLL_SECONDS)
-    return True
 
 
 def _exit_code(process: SupervisedProcess) -> int:
