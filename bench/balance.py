@@ -1,4 +1,4 @@
-"""Compares balancing over ranks, longest first, with Karmarkar-Karp, which verl uses: evenness and time.
+"""Compares longest-first balancing over ranks with Karmarkar-Karp, which verl uses: evenness and time.
 
 Example: .venv/bin/python bench/balance.py --sequences 16384 --ranks 64
 """
@@ -16,20 +16,22 @@ import numpy as np
 from dapo_core.balance import balance_over_ranks, workload
 
 Balance = Callable[[np.ndarray, int], list[np.ndarray]]
+NUM_ROUNDS = 9  # of longest first; Karmarkar-Karp runs once
 
 
 def main() -> None:
-    """Measure both on the same lengths and print one table."""
+    """Measure both methods on the same lengths and print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=16_384, help="sequences of the batch")
-    parser.add_argument("--ranks", type=int, default=64, help="data-parallel ranks")
-    parser.add_argument("--rounds", type=int, default=9, help="repetitions of longest first; the median is shown")
+    parser.add_argument(
+        "--sequences", type=int, default=16_384, help="sequences in the batch (default: %(default)s)"
+    )
+    parser.add_argument("--ranks", type=int, default=64, help="data-parallel ranks (default: %(default)s)")
     arguments = parser.parse_args()
-    print(f"{arguments.sequences} sequences on {arguments.ranks} ranks; max/mean of the ranks' costs, and time")
-    print(f"{'lengths':<26}{'longest first':>24}{'Karmarkar-Karp':>26}{'times as fast':>15}")
+    print(f"{arguments.sequences} sequences on {arguments.ranks} ranks; max/mean cost per rank, and median time")
+    print(f"{'lengths':<26}{'longest first':>24}{'Karmarkar-Karp':>26}{'speedup':>15}")
     for name, lengths in _lengths(arguments.sequences).items():
         costs = workload(lengths, hidden_size=4096)
-        evenness, seconds = _measure(balance_over_ranks, costs, arguments.ranks, arguments.rounds)
+        evenness, seconds = _measure(balance_over_ranks, costs, arguments.ranks, NUM_ROUNDS)
         peer_evenness, peer_seconds = _measure(karmarkar_karp, costs, arguments.ranks, 1)
         print(
             f"{name:<26}{evenness:>12.6f}{seconds * 1e3:>9.1f} ms"
@@ -47,7 +49,7 @@ def _lengths(count: int) -> dict[str, np.ndarray]:
 
 
 def _measure(balance: Balance, costs: np.ndarray, num_ranks: int, num_rounds: int) -> tuple[float, float]:
-    """Max/mean of the ranks' costs, and the median seconds."""
+    """Returns max/mean of the ranks' costs and the median seconds."""
     seconds = []
     for _ in range(num_rounds):
         started = time.perf_counter()
@@ -58,7 +60,7 @@ def _measure(balance: Balance, costs: np.ndarray, num_ranks: int, num_rounds: in
 
 
 def karmarkar_karp(costs: np.ndarray, num_ranks: int) -> list[np.ndarray]:
-    """Largest differencing: the two most uneven partitions become one, heavy shares joined with light ones."""
+    """Largest differencing: repeatedly merge the two most uneven partitions, heavy shares with light ones."""
     partitions: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for index, cost in enumerate(costs.tolist()):
         shares: list[tuple[float, list[int]]] = [(cost, [index])] + [(0.0, []) for _ in range(num_ranks - 1)]

@@ -1,7 +1,7 @@
-"""Kills a training many times, in every role, and compares what it ends with to a training that was left alone.
+"""Kills a training many times, in every role, and compares its result with an undisturbed training.
 
-Parameters and optimizer state must be equal in every bit, and metrics.jsonl in every number that is neither a time
-nor the memory of a process. Prints a line for each kill; exit status 1 when anything differs.
+Parameters and optimizer state must be bit-identical, and so must metrics.jsonl except for times and memory.
+Prints a line per kill. Exit status 1 means that something differs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     import torch
 
 RECIPE = "configs/arith_cpu.yaml"
-EXAMPLE = """examples: the 20 kills of the documentation, and three chosen ones
+EXAMPLE = """examples: the 20 kills of docs/checkpoints.md, and three chosen ones
   .venv/bin/python bench/crash.py --kills 20 --seed 0
   .venv/bin/python bench/crash.py --roles rank worker group --steps 8
 """
-# Small steps; a checkpoint at each other one, so that most kills cost work that was done already.
+# A checkpoint every other small step, so that most kills lose finished work.
 OVERRIDES = (
     "run.deterministic=true",
     "data.arithmetic.num_train=2000",
@@ -49,11 +49,12 @@ OVERRIDES = (
     "train.restart_delay_seconds=0.1",
 )
 Role = Literal["driver", "rank", "worker", "group", "raylet"]
-RANDOM_ROLES: tuple[Role, ...] = ("driver", "rank", "worker", "group")  # those of the documentation's table
+RANDOM_ROLES: tuple[Role, ...] = ("driver", "rank", "worker", "group")  # as in docs/checkpoints.md
 TITLES = {"rank": "ray::_PolicyRank", "worker": "ray::_RolloutRank"}
 DEADLINE_SECONDS = 900.0
 POLL_SECONDS = 0.02
-# These depend on the machine.
+SPREAD_SECONDS = 5.0  # a kill comes at most this long after its step
+# Metrics that depend on the machine.
 MEASURED = (
     "wall_time",
     "timing_",
@@ -68,7 +69,7 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class Training:
-    """One `dapo train` on the given paths; the same command continues it."""
+    """One `dapo train` on the given paths. Repeating the command continues it."""
 
     recipe: Path
     data: Path
@@ -78,7 +79,7 @@ class Training:
 
     @property
     def command(self) -> list[str]:
-        """What a person would type."""
+        """The `dapo train` command."""
         paths = {"--data": self.data, "--model": self.model, "--output": self.output}
         words = [word for option, path in paths.items() for word in (option, str(path))]
         return dapo_command("train", self.recipe, *words, *self.options)
@@ -88,13 +89,13 @@ class Training:
         return self.output.with_suffix(".log")
 
     def num_steps(self) -> int:
-        """Training steps that metrics.jsonl has."""
+        """Training steps in metrics.jsonl."""
         return len(read_json_lines(self.output / METRICS_FILE))
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Kill the role `seconds` after metrics.jsonl has the step and the role has a process."""
+    """When to kill a role: `seconds` after metrics.jsonl has the step and the role has a process."""
 
     role: Role
     after_step: int
@@ -102,59 +103,57 @@ class Moment:
 
 
 def main() -> None:
-    """Train undisturbed, train through the kills, compare."""
+    """Train undisturbed, train through the kills, and compare."""
     arguments = _parser().parse_args()
     logging.basicConfig(level=logging.WARNING)
-    chance = random.Random(arguments.seed)
-    roles: list[Role] = arguments.roles or [chance.choice(RANDOM_ROLES) for _ in range(arguments.kills)]
-    moments = random_moments(roles, arguments.steps, arguments.spread_seconds, chance)
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+    rng = random.Random(arguments.seed)
+    roles: list[Role] = arguments.roles or [rng.choice(RANDOM_ROLES) for _ in range(arguments.kills)]
+    moments = random_moments(roles, arguments.steps, rng)
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        alone, killed = _prepare(folder, arguments.steps)
+        undisturbed, killed = _prepare(folder, arguments.steps)
         began = time.monotonic()
-        run_command(alone.command, log_path=alone.log_path, label="train", on_line=lambda line: None)
+        run_command(undisturbed.command, log_path=undisturbed.log_path, label="train", on_line=lambda line: None)
         print(f"undisturbed: {arguments.steps} steps in {time.monotonic() - began:.0f} s", flush=True)
         began = time.monotonic()
         num_kills = train_through_kills(killed, moments)
         print(f"{num_kills} of {len(moments)} kills, {arguments.steps} steps in {time.monotonic() - began:.0f} s")
-        found = differences(alone.output, killed.output)
-    print("\n".join(found) if found else "parameters, optimizer and metrics are equal in every bit")
-    sys.exit(1 if found or num_kills < len(moments) else 0)
+        differing = differences(undisturbed.output, killed.output)
+    print("\n".join(differing) if differing else "parameters, optimizer and metrics are bit-identical")
+    sys.exit(1 if differing or num_kills < len(moments) else 0)
 
 
-def random_moments(
-    roles: Sequence[Role], num_steps: int, spread_seconds: float, chance: random.Random
-) -> list[Moment]:
-    """A moment for each role, in the first four fifths of the training, so that each kill comes before its end."""
+def random_moments(roles: Sequence[Role], num_steps: int, rng: random.Random) -> list[Moment]:
+    """Draw a moment per role in the first four fifths of the training, so that every kill precedes its end."""
     last = 0.8 * num_steps / len(roles)
     return [
-        Moment(role, int((number + chance.random()) * last), chance.uniform(0, spread_seconds))
+        Moment(role, int((number + rng.random()) * last), rng.uniform(0, SPREAD_SECONDS))
         for number, role in enumerate(roles)
     ]
 
 
 def train_through_kills(training: Training, moments: Sequence[Moment]) -> int:
-    """Train to the end with kills on the way, and start the command again whenever it was killed.
+    """Train to the end, killing at each moment and restarting the command whenever it was killed.
 
-    Returns the number of kills. Raises ChildProcessFailed when the command ends by itself with an error.
+    Returns the number of kills. Raises ChildProcessFailed if the command fails by itself.
     """
-    waiting = list(moments)
+    pending = list(moments)
     is_done = False
     while not is_done:
         with background_command(training.command, log_path=training.log_path, label="train") as process:
             is_command_killed = False
-            while waiting and not is_command_killed and _wait_for(waiting[0], training, process):
-                if _strike(waiting[0], training, process):
-                    is_command_killed = waiting.pop(0).role in ("driver", "group")
+            while pending and not is_command_killed and _wait_for(pending[0], training, process):
+                if _kill(pending[0], training, process):
+                    is_command_killed = pending.pop(0).role in ("driver", "group")
             exit_code = _exit_code(process)
             if exit_code and exit_code != -signal.SIGKILL:
                 raise process.failure()
             is_done = exit_code == 0
-    return len(moments) - len(waiting)
+    return len(moments) - len(pending)
 
 
 def differences(expected: Path, found: Path) -> list[str]:
-    """The differences between two training outputs, a line each, without times and memory."""
+    """Returns the differences between two training outputs, one per line, ignoring times and memory."""
     lines = [f"metrics.jsonl: {text}" for text in _metric_differences(expected, found)]
     checkpoints = [latest_checkpoint(output / "checkpoints") for output in (expected, found)]
     names = [checkpoint and checkpoint.name for checkpoint in checkpoints]
@@ -167,7 +166,7 @@ def differences(expected: Path, found: Path) -> list[str]:
 
 
 def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole, by name."""
+    """Returns the full tensors of a checkpoint by name."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -179,30 +178,30 @@ def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
         if isinstance(tensor, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # expected
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
     return tensors
 
 
 def victims(role: Role, process: SupervisedProcess) -> list[int]:
-    """Pids of the role: one rank or worker, the command itself, or the command and everything below it.
+    """Returns pids of the role: one rank or worker, the command itself, or the command with all descendants.
 
-    A raylet counts once ranks start.
+    The raylet counts only once ranks exist.
     """
-    below = list(supervisor.descendants(process.pid))
+    tree = list(supervisor.descendants(process.pid))
     if role == "group":
-        return below
+        return tree
     if role == "driver":
-        return below[:1]  # the first below the supervisor is the command
+        return tree[:1]  # the supervisor's first descendant
     if role == "raylet":
-        raylets = [pid for pid in below if _title(pid).partition("\0")[0].endswith("/raylet")]
+        raylets = [pid for pid in tree if _title(pid).partition("\0")[0].endswith("/raylet")]
         return raylets if victims("rank", process) else []
-    return [pid for pid in below if _title(pid).startswith(TITLES[role])][-1:]
+    return [pid for pid in tree if _title(pid).startswith(TITLES[role])][-1:]
 
 
 def _metric_differences(expected: Path, found: Path) -> Iterator[str]:
     lines, others = (read_json_lines(output / METRICS_FILE) for output in (expected, found))
-    steps = [[line["step"] for line in own] for own in (lines, others)]
+    steps = [[line["step"] for line in log] for log in (lines, others)]
     if steps[0] != steps[1]:
         yield f"steps {steps[0]} and {steps[1]}"
         return
@@ -220,18 +219,18 @@ def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _wait_for(moment: Moment, training: Training, process: SupervisedProcess) -> bool:
-    """Wait for the moment; False when the command ended before."""
+    """Wait for the moment; False if the command ended first."""
 
-    def has_come() -> bool:
+    def is_due() -> bool:
         return training.num_steps() >= moment.after_step and bool(victims(moment.role, process))
 
-    came = _wait(lambda: has_come() or process.poll() is not None, process)
+    _wait(lambda: is_due() or process.poll() is not None, process)
     time.sleep(moment.seconds)
-    return came and process.poll() is None
+    return process.poll() is None
 
 
-def _strike(moment: Moment, training: Training, process: SupervisedProcess) -> bool:
-    """Kill now, wait until they are gone, and print what was killed; False when the role has no process."""
+def _kill(moment: Moment, training: Training, process: SupervisedProcess) -> bool:
+    """Kill the role's processes, wait for their end and print them; False if the role has none."""
     step, pids = training.num_steps(), victims(moment.role, process)
     started = {pid: at for pid, at in supervisor.descendants(process.pid).items() if pid in pids}
     if not started:
@@ -240,23 +239,22 @@ def _strike(moment: Moment, training: Training, process: SupervisedProcess) -> b
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
-    def are_gone() -> bool:
-        below = supervisor.descendants(process.pid)
-        return not any(below.get(pid) == start for pid, start in started.items())
+    def have_ended() -> bool:
+        running = supervisor.descendants(process.pid)
+        return not any(running.get(pid) == start for pid, start in started.items())
 
-    _wait(are_gone, process)
+    _wait(have_ended, process)
     shown = " ".join(map(str, [*started][:3])) + (" ..." if len(started) > 3 else "")
     print(f"step {step:3d} + {moment.seconds:5.2f} s: killed {moment.role:6} {shown}", flush=True)
     return True
 
 
-def _wait(condition: Callable[[], bool], process: SupervisedProcess) -> bool:
+def _wait(condition: Callable[[], bool], process: SupervisedProcess) -> None:
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {DEADLINE_SECONDS:.0f} s; last lines: {process.tail(20)}")
         time.sleep(POLL_SECONDS)
-    return True
 
 
 def _exit_code(process: SupervisedProcess) -> int:
@@ -274,7 +272,7 @@ def _title(pid: int) -> str:
 
 
 def _prepare(folder: Path, num_steps: int) -> tuple[Training, Training]:
-    """The recipe's data and model, and two trainings on them."""
+    """Prepare the recipe's data and model; returns two trainings on them."""
     options = [word for override in (*OVERRIDES, f"train.total_steps={num_steps}") for word in ("--set", override)]
     data, model = folder / "data", folder / "model"
     stages: list[list[str | Path]] = [
@@ -294,14 +292,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=20, help="in random roles (default: %(default)s)")
-    parser.add_argument("--roles", nargs="+", choices=get_args(Role), help="these instead, in this order")
-    parser.add_argument("--steps", type=int, default=30, help="training steps (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of roles and moments (default: %(default)s)")
     parser.add_argument(
-        "--spread-seconds", type=float, default=5.0, help="most seconds after a step (default: %(default)s)"
+        "--kills", type=int, default=20, help="number of kills in random roles (default: %(default)s)"
     )
-    parser.add_argument("--folder", type=Path, help="for scratch (default: the system's temporary folder)")
+    parser.add_argument(
+        "--roles", nargs="+", choices=get_args(Role), help="kill these roles instead, in this order"
+    )
+    parser.add_argument("--steps", type=int, default=30, help="training steps (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of roles and moments (default: %(default)s)")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Times what is done with a data set before training: finding evaluation problems in it, and tokenising it."""
+"""Times the work on a training set before training: finding evaluation problems in it, and tokenising it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,26 @@ from eval.problems.registry import find_set
 from eval.problems.rows import Unusable
 from tasks.data.contamination import find_hits
 
-EXAMPLE = """example, where each set is a file:
+EXAMPLE = """examples; each set is a local file:
   .venv/bin/python bench/data.py dapo-math-17k-clean=dapo.parquet math500=math500.jsonl aime24=aime24.jsonl
   .venv/bin/python bench/data.py dapo-math-17k-clean=dapo.parquet --model Qwen3-8B --copies 100
 """
 
 
 def main() -> None:
+    """Measure what the arguments name and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("train", help="NAME=FILE of a registered training set")
     parser.add_argument("held_out", nargs="*", help="NAME=FILE of registered evaluation sets")
-    parser.add_argument("--model", type=Path, help="model folder, whose tokenizer is timed on the training set")
-    parser.add_argument("--copies", type=int, default=1, help="how often the training set is tokenised in a row")
+    parser.add_argument("--model", type=Path, help="model folder; its tokenizer is timed on the training set")
+    parser.add_argument(
+        "--copies",
+        type=int,
+        default=1,
+        help="tokenise this many copies of the training set (default: %(default)s)",
+    )
     options = parser.parse_args()
     texts = list(dict.fromkeys(problem.text for problem in problems_of(options.train)))
     sets = {given.partition("=")[0]: list(problems_of(given)) for given in options.held_out}
@@ -42,7 +48,7 @@ def main() -> None:
 
 
 def problems_of(given: str) -> Iterator[Problem]:
-    """The usable problems of NAME=FILE."""
+    """Yields the usable problems of NAME=FILE."""
     name, _, path = given.partition("=")
     for _, _, problem in iterate_problems(Path(path), find_set(name).schemas):
         if not isinstance(problem, Unusable):
@@ -50,7 +56,7 @@ def problems_of(given: str) -> Iterator[Problem]:
 
 
 def time_contamination(train_set: str, texts: list[str], sets: dict[str, list[Problem]]) -> None:
-    """Print a row for each evaluation set: its problems, those found among the texts, and the seconds of CPU."""
+    """Print a row per evaluation set: its problems, those found among the texts, and CPU seconds."""
     print(f"{len(texts):,} distinct problems of {train_set}\n")
     print("| evaluation set | problems | found | training rows | word for word | CPU s |")
     print("|---|---:|---:|---:|---:|---:|")
@@ -64,7 +70,7 @@ def time_contamination(train_set: str, texts: list[str], sets: dict[str, list[Pr
 
 
 def time_tokenizing(path: Path, model: Path, copies: int) -> None:
-    """Print rows, seconds, CPU seconds, and the peak of the process's memory beyond what it had."""
+    """Print prompts, seconds, CPU seconds, and the growth of the process's peak memory."""
     import pyarrow.parquet as pq
 
     tokenizer = load_tokenizer(model)
@@ -78,12 +84,12 @@ def time_tokenizing(path: Path, model: Path, copies: int) -> None:
         seconds = time.monotonic() - started
         cpu_seconds = time.process_time() - used
         print(f"\n{len(prompts):,} prompts, {int(prompts.lengths.sum()):,} tokens: {seconds:.1f} s, ", end="")
-        print(f"{cpu_seconds:.1f} s of CPU, ", end="")
-        print(f"{(peak_bytes() - before) / 1024**2:.0f} MiB more than before")
+        print(f"{cpu_seconds:.1f} s of CPU, peak memory ", end="")
+        print(f"{(peak_bytes() - before) / 1024**2:.0f} MiB higher")
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had."""
+    """Peak resident memory of this process."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

@@ -1,6 +1,6 @@
 """Measures both inference engines on the load of the CPU recipe and prints one table.
 
-Each engine runs in a process of its own, so that its start time includes imports.
+Each engine runs in its own process, so its start time includes imports.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import statistics
 import tempfile
 import time
-from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +22,20 @@ if TYPE_CHECKING:
 EXAMPLE = """example, on two cores, with one and with two threads per engine:
   taskset -c 0,1 .venv/bin/python bench/engines.py --threads 1 2
 """
+NUM_PROMPTS, GROUP_SIZE, MAX_RESPONSE_TOKENS, MAX_NUM_SEQS = 32, 8, 64, 256  # the load of a round
+NUM_ROUNDS = 5  # measured, after one warm-up
+WARM_UP_STEPS = 100  # of the recipe's model, for responses of realistic lengths
+os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # as in rollout workers
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Medians over the rounds after the first, which includes one-time work."""
+    """Medians over the rounds after the warm-up."""
 
     engine: str
     num_threads: int
     start_seconds: float
-    first_round_seconds: float
+    warm_up_seconds: float
     tokens_per_second: float
     cpu_seconds: float  # of one round, all threads
     load_weights_seconds: float
@@ -41,41 +44,57 @@ class Measurement:
 
 def main() -> None:
     """Build the model, measure each engine at each number of threads, print the table."""
-    load = _parser().parse_args()
-    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # as in rollout workers
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", nargs="+", type=int, default=[1], help="CPU threads per engine (default: 1)")
+    parser.add_argument("--model", type=Path, help="a model folder, instead of the recipe's model")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if load.model is None:
-            load.model = build_recipe_model(Path(folder) / "model", load.warm_steps)
+        model_path = arguments.model or build_recipe_model(Path(folder) / "model")
         measurements = []
-        for num_threads in load.threads:
-            for kind in load.engines:
+        for num_threads in arguments.threads:
+            for kind in ("vllm", "hf"):
                 with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                    measurements.append(pool.submit(measure, kind, num_threads, load).result())
-    print(table(measurements, load))
+                    measurements.append(pool.submit(measure, kind, num_threads, model_path).result())
+    print(table(measurements))
 
 
-def build_recipe_model(path: Path, num_steps: int) -> Path:
-    """The CPU recipe's model after a warm start of `num_steps`, for responses of realistic lengths."""
+def build_recipe_model(path: Path) -> Path:
+    """The CPU recipe's model after a short warm-up."""
     from dapo_core.arithmetic import generate_problems
     from dapo_core.config.warm_start import WarmStartConfig
     from dapo_core.warm_start import build_model
 
     rows, _ = generate_problems(num_train=2000, num_eval=1, max_level=2, seed=0)
-    build_model(rows, path, WarmStartConfig(num_steps=num_steps), seed=0)
+    build_model(rows, path, WarmStartConfig(num_steps=WARM_UP_STEPS), seed=0)
     return path
 
 
-def measure(kind: Literal["vllm", "hf"], num_threads: int, load: Namespace) -> Measurement:
-    """One engine's figures on the load."""
+def recipe_prompts(model_path: Path, num_prompts: int) -> list[list[int]]:
+    """Token ids of prompts of the CPU recipe."""
+    from dapo_core.arithmetic import generate_problems
+    from dapo_core.pretrained import load_tokenizer
+
+    tokenizer = load_tokenizer(model_path)
+    rows, _ = generate_problems(num_train=num_prompts, num_eval=1, max_level=2, seed=1)
+    texts = [
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows
+    ]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+def measure(kind: Literal["vllm", "hf"], num_threads: int, model_path: Path) -> Measurement:
+    """Run one engine on the load."""
     started = time.perf_counter()
     from dapo_core.engines.base import EngineSettings, build_engine
 
-    prompts = _prompts(load.model, load.prompts)
+    prompts = recipe_prompts(model_path, NUM_PROMPTS)
     settings = EngineSettings(
         dtype="float32",
-        max_model_tokens=max(len(prompt) for prompt in prompts) + load.response_tokens,
-        max_response_tokens=load.response_tokens,
-        max_num_seqs=load.max_num_seqs,
+        max_model_tokens=max(len(prompt) for prompt in prompts) + MAX_RESPONSE_TOKENS,
+        max_response_tokens=MAX_RESPONSE_TOKENS,
+        max_num_seqs=MAX_NUM_SEQS,
         temperature=1.0,
         top_p=1.0,
         top_k=-1,
@@ -83,13 +102,13 @@ def measure(kind: Literal["vllm", "hf"], num_threads: int, load: Namespace) -> M
         memory_utilization=0.8,
         threads=num_threads,
     )
-    engine = build_engine(kind, load.model, settings, seed=0)
+    engine = build_engine(kind, model_path, settings, seed=0)
     start_seconds = time.perf_counter() - started
     seconds, cpu_seconds, num_tokens, load_seconds = [], [], [], []
-    for number in range(load.rounds + 1):
-        load_seconds.append(_time_weight_load(engine, load.model, number))
+    for number in range(NUM_ROUNDS + 1):
+        load_seconds.append(_time_weight_load(engine, model_path, number))
         began, cpu_began = time.perf_counter(), time.process_time()
-        num_tokens.append(_run_round(engine, prompts, load.group_size, number))
+        num_tokens.append(_run_round(engine, prompts, number))
         seconds.append(time.perf_counter() - began)
         cpu_seconds.append(time.process_time() - cpu_began)
     engine.close()
@@ -101,56 +120,25 @@ def measure(kind: Literal["vllm", "hf"], num_threads: int, load: Namespace) -> M
         statistics.median(tokens / spent for tokens, spent in zip(num_tokens[1:], seconds[1:], strict=True)),
         statistics.median(cpu_seconds[1:]),
         statistics.median(load_seconds[1:]),
-        statistics.mean(num_tokens) / (load.prompts * load.group_size),
+        statistics.mean(num_tokens) / (NUM_PROMPTS * GROUP_SIZE),
     )
 
 
-def table(measurements: list[Measurement], load: Namespace) -> str:
-    """The figures as text; the ratio is throughput over that of the first row."""
+def table(measurements: list[Measurement]) -> str:
+    """The measurements as text; the ratio is relative to the throughput of the first row."""
     first = measurements[0].tokens_per_second
     lines = [
-        f"{load.prompts} prompts x {load.group_size} responses, at most {load.response_tokens} tokens "
-        f"each, {measurements[0].mean_response_tokens:.0f} on average; medians of {load.rounds} rounds",
-        "engine threads  start s  first round s  tokens/s  ratio  CPU s/round  load weights s",
+        f"{NUM_PROMPTS} prompts x {GROUP_SIZE} responses, at most {MAX_RESPONSE_TOKENS} tokens each, "
+        f"{measurements[0].mean_response_tokens:.0f} on average; medians of {NUM_ROUNDS} rounds",
+        "engine threads  start s  warm-up s  tokens/s  ratio  CPU s/round  load weights s",
     ]
     lines += [
-        f"{row.engine:6} {row.num_threads:7} {row.start_seconds:8.1f} {row.first_round_seconds:14.2f} "
+        f"{row.engine:6} {row.num_threads:7} {row.start_seconds:8.1f} {row.warm_up_seconds:10.2f} "
         f"{row.tokens_per_second:9.0f} {row.tokens_per_second / first:6.2f} {row.cpu_seconds:12.2f} "
         f"{row.load_weights_seconds:15.3f}"
         for row in measurements
     ]
     return "\n".join(lines)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--engines", nargs="+", choices=["vllm", "hf"], default=["vllm", "hf"])
-    parser.add_argument("--threads", nargs="+", type=int, default=[1], help="CPU threads per engine (default: 1)")
-    parser.add_argument("--model", type=Path, help="a model folder instead of the recipe's model")
-    for name, default, what in (
-        ("--prompts", 32, "prompts per round"),
-        ("--group-size", 8, "responses per prompt"),
-        ("--response-tokens", 64, "length limit"),
-        ("--max-num-seqs", 256, "rows decoded at once"),
-        ("--rounds", 5, "measured rounds"),
-        ("--warm-steps", 100, "warm-up steps of the recipe's model"),
-    ):
-        parser.add_argument(name, type=int, default=default, help=f"{what} (default: %(default)s)")
-    return parser
-
-
-def _prompts(model_path: Path, num_prompts: int) -> list[list[int]]:
-    from dapo_core.arithmetic import generate_problems
-    from dapo_core.pretrained import load_tokenizer
-
-    tokenizer = load_tokenizer(model_path)
-    rows, _ = generate_problems(num_train=num_prompts, num_eval=1, max_level=2, seed=1)
-    texts = [
-        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows
-    ]
-    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
 def _time_weight_load(engine: Engine, model_path: Path, policy_version: int) -> float:
@@ -164,15 +152,15 @@ def _time_weight_load(engine: Engine, model_path: Path, policy_version: int) -> 
     return time.perf_counter() - began
 
 
-def _run_round(engine: Engine, prompts: list[list[int]], group_size: int, number: int) -> int:
-    """Response tokens of one round over all prompts."""
+def _run_round(engine: Engine, prompts: list[list[int]], number: int) -> int:
+    """Generate all responses of a round and return their tokens."""
     from dapo_core.engines.base import GenerationRequest
 
     engine.submit(
         [
             GenerationRequest(f"{number}/{index}/{sample}", prompt, seed=(number * 1000 + index) * 100 + sample)
             for index, prompt in enumerate(prompts)
-            for sample in range(group_size)
+            for sample in range(GROUP_SIZE)
         ]
     )
     num_tokens = 0

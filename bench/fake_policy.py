@@ -1,4 +1,4 @@
-"""Counts the bytes of a policy rank's phases at the true number of ranks, on fake tensors and in one process."""
+"""Counts the bytes a policy rank holds in each phase, with fake tensors and the true number of ranks."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from dapo_core.pretrained import empty_causal_lm
 TOTAL = "Total"
 ROW_TENSORS = ("token_ids", "position_ids", "predictors", "targets")
 
-Parts = dict[str, int]  # bytes by the tracker's names of what they hold, and their sum as TOTAL
+Parts = dict[str, int]  # bytes by the tracker's categories, and their sum under TOTAL
 
 
 def count(model_config: PretrainedConfig, config: TrainingConfig, folder: Path) -> dict[str, Parts]:
-    """What a rank holds at the peak of each phase, for two micro-batches of one longest sequence each.
+    """Returns what a rank holds at the peak of each phase, for two micro-batches of one longest sequence each.
 
-    Policy's own code runs: sharding, packing, TokenLogProbs, update; only the reading of weights, the writer of
-    checkpoints and the collectives are replaced. The second row meets the first one's gradients, the update Adam's
-    moments of an earlier one. The device is a CPU whose tensors have no memory, under train.dtype, so attention is
-    its kernel. `folder` gets a model folder without weights.
+    Runs the policy's own code: sharding, packing, TokenLogProbs, update. Only weight loading, the checkpoint
+    writer and the collectives are replaced. The second micro-batch finds the first one's gradients, the update
+    Adam's moments from an earlier one. The device is a CPU under train.dtype whose tensors have no memory, so
+    attention uses the CPU kernel. `folder` receives a model folder without weights.
     """
     write_model_folder(model_config, folder)
     with _fake_policy(folder, config) as policy:
         longest = config.data.max_prompt_tokens, config.rollout.max_response_tokens
         warm, share = _share(2, 4 * config.train.sequence_parallel, 1), _share(*longest, 2)
-        # DTensor computes once how it shards, with tensors that the tracker would count.
+        # DTensor caches its sharding plans on first use, with tensors that the tracker would count.
         policy.log_probs(warm)
-        policy.update(warm, LossTotals(1, 1), True)  # which leaves its gradients
+        policy.update(warm, LossTotals(1, 1), True)  # leaves gradients
         scoring = _peaks(policy, lambda: policy.log_probs(share))[-1] if config.scores_before_updates else None
         measures = scoring is None
         update, optimizer = _peaks(policy, lambda: policy.update(share, LossTotals(1, 1), measures))
@@ -58,7 +58,7 @@ def count(model_config: PretrainedConfig, config: TrainingConfig, folder: Path) 
 
 
 def write_model_folder(model_config: PretrainedConfig, folder: Path) -> None:
-    """Write a model folder whose weights are an empty file."""
+    """Write a model folder with an empty weights file."""
     folder.mkdir(parents=True, exist_ok=True)
     model_config.save_pretrained(folder)
     names = [name for name, _ in empty_causal_lm(folder, torch.bfloat16).named_parameters()]
@@ -69,7 +69,7 @@ def write_model_folder(model_config: PretrainedConfig, folder: Path) -> None:
 
 
 def rows(num_prompt_tokens: int, num_response_tokens: int, num_rows: int) -> RankShare:
-    """A rank's share of equal sequences, one to a micro-batch."""
+    """Build a rank's share of equal sequences, one per micro-batch."""
     length = num_prompt_tokens + num_response_tokens
     values = torch.zeros(num_rows, num_response_tokens)
     per_row = torch.zeros(num_rows)
@@ -90,7 +90,7 @@ def rows(num_prompt_tokens: int, num_response_tokens: int, num_rows: int) -> Ran
 
 
 class _RealShare(RankShare):
-    """A share whose rows stay real tensors: how long a packed row is, fake ones cannot say."""
+    """A share whose rows stay real tensors, since packing needs the lengths of rows."""
 
     def micro_batch(self, number: int) -> Batch:
         with unset_fake_temporarily():
@@ -104,7 +104,7 @@ def _share(num_prompt_tokens: int, num_response_tokens: int, num_rows: int) -> R
 
 
 class _Numbers(TorchDispatchMode):
-    """1.0 where a program asks a fake tensor for its number."""
+    """Returns 1.0 when code reads the value of a fake tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -114,9 +114,9 @@ class _Numbers(TorchDispatchMode):
 
 @contextmanager
 def _fake_policy(folder: Path, config: TrainingConfig) -> Iterator[policy_rank.Policy]:
-    """A rank's policy on fake tensors among train.num_ranks ranks whose collectives return at once."""
+    """Build a rank's policy on fake tensors, among train.num_ranks ranks whose collectives return at once."""
     train = config.train
-    # A rank whose slice of a row is all response tokens; rank 0's begins with the prompt.
+    # Take a rank whose slice of a row is all response tokens; rank 0's begins with the prompt.
     dist.init_process_group(
         "fake", rank=train.sequence_parallel - 1, world_size=train.num_ranks, store=FakeStore()
     )
@@ -125,7 +125,7 @@ def _fake_policy(folder: Path, config: TrainingConfig) -> Iterator[policy_rank.P
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with ExitStack() as stack:
             for module, name, replacement in (
-                (sharding, "_mesh", lambda *_: mesh),  # made of real tensors
+                (sharding, "_mesh", lambda *_: mesh),  # built from real tensors
                 (sharding, "_fill", lambda *_: None),
                 (policy_rank, "sequence_group", lambda *_: group),
                 (policy_rank, "Shards", lambda *_: None),  # starts a gloo group
@@ -141,7 +141,7 @@ def _fake_policy(folder: Path, config: TrainingConfig) -> Iterator[policy_rank.P
 
 
 def _with_fake_rows(make: Callable[..., PackedRow], mode: FakeTensorMode) -> Callable[..., PackedRow]:
-    """`make` on real tensors, its row as fake ones."""
+    """Wrap `make` to run on real tensors and return its row as fake ones."""
 
     def make_fake(*arguments: Any) -> PackedRow:
         with unset_fake_temporarily():
@@ -156,11 +156,11 @@ def _with_fake_rows(make: Callable[..., PackedRow], mode: FakeTensorMode) -> Cal
 
 
 def _peaks(policy: policy_rank.Policy, call: Callable[[], Any]) -> list[Parts]:
-    """What was held at the peak before an optimizer step, if `call` makes one, and at the peak of the rest."""
+    """Returns the peak before the optimizer step, if `call` makes one, and the peak of the rest."""
     tracker, peaks = FSDPMemTracker(policy.model, policy.optimizer), []
 
     def end_phase(*_: Any) -> None:
-        (parts,) = tracker.get_tracker_snapshot("peak").values()  # of one device
+        (parts,) = tracker.get_tracker_snapshot("peak").values()  # one device
         peaks.append({getattr(name, "value", name): num_bytes for name, num_bytes in parts.items()})
         tracker._peak_mem.clear()
 

@@ -1,7 +1,7 @@
-"""Compares the memory plan of a policy rank with what its own code allocates.
+"""Compares the memory plan of a policy rank with what its code allocates.
 
-counted: on fake tensors at the true number of ranks, so a model of any size, here; see bench/fake_policy.py.
-measured: resident memory of real ranks on this machine's CPU, at three sizes; see bench/real_policy.py.
+counted: fake tensors at the true number of ranks, for models of any size (bench/fake_policy.py).
+measured: resident memory of real ranks on this machine's CPU, at three sizes (bench/real_policy.py).
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 EXAMPLE = """examples:
   .venv/bin/python bench/memory_plan.py counted configs/dapo_qwen3_32b_math.yaml configs/dapo_qwen3_8b_math.yaml
-  .venv/bin/python bench/memory_plan.py counted configs/dapo_qwen3_32b_math.yaml --layers 64   # all: two minutes
+  .venv/bin/python bench/memory_plan.py counted configs/dapo_qwen3_32b_math.yaml --layers 64   # two minutes
   .venv/bin/python bench/memory_plan.py measured
 """
 GIB, MIB = 1024**3, 1024**2
-MEASURED = (  # hidden size, layers, tokens of a sequence, ranks: activations, both, states are most of the memory
+# Hidden size, layers, tokens of a sequence, ranks: cases dominated by activations, by both, and by states.
+MEASURED = (
     (256, 6, 4096, 1),
     (1024, 8, 1024, 1),
     (1024, 8, 96, 2),
@@ -38,12 +39,12 @@ MEASURED = (  # hidden size, layers, tokens of a sequence, ranks: activations, b
 
 
 def main() -> None:
-    """Print a table in Markdown."""
+    """Print a Markdown table."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    ways = parser.add_subparsers(required=True)
-    counted = ways.add_parser("counted")
+    modes = parser.add_subparsers(required=True)
+    counted = modes.add_parser("counted")
     counted.add_argument("recipes", nargs="+", type=Path)
     counted.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as in dapo plan")
     counted.add_argument(
@@ -51,19 +52,17 @@ def main() -> None:
         nargs="+",
         type=int,
         default=[4, 8],
-        help="layers to count; the model's are extrapolated from two numbers (default: 4 8)",
+        help="layer counts to build; two extrapolate to the whole model (default: 4 8)",
     )
     counted.set_defaults(rows=lambda options: count_recipes(options.recipes, options.set, options.layers))
-    measured = ways.add_parser("measured")
-    measured.add_argument("--sizes", nargs="+", type=int, default=range(len(MEASURED)), help="numbers from 0")
-    measured.set_defaults(rows=lambda options: measure_sizes([MEASURED[number] for number in options.sizes]))
+    modes.add_parser("measured").set_defaults(rows=lambda options: measure_sizes(MEASURED))
     options = parser.parse_args()
     for row in options.rows(options):
         print("|", " | ".join(row), "|", flush=True)
 
 
 def count_recipes(recipes: Iterable[Path], overrides: list[str], layers: list[int]) -> Iterator[list[str]]:
-    """Rows of a table: a phase of a recipe, counted and planned."""
+    """Yields table rows: each phase of each recipe, counted and planned."""
     from transformers import AutoConfig
 
     from flows.config import load_config
@@ -98,7 +97,7 @@ def count_recipes(recipes: Iterable[Path], overrides: list[str], layers: list[in
 
 
 def on_cpu(settings: TrainingConfig) -> TrainingConfig:
-    """The training's configuration with micro-batches of one longest sequence, in bfloat16 on CPU tensors."""
+    """The training configuration with micro-batches of one longest sequence, in bfloat16 on a CPU."""
     sections = {name: getattr(settings, name).model_dump() for name in TrainingConfig.model_fields}
     longest = settings.data.max_prompt_tokens + settings.rollout.max_response_tokens
     sections["data"] = {"max_prompt_tokens": settings.data.max_prompt_tokens}
@@ -112,7 +111,7 @@ def on_cpu(settings: TrainingConfig) -> TrainingConfig:
 
 
 def extrapolate(model_config: PretrainedConfig, config: TrainingConfig, layers: list[int]) -> dict[str, float]:
-    """Bytes of each phase of the whole model: layers are alike, so two numbers of them give the rest."""
+    """Bytes of each phase of the whole model. Layers are alike, so two layer counts determine the rest."""
     num_layers, peaks = model_config.num_hidden_layers, []
     for number in layers[:2]:
         model_config.num_hidden_layers, model_config.layer_types = number, None
@@ -127,7 +126,7 @@ def extrapolate(model_config: PretrainedConfig, config: TrainingConfig, layers: 
 def planned_bytes(
     config: TrainingConfig, model_config: Mapping[str, Any], has_copies: bool = False
 ) -> dict[str, int]:
-    """What the plan says that a rank's tensors take in each phase; with gloo's copies, which are not torch's."""
+    """Bytes of a rank's tensors in each phase by the plan, with gloo's own copies if `has_copies`."""
     rank = rank_memory(config, shape_of(model_config))
     return {
         "old_log_probs": rank.states + rank.forward_weights + rank.scoring_activations + rank.scoring_logits,
@@ -142,7 +141,7 @@ def planned_bytes(
 
 
 def measure_sizes(sizes: Iterable[tuple[int, int, int, int]]) -> Iterator[list[str]]:
-    """Rows of a table: a phase of a model, measured, counted and planned."""
+    """Yields table rows: each phase of each size, measured, counted and planned."""
     from transformers import Qwen3Config
 
     yield from _header("parameters", "tokens", "ranks", "phase", "measured MiB", "counted MiB", "planned MiB")
@@ -169,21 +168,11 @@ def measure_sizes(sizes: Iterable[tuple[int, int, int, int]]) -> Iterator[list[s
         )
         planned = planned_bytes(config, model_config.to_dict(), has_copies=True)
         number = shape_of(model_config.to_dict()).num_parameters
-        yield [
-            f"{number / 1e6:.0f} M",
-            str(length),
-            str(num_ranks),
-            "process",
-            f"{measured.pop('process') / MIB:.0f}",
-            "",
-            "",
-            "",
-        ]
+        size = [f"{number / 1e6:.0f} M", str(length), str(num_ranks)]
+        yield [*size, "process", f"{measured.pop('process') / MIB:.0f}", "", "", ""]
         for phase, num_bytes in measured.items():
             yield [
-                f"{number / 1e6:.0f} M",
-                str(length),
-                str(num_ranks),
+                *size,
                 phase,
                 f"{num_bytes / MIB:.0f}",
                 f"{counted[phase][fake_policy.TOTAL] / MIB:.0f}",
@@ -193,7 +182,7 @@ def measure_sizes(sizes: Iterable[tuple[int, int, int, int]]) -> Iterator[list[s
 
 
 def difference(planned: float, found: float) -> str:
-    """The plan's error in percent of what was found."""
+    """The plan's deviation from what was found, in percent."""
     return f"{100 * (planned / found - 1):+.1f} %"
 
 

@@ -1,9 +1,8 @@
 """Measures `dapo merge` against `cp` of the same bytes, on a warm cache, and prints one table.
 
-The ways take turns, so that a slow minute of a shared machine slows them all, and each measurement has a process
-of its own, in which the way runs twice. The first run gives the peak memory. The second is timed: nothing watches
-it, its imports are done, a virtual machine has the memory back that its host took, and the disk has written all
-that was to be written before it begins.
+The programs take turns, so that a slow minute of a shared machine slows them all. Each measurement has its own
+process, which runs the program twice: once to record peak memory, then timed, without a watching thread, with
+imports done and memory returned by the host, after pending writes are on disk.
 """
 
 from __future__ import annotations
@@ -21,47 +20,47 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-EXAMPLE = """example, a checkpoint of 0.5 GB on the disk that matters:
+EXAMPLE = """example, a checkpoint of 0.5 GB on the disk to measure:
   .venv/bin/python bench/merge.py --layers 1 --folder /data/scratch
 """
 MIB = 1024**2
+HIDDEN_SIZE, NUM_SHARDS = 2048, 4
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One way in one round."""
+    """One program in one round."""
 
     seconds: float
-    cpu_seconds: float  # of the process and what it started, in user and kernel mode
-    peak_bytes: int  # memory beyond what the imports took
+    cpu_seconds: float  # of the process and its children, in user and kernel mode
+    peak_bytes: int  # resident memory above that of the imports
     file_bytes: int  # largest file written
 
 
 def main() -> None:
-    """Write the checkpoints, measure each way, print a table for an untied and one for a tied model."""
+    """Write checkpoints of an untied and a tied model; print a table for each."""
     arguments = _parser().parse_args()
     for is_tied in (False, True):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            model = write_model_files(Path(folder) / "model", arguments.layers, arguments.hidden, is_tied)
-            verl, ours = write_checkpoints(Path(folder), model, arguments.shards)
-            ways: list[tuple[str, Callable[[Path], None]]] = [
-                ("cp", _Copy(verl)),
-                ("cp, then fsync", _Copy(verl, is_synced=True)),
-                ("blake3 alone", _Digests(verl)),
-                ("dapo merge, verl's", _Merge(verl, arguments.max_shard_bytes)),
-                ("dapo merge, dapo's", _Merge(ours, arguments.max_shard_bytes)),
-            ]
-            rounds: dict[str, list[Measurement]] = {name: [] for name, _ in ways}
+            model = write_model_files(Path(folder) / "model", arguments.layers, is_tied)
+            verl, ours = write_checkpoints(Path(folder), model)
+            programs: dict[str, Callable[[Path], None]] = {
+                "cp": _Copy(verl),
+                "cp, then fsync": _Copy(verl, is_synced=True),
+                "dapo merge, verl's": _Merge(verl),
+                "dapo merge, dapo's": _Merge(ours),
+            }
+            rounds: dict[str, list[Measurement]] = {name: [] for name in programs}
             for _ in range(arguments.rounds):
-                for name, way in ways:
-                    rounds[name].append(measure(way, Path(folder) / "target"))
+                for name, program in programs.items():
+                    rounds[name].append(measure(program, Path(folder) / "target"))
             num_bytes = sum(path.stat().st_size for path in verl.glob("*.pt"))
         print(
-            f"{'tied' if is_tied else 'untied'}, {num_bytes / 1e9:.2f} GB in {arguments.shards} shards, float32, "
+            f"{'tied' if is_tied else 'untied'}, {num_bytes / 1e9:.2f} GB in {NUM_SHARDS} shards, float32, "
             f"warm cache, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}; medians of "
             f"{arguments.rounds} rounds"
         )
@@ -69,7 +68,7 @@ def main() -> None:
 
 
 def table(rounds: dict[str, list[Measurement]]) -> str:
-    """The figures as text; the ratios are of median seconds, over the two kinds of cp."""
+    """The figures as text; ratios are of median seconds, to both kinds of cp."""
     medians = {
         name: (
             statistics.median(row.seconds for row in rows),
@@ -80,11 +79,11 @@ def table(rounds: dict[str, list[Measurement]]) -> str:
     }
     (first, *_), (synced, *_) = list(medians.values())[:2]
     lines = [
-        f"{'':24} {'seconds':>8} {'least':>6} {'/ cp':>6} {'/ cp+fsync':>11} {'CPU s':>6} {'peak MiB':>9} "
+        f"{'':24} {'seconds':>8} {'min':>6} {'/ cp':>6} {'/ cp+fsync':>11} {'CPU s':>6} {'peak MiB':>9} "
         f"{'file MiB':>9}"
     ]
     for name, (seconds, least, cpu_seconds) in medians.items():
-        peak, largest = (max(getattr(row, what) for row in rounds[name]) for what in ("peak_bytes", "file_bytes"))
+        peak, largest = (max(getattr(row, key) for row in rounds[name]) for key in ("peak_bytes", "file_bytes"))
         lines.append(
             f"{name:24} {seconds:8.2f} {least:6.2f} {seconds / first:6.2f} {seconds / synced:11.2f} "
             f"{cpu_seconds:6.2f} {peak / MIB:9.0f} {largest / MIB:9.0f}"
@@ -92,17 +91,17 @@ def table(rounds: dict[str, list[Measurement]]) -> str:
     return "\n".join(lines)
 
 
-def write_model_files(folder: Path, num_layers: int, hidden_size: int, is_tied: bool) -> Path:
-    """Configuration of a Qwen3 without its weights."""
+def write_model_files(folder: Path, num_layers: int, is_tied: bool) -> Path:
+    """Write the configuration of a Qwen3, without weights."""
     from transformers import Qwen3Config
 
     config = Qwen3Config(
         vocab_size=32000,
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=3 * HIDDEN_SIZE,
         num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // 128,
-        num_key_value_heads=hidden_size // 256,
+        num_attention_heads=HIDDEN_SIZE // 128,
+        num_key_value_heads=HIDDEN_SIZE // 256,
         head_dim=128,
         tie_word_embeddings=is_tied,
         architectures=["Qwen3ForCausalLM"],
@@ -112,8 +111,8 @@ def write_model_files(folder: Path, num_layers: int, hidden_size: int, is_tied: 
     return folder
 
 
-def write_checkpoints(folder: Path, model_files: Path, num_shards: int) -> tuple[Path, Path]:
-    """The same random weights as a folder of verl and as a checkpoint of dapo train."""
+def write_checkpoints(folder: Path, model_files: Path) -> tuple[Path, Path]:
+    """Write the same random weights as a verl folder and as a checkpoint of `dapo train`."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import DeviceMesh
@@ -134,17 +133,17 @@ def write_checkpoints(folder: Path, model_files: Path, num_shards: int) -> tuple
     for place in (verl, ours):
         shutil.copytree(model_files, place / "huggingface")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # expected
         dcp.save({"model": whole}, storage_writer=_Writer(str(ours)), no_dist=True)
     (ours / "tensor_names.json").write_text(json.dumps(list(whole)))
     (ours / "trainer_state.json").write_text(json.dumps({"step": 1, "metrics": {}}))
     write_manifest(ours, "bench", 1, {})
-    for rank in range(num_shards):
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_shards)
-        mesh = DeviceMesh("cpu", list(range(num_shards)), mesh_dim_names=("fsdp",))
+    for rank in range(NUM_SHARDS):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_SHARDS)
+        mesh = DeviceMesh("cpu", list(range(NUM_SHARDS)), mesh_dim_names=("fsdp",))
         state = {
             name: DTensor.from_local(
-                tensor.chunk(num_shards)[rank].clone(),
+                tensor.chunk(NUM_SHARDS)[rank].clone(),
                 mesh,
                 [Shard(0)],
                 shape=tensor.shape,
@@ -154,24 +153,24 @@ def write_checkpoints(folder: Path, model_files: Path, num_shards: int) -> tuple
             for name, tensor in whole.items()
         }
         state |= {name: state[kept] for name, kept in tied.items()}
-        torch.save(state, verl / f"model_world_size_{num_shards}_rank_{rank}.pt")
+        torch.save(state, verl / f"model_world_size_{NUM_SHARDS}_rank_{rank}.pt")
         torch.distributed.destroy_process_group()
     return verl, ours
 
 
-def measure(way: Callable[[Path], None], target: Path) -> Measurement:
-    """Run the way in a fresh process, and remove what it wrote."""
+def measure(program: Callable[[Path], None], target: Path) -> Measurement:
+    """Run the program in a fresh process, and remove its output."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        peak = pool.submit(_peak_bytes, way, target).result()
+        peak = pool.submit(_peak_bytes, program, target).result()
         largest = max(path.stat().st_size for path in target.iterdir())
         shutil.rmtree(target)
-        seconds, cpu_seconds = pool.submit(_seconds, way, target).result()
+        seconds, cpu_seconds = pool.submit(_seconds, program, target).result()
     shutil.rmtree(target)
     return Measurement(seconds, cpu_seconds, peak, largest)
 
 
-def _peak_bytes(way: Callable[[Path], None], target: Path) -> int:
-    import torch.distributed.tensor  # noqa: F401 - what a merge imports is not its memory
+def _peak_bytes(program: Callable[[Path], None], target: Path) -> int:
+    import torch.distributed.tensor  # noqa: F401 - imports do not count
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     import dapo_core.merge.run  # noqa: F401
@@ -185,16 +184,16 @@ def _peak_bytes(way: Callable[[Path], None], target: Path) -> int:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    way(target)
+    program(target)
     is_done.set()
     watcher.join()
     return max(peak - before, 0)
 
 
-def _seconds(way: Callable[[Path], None], target: Path) -> tuple[float, float]:
-    os.sync()  # or a way would wait for what the one before it left
+def _seconds(program: Callable[[Path], None], target: Path) -> tuple[float, float]:
+    os.sync()  # write back what the previous program left
     cpu_before, began = _cpu_seconds(), time.perf_counter()
-    way(target)
+    program(target)
     return time.perf_counter() - began, _cpu_seconds() - cpu_before
 
 
@@ -203,7 +202,7 @@ def _cpu_seconds() -> float:
 
 
 def resident_bytes() -> int:
-    """Memory of this process, mapped files included."""
+    """Resident memory of this process, including mapped files."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
@@ -221,45 +220,22 @@ class _Copy:
 
 
 @dataclass(frozen=True)
-class _Digests:
-    """The least that digests cost: blake3 of every byte, on every core."""
-
-    source: Path
-
-    def __call__(self, target: Path) -> None:
-        from dapo_core.digests import file_digest
-
-        target.mkdir()
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            digests = list(pool.map(file_digest, sorted(self.source.glob("*.pt"))))
-        (target / "digests").write_text("\n".join(digests))
-
-
-@dataclass(frozen=True)
 class _Merge:
     source: Path
-    max_shard_bytes: int
 
     def __call__(self, target: Path) -> None:
         from dapo_core.merge.run import merge_checkpoint
 
-        merge_checkpoint([self.source], target, max_shard_bytes=self.max_shard_bytes)
+        merge_checkpoint([self.source], target)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=9, help="of the model (default: %(default)s, 2.3 GB)")
-    parser.add_argument("--hidden", type=int, default=2048, help="its width (default: %(default)s)")
-    parser.add_argument("--shards", type=int, default=4, help="ranks that wrote it (default: %(default)s)")
-    parser.add_argument(
-        "--max-shard-bytes", type=int, default=5_000_000_000, help="size of an output file (default: %(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="of each way (default: %(default)s)")
-    parser.add_argument(
-        "--folder", type=Path, help="on the disk to measure (default: the system's temporary folder)"
-    )
+    parser.add_argument("--layers", type=int, default=9, help="layers of the model (default: %(default)s, 2.3 GB)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="scratch folder on the disk to measure (default: temporary)")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Measures the resident memory of a policy rank's phases on a CPU, in processes of their own."""
+"""Measures the resident memory of a policy rank's phases on a CPU, in separate processes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 SIZES: dict[str, Any] = {"vocab_size": 32_000, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-# Blocks of this size and above are mapped, and returned to the system when freed; glibc otherwise raises the limit
-# to what was freed, up to 32 MiB, and keeps such memory.
+# Map blocks from 64 KiB on, so that freeing returns them to the system. By default glibc raises this threshold to
+# the size of freed blocks, up to 32 MiB, and keeps such memory.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 def measure(model_path: Path, config: dict[str, Any]) -> dict[str, int]:
-    """Bytes by phase that rank 0 holds at most, beyond what the process held before the model.
+    """Returns rank 0's peak bytes per phase, beyond what the process held before loading the model.
 
-    The process is warm before: libraries, threads and the process group exist, and a tiny policy has made an
-    update; that much is `process`. Phases: old_log_probs, update (forward, backward and optimizer step, with
-    Adam's moments of an earlier one).
+    That base is reported as `process`: a warm process with libraries, threads and process group, after an update
+    of a tiny policy. Phases: old_log_probs, update (forward, backward and optimizer step, with Adam's moments from
+    an earlier one).
     """
     from transformers import Qwen3Config
 
@@ -43,7 +43,7 @@ def measure(model_path: Path, config: dict[str, Any]) -> dict[str, int]:
         ]
         outputs = [process.communicate()[0] for process in ranks]
     if any(process.returncode for process in ranks):
-        raise RuntimeError("a rank failed; its error is above")
+        raise RuntimeError("a rank failed; see its error above")
     return json.loads(outputs[0].splitlines()[-1])
 
 
@@ -70,18 +70,18 @@ def _run_rank(rank: int, folder: str, model_path: Path, settings: dict[str, Any]
 
     def peak(call: Callable[[], Any]) -> int:
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current size
         call()
         return _resident("VmHWM") - before
 
-    policy.update(share, totals)  # Adam's moments come into being
+    policy.update(share, totals)  # creates Adam's moments
     held["old_log_probs"] = peak(lambda: policy.log_probs(share))
     held["update"] = peak(lambda: policy.update(share, totals))
     return held
 
 
 def _warm_up(model_path: Path, config: Any) -> None:
-    """An update of a tiny policy, which loads libraries and starts threads; its memory is freed again."""
+    """Update a tiny policy to load libraries and start threads; its memory is freed again."""
     from fake_policy import rows
 
     from dapo_core.loss import LossTotals
@@ -93,7 +93,7 @@ def _warm_up(model_path: Path, config: Any) -> None:
 
 
 def write_model(config: Any, folder: Path) -> None:
-    """A model folder with random weights and no usable tokenizer."""
+    """Write a model folder with random weights and no usable tokenizer."""
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -101,7 +101,7 @@ def write_model(config: Any, folder: Path) -> None:
 
 
 def _resident(field: str) -> int:
-    """Bytes of a field of /proc/self/status: VmRSS, or VmHWM for its peak."""
+    """Bytes of a field of /proc/self/status: VmRSS, or its peak VmHWM."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 

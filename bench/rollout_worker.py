@@ -1,20 +1,20 @@
-"""Measures how much of its time an engine decodes in a rollout worker, against the same engine in a bare loop.
+"""Measures how much of the time an engine decodes in a rollout worker, next to the same engine in a bare loop.
 
-The worker is a Ray actor that scores, driven as by a training in stream order: a group is submitted for each that
-finished. The bare loop does the same inside the actor, without Ray and without scoring.
+The worker is a Ray actor that scores, driven like a training in stream order: each finished group is followed by a
+new one. The bare loop does the same inside the actor, without Ray or scoring.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
+
+from engines import build_recipe_model, recipe_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,13 +24,17 @@ if TYPE_CHECKING:
     from dapo_core.groups import GroupRequest
 
 
+NUM_GROUPS, NUM_OPEN, GROUP_SIZE, MAX_RESPONSE_TOKENS, MAX_NUM_SEQS = 96, 16, 8, 64, 64  # the load of a round
+NUM_ROUNDS = 5  # measured, after one warm-up
+
+
 @dataclass(frozen=True)
 class Pass:
-    """All groups once."""
+    """One round over all groups."""
 
     num_tokens: int
     seconds: float
-    idle_seconds: float = 0.0  # between two steps of an engine that had requests, and did not take in others
+    idle_seconds: float = 0.0  # between engine steps with requests pending, less the time to submit new ones
 
     @property
     def tokens_per_second(self) -> float:
@@ -38,21 +42,16 @@ class Pass:
 
 
 def main() -> None:
-    """Build the model, measure both kinds of passes in turn, print the table."""
-    load = _parser().parse_args()
-    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # as in rollout workers
+    """Build the model, alternate both kinds of passes, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["vllm", "hf"], default="vllm", help="(default: %(default)s)")
+    engine = parser.parse_args().engine
     with tempfile.TemporaryDirectory() as folder:
-        if load.model is None:
-            from engines import build_recipe_model
-
-            load.model = build_recipe_model(Path(folder) / "model", load.warm_steps)
-        print(table(*measure(load), load))
+        print(table(*measure(engine, build_recipe_model(Path(folder) / "model"))))
 
 
-def measure(load: Namespace) -> tuple[list[Pass], list[Pass]]:
-    """Passes of the bare loop and of the worker, in turn; the first of each is left out."""
-    from engines import _prompts
-
+def measure(engine: str, model_path: Path) -> tuple[list[Pass], list[Pass]]:
+    """Alternate passes of the bare loop and the worker; drop the first of each."""
     from dapo_core.cluster.actors import Actors
     from dapo_core.cluster.connection import connected_to_ray
     from dapo_core.cluster.placement import Demand, reserve
@@ -63,10 +62,10 @@ def measure(load: Namespace) -> tuple[list[Pass], list[Pass]]:
     from flows.config import resolve_config
 
     rollout = {
-        "engine": load.engine,
-        "group_size": load.group_size,
-        "max_response_tokens": load.response_tokens,
-        "max_num_seqs": load.max_num_seqs,
+        "engine": engine,
+        "group_size": GROUP_SIZE,
+        "max_response_tokens": MAX_RESPONSE_TOKENS,
+        "max_num_seqs": MAX_NUM_SEQS,
         "threads_per_worker": 1,
         "dtype": "float32",
     }
@@ -75,21 +74,21 @@ def measure(load: Namespace) -> tuple[list[Pass], list[Pass]]:
     config = resolve_config({"data": data, "model": {"source": "recipe"}, "rollout": rollout, "reward": reward})
     requests = [
         GroupRequest(number, Prompt(number, tuple(ids), "arithmetic", "1"), 1)
-        for number, ids in enumerate(_prompts(load.model, load.groups))
+        for number, ids in enumerate(recipe_prompts(model_path, NUM_GROUPS))
     ]
-    bare, through = [], []
+    bare, worked = [], []
     with connected_to_ray(config.train, num_cpus=2):
         (place,) = reserve(Demand(1, {"CPU": 1}), [])
         worker = place.start(_measured_worker())
         actors = Actors()
         actors.add("rollout worker", [worker])
-        actors.get(worker.start.remote(str(load.model), config, EnginePart(0, ""), []))
+        actors.get(worker.start.remote(str(model_path), config, EnginePart(0, ""), []))
         group = RolloutGroup([worker], 600.0, actors)
-        for _ in range(load.rounds + 1):
-            bare.append(actors.get(worker.run_bare.remote(requests, load.open_groups)))
-            num_tokens, seconds = _run(group, requests, load.open_groups)
-            through.append(Pass(num_tokens, seconds, actors.get(worker.take_idle_seconds.remote())))
-    return bare[1:], through[1:]
+        for _ in range(NUM_ROUNDS + 1):
+            bare.append(actors.get(worker.run_bare.remote(requests)))
+            num_tokens, seconds = _run(group, requests)
+            worked.append(Pass(num_tokens, seconds, actors.get(worker.take_idle_seconds.remote())))
+    return bare[1:], worked[1:]
 
 
 def _measured_worker() -> type:
@@ -97,12 +96,12 @@ def _measured_worker() -> type:
     from dapo_core.engines.base import GenerationRequest
 
     class Measured(_RolloutRank):
-        """A rollout worker that records when its engine's steps begin and end."""
+        """A rollout worker that times the gaps between its engine's steps."""
 
         def start(self, *arguments: Any) -> None:
             super().start(*arguments)
             self.bare: Engine = self.engine.run(lambda engine: engine)
-            self.step, self.take_in = self.bare.step, self.bare.submit
+            self.step, self.submit_requests = self.bare.step, self.bare.submit
             self.bare.step, self.bare.submit = self._timed_step, self._timed_submit  # type: ignore[method-assign]
             self.idle_seconds = 0.0
             self.ended: float | None = None
@@ -116,7 +115,7 @@ def _measured_worker() -> type:
 
         def _timed_submit(self, requests: Sequence[GenerationRequest]) -> None:
             began = time.perf_counter()
-            self.take_in(requests)
+            self.submit_requests(requests)
             if self.ended is not None:
                 self.idle_seconds -= time.perf_counter() - began
 
@@ -124,27 +123,29 @@ def _measured_worker() -> type:
             seconds, self.idle_seconds = self.idle_seconds, 0.0
             return seconds
 
-        def run_bare(self, requests: Sequence[GroupRequest], num_open: int) -> Pass:
-            return self.engine.run(lambda engine: self._run_bare(engine, requests, num_open))
+        def run_bare(self, requests: Sequence[GroupRequest]) -> Pass:
+            return self.engine.run(lambda engine: self._run_bare(engine, requests))
 
-        def _run_bare(self, engine: Engine, requests: Sequence[GroupRequest], num_open: int) -> Pass:
+        def _run_bare(self, engine: Engine, requests: Sequence[GroupRequest]) -> Pass:
             began, num_tokens, left = time.perf_counter(), 0, list(requests)
             while left or engine.num_unfinished():
-                while left and engine.num_unfinished() <= (num_open - 1) * self.group_size:
+                while left and engine.num_unfinished() <= (NUM_OPEN - 1) * self.group_size:
                     group, seeds = left.pop(0), range(self.group_size)
                     ids = group.prompt.prompt_ids
-                    self.take_in([GenerationRequest(f"{group.group_id}/{seed}", ids, seed) for seed in seeds])
+                    self.submit_requests(
+                        [GenerationRequest(f"{group.group_id}/{seed}", ids, seed) for seed in seeds]
+                    )
                 num_tokens += sum(len(response.response_ids) for response in self.step())
             return Pass(num_tokens, time.perf_counter() - began)
 
     return Measured
 
 
-def _run(group: RolloutGroup, requests: Sequence[GroupRequest], num_open: int) -> tuple[int, float]:
-    """Tokens and seconds of the groups through the worker."""
+def _run(group: RolloutGroup, requests: Sequence[GroupRequest]) -> tuple[int, float]:
+    """Send all groups through the worker; returns response tokens and seconds."""
     began, num_tokens, num_done, left = time.perf_counter(), 0, 0, list(requests)
     while num_done < len(requests):
-        num_free = num_open - group.num_in_flight
+        num_free = NUM_OPEN - group.num_in_flight
         if left and num_free:
             group.submit(left[:num_free])
             del left[:num_free]
@@ -154,36 +155,19 @@ def _run(group: RolloutGroup, requests: Sequence[GroupRequest], num_open: int) -
     return num_tokens, time.perf_counter() - began
 
 
-def table(bare: list[Pass], through: list[Pass], load: Namespace) -> str:
-    """The figures as text; the ratio is of passes that followed each other."""
-    ratios = [one.tokens_per_second / other.tokens_per_second for one, other in zip(through, bare, strict=True)]
-    idle = median(one.idle_seconds / one.seconds for one in through)
+def table(bare: list[Pass], worked: list[Pass]) -> str:
+    """The figures as text; ratios compare consecutive passes."""
+    ratios = [one.tokens_per_second / other.tokens_per_second for one, other in zip(worked, bare, strict=True)]
+    idle = median(one.idle_seconds / one.seconds for one in worked)
     return "\n".join(
         [
-            f"{load.groups} groups of {load.group_size}, {load.open_groups} open and {load.max_num_seqs} rows "
-            f"decoded at once, at most {load.response_tokens} tokens each; medians of {load.rounds} rounds",
+            f"{NUM_GROUPS} groups of {GROUP_SIZE}, {NUM_OPEN} in flight and {MAX_NUM_SEQS} responses decoded at "
+            f"once, at most {MAX_RESPONSE_TOKENS} tokens each; medians of {NUM_ROUNDS} rounds",
             f"bare loop {median(one.tokens_per_second for one in bare):8.0f} tokens/s",
-            f"worker    {median(one.tokens_per_second for one in through):8.0f} tokens/s, engine idle {idle:.1%}",
+            f"worker    {median(one.tokens_per_second for one in worked):8.0f} tokens/s, engine idle {idle:.1%}",
             f"ratio     {median(ratios):8.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
         ]
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=["vllm", "hf"], default="vllm")
-    parser.add_argument("--model", type=Path, help="a model folder instead of the recipe's model")
-    for name, default, what in (
-        ("--groups", 96, "groups of a round"),
-        ("--open-groups", 16, "groups in flight"),
-        ("--group-size", 8, "responses per prompt"),
-        ("--response-tokens", 64, "length limit"),
-        ("--max-num-seqs", 64, "responses decoded at once"),
-        ("--rounds", 5, "measured rounds"),
-        ("--warm-steps", 100, "warm-up steps of the recipe's model"),
-    ):
-        parser.add_argument(name, type=int, default=default, help=f"{what} (default: %(default)s)")
-    return parser
 
 
 if __name__ == "__main__":

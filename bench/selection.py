@@ -1,12 +1,12 @@
-"""Which groups are trained on: the sampler over simulated engines, whose responses are as long as a real model's.
+"""Shows which groups are trained on: runs the sampler over simulated engines with realistic response lengths.
 
-    .venv/bin/python bench/selection.py [--steps 50] [--train-prompts 64] [--engines 8] [--slots 256]
+    .venv/bin/python bench/selection.py [--steps 50] [--slots 256]
 
-The sampler is the real one; engines and clock are simulated, and no model runs. Lengths are log-normal with the
-published mean and share of responses at the limit (7,385 tokens, 3.9 % at 20,480). Half of the variance of their
-logs is between prompts, and a prompt with longer responses is harder; a response that is cut is wrong. In a tick
-an engine decodes one token in each of its slots. Shown are the mean length of the responses trained on beside that
-of all drawn groups with signal, and the share of slots that hold no response while a step is drawn.
+The sampler is real; engines and clock are simulated, and no model runs. Lengths are log-normal with the published
+mean and share of responses at the limit (7,385 tokens, 3.9 % at 20,480). Half of the variance of their logs lies
+between prompts. Prompts with longer responses are harder, and a truncated response is wrong. In a tick an engine
+decodes one token in each slot. The table compares the mean length of responses trained on with that of all drawn
+groups with signal, and gives the share of slots without a response while a step is drawn.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from dapo_core.sampler import Draw, Sampler
 LIMIT, MEAN, CUT_SHARE = 20_480, 7_385, 0.039  # tokens of a response
 LOG_SIGMA = 0.6926  # of the log-normal with this mean and this share above the limit
 LOG_MEAN = math.log(LIMIT) - 1.7624 * LOG_SIGMA  # 1.7624: standard normal quantile of 1 - 0.039
-BETWEEN_PROMPTS = 0.5  # share of the variance of log-lengths
+BETWEEN_PROMPTS = 0.5  # share of the variance of log-lengths between prompts
 DIFFICULTY_SLOPE = 2.0  # logits of a wrong response per standard deviation of the prompt's mean log-length
-GROUP_SIZE = 16
+GROUP_SIZE, TRAIN_PROMPTS, NUM_ENGINES = 16, 64, 8
 
 
 @cache
 def outcomes(group_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths of a group's responses, and whether each is right; the same in every setting."""
+    """Returns the lengths of a group's responses and which are right; the same under every setting."""
     draw = np.random.default_rng([7, group_id])
     difficulty = draw.standard_normal()
     noise = math.sqrt(1 - BETWEEN_PROMPTS) * draw.standard_normal(GROUP_SIZE)
@@ -49,7 +49,7 @@ def outcomes(group_id: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def has_signal(group_id: int) -> bool:
-    """Whether some of the group's responses are right, and some not."""
+    """True if the group has both right and wrong responses."""
     return 0 < outcomes(group_id)[1].sum() < GROUP_SIZE
 
 
@@ -62,17 +62,17 @@ class _Open:
 
 @dataclass
 class SimulatedEngines:
-    """A source of groups for the sampler; time passes in `finished`, a tick for each token of a response."""
+    """Rollout group stand-in for the sampler. Time passes in `finished()`, one tick per token."""
 
     num_engines: int
-    num_slots: int  # of each engine
+    num_slots: int  # per engine
     now: int = 0
     busy: int = 0  # slots x ticks with a response
     _open: dict[int, _Open] = field(default_factory=dict)
-    _queues: list[deque[tuple[int, int]]] = field(default_factory=list)  # (group id, sample) that wait for a slot
+    _queues: list[deque[tuple[int, int]]] = field(default_factory=list)  # (group id, sample) waiting for a slot
     _running: list[tuple[int, int, int, int]] = field(default_factory=list)  # (end, group id, sample, engine)
-    _in_flight: list[int] = field(default_factory=list)  # groups of each engine
-    _free: list[int] = field(default_factory=list)  # slots of each engine
+    _in_flight: list[int] = field(default_factory=list)  # groups per engine
+    _free: list[int] = field(default_factory=list)  # slots per engine
 
     def __post_init__(self) -> None:
         self._queues = [deque() for _ in range(self.num_engines)]
@@ -88,7 +88,7 @@ class SimulatedEngines:
         return 0
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Each group to the engine that has the fewest."""
+        """Send each group to the engine with the fewest groups."""
         for request in requests:
             engine = self._in_flight.index(min(self._in_flight))
             lengths, _ = outcomes(request.group_id)
@@ -101,14 +101,14 @@ class SimulatedEngines:
             self._start(engine)
 
     def finished(self) -> list[Group]:
-        """The next group to finish."""
+        """Run until the next group finishes, and return it."""
         while self._running:
             if finished := self._advance():
                 return finished
         return []
 
     def suspend(self) -> tuple[list[Group], list[GroupRequest]]:
-        """Groups that finished in this very tick, and what the others have so far."""
+        """Return groups that finished in this tick, and requests that resume the others."""
         late = []
         while self._running and self._running[0][0] == self.now:
             late += self._advance()
@@ -127,7 +127,7 @@ class SimulatedEngines:
         return 0.0
 
     def _advance(self) -> list[Group]:
-        """To the end of the next response; its group, if that was its last one."""
+        """Run to the end of the next response; returns its group if it was the last one."""
         end, group_id, sample, engine = heapq.heappop(self._running)
         self.busy += (len(self._running) + 1) * (end - self.now)
         self.now = end
@@ -143,7 +143,7 @@ class SimulatedEngines:
         return [_whole(group.request)]
 
     def _start(self, engine: int) -> None:
-        """Give free slots to the responses that wait."""
+        """Give free slots to waiting responses."""
         while self._free[engine] and self._queues[engine]:
             group_id, sample = self._queues[engine].popleft()
             left = outcomes(group_id)[0][sample] - self._open[group_id].num_tokens[sample]
@@ -154,7 +154,7 @@ class SimulatedEngines:
 def _whole(request: GroupRequest) -> Group:
     rollouts = []
     for length, is_right in zip(*outcomes(request.group_id), strict=True):
-        tokens: Any = range(length)  # nothing but their number is looked at
+        tokens: Any = range(length)  # only their number matters
         finish: FinishReason = "length" if length == LIMIT else "stop"
         verdict: Verdict = "right" if is_right else "wrong"
         rollouts.append(Rollout(tokens, [], finish, 0.0, 0.0, verdict, float(is_right), []))
@@ -173,27 +173,27 @@ def _begun(group: _Open) -> GroupRequest:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a number of steps trained on, and what it cost."""
+    """Statistics over the simulated steps."""
 
-    kept_length: float  # mean, of the responses trained on
-    signal_length: float  # of the responses of all drawn groups with signal
-    cut_share: float  # of the responses trained on
-    idle_share: float  # slots without a response while groups are drawn
+    kept_length: float  # mean tokens of responses trained on
+    signal_length: float  # mean tokens of responses of all drawn groups with signal
+    cut_share: float  # truncated share of responses trained on
+    idle_share: float  # share of slots without a response while groups are drawn
     ticks_per_step: float
-    waste_ratio: float  # tokens that no step learns from
-    mean_age: float  # steps from a group's draw to its training
+    waste_ratio: float  # share of tokens that no step learns from
+    mean_age: float  # steps between a group's draw and its training
     max_age: int
 
     @property
     def difference(self) -> float:
-        """Of the kept length from that of all with signal, relative."""
+        """Relative difference between kept and signal length."""
         return self.kept_length / self.signal_length - 1
 
 
 def simulate(
     settings: SamplerConfig, num_steps: int, train_prompts: int, num_engines: int, num_slots: int
 ) -> Selection:
-    """Draw that many steps with the sampler."""
+    """Draw `num_steps` steps with the sampler."""
     engines: Any = SimulatedEngines(num_engines, num_slots)
     prompts = [Prompt(0, (), "simulated", "")]
     sampler = Sampler(engines, PromptStream(prompts, 0, False), train_prompts, settings, clock=lambda: engines.now)
@@ -220,16 +220,16 @@ def simulate(
     )
 
 
-def settings_of(train_prompts: int) -> dict[str, SamplerConfig]:
-    """The settings to compare, by name: as in the default recipe 3 * P prompts are drawn at once, or are open."""
-    stream: dict[str, Any] = {"gen_prompts": 3 * train_prompts, "max_seconds_without_kept": 1e12}
+def compared_settings() -> dict[str, SamplerConfig]:
+    """Settings to compare, by name. 3 P prompts are drawn at once or open, as in the default recipe."""
+    stream: dict[str, Any] = {"gen_prompts": 3 * TRAIN_PROMPTS, "max_seconds_without_kept": 1e12}
     finish: dict[str, Any] = {**stream, "order": "finish"}
     return {
         "`stream`, the default: `max_staleness: 2`": SamplerConfig(**stream),
         "`stream`, `max_staleness: 0`": SamplerConfig(**stream, max_staleness=0),
         "`stream`, `max_staleness: 1`": SamplerConfig(**stream, max_staleness=1),
         "`stream`, `max_staleness: 4`, 5 P open": SamplerConfig(
-            **{**stream, "gen_prompts": 5 * train_prompts}, max_staleness=4
+            **{**stream, "gen_prompts": 5 * TRAIN_PROMPTS}, max_staleness=4
         ),
         "`finish`": SamplerConfig(**finish),
         "`finish`, `in_flight: carry_over`": SamplerConfig(**finish, in_flight="carry_over"),
@@ -240,27 +240,24 @@ def settings_of(train_prompts: int) -> dict[str, SamplerConfig]:
 
 
 def main() -> None:
-    """Simulate every setting and print one table."""
+    """Simulate each setting and print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=50, help="training steps (default: %(default)s)")
     parser.add_argument(
-        "--train-prompts", type=int, default=64, help="groups of 16 responses that a step trains on"
+        "--slots", type=int, default=256, help="responses an engine decodes at once (default: %(default)s)"
     )
-    parser.add_argument("--engines", type=int, default=8)
-    parser.add_argument("--slots", type=int, default=256, help="responses that an engine decodes at once")
     arguments = parser.parse_args()
     sample = range(20_000)
     lengths = np.concatenate([outcomes(group_id)[0] for group_id in sample])
     print(
-        f"{arguments.steps} steps of {arguments.train_prompts} x {GROUP_SIZE} responses; all responses: mean "
+        f"{arguments.steps} steps of {TRAIN_PROMPTS} x {GROUP_SIZE} responses; all responses: mean "
         f"{lengths.mean():,.0f} tokens, {np.mean(lengths == LIMIT):.1%} cut; "
-        f"{np.mean([has_signal(group_id) for group_id in sample]):.0%} of the groups have signal"
+        f"{np.mean([has_signal(group_id) for group_id in sample]):.0%} of groups have signal"
     )
     columns = "kept | with signal | difference | kept ones cut | idle slots | ticks a step | wasted | steps waited"
     print(f"| setting | {columns} |\n|---|{'---|' * columns.count('|')}---|")
-    sizes = (arguments.steps, arguments.train_prompts, arguments.engines, arguments.slots)
-    for name, settings in settings_of(arguments.train_prompts).items():
-        found = simulate(settings, *sizes)
+    for name, settings in compared_settings().items():
+        found = simulate(settings, arguments.steps, TRAIN_PROMPTS, NUM_ENGINES, arguments.slots)
         print(
             f"| {name} | {found.kept_length:,.0f} | {found.signal_length:,.0f} | {found.difference:+.1%} | "
             f"{found.cut_share:.1%} | {found.idle_share:.0%} | {found.ticks_per_step:,.0f} | "

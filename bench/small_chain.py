@@ -1,4 +1,4 @@
-"""The default recipe cut so that no stage takes more than seconds, where it is the rest that is looked at."""
+"""Overrides that cut the demo recipe to seconds per stage, for tests and measurements of the rest of the chain."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Measures a weight sync on this machine's CPU, from a policy rank to an engine in a process of its own.
+"""Measures a weight sync on this machine's CPU, from a policy rank to an engine in another process.
 
-Seconds and memory against the model's size, for both ways that a sync takes here, beside two plain copies of the
-same bytes, beside gloo's bare broadcasts of them, which copy nothing out and check nothing, and beside a file
-written and read. Weights are float32 of the shapes of a small Qwen3; the engine copies each tensor into its own,
-as the Hugging Face engine does. Seconds are the least of all rounds: other work on the machine counts little.
+Reports seconds and memory by model size for both transports, beside two plain copies of the same bytes, bare gloo
+broadcasts that neither copy out nor check anything, and a file written and read. Weights are float32 with the
+shapes of a small Qwen3; the engine copies each tensor into its own, as the Hugging Face engine does. Seconds are
+the minimum over all rounds, which filters out other work on the machine.
 """
 
 from __future__ import annotations
@@ -40,43 +40,43 @@ from dapo_core.weight_transfer.proof import Loaded, merge_checksums, require_arr
 HIDDEN, FEED_FORWARD, VOCABULARY = 1024, 3072, 32_000
 ATTENTION = [(2 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 2 * HIDDEN)]
 LAYER = [*ATTENTION, (FEED_FORWARD, HIDDEN), (FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD), (HIDDEN,)]
-SAMPLE_SECONDS = 0.002  # between two looks at the memory
+SAMPLE_SECONDS = 0.002  # between memory samples
+BUCKET_MEGABYTES = 128
 WAYS = ("shared", "gloo", "bare", "copies", "file")
 
 
 @dataclass
 class Peer:
-    """The engine's process, its connections, and where the bytes are that it shares."""
+    """The engine process and its connections."""
 
     process: Any
     pipe: Connection
     outboxes: dict[str, Outbox]
-    bare: Any  # a group with the process that only broadcasts
+    bare: Any  # process group for plain broadcasts
 
 
 def main() -> None:
-    """Print a line for each size."""
+    """Print a line per size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", nargs="+", type=int, default=[250, 500, 1000], help="of the weights")
-    parser.add_argument("--bucket-megabytes", type=int, default=128, help="of a bucket (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="of each way (default: %(default)s)")
+    parser.add_argument("--megabytes", nargs="+", type=int, default=[250, 500, 1000], help="sizes of the weights")
+    parser.add_argument("--rounds", type=int, default=15, help="syncs per transport (default: %(default)s)")
     arguments = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     print(
-        f"float32, buckets of {arguments.bucket_megabytes} MiB, the least of {arguments.rounds} syncs; "
+        f"float32, buckets of {BUCKET_MEGABYTES} MiB, minimum of {arguments.rounds} syncs; "
         f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}\n"
         "weights MiB | seconds: shared memory  gloo  bare gloo  two copies  file "
-        "| of two copies: shared memory  gloo  bare gloo  file"
+        "| relative to two copies: shared memory  gloo  bare gloo  file"
         " | extra MiB: shared memory  gloo"
     )
     for megabytes in arguments.megabytes:
-        with _connected(megabytes, arguments.bucket_megabytes) as (source, peer):
+        with _connected(megabytes) as (source, peer):
             print(_line(source.plan, *measure(source, peer, arguments.rounds)), flush=True)
 
 
 def measure(source: WeightSource, peer: Peer, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Least seconds of each way, and most extra MiB of each sync; all ways in turns, after one warm-up."""
+    """Returns minimum seconds and maximum extra MiB per way; all ways alternate, after one warm-up."""
     tensors = source.plan.tensors.values()
     weights = {planned.name: torch.randn(planned.shape) for planned in tensors}
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +84,7 @@ def measure(source: WeightSource, peer: Peer, rounds: int) -> tuple[dict[str, fl
             **{name: partial(_sync, source, peer, name) for name in peer.outboxes},
             "bare": partial(_broadcast_alone, source.plan, peer),
             "copies": partial(
-                _copy_twice, weights, {name: torch.zeros_like(own) for name, own in weights.items()}
+                _copy_twice, weights, {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
             ),
             "file": partial(_through_a_file, weights, Path(folder) / "weights.safetensors"),
         }
@@ -110,29 +110,29 @@ def _line(plan: WeightPlan, seconds: dict[str, float], extra: dict[str, float]) 
 
 
 @contextmanager
-def _connected(megabytes: int, bucket_megabytes: int) -> Iterator[tuple[WeightSource, Peer]]:
-    """A policy rank's weights, and an engine's process that is connected in both ways."""
+def _connected(megabytes: int) -> Iterator[tuple[WeightSource, Peer]]:
+    """A policy rank's weights, and an engine process connected by both transports."""
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
-        source = _source(megabytes, bucket_megabytes * 2**20)
+        source = _source(megabytes)
         plan, device = source.plan, device_for("cpu")
         shared, broadcast = Outbox(plan, device, 1), Outbox(plan, device, 0)
         links = {"shared": Link(True, shared.address, 0, 1), "gloo": Link(False, f"file://{folder}/engine", 1, 2)}
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_engine, args=(theirs, plan, links), daemon=True)
+        pipe, engine_pipe = context.Pipe()
+        process = context.Process(target=_engine, args=(engine_pipe, plan, links), daemon=True)
         process.start()
         broadcast.join(links["gloo"].address, 2, "gloo")
         bare = join_group(_bare_address(links), 0, 2, "gloo")
-        assert ours.recv() == "ready"
-        yield source, Peer(process, ours, {"shared": shared, "gloo": broadcast}, bare)
-        ours.send(None)
+        assert pipe.recv() == "ready"
+        yield source, Peer(process, pipe, {"shared": shared, "gloo": broadcast}, bare)
+        pipe.send(None)
         process.join()
         torch.distributed.destroy_process_group()
 
 
-def _source(megabytes: int, bucket_bytes: int) -> WeightSource:
-    """A sharded module of this many megabytes of weights, at least one layer of them."""
+def _source(megabytes: int) -> WeightSource:
+    """A sharded module with this many megabytes of weights, at least one layer."""
     layer_bytes = 4 * sum(torch.Size(shape).numel() for shape in LAYER)
     num_layers = max((megabytes * 2**20 - 4 * VOCABULARY * HIDDEN) // layer_bytes, 1)
     shapes = [(VOCABULARY, HIDDEN), *LAYER * num_layers]
@@ -141,27 +141,27 @@ def _source(megabytes: int, bucket_bytes: int) -> WeightSource:
         module.register_parameter(f"weight_{number}", nn.Parameter(torch.randn(shape)))
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
     names = {name for name, _ in module.named_parameters()}
-    return WeightSource(module, names, torch.float32, bucket_bytes, torch.device("cpu"))
+    return WeightSource(module, names, torch.float32, BUCKET_MEGABYTES * 2**20, torch.device("cpu"))
 
 
 def _engine(pipe: Connection, plan: WeightPlan, links: dict[str, Link]) -> None:
-    """The other process: takes a sync by each name that comes, and answers with what it loaded."""
+    """The engine process: runs a sync for each transport name received, and replies with what it loaded."""
     torch.set_num_threads(1)
     inboxes: dict[str, Inbox] = {name: open_inbox(link, plan, device_for("cpu")) for name, link in links.items()}
     bare = join_group(_bare_address(links), 1, 2, "gloo")
-    own = {name: torch.zeros(planned.shape) for name, planned in plan.tensors.items()}
+    loaded = {name: torch.zeros(planned.shape) for name, planned in plan.tensors.items()}
     pipe.send("ready")
     while (way := pipe.recv()) is not None:
         if way == "bare":
             _broadcast_buckets(plan, bare)
             continue
-        pipe.send(_load(Delivery(inboxes[way], is_kept=False), own))
-    os._exit(0)  # gloo's threads do not outlive the interpreter
+        pipe.send(_load(Delivery(inboxes[way], is_kept=False), loaded))
+    os._exit(0)  # gloo's threads would block a normal exit
 
 
-def _load(delivery: Delivery, own: dict[str, torch.Tensor]) -> Loaded:
+def _load(delivery: Delivery, loaded: dict[str, torch.Tensor]) -> Loaded:
     for name, tensor in delivery:
-        own[name].copy_(tensor)
+        loaded[name].copy_(tensor)
     return Loaded(0, delivery.checksums)
 
 
@@ -181,21 +181,21 @@ def _broadcast_alone(plan: WeightPlan, peer: Peer) -> None:
 
 
 def _broadcast_buckets(plan: WeightPlan, group: Any) -> None:
-    """What gloo itself needs for the bytes of a sync: broadcasts of the buckets' sizes, one after the other."""
-    room = new_slots(plan, torch.device("cpu"))[0]
+    """Broadcast buffers of the buckets' sizes one after another: gloo's own share of a sync."""
+    buffer = new_slots(plan, torch.device("cpu"))[0]
     for bucket in plan.buckets:
-        group.broadcast([room[: bucket_numel(bucket)]], torch.distributed.BroadcastOptions()).wait()
+        group.broadcast([buffer[: bucket_numel(bucket)]], torch.distributed.BroadcastOptions()).wait()
     group.barrier().wait()
 
 
-def _copy_twice(weights: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> None:
-    """Into memory that is new, as a slot is, and from there into tensors that exist."""
+def _copy_twice(weights: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> None:
+    """Copy into new memory, like a slot, and from there into existing tensors."""
     for name, tensor in weights.items():
-        own[name].copy_(tensor.clone())
+        targets[name].copy_(tensor.clone())
 
 
 def _through_a_file(weights: dict[str, torch.Tensor], path: Path) -> None:
-    """Written without waiting for the disk, and read back from the page cache."""
+    """Write without syncing, and read back from the page cache."""
     save_file(weights, path)
     for name, tensor in load_file(path).items():
         weights[name].copy_(tensor)
@@ -203,17 +203,17 @@ def _through_a_file(weights: dict[str, torch.Tensor], path: Path) -> None:
 
 @contextmanager
 def _peak_megabytes(peer: Peer) -> Iterator[list[float]]:
-    """The most memory of both processes and of what they share beyond what they had, once the block ends."""
-    before, most, is_over = _bytes(peer), [0.0], threading.Event()
+    """Yields a list that holds the growth of peak memory of both processes and the shared slots, in MiB."""
+    before, peak, is_over = _bytes(peer), [0.0], threading.Event()
 
-    def look() -> None:
+    def sample() -> None:
         while not is_over.wait(SAMPLE_SECONDS):
-            most[0] = max(most[0], (_bytes(peer) - before) / 2**20)
+            peak[0] = max(peak[0], (_bytes(peer) - before) / 2**20)
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=sample)
     thread.start()
     try:
-        yield most
+        yield peak
     finally:
         is_over.set()
         thread.join()
@@ -221,11 +221,11 @@ def _peak_megabytes(peer: Peer) -> Iterator[list[float]]:
 
 def _bytes(peer: Peer) -> int:
     """Anonymous memory of both processes, and the pages of the shared slots."""
-    own = 0
+    anonymous = 0
     for pid in (os.getpid(), peer.process.pid):
         match = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-        own += 1024 * int(match[1]) if match else 0
-    return own + sum(512 * os.stat(outbox.address).st_blocks for outbox in peer.outboxes.values())
+        anonymous += 1024 * int(match[1]) if match else 0
+    return anonymous + sum(512 * os.stat(outbox.address).st_blocks for outbox in peer.outboxes.values())
 
 
 if __name__ == "__main__":

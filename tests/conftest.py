@@ -1,4 +1,4 @@
-"""Settings for every test, the marker `fast`, and the order of the files."""
+"""Settings and fixtures for all tests, the `fast` marker, and the order of test files."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from flows.prefect_settings import PROJECT_SETTINGS
 if TYPE_CHECKING:
     from tests.integration.arithmetic_server import ArithmeticServer
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads cost more than they give
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # where more run than there are cores, spinning threads starve
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads do not pay off for tiny tensors
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve others when cores are oversubscribed
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ |= PROJECT_SETTINGS  # before Prefect is imported
 os.environ["RAY_AUTH_MODE"] = "token"  # before Ray is imported
-# A shell that starts us in the background has us ignore these, and our children inherit that.
+# Background jobs of a shell ignore these signals, and child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-typer.testing._get_command = functools.cache(typer.testing._get_command)  # it takes as long as most commands do
+typer.testing._get_command = functools.cache(
+    typer.testing._get_command
+)  # building it takes as long as most commands
 
-# Files that take minutes, the longest first: begun last, one of them would keep a single worker busy in the end.
+# Files that take minutes, longest first, so that no single worker is left with one of them at the end.
 LONGEST_FILES = (
     "test_deployment.py",
     "test_kill_matrix.py",
@@ -61,9 +63,9 @@ LONGEST_FILES = (
 RANKS = {name: rank for rank, name in enumerate(LONGEST_FILES)}
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m fast` selects
+@pytest.hookimpl(tryfirst=True)  # before `-m fast` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark unit tests `fast` unless they are marked `slow`; begin with the longest files."""
+    """Mark unit tests `fast` unless they are `slow`; run the longest files first."""
     for item in items:
         if item.path.parent.name == "unit" and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.fast)
@@ -72,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3, which no test changes."""
+    """A tiny Qwen3 model folder, shared and never modified."""
     from tests.tiny_models import build_tiny_qwen3
 
     return build_tiny_qwen3(tmp_path_factory.mktemp("tiny") / "model")
