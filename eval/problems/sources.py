@@ -14,7 +14,7 @@ from downloads import OnProgress, RemoteFile, Snapshot
 from durable import locked
 from eval.problems import ProblemsError
 from eval.problems.files import FORMATS
-from eval.problems.problem_set import Split
+from eval.problems.rows import Split
 
 logger = logging.getLogger(__name__)
 

@@ -88,7 +88,7 @@ def test_rows_that_training_cannot_use_are_counted_with_their_numbers(tmp_path: 
         read_problems(write(tmp_path / "train.parquet", golds), (CHAT,))
     for extra_info in ({"when": datetime(2026, 1, 1)}, {"image": b"x"}, "text", [1]):
         path = write(tmp_path / "train.parquet", [good, parquet_row(1, extra_info=extra_info)])
-        with pytest.raises(ProblemsError, match=r"1 with an extra_info that is not a struct .* \(rows 1\)"):
+        with pytest.raises(ProblemsError, match=r"1 with an extra_info that is not a JSON object.* \(rows 1\)"):
             read_problems(path, (CHAT,))
 
 
@@ -204,7 +204,7 @@ def test_rows_with_the_same_prompt_are_samples_of_one_item(benchmark: str | None
 def test_uneven_repeats_are_one_item_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loaded = load_set(write(tmp_path / "math.jsonl", [math_row(n) for n in (1, 2, 1, 3)]))
     assert ([item.id for item in loaded.items], loaded.num_repeats) == ([f"test/{n}.json" for n in (1, 2, 3)], 1)
-    assert "1 of 3 problems are on several rows, up to 2" in caplog.text
+    assert "1 of 3 problems are on several rows (up to 2)" in caplog.text
 
 
 CHOICES = "{'A': '对', 'B': '错'}"

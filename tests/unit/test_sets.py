@@ -16,17 +16,16 @@ from dapo_core.reward.scorers import SCORERS
 from downloads import is_remote
 from downloads.snapshot import parse_reference
 from eval.problems.files import iterate_problems
-from eval.problems.problem_set import ProblemSet
 from eval.problems.prompts import TEMPLATES
 from eval.problems.registry import SETS
-from eval.problems.rows import Unusable
-from eval.problems.sets import dapo_math_17k, gpqa_diamond
+from eval.problems.rows import ProblemSet, Unusable
+from eval.problems.sets.mathematics import AFTER, BEFORE
 
 REAL = os.environ.get("DAPO_TEST_DATA")
 real_rows = pytest.mark.skipif(REAL is None, reason="the real files are not on every machine")
 
 CHAT = {"data_source": "math_dapo", "reward_model": {"ground_truth": "34"}, "extra_info": {"index": "a"}}
-ASKED = f"{dapo_math_17k.BEFORE}P?{dapo_math_17k.AFTER}"
+ASKED = f"{BEFORE}P?{AFTER}"
 GPQA = {"Question": "Which?", "Correct Answer": "right", "Record ID": "r1", "High-level domain": "Physics"}
 GPQA |= {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)}
 MADE: list[tuple[str, dict[str, Any], tuple[str, str, str | None, str | None]]] = [  # text, gold, subject, level
@@ -72,7 +71,7 @@ def test_options_are_shuffled_by_the_question_alone() -> None:
     again = read(SETS["gpqa-diamond"], {**GPQA, "Question": "Question 7?"})
     assert again == problems[7]
     with pytest.raises(Unusable, match="a wrong option that equals the right one"):
-        gpqa_diamond.read({**GPQA, "Incorrect Answer 2": "right "})
+        read(SETS["gpqa-diamond"], {**GPQA, "Incorrect Answer 2": "right "})
 
 
 def test_every_entry_is_whole() -> None:
