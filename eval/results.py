@@ -15,7 +15,7 @@ import orjson
 
 from durable import UNSET, LockHeld, differences, iterate_json_lines, locked, write_atomically
 from eval import EvaluationError, InputError
-from eval.answers.grading import OWN_RULES, VERDICTS, MathGrader, Verdict
+from eval.answers.grading import SCORER_RULES, VERDICTS, MathGrader, Verdict
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt, Template
@@ -357,7 +357,7 @@ def _api_of(item: Item) -> str:
 
 def _read(item: Item, rule: str) -> tuple[Any, ...]:
     """What only a recipe's own grader reads of an item."""
-    return (item.data_source, dict(item.extra_info)) if rule.startswith(OWN_RULES) else ()
+    return (item.data_source, dict(item.extra_info)) if rule.startswith(SCORER_RULES) else ()
 
 
 def describe_differences(
