@@ -59,5 +59,5 @@ def test_a_file_with_one_place_for_the_problem_is_a_template(tmp_path: Path) -> 
     assert find_template(str(path), "bare") == Template("mine.txt", "Q: {problem}\nA:")
     for text, times in (("Q:", 0), ("{problem} {problem}", 2)):
         path.write_text(text)
-        with pytest.raises(ProblemsError, match=rf"mine.txt says {{problem}} {times} times; .*exactly once"):
+        with pytest.raises(ProblemsError, match=rf"mine.txt contains {{problem}} {times} times; .*exactly once"):
             find_template(str(path), "bare")

@@ -109,9 +109,9 @@ def test_a_training_file_without_the_columns_is_refused_before_it_is_read(tmp_pa
     path.write_bytes(b"not parquet at all")
     with pytest.raises(ProblemsError, match=rf"^{path} cannot be read as parquet: "):
         columns_of(path)
-    with pytest.raises(ProblemsError, match=r"absent\.parquet is not a file, nor a folder with some"):
+    with pytest.raises(ProblemsError, match=r"absent\.parquet is not a file, nor a folder of problem files"):
         columns_of(tmp_path / "absent.parquet")
-    with pytest.raises(ProblemsError, match=rf"~/absent\.parquet is not a file, .* in {Path.cwd()}; problems"):
+    with pytest.raises(ProblemsError, match=rf"~/absent\.parquet is not a file, .* in {Path.cwd()}; name"):
         columns_of(Path("~/absent.parquet"))  # a shell leaves it so after `--set data.train=`
 
 
@@ -158,7 +158,7 @@ def test_a_named_benchmark_is_complete(tmp_path: Path) -> None:
              parquet_row(3, reward_model={"ground_truth": "", "style": "rule"})],
             r"of 4 rows, 2 with an empty prompt .*rows 1, 2\) and 1 with no reward_model.ground_truth \(rows 3",
         ),
-        ("none.parquet", None, r"is not a file, .* files that end in .parquet, .jsonl, .json, .csv, .arrow, "),
+        ("none.parquet", None, r"is not a file, .* that end in .parquet, .jsonl, .json, .csv, .arrow, "),
         ("data.txt", "problem\n", r"ends in '.txt'.*\.parquet, \.jsonl, \.json"),
         ("data.csv", "question\n1+1\n", r"data.csv lacks .* \(it has question\).*data.columns.problem=question"),
         ("math.jsonl", [], "has no rows"),
@@ -278,7 +278,7 @@ def test_every_format_goes_through_preparation_validation_and_evaluation(
         ("olympiadbench", {"question": None, "final_answer": []}, r"1 with no question "),
         ("choice", {"question": "?", "choices": "{'A'", "answer": "H", "task": "判断题"}, "1 with no question w"),
         ("math500", {"question": "?"}, "lacks the columns problem"),
-        ("choice", {"problem": "?"}, "what can be read: instruction, output or question, choices, answer, task"),
+        ("choice", {"problem": "?"}, "readable schemas: instruction, output or question, choices, answer, task"),
         ("math50", math_row(1), r"'math50' is not a registered set; did you mean 'math500'\?"),
     ],
 )  # fmt: skip
