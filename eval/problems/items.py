@@ -64,6 +64,6 @@ class EvaluationSet:
     num_repeats: int = 1  # rows per problem in the file; multiplies the samples per item
 
     @property
-    def is_weighed(self) -> bool:
+    def is_loglikelihood(self) -> bool:
         """True if options are compared by their log-probs instead of generating responses."""
         return bool(self.items and self.items[0].options)

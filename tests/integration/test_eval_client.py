@@ -77,7 +77,7 @@ def ask(
 
 async def _ask_with(endpoint: Endpoint, sampling: Sampling) -> Answer:
     async with Connection(endpoint, FAR) as connection:
-        return await connection.ask("2 + 3 = ?", sampling)
+        return await connection.generate("2 + 3 = ?", sampling)
 
 
 def text_of(outcome: Outcome) -> str | None:
@@ -282,7 +282,7 @@ def test_progress_counts_what_is_asked_again_and_estimates_only_the_rest(
             on_progress=lambda num_done, _: nine.set() if num_done == 9 else None,
         )  # fmt: skip
     last = [text for text in caplog.messages if " of 10 items done" in text][-2:]
-    assert [text.partition("tokens/s")[2] for text in last] == [", 1 to ask again", ""]
+    assert [text.partition("tokens/s")[2] for text in last] == [", 1 to retry", ""]
 
 
 def test_two_servers_share_the_work(
@@ -312,7 +312,7 @@ def test_a_server_that_has_ended_is_not_awaited(closed_port: Endpoint, tmp_path:
             return True
 
     start = time.monotonic()
-    with pytest.raises(EvaluationError, match="30 were not sent because nothing answered"):
+    with pytest.raises(EvaluationError, match="30 were not sent because no server answered"):
         evaluate(make_set(30), [Ended(closed_port.base_url, "m")], SAMPLING, tmp_path, limits=LIMITS)
     assert time.monotonic() - start < LIMITS.outage_seconds / 2
 

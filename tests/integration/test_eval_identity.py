@@ -105,7 +105,7 @@ def test_what_identifies_the_weights_is_stored_and_a_lack_of_it_said(
         assert served("neither") == {"root": root, "logprobs": None, "engine": None}
         server.fails_on_probes = True
         assert served("fails") == {"root": None, "logprobs": None, "engine": None}
-    assert f"gives no log-probs: its model folder {root} is all that identifies its weights" in caplog.text
+    assert f"returns no log-probs: only its model folder {root} identifies its weights" in caplog.text
     summary = json.loads((tmp_path / "neither" / "summary.json").read_text())
     assert summary["settings"]["served"]["root"] == root
     assert "served" not in load_evaluation(tmp_path / "neither").shared_settings

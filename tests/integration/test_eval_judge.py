@@ -165,9 +165,7 @@ def test_a_judge_that_never_answers_is_an_error_that_keeps_the_responses(
 ) -> None:
     court.behave = lambda handler, prompt, attempt: handler.send(401, b"who are you")
     judge = judge_for(settings_of(court, tmp_path))
-    with pytest.raises(
-        EvaluationError, match=r"no vote of court at .*\(evaluate\.judge\) arrived, of 3: HTTP 401"
-    ):
+    with pytest.raises(EvaluationError, match=r"all 3 votes of court at .*\(evaluate\.judge\) failed: HTTP 401"):
         evaluated(server, tmp_path / "out", judge)
     num_asked = len(server.requests)
     rule(court, "r", "r", "r")

@@ -87,7 +87,7 @@ def test_a_template_of_the_user_s_own_and_a_system_prompt_come_before_the_option
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"problem": "1 + 1?", "answer": "2"}, "has 0 options and the answer '2'; list them as lines A., B."),
+        ({"problem": "1 + 1?", "answer": "2"}, "has 0 options and the answer '2'; list options as lines A., B."),
         ({"problem": "A. one\nC. two", "answer": "A"}, "has 0 options"),
         ({"problem": LISTED, "answer": "D"}, "has 3 options and the answer 'D'"),
         ({"problem": LISTED, "answer": "A, C"}, "needs one right option of several"),
@@ -103,7 +103,7 @@ def test_a_server_without_log_probs_of_prompts_is_refused(server: ArithmeticServ
     server.words = {}  # of what it generated alone, as some servers do
     asked = load_set(written(tmp_path, {"problem": LISTED, "answer": "A"}), mode="loglikelihood")
     with pytest.raises(
-        RequestsRefused, match=r"gives no log-probs of prompts .*evaluate\.mode=loglikelihood needs"
+        RequestsRefused, match=r"returns no log-probs of prompts .*evaluate\.mode=loglikelihood needs"
     ):
         evaluate(asked, [Endpoint(server.url, "m")], SAMPLING, tmp_path / "out")
 

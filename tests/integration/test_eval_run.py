@@ -191,7 +191,7 @@ def test_a_server_that_refuses_everything_is_given_up_early(
 ) -> None:
     server.behave = lambda handler, prompt, attempt: handler.send(403, b"no")
     with pytest.raises(
-        EvaluationError, match=r"were not sent because nothing answered.*HTTP 403: no.*export VLLM_API_KEY"
+        EvaluationError, match=r"were not sent because no server answered.*HTTP 403: no.*export VLLM_API_KEY"
     ):
         evaluate(make_set(400), endpoints, SAMPLING, tmp_path, limits=LIMITS)
     assert len(server.requests) < 60
@@ -272,7 +272,7 @@ def test_another_grader_or_gold_grades_again_and_asks_nothing(
     monkeypatch.setattr(MathGrader, "rule", "numbers/2")
     with caplog.at_level(logging.WARNING):
         summary = evaluate(corrected, endpoints, SAMPLING, tmp_path)
-    assert "grading again" in caplog.text
+    assert "regrading stored responses" in caplog.text
     assert "before, numbers/2 after" in caplog.text
     assert (summary.accuracy, summary.settings["grader"]) == (2 / 3, "numbers/2")
     assert set(summary.by_subject) == {"sum", "add"}

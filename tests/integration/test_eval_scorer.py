@@ -82,7 +82,9 @@ def test_a_file_of_the_user_s_own_grades_and_what_fails_is_counted(
 
     # A scorer that fails on everything is refused, and what it would have graded is kept.
     path.write_text("def compute_score(**_):\n    raise KeyError('gold')\n")
-    with pytest.raises(InputError, match=r"(?s)failed on all 5 responses.*asks nothing again.*KeyError: 'gold'"):
+    with pytest.raises(
+        InputError, match=r"(?s)failed on all 5 responses.*sends no request again.*KeyError: 'gold'"
+    ):
         evaluated(server, tmp_path / "out", path)
     path.write_text("def compute_score(**_):\n    return 1\n")
     assert evaluated(server, tmp_path / "out", path).accuracy == 0.8  # item 2 was cut

@@ -34,7 +34,7 @@ def test_noise_of_bfloat16_is_no_other_model() -> None:
     [
         (Weights("models/b", TRAINED), "its model folder is models/b, not models/a"),
         (Weights("models/a", noisy(TRAINED, 1.2)), "its log-probs of a fixed prompt differ by 0"),
-        (Weights("models/a", None), "it gave log-probs of a fixed prompt before"),
+        (Weights("models/a", None), "it returned log-probs of a fixed prompt before"),
     ],
 )
 def test_other_weights_are_noticed(other: Weights, difference: str) -> None:
@@ -50,7 +50,7 @@ def test_what_is_stored_and_said() -> None:
     weights = Weights("models/a", TRAINED)
     assert Weights.of(json.loads(json.dumps(weights.to_json()))) == weights
     assert describe_weights(weights.to_json()) == "folder models/a, log-probs of a fixed prompt"
-    assert describe_weights({"root": None, "logprobs": None}) == "no folder named, the server gives no log-probs"
+    assert describe_weights({"root": None, "logprobs": None}) == "no folder named, the server returns no log-probs"
     assert describe_weights(None) == "unknown: measured by an earlier version"
 
 

@@ -93,7 +93,12 @@ def test_a_log_of_lm_eval_reads_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("", "is no log"), ("{}", "is no log"), ('{"resps": 1}\n', "is no log"), ('{"id": 1, "pred', "is no log")],
+    [
+        ("", "is not a readable log"),
+        ("{}", "is not a readable log"),
+        ('{"resps": 1}\n', "is not a readable log"),
+        ('{"id": 1, "pred', "is not a readable log"),
+    ],
 )
 def test_what_is_no_log_is_refused_with_what_can_be_named(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "samples_x_1.jsonl").write_text(text)

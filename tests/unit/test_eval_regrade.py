@@ -75,7 +75,7 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
 def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
     directory, file = write_results(tmp_path / "before", [ROW]), tmp_path / "text"
     file.write_text("a text")
-    with pytest.raises(ResultsError, match="text is not a folder: it is not a results directory"):
+    with pytest.raises(ResultsError, match="text is not a folder: it is not a results folder"):
         regrade(file)
     for words in (["compare"], ["compare", "--history"]):
         refused = CliRunner().invoke(app, [*words, str(directory), str(directory), "--output", str(file)])
@@ -87,10 +87,10 @@ def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_results_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ResultsError, match=r"has no readable settings\.json: it is not a results directory"):
+    with pytest.raises(ResultsError, match=r"has no readable settings\.json: it is not a results folder"):
         regrade(tmp_path)
     (tmp_path / "settings.json").write_text('{"num_items": 3}')  # of another program
-    with pytest.raises(ResultsError, match="not a results directory"):
+    with pytest.raises(ResultsError, match="not a results folder"):
         regrade(tmp_path)
     strange = write_results(tmp_path / "strange", [ROW])
     (strange / "results.jsonl").write_text(ROW.to_line().replace('"attempts"', '"tries"'))
