@@ -128,7 +128,7 @@ def test_real_files_are_read_completely_and_have_the_pinned_digest(name: str, fi
     if num_rows == known.num_items and path.name == "test.jsonl":
         assert len(load_set(path, name).items) == num_rows
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        assert "url" not in known.test or known.test["url"].endswith(f"#sha256={digest}") or name == "math"
+        assert "url" not in known.test or known.test["url"].endswith(f"#sha256={digest}")
 
 
 @real_rows
