@@ -96,7 +96,9 @@ def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
     """
     rows: dict[Any, list[int]] = {}
     for number, problem in enumerate(problems):
-        rows.setdefault(problem.asked, []).append(number)
+        messages = problem.messages or ({"role": "user", "content": problem.text},)
+        prompt = tuple((message["role"], message["content"].strip()) for message in messages)
+        rows.setdefault(prompt, []).append(number)
     unequal = [numbers for numbers in rows.values() if len({problems[row].gold for row in numbers}) > 1]
     if unequal:
         first = ", ".join(f"row {row}: {problems[row].gold!r}" for row in unequal[0][:3])
@@ -219,10 +221,11 @@ def _batches(path: Path, files: Sequence[Path]) -> Iterator[dict[str, list[Any]]
 
 def _rows_by_index(path: Path) -> list[Row] | None:
     """Read a JSON object of objects, AISBench's format of MATH-500; None for anything else."""
-    if not read_utf8(path).lstrip().startswith("{"):
+    text = read_utf8(path)
+    if not text.lstrip().startswith("{"):
         return None
     try:
-        content = json.loads(read_utf8(path))
+        content = json.loads(text)
     except json.JSONDecodeError:
         return None  # JSON lines, or not JSON, for which `datasets` has the better message
     if not content or not all(isinstance(row, dict) for row in content.values()):

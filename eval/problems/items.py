@@ -32,12 +32,6 @@ class Problem:
     grader: GraderName | None = None
     num_rows: int = 1  # rows with this problem in the file
 
-    @property
-    def asked(self) -> tuple[tuple[str, str], ...]:
-        """The problem's identity: role and stripped text of each message, or the text as a user message."""
-        messages = self.messages or ({"role": "user", "content": self.text},)
-        return tuple((message["role"], message["content"].strip()) for message in messages)
-
 
 @dataclass(frozen=True)
 class Item:
