@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -27,7 +26,7 @@ _RETRIED_STATUS = frozenset({408, 409, 425, 429})  # besides every 5xx
 _REASONING = ("reasoning", "reasoning_content")  # vLLM's current and former field for thinking
 _TEXT_PARTS = frozenset({"text", "output_text", None})
 _MAX_REASON_CHARS = 300
-_MIN_KEY_CHARS = 16  # shorter secrets, such as the password 123456, could be an answer
+_MIN_KEY_CHARS = 16  # shorter secrets are not redacted from responses: 123456 may be an answer
 _MAX_RETRY_AFTER_SECONDS = 300.0
 _CONNECT_SECONDS = 30.0
 
@@ -103,9 +102,7 @@ class Connection:
     async def __aenter__(self) -> Connection:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.close()
 
     @property
@@ -178,7 +175,7 @@ class Connection:
                 content = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise RequestError(f"{type(error).__name__}: {error}", is_unreachable=True) from error
-        except (TimeoutError, asyncio.TimeoutError) as error:
+        except TimeoutError as error:
             reason = f"no answer within {self._timeout_seconds:g} s"
             raise RequestError(reason, is_timeout=True) from error
         except (aiohttp.InvalidURL, ValueError) as error:
@@ -199,7 +196,7 @@ class Connection:
         try:
             async with self._http.get(self._endpoint.url("models"), timeout=timeout):
                 return True
-        except (aiohttp.ClientConnectorError, TimeoutError, asyncio.TimeoutError):
+        except (aiohttp.ClientConnectorError, TimeoutError):
             return False
         except aiohttp.ClientError:
             return True

@@ -195,7 +195,7 @@ class Dispatcher:
             await finish(request, Outcome(answer, request.attempts, seconds, failure, is_refused))
 
     async def check_at_end(self) -> None:
-        """Raise ModelChangedError if a server that answered serves other weights by now."""
+        """Raise ModelChangedError if a server that answered now serves other weights."""
         for server in self._servers:
             if server.has_answered:
                 server.failed_at = time.monotonic()  # force another check

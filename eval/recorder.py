@@ -81,7 +81,8 @@ class Recorder:
         self._benchmark, self._grader = benchmark, grader
         self._sampling, items = benchmark.requested, benchmark.evaluation_set.items
         self._expected = [(item, sample) for item in items for sample in range(self._sampling.num_samples)]
-        self._max_failed = int(Fraction(str(benchmark.max_failed_ratio)) * len(self._expected))  # 0.29 * 100 is 29
+        # Exact, because the float 0.29 * 100 is below 29.
+        self._max_failed = int(Fraction(str(benchmark.max_failed_ratio)) * len(self._expected))
         self._rows = _resume(self.folder, settings, items, grader)
         self.num_missing = sum((item.id, sample) not in self._rows for item, sample in self._expected)
         self._num_failed = self._num_failed_in_a_row = self._num_refused = 0

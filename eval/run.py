@@ -82,10 +82,10 @@ def evaluate_all(
             recorders.append(Recorder(benchmark, settings, grader))
         incomplete = [recorder for recorder in recorders if recorder.num_missing]
         known = next((served for recorder in recorders if (served := recorder.served) is not None), None)
-        session = _Session(incomplete, Dispatcher(endpoints, limits or Limits(), known), known)
+        dispatcher = Dispatcher(endpoints, limits or Limits(), known)
         if incomplete:
-            session.run(on_progress)
-        return _finish(recorders, ", ".join(endpoint.base_url for endpoint in endpoints), session.outage)
+            _Session(incomplete, dispatcher, known).run(on_progress)
+        return _finish(recorders, ", ".join(endpoint.base_url for endpoint in endpoints), dispatcher.outage)
 
 
 def _settings(benchmark: Benchmark, endpoint: Endpoint, model_digest: str | None, rule: str) -> dict[str, Any]:
@@ -132,11 +132,6 @@ class _Session:
         self._dispatcher = dispatcher
         if weights is not None:
             self._keep_weights(weights)
-
-    @property
-    def outage(self) -> str:
-        """Why a server was given up, or ""."""
-        return self._dispatcher.outage
 
     def run(self, on_progress: OnProgress | None) -> None:
         """Send the requests and record each outcome, up to an interruption.
