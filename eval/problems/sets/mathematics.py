@@ -110,7 +110,7 @@ _COMPETITION = (
 TRAINING_SETS = (
     ProblemSet(
         name="dapo-math-17k",
-        about="1.79 million rows, a hundred of each problem, asked to end in `Answer:` (arXiv:2503.14476)",
+        about="1.79 million rows, about a hundred per problem, prompted to end in `Answer:` (arXiv:2503.14476)",
         licence="Apache-2.0",
         schemas=(Schema(CHAT.columns, read_dapo, CHAT.others),),
         train={
@@ -122,7 +122,7 @@ TRAINING_SETS = (
     ),
     ProblemSet(
         name="dapo-math-17k-clean",
-        about="the problems of DAPO-Math-17k once each, asked to end in a box",
+        about="the problems of DAPO-Math-17k once each, prompted to end in a box",
         licence="Apache-2.0",
         schemas=(
             Schema(("prompt", "solution"), read_processed),

@@ -90,7 +90,7 @@ _CFLUE_SCHEMAS = (
 )
 CFLUE = ProblemSet(
     name="cflue",
-    about="Chinese finance examination questions with options A to G (arXiv:2405.10542), as DianJin-R1 asks them",
+    about="Chinese finance examination questions with options A to G (arXiv:2405.10542) and DianJin-R1's prompts",
     licence="CC BY-NC-SA 4.0 (CFLUE); DianJin-R1-Data's on its page",
     schemas=_CFLUE_SCHEMAS,
     train={"modelscope": "modelscope:tongyi_dianjin/DianJin-R1-Data@master/data/train/cflue_mcq.json"},
