@@ -33,7 +33,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200, json.dumps({"data": [{"id": "m", "root": self.server.root}]}).encode())
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if "echo" in body:
             self.echo(body)
             return
@@ -85,10 +85,15 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, prompt: str, finish_reason: str = "stop") -> bool:
         left, right = re.findall(r"\d+", prompt)
         text = f"Answer: \\boxed{{{int(left) + int(right)}}}"
-        is_chat = self.path.endswith("/chat/completions")
-        content = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-        choice = {**content, "finish_reason": finish_reason}
-        return self.send(200, json.dumps({"choices": [choice], "usage": {"completion_tokens": 5}}).encode())
+        return self.say(text, finish_reason, {"completion_tokens": 5})
+
+    def say(
+        self, text: Any, finish_reason: str = "stop", usage: Mapping[str, Any] | None = None, **message: Any
+    ) -> bool:
+        """Send a completion, with further fields of its message; returns True."""
+        message = {"role": "assistant", "content": text, **message}
+        choice = {"message": message, "text": text, "finish_reason": finish_reason}
+        return self.send(200, json.dumps({"choices": [choice], "usage": usage}).encode())
 
     def send(
         self, status: int, body: bytes, declared_bytes: int | None = None, headers: dict[str, str] | None = None
@@ -177,14 +182,13 @@ def serving_the_chain(patch: pytest.MonkeyPatch) -> Iterator[ArithmeticServer]:
     from tasks import chain
     from tasks.serve_model.servers import Server
 
-    reply = json.dumps({"choices": [{"message": {"content": "\\boxed{7}"}, "finish_reason": "stop"}], "usage": {}})
     with running() as server:
 
         @contextlib.contextmanager
         def serve(*_: object, **__: object) -> Iterator[list[Server]]:
             yield [Server(server.url, "m", "", "vllm serve MODEL")]
 
-        server.behave = lambda handler, prompt, attempt: handler.send(200, reply.encode())
+        server.behave = lambda handler, prompt, attempt: handler.say("\\boxed{7}")
         patch.setattr(chain, "serve_model", serve)
         yield server
 

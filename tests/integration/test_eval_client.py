@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import json
 import socket
 import threading
 import time
@@ -216,8 +215,7 @@ def test_nan_null_and_lone_surrogates_in_a_body_are_handled(
     assert b"NaN" not in (tmp_path / "results.jsonl").read_bytes()
     (tmp_path / "results.jsonl").read_bytes().decode("utf-8")
 
-    empty = b'{"choices": [{"message": {"content": null}, "finish_reason": "length"}]}'
-    server.behave = lambda handler, prompt, attempt: handler.send(200, empty)
+    server.behave = lambda handler, prompt, attempt: handler.say(None, "length")
     assert ask(endpoint).answer == Answer("", "length", None)
 
 
@@ -232,8 +230,7 @@ def test_content_as_a_list_of_parts_is_read(server: ArithmeticServer, endpoint: 
         {"type": "text", "text": "It is "},
         {"type": "text", "text": "\\boxed{5}."},
     ]
-    body = json.dumps({"choices": [{"message": {"content": parts}, "finish_reason": "stop"}]}).encode()
-    server.behave = lambda handler, prompt, attempt: handler.send(200, body)
+    server.behave = lambda handler, prompt, attempt: handler.say(parts)
     assert ask(endpoint).answer == Answer("It is \\boxed{5}.", "stop", None)
 
 

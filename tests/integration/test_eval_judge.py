@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,20 +34,13 @@ def court() -> Iterator[ArithmeticServer]:
         yield server
 
 
-def say(handler: Handler, text: str) -> bool:
-    choice = {"message": {"content": text, "reasoning": "hm"}, "finish_reason": "stop"}
-    return handler.send(200, json.dumps({"choices": [choice]}).encode())
-
-
 def rule(court: ArithmeticServer, *verdicts: str) -> None:
     """Make vote i on the problem `n + 1 = ?` letter i of verdict n: r right, w wrong, u unreadable, f failed."""
     words = {"r": "It is.\n**Verdict: RIGHT**", "w": "\nwrong.\n", "u": "I cannot say"}
 
     def behave(handler: Handler, prompt: str, attempt: int) -> bool:
-        seed = court.requests[-1][2]["seed"] if len(court.requests) == 1 else None
-        asked = next(body for _, _, body in reversed(court.requests) if body["messages"][-1]["content"] == prompt)
-        letter = verdicts[int(prompt.split()[1])][(seed if seed is not None else asked["seed"]) - 1234]
-        return handler.send(500, b"overloaded") if letter == "f" else say(handler, words[letter])
+        letter = verdicts[int(prompt.split()[1])][handler.body["seed"] - 1234]
+        return handler.send(500, b"overloaded") if letter == "f" else handler.say(words[letter], reasoning="hm")
 
     court.behave = behave
 

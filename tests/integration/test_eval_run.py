@@ -83,10 +83,7 @@ def test_samples_have_their_own_seeds_and_differing_greedy_samples_are_reported(
     # Two of four items get another response from their second sample on, one of them with the same answer.
     def differ(handler: Handler, prompt: str, attempt: int) -> bool:
         text = {"1 + 1 = ?": "\\boxed{9}", "2 + 1 = ?": "So \\boxed{3}"}.get(prompt)
-        if attempt < 2 or text is None:
-            return False
-        choice = {"message": {"content": text}, "finish_reason": "stop"}
-        return handler.send(200, json.dumps({"choices": [choice]}).encode())
+        return attempt >= 2 and text is not None and handler.say(text)
 
     server.behave = differ
     summary = evaluate(
@@ -133,10 +130,7 @@ def test_a_problem_on_several_rows_is_one_item_in_statistical_tests(
     sampled = replace(SAMPLING, temperature=1.0)
 
     def be_wrong_on(*problems: int) -> Behaviour:
-        wrong = json.dumps(
-            {"choices": [{"message": {"content": "\\boxed{-1}"}, "finish_reason": "stop"}]}
-        ).encode()
-        return lambda handler, prompt, attempt: int(prompt.split()[0]) in problems and handler.send(200, wrong)
+        return lambda handler, prompt, attempt: int(prompt.split()[0]) in problems and handler.say("\\boxed{-1}")
 
     server.behave = be_wrong_on(0, 1, 2, 3)
     summary = evaluate(aime, endpoints, sampled, tmp_path / "before", limits=LIMITS)
@@ -278,8 +272,7 @@ def test_another_grader_or_gold_answer_regrades_without_requests(
 def test_option_letters_are_regraded_by_their_own_grader(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
-    choice = {"choices": [{"message": {"content": "\\boxed{C}\\boxed{A}"}, "finish_reason": "stop"}]}
-    server.behave = lambda handler, prompt, attempt: handler.send(200, json.dumps(choice).encode())
+    server.behave = lambda handler, prompt, attempt: handler.say("\\boxed{C}\\boxed{A}")
     items = tuple(replace(item, gold="AC") for item in make_set(3).items)
     evaluation_set = replace(make_set(3), items=items, benchmark="choice", grader="choice")
     assert evaluate(evaluation_set, endpoints, SAMPLING, tmp_path).accuracy == 1.0

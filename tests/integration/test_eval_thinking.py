@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +34,7 @@ def answered(
 
     def behave(handler: Handler, prompt: str, attempt: int) -> bool:
         message, finish_reason, usage = said[int(prompt.split()[0])]
-        choice = {"message": {"role": "assistant", **message}, "finish_reason": finish_reason}
-        return handler.send(200, json.dumps({"choices": [choice], "usage": usage}).encode())
+        return handler.say(message["content"], finish_reason, usage, **message)
 
     server.behave = behave
     summary = evaluate(make_set(len(said)), [Endpoint(server.url, "m")], SAMPLING, folder)
