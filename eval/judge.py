@@ -149,7 +149,7 @@ def _collect_votes(path: Path, rows: Sequence[Row], judge: Judge) -> dict[str, V
                 requests.append(Request(Item(key, prompt, row.gold), number, judge.sampling))
     if not requests:
         return votes
-    logger.info("%s judges %d responses: %d votes", judge.endpoint.model, len(rows), len(requests))
+    logger.info("requesting %d votes of %s on %d responses", len(requests), judge.endpoint.model, len(rows))
     write_atomically(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))  # no torn line
     failures, num_stored = list[str](), len(votes)
     dispatcher = _Voting([judge.endpoint], judge.limits)

@@ -12,7 +12,7 @@ from typing import Any
 
 from eval.problems import ProblemsError
 from eval.problems.items import Problem
-from eval.problems.prompts import read_utf8
+from eval.problems.prompts import not_utf8, read_utf8
 from eval.problems.rows import Row, Schema, Unusable
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
@@ -208,9 +208,7 @@ def _batches(path: Path, files: Sequence[Path]) -> Iterator[dict[str, list[Any]]
     except StopIteration:
         return
     except UnicodeDecodeError as error:
-        raise ProblemsError(
-            f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8 text"
-        ) from None
+        raise not_utf8(path, error) from None
     except Exception as error:  # errors of pyarrow, pandas and datasets share no base class
         if isinstance(error, ProblemsError):
             raise

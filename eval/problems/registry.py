@@ -76,7 +76,9 @@ def read_held_out(path: Path, name: str | None = None) -> HeldOut:
     problems = merge_repeats(path, read_problems(path, (PREPARED,) if is_prepared else known.schemas))
     prepared = {problem.dataset for problem in problems if problem.grader}
     if prepared and name is not None and prepared != {name}:
-        raise ProblemsError(f"{path} was prepared from {', '.join(sorted(prepared))}, not from {name}; name these")
+        raise ProblemsError(
+            f"{path} was prepared from {', '.join(sorted(prepared))}, not from {name}; name that set, or none"
+        )
     if len(prepared) == 1:
         known = SETS.get(next(iter(prepared)), known)
     if known.num_items not in (None, len(problems)):
