@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -175,70 +172,37 @@ def test_a_failing_benchmark_does_not_affect_others_and_an_added_one_sends_only_
     assert sorted(asked) == sorted([*range(LONG, LONG + 50), *range(LONG, LONG + 50), 500, 501, 502])
 
 
-def test_a_killed_suite_resumes_with_missing_requests_only(
+def test_a_recipe_s_suite_resumes_with_missing_requests_only(
     servers: list[ArithmeticServer], tmp_path: Path
 ) -> None:
-    half, held = threading.Event(), threading.Semaphore(0)
-    server = servers[0]
+    server, out = servers[0], tmp_path / "out"
+    short, long, later = (
+        str(write_sums(tmp_path / f"{name}.json", first, count))
+        for name, first, count in (("short", SHORT, 30), ("long", LONG, 10), ("later", 500, 3))
+    )
+    sampled = {"set": long, "num_samples": 2, "temperature": 0.6, "max_response_tokens": 256}
 
-    def hold(handler: Handler, prompt: str, attempt: int) -> bool:
-        if handler.number >= 30 and not half.is_set():
-            held.release()
-            half.wait(FAR)  # until the process ends
-        return False
+    def run(*benchmarks: Any) -> list[int]:
+        """Return the problems requested by `dapo eval --config`."""
+        server.asked.clear()
+        recipe = tmp_path / "recipe.yaml"
+        tree = {
+            "data": {"train": "arithmetic", "eval": "arithmetic"},
+            "model": {"source": "recipe"},
+            "evaluate": {"prompt": "bare", "max_response_tokens": 64, "benchmarks": benchmarks},
+        }
+        recipe.write_text(json.dumps(tree))
+        words = ["eval", "--base-url", server.url, "--model-name", "m", "--config", str(recipe)]
+        done = CliRunner().invoke(app, [*words, "--output", str(out)])
+        assert done.exit_code == 0, done.output
+        assert f"{out / 'short'}: accuracy 100.0% of 30" in done.output
+        return sorted(int(prompt.split()[0]) for prompt in server.asked.elements())
 
-    server.behave = hold
-    for name, first, count in (("short", SHORT, 30), ("long", LONG, 10), ("later", 500, 3)):
-        write_sums(tmp_path / f"{name}.json", first, count)
-    recipe = tmp_path / "recipe.yaml"
-    tree: dict[str, Any] = {
-        "data": {"train": "arithmetic", "eval": "arithmetic"},
-        "model": {"source": "recipe"},
-        "evaluate": {
-            "prompt": "bare",
-            "concurrency": 2,
-            "max_response_tokens": 64,
-            "benchmarks": [
-                str(tmp_path / "short.json"),
-                {
-                    "set": str(tmp_path / "long.json"),
-                    "num_samples": 2,
-                    "temperature": 0.6,
-                    "max_response_tokens": 256,
-                },
-            ],
-        },
-    }
-    words = [sys.executable, "-m", "flows.cli", "eval", "--base-url", server.url, "--model-name", "m"]
-    words += ["--config", str(recipe), "--output", str(tmp_path / "out")]
-    recipe.write_text(json.dumps(tree))
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    done_counts = (re.search(r"(\d+) of 50 items done", line) for line in iter(process.stdout.readline, ""))
-    assert any(match is not None and int(match[1]) >= 20 for match in done_counts)
-    assert all(held.acquire(timeout=FAR) for _ in range(2))  # no other request is in flight
-    process.kill()
-    process.communicate(timeout=FAR)
-    finished = {(name, key) for name in ("short", "long") for key in read_rows(tmp_path / "out" / name)}
-    assert 20 <= len(finished) < 50
-    num_long = sum(name == "long" for name, _ in finished)
-    asked = [int(body["messages"][-1]["content"].split()[0]) for _, _, body in server.requests]
-    assert min(asked[:18]) >= LONG  # the 20 long ones come first, though two requests may swap places
-
-    half.set()
-    server.asked.clear()
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=FAR)
-    assert done.returncode == 0, done.stderr
-    assert f"{tmp_path / 'out' / 'short'}: accuracy 100.0% of 30" in done.stdout
-    assert server.asked.total() == 50 - len(finished)
-    assert sum(int(prompt.split()[0]) >= LONG for prompt in server.asked.elements()) == 20 - num_long
-
-    tree["evaluate"]["benchmarks"].append(str(tmp_path / "later.json"))
-    recipe.write_text(json.dumps(tree))
-    server.asked.clear()
-    assert subprocess.run(words, cwd=ROOT, capture_output=True, timeout=FAR).returncode == 0
-    assert sorted(server.asked) == ["500 + 1 = ?", "501 + 1 = ?", "502 + 1 = ?"]
-    assert list(read_suite(tmp_path / "out")) == ["short", "long", "later"]
+    assert run(short, sampled) == sorted([*range(30), *2 * list(range(LONG, LONG + 10))])
+    results = out / "long" / "results.jsonl"
+    results.write_text("".join(results.read_text().splitlines(keepends=True)[:5]))  # items 0 and 1, half of 2
+    assert run(short, sampled, later) == [500, 501, 502, 1002, *sorted(2 * list(range(1003, 1010)))]
+    assert list(read_suite(out)) == ["short", "long", "later"]
 
 
 def test_a_named_suite_is_evaluated_with_its_published_sets(
