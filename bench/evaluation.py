@@ -36,8 +36,10 @@ from eval import EvaluationError
 from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import EvaluationSet, Item
+from eval.recorder import Benchmark
 from eval.results import make_settings, write_json
-from eval.run import evaluate
+from eval.run import evaluate_all
+from eval.summary import Summary
 
 ROOT = Path(__file__).resolve().parents[1]
 CONCURRENCY = 48
@@ -136,10 +138,15 @@ def measure_client(server: MockServer, count: int) -> tuple[float, float]:
     """Return (seconds, share of right answers) of an evaluation in this process."""
     with serving(server) as (url, folder):
         start = time.monotonic()
-        limits = Limits(concurrency=CONCURRENCY)
-        sampling = Sampling(max_tokens=64)
-        summary = evaluate(make_set(count), [Endpoint(url, "m")], sampling, folder, limits=limits)
+        summary = evaluate(url, make_set(count), folder, CONCURRENCY)
         return time.monotonic() - start, summary.accuracy * summary.n / count
+
+
+def evaluate(url: str, evaluation_set: EvaluationSet, folder: Path, concurrency: int) -> Summary:
+    """Evaluate the mock server."""
+    benchmark = Benchmark(evaluation_set, Sampling(max_tokens=64), folder)
+    [summary] = evaluate_all([benchmark], [Endpoint(url, "m")], limits=Limits(concurrency=concurrency))
+    return summary
 
 
 def make_set(count: int) -> EvaluationSet:
@@ -148,9 +155,9 @@ def make_set(count: int) -> EvaluationSet:
     return EvaluationSet(tuple(items))
 
 
-async def ask_bare(url: str, asked: EvaluationSet, concurrency: int) -> list[str]:
+async def ask_bare(url: str, evaluation_set: EvaluationSet, concurrency: int) -> list[str]:
     """Request all responses with a minimal aiohttp loop that checks, grades and stores nothing."""
-    left, responses = iter(asked.items), []
+    left, responses = iter(evaluation_set.items), []
     fields = {"model": "m", "max_tokens": 64, "temperature": 0.0, "top_p": 1.0, "seed": 1234}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=concurrency)) as session:
 
@@ -168,12 +175,11 @@ async def ask_bare(url: str, asked: EvaluationSet, concurrency: int) -> list[str
 def measure_beside_bare(num_pairs: int, latency_seconds: float, count: int = 5000, concurrency: int = 256) -> None:
     """Print wall and CPU seconds of evaluations, each beside a bare loop, and the median ratios."""
     evaluation_set, ratios = make_set(count), []
-    limits, sampling = Limits(concurrency=concurrency), Sampling(max_tokens=64)
     for _ in range(num_pairs):
         with serving(MockServer(latency_seconds)) as (url, folder):
             bare = _timed(lambda: asyncio.run(ask_bare(url, evaluation_set, concurrency)))
         with serving(MockServer(latency_seconds)) as (url, folder):
-            own = _timed(lambda: evaluate(evaluation_set, [Endpoint(url, "m")], sampling, folder, limits=limits))
+            own = _timed(lambda: evaluate(url, evaluation_set, folder, concurrency))
         ratios.append([ours / theirs for ours, theirs in zip(own, bare, strict=True)])
         print(
             f"  bare {bare[0]:.2f} s (CPU {bare[1]:.2f}), evaluation {own[0]:.2f} s (CPU {own[1]:.2f})", flush=True

@@ -9,7 +9,6 @@ import math
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,9 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from eval import EvaluationError
 from eval.answers.grading import GRADERS
 from eval.dispatch import Batch, Dispatcher, Limits, Outcome, Request, run_in_thread
-from eval.endpoint import Endpoint, Sampling
+from eval.endpoint import Endpoint
 from eval.identity import ModelChangedError, Weights
-from eval.problems.items import EvaluationSet
 from eval.recorder import Benchmark, Recorder
 from eval.results import Row, exclusive, make_folder, make_settings
 from eval.summary import Summary
@@ -30,25 +28,6 @@ OnProgress = Callable[[int, int], None]  # (finished requests, all requests)
 LOG_SECONDS = 60.0  # longest interval between progress lines
 _BATCH_SECONDS = 0.05  # results that a kill may cost, beside the requests in flight
 _MAX_PENDING = 4096  # outcomes not yet recorded; beyond that the workers wait
-
-
-def evaluate(
-    evaluation_set: EvaluationSet,
-    endpoints: Sequence[Endpoint],
-    sampling: Sampling,
-    output_dir: str | Path,
-    *,
-    limits: Limits | None = None,
-    model_digest: str | None = None,
-    max_failed_ratio: float = 0.0,
-    on_progress: OnProgress | None = None,
-) -> Summary:
-    """`evaluate_all` for one benchmark."""
-    benchmark = Benchmark(evaluation_set, sampling, Path(output_dir), max_failed_ratio=max_failed_ratio)
-    [summary] = evaluate_all(
-        [benchmark], endpoints, limits=limits, model_digest=model_digest, on_progress=on_progress
-    )
-    return summary
 
 
 def evaluate_all(

@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,31 @@ from eval.answers.grading import VERDICTS
 from eval.compare import Comparison, compare_evaluations
 from eval.endpoint import Endpoint, Sampling
 from eval.plots import Plots
-from eval.problems.items import Item
+from eval.problems.items import EvaluationSet, Item
+from eval.recorder import Benchmark
 from eval.results import Evaluation, Row, make_settings, write_rows
+from eval.run import evaluate_all
+from eval.summary import Summary
 from eval.training import Steps
 
 SAMPLING = Sampling(max_tokens=64)
 # A letter per response: r right, w wrong, n no answer, t truncated, f failed request.
 LETTERS = {verdict[0] if verdict != "request_failed" else "f": verdict for verdict in VERDICTS}
+
+
+def evaluate(
+    evaluation_set: EvaluationSet,
+    endpoints: Sequence[Endpoint],
+    sampling: Sampling,
+    output_dir: Path,
+    *,
+    max_failed_ratio: float = 0.0,
+    **options: Any,
+) -> Summary:
+    """Evaluate a single benchmark with `evaluate_all`."""
+    benchmark = Benchmark(evaluation_set, sampling, output_dir, max_failed_ratio=max_failed_ratio)
+    [summary] = evaluate_all([benchmark], endpoints, **options)
+    return summary
 
 
 def make_items(num_items: int, per_level: int = 4) -> list[Item]:

@@ -21,7 +21,7 @@ from eval.dispatch import Dispatcher, Limits, Outcome, Request
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.results import read_rows
-from eval.run import evaluate
+from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Behaviour, Handler, make_set, running
 from tests.processes import wait_until
 

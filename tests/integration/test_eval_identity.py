@@ -14,7 +14,7 @@ from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
 from eval.identity import ModelChangedError
 from eval.results import load_evaluation, read_rows, read_settings
-from eval.run import evaluate
+from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
 SAMPLING = Sampling(max_tokens=64)

@@ -17,8 +17,8 @@ from eval.problems.registry import load_set
 from eval.regrade import regrade
 from eval.report import make_report, render_markdown
 from eval.results import read_rows
-from eval.run import evaluate
 from flows.config import load_config_or_defaults
+from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, running
 
 SAMPLING = Sampling(max_tokens=64, extra_body={"add_special_tokens": False})

@@ -17,10 +17,9 @@ from eval.item_pages import pack_items
 from eval.regrade import regrade
 from eval.report import make_report, render_html, render_markdown
 from eval.results import Row, load_evaluation, read_rows, write_rows
-from eval.run import evaluate
 from eval.summary import Summary
 from eval.thinking import Budget, Thinking, by_limit, measure_thinking
-from tests.evaluations import make_items, make_row, no_plots, packed_items
+from tests.evaluations import evaluate, make_items, make_row, no_plots, packed_items
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set
 
 SAMPLING = Sampling(max_tokens=64)
