@@ -1,10 +1,10 @@
-"""The evaluation client against a mock server of 500 problems in a process of its own.
+"""Measures the evaluation client against a mock server in a separate process.
 
     python bench/evaluation.py [--items 500] [--pairs 5] [--compare] [--serve [--answers FILE]]
 
-One line per situation with what was measured and what is required; a requirement that is not met is an error.
-AISBench beside such a server: 6 s without latency, 42 s for its command, 14.4 s with one second of latency and 48
-in flight; it scores 503 as wrong answers.
+Prints measured and required seconds per situation, and fails if a requirement is not met. AISBench against the
+same server takes 6 s without latency, 42 s for its command, and 14.4 s with 1 s of latency and 48 requests in
+flight; it scores HTTP 503 as wrong answers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ from eval import EvaluationError
 from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import EvaluationSet, Item
+from eval.recorder import Benchmark
 from eval.results import make_settings, write_json
-from eval.run import evaluate
+from eval.run import evaluate_all
+from eval.summary import Summary
 
 ROOT = Path(__file__).resolve().parents[1]
 CONCURRENCY = 48
@@ -48,12 +50,12 @@ class MockServer:
     """Chat completions that add one, over keep-alive connections."""
 
     latency_seconds: float = 0.0
-    refuse_one_in: int = 0  # HTTP 503
-    num_asked: int = 0
-    answers: Mapping[str, str] = field(default_factory=dict)  # by problem, where no sums are asked
+    refuse_one_in: int = 0  # with HTTP 503
+    num_requests: int = 0
+    answers: Mapping[str, str] = field(default_factory=dict)  # by problem; empty: sums
 
     async def serve(self, port: Connection) -> None:
-        """Answer for ever, after sending the port."""
+        """Send the port, then serve forever."""
         server = await asyncio.start_server(self._talk, "127.0.0.1", 0, backlog=512)
         port.send(server.sockets[0].getsockname()[1])
         await server.serve_forever()
@@ -73,28 +75,28 @@ class MockServer:
     async def _answer(self, body: bytes) -> tuple[int, bytes]:
         if not body:
             return 200, json.dumps({"data": [{"id": "m", "root": "mock"}]}).encode()
-        asked = json.loads(body)
-        if asked.get("logprobs"):
+        request = json.loads(body)
+        if request.get("logprobs"):
             return 400, b"no log-probs"
-        self.num_asked += 1
+        self.num_requests += 1
         await asyncio.sleep(self.latency_seconds)
-        if self.refuse_one_in and self.num_asked % self.refuse_one_in == 0:
+        if self.refuse_one_in and self.num_requests % self.refuse_one_in == 0:
             return 503, b"busy"
-        prompt = asked["messages"][-1]["content"]
+        prompt = request["messages"][-1]["content"]
         if self.answers:
             text = next(answer for problem, answer in self.answers.items() if problem in prompt)
         else:
             number = int(re.findall(r"\d+", prompt)[0])
             text = f"It is $\\boxed{{{number + 1}}}$."
-        said = {"role": "assistant", "content": text}
-        choice = {"index": 0, "message": said, "finish_reason": "stop"}
-        about = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}  # what strict clients want
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        head = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}  # required by strict clients
         usage = {"prompt_tokens": 9, "completion_tokens": 12, "total_tokens": 21}
-        return 200, json.dumps({**about, "choices": [choice], "usage": usage}).encode()
+        return 200, json.dumps({**head, "choices": [choice], "usage": usage}).encode()
 
 
 def read_answers(path: Path) -> dict[str, str]:
-    """Answers to MATH-500's problems, by turns: its solution, spelled otherwise, named, in words, wrong."""
+    """Return answers to MATH-500: by turns the solution, another spelling, named, in words, and a wrong one."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {row["problem"]: _answer(index, row, rows[index - 1]["answer"]) for index, row in enumerate(rows)}
 
@@ -121,7 +123,7 @@ def _serve(server: MockServer, port: Connection) -> None:
 
 @contextlib.contextmanager
 def serving(server: MockServer) -> Iterator[tuple[str, Path]]:
-    """The URL of a server in a process of its own, and an empty folder."""
+    """Yield the URL of a server in a separate process, and an empty folder."""
     port, other = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(server, other), daemon=True)
     process.start()
@@ -133,13 +135,18 @@ def serving(server: MockServer) -> Iterator[tuple[str, Path]]:
 
 
 def measure_client(server: MockServer, count: int) -> tuple[float, float]:
-    """(seconds, share of right answers of all problems) of an evaluation in this process."""
+    """Return (seconds, share of right answers) of an evaluation in this process."""
     with serving(server) as (url, folder):
         start = time.monotonic()
-        limits = Limits(concurrency=CONCURRENCY)
-        sampling = Sampling(max_tokens=64)
-        summary = evaluate(make_set(count), [Endpoint(url, "m")], sampling, folder, limits=limits)
+        summary = evaluate(url, make_set(count), folder, CONCURRENCY)
         return time.monotonic() - start, summary.accuracy * summary.n / count
+
+
+def evaluate(url: str, evaluation_set: EvaluationSet, folder: Path, concurrency: int) -> Summary:
+    """Evaluate the mock server."""
+    benchmark = Benchmark(evaluation_set, Sampling(max_tokens=64), folder)
+    [summary] = evaluate_all([benchmark], [Endpoint(url, "m")], limits=Limits(concurrency=concurrency))
+    return summary
 
 
 def make_set(count: int) -> EvaluationSet:
@@ -148,9 +155,9 @@ def make_set(count: int) -> EvaluationSet:
     return EvaluationSet(tuple(items))
 
 
-async def ask_bare(url: str, asked: EvaluationSet, concurrency: int) -> list[str]:
-    """The responses as the shortest aiohttp program gets them: nothing is checked, graded or kept."""
-    left, responses = iter(asked.items), []
+async def ask_bare(url: str, evaluation_set: EvaluationSet, concurrency: int) -> list[str]:
+    """Request all responses with a minimal aiohttp loop that checks, grades and stores nothing."""
+    left, responses = iter(evaluation_set.items), []
     fields = {"model": "m", "max_tokens": 64, "temperature": 0.0, "top_p": 1.0, "seed": 1234}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=concurrency)) as session:
 
@@ -166,20 +173,19 @@ async def ask_bare(url: str, asked: EvaluationSet, concurrency: int) -> list[str
 
 
 def measure_beside_bare(num_pairs: int, latency_seconds: float, count: int = 5000, concurrency: int = 256) -> None:
-    """Print seconds and processor seconds of evaluations, each beside a bare loop, and the median ratios."""
-    asked, ratios = make_set(count), []
-    limits, sampling = Limits(concurrency=concurrency), Sampling(max_tokens=64)
+    """Print wall and CPU seconds of evaluations, each beside a bare loop, and the median ratios."""
+    evaluation_set, ratios = make_set(count), []
     for _ in range(num_pairs):
         with serving(MockServer(latency_seconds)) as (url, folder):
-            bare = _timed(lambda: asyncio.run(ask_bare(url, asked, concurrency)))
+            bare = _timed(lambda: asyncio.run(ask_bare(url, evaluation_set, concurrency)))
         with serving(MockServer(latency_seconds)) as (url, folder):
-            own = _timed(lambda: evaluate(asked, [Endpoint(url, "m")], sampling, folder, limits=limits))
-        ratios.append([mine / other for mine, other in zip(own, bare, strict=True)])
+            own = _timed(lambda: evaluate(url, evaluation_set, folder, concurrency))
+        ratios.append([ours / theirs for ours, theirs in zip(own, bare, strict=True)])
         print(
             f"  bare {bare[0]:.2f} s (CPU {bare[1]:.2f}), evaluation {own[0]:.2f} s (CPU {own[1]:.2f})", flush=True
         )
-    seconds, processor = map(statistics.median, zip(*ratios, strict=True))
-    print(f"{count} requests, {concurrency} at once, {latency_seconds:g} s: {seconds:.2f}x, CPU {processor:.2f}x")
+    seconds, cpu = map(statistics.median, zip(*ratios, strict=True))
+    print(f"{count} requests, {concurrency} in flight, {latency_seconds:g} s: {seconds:.2f}x, CPU {cpu:.2f}x")
 
 
 def _timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -189,7 +195,7 @@ def _timed(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def measure_command(count: int) -> float:
-    """Seconds of `dapo eval` on a file of as many problems."""
+    """Return the seconds of `dapo eval` on `count` problems."""
     with serving(MockServer()) as (url, folder):
         data = folder / "problems.jsonl"
         rows = [{"problem": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(count)]
@@ -203,7 +209,7 @@ def measure_command(count: int) -> float:
 
 
 def measure_compare(count: int = 4000, chars: int = 31_000) -> None:
-    """Print what `dapo compare` takes of two results of 125 MB each."""
+    """Print time and memory of `dapo compare` on two results of 125 MB each."""
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name) / model for model in ("before", "after")]
         for seed, folder in enumerate(folders):
@@ -217,7 +223,7 @@ def measure_compare(count: int = 4000, chars: int = 31_000) -> None:
         megabytes = (folders[0] / "results.jsonl").stat().st_size / 1e6
         print(
             f"compare {count} rows of {megabytes:.0f} MB a side: {time.monotonic() - start:.1f} s, "
-            f"CPU {usage.ru_utime + usage.ru_stime:.1f} s, at most {usage.ru_maxrss / 1000:.0f} MB of memory"
+            f"CPU {usage.ru_utime + usage.ru_stime:.1f} s, peak memory {usage.ru_maxrss / 1000:.0f} MB"
         )
 
 
@@ -245,10 +251,10 @@ def _write_results(folder: Path, draw: random.Random, count: int, chars: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=500)
-    parser.add_argument("--pairs", type=int, default=0, help="only evaluations beside bare loops, this many")
-    parser.add_argument("--compare", action="store_true", help="only what dapo compare of large results takes")
-    parser.add_argument("--serve", action="store_true", help="only the server, for other programs; Ctrl-C ends it")
-    parser.add_argument("--answers", type=Path, help="with --serve: MATH-500's file, whose problems are answered")
+    parser.add_argument("--pairs", type=int, default=0, help="only compare with a bare loop, this many times")
+    parser.add_argument("--compare", action="store_true", help="only measure dapo compare on large results")
+    parser.add_argument("--serve", action="store_true", help="only run the server, until Ctrl-C")
+    parser.add_argument("--answers", type=Path, help="with --serve: answer the problems of this MATH-500 file")
     arguments = parser.parse_args()
     count = arguments.items
     if arguments.serve:

@@ -1,10 +1,10 @@
-"""The rules on labelled rows: accuracy, false positives and negatives, rows a second, beside math-verify alone.
+"""Measures accuracy, errors and speed of the grading rules and math-verify on labelled rows.
 
     python bench/grading.py FILE [--show 20] [--rules exact,aisbench,math-verify] [--finish-reason stop]
 
-FILE is .tsv (no quoting), .jsonl, .json or .parquet with the columns prediction (a whole response, or an answer on
-one line, which is put in a box), gold and label (1 or 0); a column finish_reason is used where it is there.
-`exact` is MathGrader as `dapo eval` uses it, without the start of its process.
+FILE is .tsv (no quoting), .jsonl, .json or .parquet with the columns prediction (a whole response, or an answer
+on one line, which is boxed), gold, label (1 or 0) and optionally finish_reason. `exact` is MathGrader as in
+`dapo eval`, without the time to start its process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_BARE_CHARS = 300
 
 
 class LabelledRow(NamedTuple):
-    """A response with the verdict that it should get."""
+    """A response with its label."""
 
     response: str
     gold: str
@@ -41,7 +41,7 @@ Rule = Callable[[LabelledRow], bool | None]  # None: the rule failed
 
 
 def read_rows(path: Path, finish_reason: str | None) -> list[LabelledRow]:
-    """The file's rows; a bare answer is put in a box, as the model was asked to do."""
+    """Read the rows of a file. Bare answers are boxed, as models are asked to do."""
     if path.suffix == ".tsv":
         with path.open(encoding="utf-8") as file:
             rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
@@ -59,7 +59,7 @@ def read_rows(path: Path, finish_reason: str | None) -> list[LabelledRow]:
 
 
 def exact(grader: MathGrader) -> Rule:
-    """The headline rule, in the grader with its process."""
+    """The exact rule, with its process."""
     return lambda row: grader.grade(row.response, row.finish_reason, row.gold).verdict == "right"
 
 
@@ -69,7 +69,7 @@ def aisbench(row: LabelledRow) -> bool:
 
 
 def math_verify() -> Rule:
-    """math-verify alone, with the extraction that its own metric uses for LaTeX golds."""
+    """math-verify with the extraction that its metric uses for LaTeX gold answers."""
     from math_verify.metric import math_metric
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 
@@ -82,14 +82,14 @@ def math_verify() -> Rule:
     def is_right(row: LabelledRow) -> bool | None:
         try:
             return bool(metric([f"\\boxed{{{row.gold}}}"], [row.response])[0])
-        except Exception:  # noqa: BLE001 - the peer may raise anything, which is counted
+        except Exception:  # noqa: BLE001 - anything math-verify raises is counted
             return None
 
     return is_right
 
 
 def measure(name: str, rule: Rule, rows: Sequence[LabelledRow], num_shown: int) -> None:
-    """Print a rule's line of the table and the first rows that it gets wrong."""
+    """Print a rule's table row and the first rows that it gets wrong."""
     verdicts, seconds = [], []
     for row in rows:
         started = time.perf_counter()
@@ -113,10 +113,10 @@ def measure(name: str, rule: Rule, rows: Sequence[LabelledRow], num_shown: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--show", type=int, default=0, help="list up to this many wrong verdicts of each kind")
+    parser.add_argument("--show", type=int, default=0, help="print up to this many wrong verdicts of each kind")
     parser.add_argument("--rules", default="exact,aisbench,math-verify")
     parser.add_argument(
-        "--finish-reason", help="where the file has none; unset: unknown, and the text decides whether it was cut"
+        "--finish-reason", help="for rows without one; unset: the text decides whether it is truncated"
     )
     arguments = parser.parse_args()
     rows = read_rows(arguments.file, arguments.finish_reason)

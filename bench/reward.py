@@ -1,10 +1,10 @@
-"""Scoring against decode-everything: CPU seconds of the reward pool beside the same rule on the whole text.
+"""Compares CPU seconds of the reward pool with decoding and scoring whole responses.
 
     python bench/reward.py [--model FOLDER] [--responses 4096] [--tokens 1500] [--data-source math_dapo]
 
-The peer is what a plain reward function does: decode the whole response, then apply the rule. Ours is the reward
-pool, with the CPU seconds of its processes should it start any. Unequal scores or a ratio below the required one
-are an error. Without a model's tokenizer a byte-level BPE is trained on text like the one that is scored.
+The baseline decodes the whole response and applies the rule, like a plain reward function. The pool's time
+includes any processes it starts. Fails if scores differ or the ratio is below the required one. Without a
+model's tokenizer, a byte-level BPE is trained on similar text.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ ENDS = (
 
 
 def solution(rng: random.Random, num_sentences: int, answer: int) -> str:
-    """A text like a model's solution, which ends in the answer, or without one."""
+    """Return a text like a model's solution that ends with or without an answer."""
     numbers = [{name: rng.randint(1, 999) for name in "abcd"} for _ in range(num_sentences + 1)]
     lines = [rng.choice(SENTENCES).format(**values) for values in numbers[1:]]
     return "\n".join([*lines, rng.choice(ENDS).format(**{**numbers[0], "a": answer})])
 
 
 def trained_tokenizer(rng: random.Random) -> Any:
-    """A byte-level BPE tokenizer with 8,000 tokens of text like ours."""
+    """Train a byte-level BPE tokenizer with 8,000 tokens on similar text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -70,20 +70,20 @@ def trained_tokenizer(rng: random.Random) -> Any:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of its children that have ended."""
+    """Return the CPU seconds of this process and of its finished children."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def measured(work: Callable[[], list[Score]]) -> tuple[list[Score], float]:
-    """What the work returns, and its CPU seconds."""
+    """Return the result of `work` and its CPU seconds."""
     before = cpu_seconds()
     scores = work()
     return scores, cpu_seconds() - before
 
 
 def decode_everything(tokenizer: Any, requests: list[ScoreRequest]) -> list[Score]:
-    """The peer: whole text, same rule, one process."""
+    """Baseline: the whole text, the same rule, one process."""
     return [
         SCORERS[DATA_SOURCES[request.data_source]](
             str(tokenizer.decode(request.response_ids, skip_special_tokens=True)), request.ground_truth
@@ -93,7 +93,7 @@ def decode_everything(tokenizer: Any, requests: list[ScoreRequest]) -> list[Scor
 
 
 def pooled(tokenizer: Any, requests: list[ScoreRequest]) -> list[Score]:
-    """Ours, from making the pool to its end; it is looked at after every response, as a rollout worker does."""
+    """The reward pool from start to close, polled after every response as a rollout worker does."""
     pool = RewardPool(RewardConfig(), CustomRewardConfig(), tokenizer)
     scores: dict[str, Score] = {}
     for position, request in enumerate(requests):
@@ -106,7 +106,7 @@ def pooled(tokenizer: Any, requests: list[ScoreRequest]) -> list[Score]:
 
 
 def build_requests(tokenizer: Any, rng: random.Random, arguments: argparse.Namespace) -> list[ScoreRequest]:
-    """Responses of equal length in groups, whose siblings share the ground truth and finish at different times."""
+    """Build groups of equally long responses that share the ground truth and finish at different times."""
     requests = []
     for position in range(arguments.responses):
         truth = 1 + position // GROUP_SIZE % 999

@@ -1,19 +1,19 @@
-"""Evaluation of a served model: problems, requests, grading, statistics and reports."""
+"""Evaluation of served models: problems, requests, grading, statistics and reports."""
 
 
 class EvaluationError(Exception):
-    """Base of every error that `eval` raises on purpose. Takes one message and is picklable."""
+    """Base class of eval's errors. Takes one message and is picklable."""
 
-    is_lasting = False  # until the user changes something; a retry may mend the others
+    is_lasting = False  # True if a retry cannot succeed until the user changes something
 
 
 class RequestsRefused(EvaluationError):
-    """The server refuses requests as they are (HTTP 400): what is asked or how it is served has to change."""
+    """The server refuses the requests (HTTP 400): they, or how the model is served, must change."""
 
     is_lasting = True
 
 
 class InputError(EvaluationError, ValueError):
-    """Base of the errors that another attempt cannot cure: a file or a setting has to change first."""
+    """A file or a setting must change before another attempt can succeed."""
 
     is_lasting = True

@@ -1,4 +1,4 @@
-"""Requests to an OpenAI-compatible server: each gives a response, or an error that says whether to retry."""
+"""HTTP client for an OpenAI-compatible server. Its errors say whether a retry makes sense."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -18,16 +17,16 @@ import orjson
 from downloads.errors import seconds_from_now
 from durable import parse_json
 from eval.endpoint import LOOPBACK, Endpoint, Sampling
-from eval.identity import Weights, probe_requests, read_engine, read_logprobs, read_root
+from eval.identity import Weights, encodable, probe_requests, read_engine, read_logprobs, read_root
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt
 from redaction import redact, redactor
 
-_RETRIED_STATUS = frozenset({408, 409, 425, 429})  # beside every 5xx
-_REASONING = ("reasoning", "reasoning_content")  # vLLM's name of a message's thinking, and the one before
+_RETRIED_STATUS = frozenset({408, 409, 425, 429})  # besides every 5xx
+_REASONING = ("reasoning", "reasoning_content")  # vLLM's current and former field for thinking
 _TEXT_PARTS = frozenset({"text", "output_text", None})
 _MAX_REASON_CHARS = 300
-_MIN_KEY_CHARS = 16  # in a response, where a password like 123456 may be the answer
+_MIN_KEY_CHARS = 16  # shorter secrets are not redacted from responses: 123456 may be an answer
 _MAX_RETRY_AFTER_SECONDS = 300.0
 _CONNECT_SECONDS = 30.0
 
@@ -37,10 +36,10 @@ class Answer(NamedTuple):
 
     text: str
     finish_reason: str | None
-    response_tokens: int | None  # with the thinking's; None where the server does not count them
-    reasoning: str | None = None  # thinking that the server's parser took out of the text
+    response_tokens: int | None  # including thinking; None if the server does not count them
+    reasoning: str | None = None  # thinking that the server's parser separated from the text
     reasoning_tokens: int | None = None
-    details: dict[str, Any] | None = None  # of weighed options: {options, log_probs}
+    details: dict[str, Any] | None = None  # {options, log_probs} if options were ranked
 
 
 class RequestError(Exception):
@@ -55,24 +54,24 @@ class RequestError(Exception):
         is_unreachable: bool = False,
         retry_after_seconds: float = 0.0,
     ) -> None:
-        super().__init__(_encodable(redact(reason))[:_MAX_REASON_CHARS])
-        self.is_final = is_final  # another attempt would fail too, at any server
-        self.is_timeout = is_timeout  # another attempt at this server would only wait again
-        self.is_unreachable = is_unreachable  # no connection, so nothing was sent
+        super().__init__(encodable(redact(reason))[:_MAX_REASON_CHARS])
+        self.is_final = is_final  # would fail again on any server
+        self.is_timeout = is_timeout  # would time out again on this server
+        self.is_unreachable = is_unreachable  # no connection, nothing was sent
         self.retry_after_seconds = retry_after_seconds
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Keeps connections open, as many as are in use at once, and knows when the newest was opened."""
+    """An unlimited connection pool that records when the newest connection was opened."""
 
-    opened_at = 0.0  # by time.monotonic
+    opened_at = 0.0  # time.monotonic()
 
     def __init__(self) -> None:
         super().__init__(limit=0)
         self._known: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
 
     async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
-        """A connection from the pool, or a new one."""
+        """Return a pooled or new connection."""
         connection = await super().connect(*args, **kwargs)
         transport = connection.transport
         if transport is not None and transport not in self._known:
@@ -82,7 +81,7 @@ class _Connector(aiohttp.TCPConnector):
 
 
 class Connection:
-    """Kept-open connections to one server. Use as an async context manager."""
+    """Keep-alive connections to one server. Use as an async context manager."""
 
     def __init__(self, endpoint: Endpoint, timeout_seconds: float) -> None:
         self._endpoint = endpoint
@@ -95,47 +94,44 @@ class Connection:
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=connect_seconds),
             connector=self._connector,
-            json_serialize_bytes=partial(orjson.dumps, option=orjson.OPT_NON_STR_KEYS),  # YAML has number keys
-            cookie_jar=aiohttp.DummyCookieJar(),  # a balancer's cookie would bind all requests to one server
-            # A server on this machine is reached without the environment's proxy.
-            trust_env=urlsplit(endpoint.base_url).hostname not in LOOPBACK,
+            json_serialize_bytes=partial(orjson.dumps, option=orjson.OPT_NON_STR_KEYS),  # YAML allows number keys
+            cookie_jar=aiohttp.DummyCookieJar(),  # a load balancer's cookie would pin all requests to one server
+            trust_env=urlsplit(endpoint.base_url).hostname not in LOOPBACK,  # no proxy to this machine
         )
 
     async def __aenter__(self) -> Connection:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.close()
 
     @property
     def opened_at(self) -> float:
-        """When the newest connection was opened, by time.monotonic; 0 before."""
+        """When the newest connection was opened (time.monotonic()), 0 before the first."""
         return self._connector.opened_at
 
     async def answer(self, item: Item, sampling: Sampling, sample: int = 0) -> Answer:
-        """What the model says to an item, or which of its options is the likeliest. Raises RequestError."""
+        """Generate a response to an item, or rank its options if it has any. Raises RequestError."""
         if item.options:
-            return await self.weigh(str(item.prompt), item.options, sampling)
-        return await self.ask(item.prompt, sampling, sample)
+            return await self.rank(str(item.prompt), item.options, sampling)
+        return await self.generate(item.prompt, sampling, sample)
 
-    async def ask(self, prompt: Prompt, sampling: Sampling, sample: int = 0) -> Answer:
-        """The response to one prompt: messages go to chat/completions, text to completions. Raises RequestError.
+    async def generate(self, prompt: Prompt, sampling: Sampling, sample: int = 0) -> Answer:
+        """Generate a response: messages go to chat/completions, text to completions. Raises RequestError.
 
-        The time-out covers the whole request, even if bytes keep arriving.
+        The timeout covers the whole request, even if bytes keep arriving.
         """
         is_chat = not isinstance(prompt, str)
         fields = {"messages": list(prompt)} if is_chat else {"prompt": prompt}
         body = {"model": self._endpoint.model, **fields, **sampling.body(sample)}
         content = await self._request("chat/completions" if is_chat else "completions", body)
-        return _read_answer(content, is_chat, lambda text: _encodable(self._redact(text)))
+        return _read_answer(content, is_chat, lambda text: encodable(self._redact(text)))
 
-    async def weigh(self, prompt: str, options: Sequence[str], sampling: Sampling) -> Answer:
-        """The likeliest of the options after the prompt, as lm-eval finds it, with the log-probs of all.
+    async def rank(self, prompt: str, options: Sequence[str], sampling: Sampling) -> Answer:
+        """Return the likeliest option after the prompt, as lm-eval does, with the log-probs of all options.
 
-        The prompt alone and with each option are sent as one request whose log-probs are echoed: an option's
-        tokens are those beyond the prompt's. Raises RequestError, also for a server without log-probs of prompts.
+        One request echoes the log-probs of the prompt alone and with each option; an option's tokens are those
+        beyond the prompt's. Raises RequestError, also if the server returns no log-probs of prompts.
         """
         start = prompt.rstrip()  # whitespace belongs to the option's first token
         between = prompt[len(start) :] or " "
@@ -145,24 +141,24 @@ class Connection:
             **{"max_tokens": 1, "temperature": 0.0, "echo": True, "logprobs": 1},
             **(sampling.extra_body or {}),
         }
-        alone, *given = _read_echoed(await self._request("completions", body), 1 + len(options))
-        log_probs = [sum(values[len(alone) :]) for values in given]
+        alone, *continued = _read_echoed(await self._request("completions", body), 1 + len(options))
+        log_probs = [sum(values[len(alone) :]) for values in continued]
         best = max(range(len(options)), key=log_probs.__getitem__)
         details = {"options": list(options), "log_probs": log_probs}
         return Answer(options[best], "stop", None, details=details)
 
     async def identify(self) -> Weights:
-        """What the server shows of the weights that it serves. Raises RequestError when it does not answer."""
-        root, engine = read_root(await self._ask_about("models"), self._endpoint.model), None
+        """Identify the served weights as far as the server reveals them. Raises RequestError without a reply."""
+        root, engine = read_root(await self._fetch_json("models"), self._endpoint.model), None
         for path, body in probe_requests(self._endpoint.model):
-            answer = await self._ask_about(path, body)
-            engine = read_engine(answer) or engine
-            if (logprobs := read_logprobs(answer)) is not None:
+            reply = await self._fetch_json(path, body)
+            engine = read_engine(reply) or engine
+            if (logprobs := read_logprobs(reply)) is not None:
                 return Weights(root, logprobs, engine)
         return Weights(root, None, engine)
 
-    async def _ask_about(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON of an answer; None when the server refuses the request or answers something else."""
+    async def _fetch_json(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Return a JSON reply, or None if the server refuses the request or replies with something else."""
         try:
             return json.loads(await self._request(path, body))
         except RequestError as error:
@@ -179,7 +175,7 @@ class Connection:
                 content = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise RequestError(f"{type(error).__name__}: {error}", is_unreachable=True) from error
-        except (TimeoutError, asyncio.TimeoutError) as error:
+        except TimeoutError as error:
             reason = f"no answer within {self._timeout_seconds:g} s"
             raise RequestError(reason, is_timeout=True) from error
         except (aiohttp.InvalidURL, ValueError) as error:
@@ -194,13 +190,13 @@ class Connection:
             )
         return content
 
-    async def is_there(self) -> bool:
-        """Whether a server accepts connections, whatever it answers."""
+    async def is_reachable(self) -> bool:
+        """True if a server accepts connections, whatever it replies."""
         timeout = aiohttp.ClientTimeout(total=_CONNECT_SECONDS)
         try:
             async with self._http.get(self._endpoint.url("models"), timeout=timeout):
                 return True
-        except (aiohttp.ClientConnectorError, TimeoutError, asyncio.TimeoutError):
+        except (aiohttp.ClientConnectorError, TimeoutError):
             return False
         except aiohttp.ClientError:
             return True
@@ -217,18 +213,18 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
         message = choice["message"] if is_chat else {"content": choice["text"]}
         text = message["content"]
         reasoning = next(
-            (said for name in _REASONING if isinstance(said := message.get(name), str) and said), None
+            (value for name in _REASONING if isinstance(value := message.get(name), str) and value), None
         )
         finish_reason = choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise RequestError(f"not a {'chat ' if is_chat else ''}completion: {_beginning(content)!r}") from error
-    text = _joined(text)
+    text = _join_parts(text)
     if not isinstance(text, str):
         raise RequestError(f"the response's text is a {type(text).__name__}, not text")
     usage = payload.get("usage")
     details = usage.get("completion_tokens_details") if isinstance(usage, dict) else None
     num_thinking = _count(details, "reasoning_tokens")
-    if reasoning is not None and num_thinking == 0:  # vLLM's count where the chat template opens the thinking
+    if reasoning is not None and num_thinking == 0:  # vLLM counts nothing if the chat template opens the thinking
         num_thinking = None
     return Answer(
         clean(text),
@@ -240,17 +236,17 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
 
 
 def _read_echoed(content: bytes, num_prompts: int) -> list[list[float]]:
-    """The log-probs of each prompt's tokens, the first of which has 0. Raises RequestError when there are none."""
+    """Return the log-probs of each prompt's tokens, 0 for the first one. Raises RequestError if there are none."""
     try:
         choices = sorted(parse_json(content)["choices"], key=lambda choice: choice["index"])
-        values = [choice["logprobs"]["token_logprobs"][:-1] for choice in choices]  # the last was generated
+        values = [choice["logprobs"]["token_logprobs"][:-1] for choice in choices]  # the last token is generated
         echoed = [[float(value) for value in (0.0, *one[1:])] for one in values]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         echoed = []
     if len(echoed) != num_prompts or any(len(one) <= len(echoed[0]) for one in echoed[1:]):
         raise RequestError(
-            "the server gives no log-probs of prompts (completions with echo and logprobs), which "
-            f"evaluate.mode=loglikelihood needs; vLLM gives them. It said {_beginning(content)!r}",
+            "the server returns no log-probs of prompts (completions with echo and logprobs), which "
+            f"evaluate.mode=loglikelihood needs; vLLM does. Its reply: {_beginning(content)!r}",
             is_final=True,
         )
     return echoed
@@ -261,8 +257,8 @@ def _count(fields: Any, name: str) -> int | None:
     return count if isinstance(count, int) and not isinstance(count, bool) else None
 
 
-def _joined(content: Any) -> Any:
-    """The text of a message's content: "" for null, and of a list of parts the texts, without those that think."""
+def _join_parts(content: Any) -> Any:
+    """Return a message's text: "" for null, and the joined text parts of a list, without thinking parts."""
     if not isinstance(content, list):
         return "" if content is None else content
     texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") in _TEXT_PARTS]
@@ -273,11 +269,6 @@ def _beginning(content: bytes) -> str:
     return redact(content.decode("utf-8", "replace"))[:_MAX_REASON_CHARS]
 
 
-def _encodable(text: str) -> str:
-    """The text without lone surrogates, which UTF-8 cannot encode."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 def _retry_after(value: str) -> float:
-    """Seconds to wait by a Retry-After header, 0 without one."""
+    """Return the seconds to wait from a Retry-After header, 0 without one."""
     return min(_MAX_RETRY_AFTER_SECONDS, seconds_from_now(value) or 0.0)

@@ -1,4 +1,4 @@
-"""Requests shared between servers: bounded, paced, retried, and moved away from a server that fails."""
+"""Dispatches requests to servers with bounded concurrency, rate limits, retries and failover."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from eval.problems.items import Item
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_BACKOFF_SECONDS = 60.0
-_LONGEST_PROBE_SECONDS = 5.0
+_MAX_BACKOFF_SECONDS = 60.0
+_MAX_PROBE_INTERVAL_SECONDS = 5.0
 _POLL_SECONDS = 0.1
-_PROBE_ATTEMPTS = 3
-_LAST_CHECK_SECONDS = 60.0  # the server has nothing else to do by then
+_MAX_PROBE_ATTEMPTS = 3
+_FINAL_CHECK_SECONDS = 60.0  # the server is idle by then
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Concurrency, pace and patience of the client; none of it changes an answer.
+    """Client-side limits: concurrency, request rate, timeouts. They never affect an answer.
 
-    `concurrency` bounds the requests in flight at each server, `timeout_seconds` one attempt as a whole. Attempts
-    are spaced by `backoff_seconds * 2**k`, with jitter, at most a minute, or by the server's Retry-After.
-    `outage_seconds` is how long a server that refuses connections may take to come back.
+    `concurrency` bounds the requests in flight per server, `timeout_seconds` a whole attempt. Attempts are
+    spaced by `backoff_seconds * 2**k` with jitter, at most a minute, or by the server's Retry-After.
+    `outage_seconds` is how long to wait for a server that refuses connections.
     """
 
     concurrency: int = 48
-    requests_per_second: float | None = None  # over all servers; None: unbounded
+    requests_per_second: float | None = None  # across all servers; None: unlimited
     timeout_seconds: float = 600.0
     max_attempts: int = 8
     backoff_seconds: float = 0.5
@@ -49,28 +49,29 @@ class Limits:
 
 @dataclass
 class Request:
-    """One response to ask for: sample `sample` of an item."""
+    """A request for sample `sample` of an item."""
 
     item: Item
     sample: int
     sampling: Sampling
-    benchmark: str = ""  # whose item it is, where several are asked
+    benchmark: str = ""  # name, if several are evaluated
     attempts: int = 0
     started_at: float | None = None
-    # Servers that failed it, and whether by a time-out. A time-out is not repeated at the same server.
+    # Server that failed the request -> whether it timed out. A timeout is not retried on the same server.
     failed_at: dict[_Server, bool] = field(default_factory=dict)
 
 
 class Outcome(NamedTuple):
-    """The result of a request: an answer, or why every attempt failed."""
+    """The result of a request: an answer, or why all attempts failed."""
 
     answer: Answer | None
     attempts: int
-    seconds: float  # over all attempts, with the waiting between them
+    seconds: float  # over all attempts, including the waits between them
     failure: str | None = None
     is_refused: bool = False  # the server refused the request itself: another attempt would fail too
 
 
+Batch = list[tuple[Request, Outcome]]
 Finish = Callable[[Request, Outcome], Coroutine[Any, Any, None]]
 OnWeights = Callable[[Weights], None]
 
@@ -81,8 +82,8 @@ class _Server:
     is_up: bool = True
     is_given_up: bool = False
     outage: str = ""  # why it was last unreachable
-    checked_at: float = 0.0  # when the last check that found the evaluation's weights began
-    failed_at: float = 0.0  # when a request last failed: an earlier check does not count any more
+    checked_at: float = 0.0  # start of the last successful check of its weights
+    failed_at: float = 0.0  # last failed request; it invalidates earlier checks
     has_answered: bool = False
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -90,12 +91,12 @@ class _Server:
 class Dispatcher:
     """Sends each request to whichever server is free.
 
-    A request that failed goes to another server first; once every server has failed it, it waits and starts over,
-    except that a time-out is not repeated. A server that refuses connections costs no attempts: its requests go
-    back to the queue, and it has `outage_seconds` to return.
+    A failed request goes to another server first. Once all servers have failed it, it backs off and starts over,
+    except on servers where it timed out. Refused connections cost no attempts: the requests return to the queue,
+    and the server has `outage_seconds` to come back.
 
-    Every answer is from the same weights: they are checked on each new connection and after each failure, before
-    the answer counts. `weights` are those to expect; None for the first ones found.
+    All answers come from the same weights: these are checked on each new connection and after each failure, before
+    an answer counts. `weights` are the expected ones; None accepts the first ones found.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], limits: Limits, weights: Weights | None = None) -> None:
@@ -106,9 +107,8 @@ class Dispatcher:
         self._queue: deque[Request] = deque()
         self._num_open = 0
         self._dropped: set[str] = set()  # benchmarks
-        # Beside cancelling: a task may lose a cancellation that arrives together with its answer.
-        self._is_stopped = False
-        self._repeated = dict[int, Request]()  # open requests with a failed attempt, by identity
+        self._is_stopped = False  # needed beside cancel(): a task may miss one that arrives with its answer
+        self._retrying = dict[int, Request]()  # open requests with a failed attempt, by id()
         self._changed = asyncio.Event()
         self._next_start = 0.0
         self._workers: list[asyncio.Task[None]] = []
@@ -116,39 +116,39 @@ class Dispatcher:
 
     @property
     def outage(self) -> str:
-        """Why a server was given up; "" when none was."""
+        """Why a server was given up, or ""."""
         return next((server.outage for server in self._servers if server.is_given_up), "")
 
     @property
-    def num_repeated(self) -> int:
-        """Requests that failed and are asked again."""
-        return len(self._repeated)
+    def num_retrying(self) -> int:
+        """Number of requests that failed and will be retried."""
+        return len(self._retrying)
 
     @property
-    def patience(self) -> int:
-        """Failures in a row after which no server can be expected to answer."""
+    def max_consecutive_failures(self) -> int:
+        """Number of failures in a row after which no server is expected to answer."""
         return max(2 * self._limits.concurrency, 8)
 
     def stop(self) -> None:
-        """Send no more requests and drop those in flight."""
+        """Send no more requests and cancel those in flight."""
         self._is_stopped = True
         for worker in self._workers:
             worker.cancel()
 
     def drop(self, benchmark: str) -> None:
-        """Send no more requests of a benchmark; those in flight end, and are not repeated."""
+        """Send no more requests of a benchmark. Those in flight finish and are not retried."""
         self._dropped.add(benchmark)
         left = [request for request in self._queue if request.benchmark != benchmark]
         self._num_open -= len(self._queue) - len(left)
         self._queue = deque(left)
-        self._repeated = {key: one for key, one in self._repeated.items() if one.benchmark != benchmark}
+        self._retrying = {key: one for key, one in self._retrying.items() if one.benchmark != benchmark}
         self._changed.set()
 
     async def run(self, requests: Sequence[Request], finish: Finish, on_weights: OnWeights | None = None) -> None:
-        """Await `finish` with the outcome of each request; it must keep the outcome before it waits for anything.
+        """Await `finish` with the outcome of each request. It must store the outcome before it first awaits.
 
-        `on_weights` is called once, before the first outcome, if no weights were expected. Raises what `finish`
-        raises, and ModelChangedError when a server has other weights; stops then.
+        If no weights were expected, `on_weights` is called once, before the first outcome. Stops and raises when
+        `finish` raises, or with ModelChangedError when a server has other weights.
         """
         self._on_weights = on_weights
         self._queue.extend(requests)
@@ -158,8 +158,8 @@ class Dispatcher:
             for server in self._servers:
                 connection = Connection(server.endpoint, self._limits.timeout_seconds)
                 await connections.enter_async_context(connection)
-                works = [self._work(server, connection, finish) for _ in range(num_workers)]
-                self._workers += map(asyncio.create_task, works)
+                workers = [self._work(server, connection, finish) for _ in range(num_workers)]
+                self._workers += map(asyncio.create_task, workers)
             try:
                 await asyncio.wait(self._workers, return_when=asyncio.FIRST_EXCEPTION)
             finally:
@@ -188,29 +188,29 @@ class Dispatcher:
                     continue
                 answer, failure, is_refused = None, str(error), error.is_final
             self._num_open -= 1
-            self._repeated.pop(id(request), None)
-            if not self._num_open:  # each worker that waits would otherwise wake up for each of the last requests
+            self._retrying.pop(id(request), None)
+            if not self._num_open:  # wake the idle workers once, not for each of the last requests
                 self._changed.set()
             seconds = time.monotonic() - started_at
             await finish(request, Outcome(answer, request.attempts, seconds, failure, is_refused))
 
     async def check_at_end(self) -> None:
-        """Raise ModelChangedError when a server that answered now serves other weights, unnoticed until now."""
+        """Raise ModelChangedError if a server that answered now serves other weights."""
         for server in self._servers:
             if server.has_answered:
-                server.failed_at = time.monotonic()  # so that it is checked once more
-                seconds = min(self._limits.timeout_seconds, _LAST_CHECK_SECONDS)
+                server.failed_at = time.monotonic()  # force another check
+                seconds = min(self._limits.timeout_seconds, _FINAL_CHECK_SECONDS)
                 async with Connection(server.endpoint, seconds) as connection:
                     try:
                         await self._check_weights(server, connection)
                     except RequestError as error:
-                        logger.info("%s no longer answers: %s", server.endpoint.base_url, error)
+                        logger.info("%s stopped responding: %s", server.endpoint.base_url, error)
                     except ModelChangedError as error:
                         raise ModelChangedError(str(error), is_late=True) from None
 
     async def _check_weights(self, server: _Server, connection: Connection) -> None:
-        """Return once the weights were checked after the newest connection and failure, by whichever worker."""
-        since = max(connection.opened_at, server.failed_at)  # the answer's own connection or a later one
+        """Return once any worker has checked the weights after the newest connection and the last failure."""
+        since = max(connection.opened_at, server.failed_at)  # the answer's connection, or a later one
         if server.checked_at > since:
             return
         async with server.checking:
@@ -224,32 +224,32 @@ class Dispatcher:
                 if self._on_weights is not None:
                     self._on_weights(weights)
                 if weights.logprobs is None:
-                    shown = f"its model folder {weights.root}" if weights.root else "the model's name"
-                    logger.warning("%s gives no log-probs: %s is all that identifies its weights", url, shown)
+                    known = f"its model folder {weights.root}" if weights.root else "the model's name"
+                    logger.warning("%s returns no log-probs: only %s identifies its weights", url, known)
             elif difference := self._weights.difference(weights):
                 raise ModelChangedError(
                     f"{url} serves another model than the one evaluated so far, under the same name "
-                    f"({server.endpoint.model}): {difference}. One score of two models means nothing: start the "
-                    f"first model again and repeat the command, or choose another --output for this one"
+                    f"({server.endpoint.model}): {difference}. A score must come from one model: serve the first "
+                    "model again and repeat the command, or choose another --output for this one"
                 )
             server.checked_at = began
             server.has_answered = True
 
     async def _identify(self, connection: Connection) -> Weights:
-        """The weights behind a connection; none are shown where only the fixed prompt fails."""
-        for attempt in range(_PROBE_ATTEMPTS):
+        """Identify the weights behind a connection; unknown if only the probe requests fail."""
+        for attempt in range(_MAX_PROBE_ATTEMPTS):
             try:
                 return await connection.identify()
             except RequestError as error:
-                is_shown = self._weights is not None and self._weights.logprobs is not None
-                if is_shown or error.is_unreachable:
+                is_identifiable = self._weights is not None and self._weights.logprobs is not None
+                if is_identifiable or error.is_unreachable:
                     raise
                 logger.debug("attempt %d to identify the weights failed: %s", attempt + 1, error)
                 await asyncio.sleep(self._limits.backoff_seconds)
         return self._weights or Weights(None, None)
 
     async def _take(self, server: _Server) -> Request | None:
-        """The next request for this server; None when nothing is left for it."""
+        """Return the next request for this server, or None if nothing is left for it."""
         while not (self._is_stopped or server.is_given_up) and self._num_open:
             for number, request in enumerate(self._queue if server.is_up else ()):
                 if server not in request.failed_at or self._has_failed_everywhere(request):
@@ -263,7 +263,7 @@ class Dispatcher:
         return all(server.is_given_up or server in request.failed_at for server in self._servers)
 
     async def _retry(self, request: Request, server: _Server, error: RequestError) -> bool:
-        """Put the request back and wait before this server's next one; False when the request has failed."""
+        """Requeue the request and wait before this server's next one. False if the request has failed for good."""
         if request.benchmark in self._dropped:
             return False
         if error.is_unreachable:
@@ -274,8 +274,8 @@ class Dispatcher:
         request.failed_at[server] = error.is_timeout
         if error.is_final or request.attempts >= self._limits.max_attempts:
             return False
-        logger.debug("attempt %d failed, asking again: %s", request.attempts, error)
-        self._repeated[id(request)] = request
+        logger.debug("attempt %d failed, retrying: %s", request.attempts, error)
+        self._retrying[id(request)] = request
         pause = max(self._backoff(request.attempts), error.retry_after_seconds)
         if not self._has_failed_everywhere(request):
             self._put_back(request)
@@ -294,11 +294,11 @@ class Dispatcher:
         self._changed.set()
 
     def _backoff(self, attempts: int) -> float:
-        longest = min(_LONGEST_BACKOFF_SECONDS, self._limits.backoff_seconds * 2 ** (attempts - 1))
+        longest = min(_MAX_BACKOFF_SECONDS, self._limits.backoff_seconds * 2 ** (attempts - 1))
         return longest * random.uniform(0.5, 1.0)
 
     async def _pace(self) -> None:
-        """Wait for this request's turn under the bound on requests per second."""
+        """Wait as long as `requests_per_second` demands."""
         if self._limits.requests_per_second is None:
             return
         turn = max(time.monotonic(), self._next_start)
@@ -306,13 +306,15 @@ class Dispatcher:
         await asyncio.sleep(turn - time.monotonic())
 
     def _watch(self, server: _Server, reason: str) -> None:
-        """Send nothing to the server until it takes connections again, or give it up."""
+        """Send nothing to the server until it accepts connections again, or give it up."""
         if not server.is_up:
             return
         server.is_up, server.outage = False, reason
         url, seconds = server.endpoint.base_url, self._limits.outage_seconds
-        logger.warning("%s cannot be reached (%s); it has %g s to come back", url, reason, seconds)
-        self._start(self._await_return(server), self._watchers)
+        logger.warning("%s cannot be reached (%s); waiting up to %g s for it", url, reason, seconds)
+        watcher = asyncio.create_task(self._await_return(server))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
 
     async def _await_return(self, server: _Server) -> None:
         give_up_at = time.monotonic() + self._limits.outage_seconds
@@ -320,32 +322,27 @@ class Dispatcher:
         async with Connection(server.endpoint, self._limits.timeout_seconds) as connection:
             while not (server.is_up or server.endpoint.has_ended() or time.monotonic() >= give_up_at):
                 await asyncio.sleep(min(delay, max(0.0, give_up_at - time.monotonic())))
-                server.is_up = await connection.is_there()
-                delay = min(_LONGEST_PROBE_SECONDS, 2 * delay)
+                server.is_up = await connection.is_reachable()
+                delay = min(_MAX_PROBE_INTERVAL_SECONDS, 2 * delay)
         server.is_given_up = not server.is_up
-        logger.warning("%s %s", server.endpoint.base_url, "is back" if server.is_up else "did not come back")
+        state = "is reachable again" if server.is_up else "did not come back"
+        logger.warning("%s %s", server.endpoint.base_url, state)
         self._changed.set()
-
-    def _start(self, work: Coroutine[Any, Any, None], running: set[asyncio.Task[None]]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        running.add(task)
-        task.add_done_callback(running.discard)
-        return task
 
 
 def run_in_thread(work: Coroutine[Any, Any, None], stop: Callable[[], None]) -> None:
-    """Run a coroutine in an event loop beside the main thread, and raise what it raises.
+    """Run a coroutine in an event loop beside the main thread, and propagate its exception.
 
-    asyncio swallows an exception that a signal handler raises inside a callback, such as Prefect's
-    TerminationSignal. Handlers run in the main thread, so here it only waits. `stop` is called in the loop at the
-    end, and after an interruption has to make the coroutine return.
+    Signal handlers run in the main thread, which only waits here: asyncio would swallow an exception raised by a
+    handler inside a callback, such as Prefect's TerminationSignal. `stop` is called in the loop at the end and
+    must make the coroutine return after an interruption.
     """
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     loop = runner.get_loop()
     with ThreadPoolExecutor(1) as thread:
         try:
             running = thread.submit(runner.run, work, context=contextvars.copy_context())
-            while not running.done():  # wake up regularly: the signal may have arrived in another thread
+            while not running.done():  # poll: the signal may have arrived in another thread
                 wait([running], _POLL_SECONDS)
             running.result()
         finally:

@@ -1,4 +1,4 @@
-"""Evaluations as logs of other programs: inspect_ai's in JSON, lm-eval's samples and results."""
+"""Exports evaluations as logs of inspect_ai (JSON) and lm-eval (samples and results)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from durable import write_atomically
 from eval.results import Evaluation, Row, make_folder, rate
 
-_VALUES = {"right": "C", "no_answer": "N"}  # inspect's: correct, incorrect, no answer
+_VALUES = {"right": "C", "no_answer": "N"}  # inspect_ai's correct and no answer; all others are incorrect
 
 
 def export_inspect(evaluation: Evaluation, output: str | Path) -> list[Path]:
-    """The file written: a log of version 2, whose scores are the exact rule's and AISBench's."""
+    """Write an inspect_ai log of version 2 with the scores of both rules; returns its path."""
     settings, rows = evaluation.settings, evaluation.rows
     sampling, model = settings["sampling"], str(settings["model"])
     names = ("max_tokens", "temperature", "top_p", "seed")
@@ -53,13 +53,13 @@ def export_inspect(evaluation: Evaluation, output: str | Path) -> list[Path]:
 
 
 def _inspect_sample(row: Row, model: str) -> dict[str, Any]:
-    asked = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
+    messages = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
     sample: dict[str, Any] = {
         "id": row.id,
         "epoch": row.sample + 1,
         "input": row.prompt if isinstance(row.prompt, str) else [dict(one) for one in row.prompt],
         "target": row.gold,
-        "messages": [dict(one) for one in asked],
+        "messages": [dict(one) for one in messages],
         "metadata": {"subject": row.subject, "level": row.level, "verdict": row.verdict},
         "total_time": row.seconds,
     }
@@ -67,17 +67,17 @@ def _inspect_sample(row: Row, model: str) -> dict[str, Any]:
         reason = row.failure or "the request failed"
         return {**sample, "error": {"message": reason, "traceback": "", "traceback_ansi": ""}}
     thinking = [{"type": "reasoning", "reasoning": row.reasoning}] if row.reasoning else []
-    said = {"role": "assistant", "content": [*thinking, {"type": "text", "text": row.response}]}
-    ended = "max_tokens" if row.verdict == "truncated" else "stop"
-    stop = {None: "unknown", "content_filter": "content_filter"}.get(row.finish_reason, ended)
+    reply = {"role": "assistant", "content": [*thinking, {"type": "text", "text": row.response}]}
+    default = "max_tokens" if row.verdict == "truncated" else "stop"
+    stop = {None: "unknown", "content_filter": "content_filter"}.get(row.finish_reason, default)
     tokens = row.response_tokens or 0
     usage = {"input_tokens": 0, "output_tokens": tokens, "total_tokens": tokens}
     return {
         **sample,
-        "messages": [*sample["messages"], said],
+        "messages": [*sample["messages"], reply],
         "output": {
             "model": model,
-            "choices": [{"message": said, "stop_reason": stop}],
+            "choices": [{"message": reply, "stop_reason": stop}],
             **({} if row.response_tokens is None else {"usage": usage}),
         },
         "scores": {
@@ -88,14 +88,14 @@ def _inspect_sample(row: Row, model: str) -> dict[str, Any]:
 
 
 def export_lm_eval(evaluation: Evaluation, output: str | Path) -> list[Path]:
-    """The files written: samples of one line per item, and results whose metric is the exact rule's accuracy.
+    """Write lm-eval's samples (a line per item) and results (exact accuracy); returns their paths.
 
-    A failed request is a response "", as lm-eval has no other word for it.
+    lm-eval has no notion of a failed request, so these become the response "".
     """
     rows, name = evaluation.rows, _benchmark(evaluation)
     sampling = evaluation.settings["sampling"]
-    asked = {"until": sampling.get("stop", []), "max_gen_toks": sampling["max_tokens"]}
-    asked |= {key: sampling[key] for key in ("temperature", "top_p") if sampling.get(key) is not None}
+    kwargs = {"until": sampling.get("stop", []), "max_gen_toks": sampling["max_tokens"]}
+    kwargs |= {key: sampling[key] for key in ("temperature", "top_p") if sampling.get(key) is not None}
     lines = []
     for samples in evaluation.items.values():
         first = samples[0]
@@ -109,7 +109,7 @@ def export_lm_eval(evaluation: Evaluation, output: str | Path) -> list[Path]:
                 "level": first.level,
             },
             "target": first.gold,
-            "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": asked}},
+            "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": kwargs}},
             "resps": [[row.text or "" for row in samples]],
             "filtered_resps": [row.answer or "" for row in samples],
             "filter": "none",
@@ -121,7 +121,7 @@ def export_lm_eval(evaluation: Evaluation, output: str | Path) -> list[Path]:
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     content: Mapping[str, Any] = {
         "results": {name: {"alias": name, "exact_match,none": rate(rows, lambda row: row.is_right)}},
-        "configs": {name: {"task": name, "output_type": "generate_until", "generation_kwargs": asked}},
+        "configs": {name: {"task": name, "output_type": "generate_until", "generation_kwargs": kwargs}},
         "versions": {name: 1},
         "n-samples": {name: {"original": len(lines), "effective": len(lines)}},
         "higher_is_better": {name: {"exact_match": True}},
@@ -140,7 +140,7 @@ def _benchmark(evaluation: Evaluation) -> str:
 
 
 def _moment(rows: Iterable[Row]) -> str:
-    """When the last response came, 1970 where that is not recorded."""
+    """Return the time of the last response, 1970 if not recorded."""
     last = max((row.ended_at or 0.0 for row in rows), default=0.0)
     return datetime.datetime.fromtimestamp(last, datetime.timezone.utc).isoformat(timespec="seconds")
 

@@ -1,4 +1,4 @@
-"""Results of other programs as results folders: lm-eval's samples, inspect_ai's log, AISBench's predictions."""
+"""Imports lm-eval's samples, inspect_ai's logs and AISBench's predictions as results folders."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 _DIRECTIONS = "name lm-eval's samples_*.jsonl, inspect_ai's log (.json), or AISBench's predictions folder or file"
 _OPTIONS = re.compile(r"[A-G]{1,7}")
-_STOPS = {"max_tokens": "length", "model_length": "length", "unknown": None}  # inspect's words -> servers'
-_ROLES = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}  # AISBench's
+_STOPS = {"max_tokens": "length", "model_length": "length", "unknown": None}  # inspect_ai -> finish_reason
+_ROLES = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}  # AISBench -> OpenAI
 
 
 @dataclass(frozen=True)
 class Log:
-    """What another program recorded: rows are not graded yet, samples are numbered as they come."""
+    """The ungraded rows of another program's log, with samples numbered in order."""
 
     program: str
     benchmark: str
@@ -52,10 +52,10 @@ class Log:
 
 
 def import_log(path: str | Path, output: str | Path) -> Summary:
-    """Grade another program's responses by our rules into a results folder, and return the summary.
+    """Grade another program's responses with our rules, write a results folder, and return the summary.
 
-    Gold answers are the log's; a gold solution counts by its last box. Where all are letters A to G, options are
-    graded. Raises ResultsError when the log cannot be read, or when some items have more samples than others.
+    Gold answers come from the log, gold solutions from their last box. If all are letters A to G, options are
+    graded. Raises ResultsError if the log is unreadable, or if items have different numbers of samples.
     """
     log = read_log(Path(path))
     folder = make_folder(output)
@@ -85,7 +85,7 @@ def import_log(path: str | Path, output: str | Path) -> Summary:
 
 
 def read_log(path: Path) -> Log:
-    """The log at a path, by its form. Raises ResultsError."""
+    """Read a log in any supported format. Raises ResultsError."""
     file = _file_at(path)
     try:
         if file.suffix == ".json" and (content := json.loads(file.read_text(encoding="utf-8"))):
@@ -94,14 +94,14 @@ def read_log(path: Path) -> Log:
             lines = list(iterate_json_lines(file))
             log = _read_lm_eval(file, lines) if "resps" in lines[0] else _read_aisbench(file, lines)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ResultsError(f"{file} is no log that can be read ({error!r}); {_DIRECTIONS}") from None
+        raise ResultsError(f"{file} is not a readable log ({error!r}); {_DIRECTIONS}") from None
     if not log.rows:
         raise ResultsError(f"{file} has no responses; {_DIRECTIONS}")
     return replace(log, rows=list(_numbered(log.rows)))
 
 
 def _numbered(rows: Sequence[Row]) -> Iterator[Row]:
-    """The rows with their samples numbered in their order."""
+    """Number the samples of each item in order."""
     counts: Counter[str] = Counter()
     for row in rows:
         yield replace(row, sample=counts[row.id])
@@ -109,7 +109,7 @@ def _numbered(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _file_at(path: Path) -> Path:
-    """The one log at a file or in a folder."""
+    """Return the file, or the only log in a folder."""
     if path.is_file():
         return path
     patterns = ("samples_*.jsonl", "predictions/*/*.json*", "*/*.json*", "*.json*")
@@ -122,7 +122,7 @@ def _file_at(path: Path) -> Path:
 
 
 def _row(identity: object, prompt: Prompt, response: str | None, gold: object, **others: Any) -> Row:
-    """A row that is still to be graded; of a gold solution the last box is the answer."""
+    """Make an ungraded row. The gold answer of a solution is its last box."""
     text = str(gold)
     fields: dict[str, Any] = {
         "finish_reason": None, "response_tokens": None, "answer": None, "aisbench_answer": None, "seconds": 0.0,
@@ -134,7 +134,7 @@ def _row(identity: object, prompt: Prompt, response: str | None, gold: object, *
 
 
 def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
-    """lm-eval 0.4: one line per document and filter, with the results of the same date beside it."""
+    """Read lm-eval 0.4: one line per document and filter, with a results file of the same date."""
     benchmark, _, date = file.stem.removeprefix("samples_").rpartition("_")
     beside = file.with_name(f"results_{date}.json")
     about = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
@@ -156,9 +156,9 @@ def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
 
 
 def _arguments(line: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(prompt, settings) of a request; those of a chat are JSON in a list of one text."""
-    asked = line["arguments"]["gen_args_0"]
-    return asked["arg_0"], asked["arg_1"]
+    """Return (prompt, settings) of a request. A chat prompt is a list of one JSON text."""
+    arguments = line["arguments"]["gen_args_0"]
+    return arguments["arg_0"], arguments["arg_1"]
 
 
 def _messages(prompt: Any) -> Prompt:
@@ -168,7 +168,7 @@ def _messages(prompt: Any) -> Prompt:
 
 
 def _read_inspect(content: Mapping[str, Any]) -> Log:
-    """inspect_ai's log in its JSON form, version 2; `inspect log convert --to json` makes it of an .eval file."""
+    """Read inspect_ai's JSON log, version 2; `inspect log convert --to json` converts .eval files."""
     about = content["eval"]
     settings = content.get("plan", {}).get("config", {})
     sampling = Sampling(settings.get("max_tokens") or 0, settings.get("temperature"), settings.get("top_p"))
@@ -177,18 +177,18 @@ def _read_inspect(content: Mapping[str, Any]) -> Log:
 
 def _inspect_rows(samples: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
     for sample in sorted(samples, key=lambda one: one["epoch"]):
-        asked = [one for one in sample["messages"] if one["role"] in ("system", "user")]
-        prompt = tuple({"role": one["role"], "content": _text(one["content"])} for one in asked)
+        messages = [one for one in sample["messages"] if one["role"] in ("system", "user")]
+        prompt = tuple({"role": one["role"], "content": _text(one["content"])} for one in messages)
         choices = (sample.get("output") or {}).get("choices") or []
-        said = choices[0]["message"]["content"] if choices else ""
-        thinking = "".join(part.get("reasoning", "") for part in said) if isinstance(said, list) else ""
+        content = choices[0]["message"]["content"] if choices else ""
+        thinking = "".join(part.get("reasoning", "") for part in content) if isinstance(content, list) else ""
         target, about = sample["target"], sample.get("metadata") or {}
         error = (sample.get("error") or {}).get("message")
         stop = choices[0].get("stop_reason") if choices else None
         yield _row(
             sample["id"],
             prompt,
-            _text(said) if choices and error is None else None,
+            _text(content) if choices and error is None else None,
             target if isinstance(target, str) else target[0],
             finish_reason=_STOPS.get(stop or "", stop),
             response_tokens=(sample["output"].get("usage") or {}).get("output_tokens") if choices else None,
@@ -205,14 +205,14 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 
 def _indexed(content: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of OpenCompass' form, which AISBench had before version 3: an object of rows by index."""
+    """Read OpenCompass's object of rows by index, which AISBench wrote before version 3."""
     return [{"id": index, **row} for index, row in content.items()]
 
 
 def _read_aisbench(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
-    """AISBench's predictions/MODEL/DATASET.jsonl, which records neither sampling nor how a response ended."""
+    """Read AISBench's predictions/MODEL/DATASET.jsonl, which records neither sampling nor finish reasons."""
     if file.with_name(f"{file.stem}_failed.jsonl").exists():
-        logger.warning("%s: requests that failed have no gold answer there and are left out", file)
+        logger.warning("%s: skipping failed requests, which have no gold answer there", file)
     rows = [
         _row(line["id"], _aisbench_prompt(line["origin_prompt"]), line["prediction"], line["gold"])
         for line in sorted(lines, key=lambda one: (len(str(one["id"])), str(one["id"])))
@@ -220,10 +220,10 @@ def _read_aisbench(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
     return Log("AISBench", file.stem, file.parent.name, rows)
 
 
-def _aisbench_prompt(asked: Any) -> Prompt:
-    if not isinstance(asked, list):
-        return str(asked)
+def _aisbench_prompt(prompt: Any) -> Prompt:
+    if not isinstance(prompt, list):
+        return str(prompt)
     return tuple(
         {"role": _ROLES.get(one["role"], one["role"]), "content": _text(one.get("prompt", one.get("content", "")))}
-        for one in asked
+        for one in prompt
     )

@@ -1,7 +1,7 @@
-r"""Model output as HTML with its LaTeX as MathML. All of it is untrusted: text is escaped, markup is ours alone.
+r"""Renders model output as HTML with LaTeX as MathML. Model output is untrusted, so all text is escaped.
 
-latex2mathml copies \text{<script>}, \href and \style into its output, so nothing of that output is kept but known
-elements with known attributes. A formula that cannot be converted stays as text.
+latex2mathml copies \text{<script>}, \href and \style to its output, so only known elements and attributes are
+kept. Formulas that cannot be converted stay as text.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _ATTRIBUTES = {
 
 
 class Formulas:
-    """Renders texts; at most `max_formulas` different formulas are converted, which bounds the time."""
+    """Renders texts, converting at most `max_formulas` different formulas to bound the time."""
 
     def __init__(self, max_formulas: int) -> None:
         self._converted: dict[tuple[str, bool], str | None] = {}
         self._max_formulas = max_formulas
 
     def render(self, text: str) -> Markup:
-        """The text as HTML: its formulas as MathML with their source as annotation, the rest escaped."""
+        """Convert a text to HTML: formulas to MathML with their source as annotation, the rest escaped."""
         from markupsafe import Markup, escape
 
         pieces: list[str] = []
@@ -75,9 +75,9 @@ class Formulas:
 
 
 def mathml(latex: str, is_block: bool = False) -> str | None:
-    """The formula as a <math> element of known elements and attributes; None if it cannot be converted.
+    """Convert a formula to a <math> element of known elements and attributes; None if that fails.
 
-    Own macros are refused: a few of them expand to gigabytes.
+    Macro definitions are refused, because a few of them can expand to gigabytes.
     """
     if len(latex) > MAX_FORMULA_CHARS or _DEFINES.search(latex):
         return None
@@ -86,7 +86,7 @@ def mathml(latex: str, is_block: bool = False) -> str | None:
 
         element = convert_to_element(latex, display="block" if is_block else "inline")
         content = "".join(_markup(child) for child in element)
-    except Exception:  # noqa: BLE001 - untrusted text: the converter raises whatever it meets
+    except Exception:  # noqa: BLE001 - the converter may raise anything on untrusted text
         return None
     if len(content) > MAX_MATHML_CHARS:
         return None
@@ -99,7 +99,7 @@ def mathml(latex: str, is_block: bool = False) -> str | None:
 
 
 def _markup(element: Element) -> str:
-    """The element as text. Raises ValueError for an element that is not known, and for an unknown command."""
+    """Serialise an element. Raises ValueError for unknown elements and commands."""
     name = element.tag
     text = html.unescape(element.text or "")
     if name not in _ELEMENTS or text.startswith("\\") or (element.tail or "").strip():
@@ -109,7 +109,7 @@ def _markup(element: Element) -> str:
         for key, value in element.attrib.items()
         if key in _ATTRIBUTES and _ATTRIBUTES[key].fullmatch(value)
     )
-    if name == "menclose":  # which browsers do not draw
+    if name == "menclose":  # browsers do not render it
         is_box = element.get("notation") == "box"
         name, attributes = "mrow", ' class="boxed"' if is_box else ""
     content = html.escape(text) + "".join(map(_markup, element))

@@ -1,4 +1,4 @@
-"""Which weights a server serves, as far as it shows: an evaluation is of one model, whatever its name."""
+"""Identifies the weights behind a served name, to make sure that an evaluation measures one model."""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ from typing import Any
 
 from eval import InputError
 
-# A beginning that models continue in many ways, and that no chat template or training task has in it.
+# Models continue this in many ways, and it occurs in no chat template or training task.
 _PROBE = "In a small village by the river there lived"
 _PROBE_TOKENS = 8
 _TOP_TOKENS = 5
-# Nats by which log-probs of the same weights may differ on average: bfloat16 has multiples of 1/8 from 16 on.
+# Mean difference in nats allowed for the same weights: bfloat16 has a resolution of 1/8 from 16 on.
 _TOLERANCE = 0.15
 
-NO_LOGPROBS = "the server gives no log-probs"
+NO_LOGPROBS = "the server returns no log-probs"
 
 LogProbs = tuple[dict[str, float], ...]  # of the likeliest tokens at each position of a greedy continuation
 
 
 class ModelChangedError(InputError):
-    """A server serves other weights than those that gave the answers so far."""
+    """A server serves other weights than those that produced the answers so far."""
 
     def __init__(self, message: str, *, is_late: bool = False) -> None:
         super().__init__(message)
-        self.is_late = is_late  # noticed only at the end: any answer since the start may be the other model's
+        self.is_late = is_late  # noticed only at the end: any answer may come from the other model
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The served model's folder and the log-probs of a fixed prompt; None for what the server does not say."""
+    """The served model's folder and the log-probs of a fixed prompt; None if the server does not reveal them."""
 
     root: str | None
     logprobs: LogProbs | None
-    engine: str | None = None  # its version and settings in its own words; another one may serve the same weights
+    engine: str | None = None  # self-reported version and settings; not part of the weights' identity
 
     @staticmethod
     def of(stored: Mapping[str, Any] | None) -> Weights | None:
-        """From settings.json; None where it has none."""
+        """Parse the form stored in settings.json, if any."""
         if not isinstance(stored, Mapping) or not stored:
             return None
         logprobs = stored.get("logprobs")
         return Weights(stored.get("root"), None if logprobs is None else tuple(logprobs), stored.get("engine"))
 
     def to_json(self) -> dict[str, Any]:
-        """As settings.json holds it."""
+        """Convert to the form stored in settings.json."""
         return asdict(self)
 
     def difference(self, other: Weights) -> str | None:
-        """How the other weights show that they are not these; None when they do not."""
+        """Describe how the other weights provably differ from these, or return None."""
         if self.root != other.root:
             return f"its model folder is {other.root}, not {self.root}"
         if self.logprobs is None:
             return None
         if other.logprobs is None:
-            return "it gave log-probs of a fixed prompt before, and gives none now"
+            return "it returned log-probs of a fixed prompt before, but returns none now"
         distances = list(_distances(self.logprobs, other.logprobs))
         mean = sum(distances) / len(distances)
         if mean <= _TOLERANCE:
@@ -65,7 +65,7 @@ class Weights:
 
 
 def describe_weights(stored: Mapping[str, Any] | None) -> str:
-    """What identifies the weights of an evaluation, for a reader of settings.json."""
+    """Describe what identifies the weights of an evaluation."""
     weights = Weights.of(stored)
     if weights is None:
         return "unknown: measured by an earlier version"
@@ -75,7 +75,7 @@ def describe_weights(stored: Mapping[str, Any] | None) -> str:
 
 
 def probe_requests(model: str) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """(path, body) of the requests that may give log-probs, to be tried in turn."""
+    """Return (path, body) of the requests that may return log-probs, to be tried in turn."""
     common = {"model": model, "max_tokens": _PROBE_TOKENS, "temperature": 0.0}
     chat = {"messages": [{"role": "user", "content": _PROBE}], "logprobs": True, "top_logprobs": _TOP_TOKENS}
     return (
@@ -85,34 +85,35 @@ def probe_requests(model: str) -> tuple[tuple[str, dict[str, Any]], ...]:
 
 
 def read_root(payload: Any, model: str) -> str | None:
-    """The folder of the model in a server's list; None where it names none."""
+    """Read the model's folder from a server's model list, if given."""
     try:
         entry = next(entry for entry in payload["data"] if entry["id"] == model)
-        return _text(str(entry["root"])) if entry.get("root") else None
+        return encodable(str(entry["root"])) if entry.get("root") else None
     except (StopIteration, TypeError, KeyError, AttributeError):
         return None
 
 
 def read_engine(payload: Any) -> str | None:
-    """The `system_fingerprint` of an answer, such as "vllm-0.32.0-1a2b3c4d"."""
+    """Read the `system_fingerprint` of a reply, such as "vllm-0.32.0-1a2b3c4d"."""
     engine = payload.get("system_fingerprint") if isinstance(payload, dict) else None
-    return _text(engine) if isinstance(engine, str) else None
+    return encodable(engine) if isinstance(engine, str) else None
 
 
 def read_logprobs(payload: Any) -> LogProbs | None:
-    """The log-probs in an answer to one of `probe_requests`; None when it has none."""
+    """Read the log-probs from a reply to one of `probe_requests`, if any."""
     try:
         found = payload["choices"][0]["logprobs"]
-        if "content" in found:  # of a chat
+        if "content" in found:  # chat
             places = [place.get("top_logprobs") or [place] for place in found["content"]]
             listed = [{top["token"]: top["logprob"] for top in place} for place in places]
         elif found.get("top_logprobs"):
             listed = found["top_logprobs"]
-        else:  # of the chosen tokens alone
+        else:  # chosen tokens only
             chosen = zip(found["tokens"], found["token_logprobs"], strict=True)
             listed = [{token: logprob} for token, logprob in chosen]
         positions = tuple(
-            {_text(token): round(float(logprob), 4) for token, logprob in position.items()} for position in listed
+            {encodable(token): round(float(logprob), 4) for token, logprob in position.items()}
+            for position in listed
         )
     except (TypeError, KeyError, IndexError, AttributeError, ValueError):
         return None
@@ -121,10 +122,11 @@ def read_logprobs(payload: Any) -> LogProbs | None:
 
 
 def _distances(before: LogProbs, after: LogProbs) -> Iterator[float]:
-    """Nats between the two sides, for each token that either lists, up to where their continuations part.
+    """Yield the difference in nats for each token listed by either side, until the continuations diverge.
 
-    A token that one side does not list has at most the log-prob of that side's last. Lists that share less than
-    half of their tokens are of different weights, even if all tokens are about as likely, as before any training.
+    A token that one side does not list has at most the lowest log-prob listed there. Sides that share less than
+    half of their tokens have different weights, even if all tokens are about equally likely, as in an untrained
+    model.
     """
     for one, other in zip(before, after, strict=False):
         shared = one.keys() & other.keys()
@@ -139,6 +141,6 @@ def _distances(before: LogProbs, after: LogProbs) -> Iterator[float]:
             return
 
 
-def _text(value: str) -> str:
-    """Without lone surrogates, which UTF-8 cannot encode."""
-    return value.encode("utf-8", "replace").decode()
+def encodable(text: str) -> str:
+    """Replace lone surrogates, which UTF-8 cannot encode."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,7 +1,6 @@
-"""A language model as the judge of responses: votes behind an OpenAI-compatible URL, stored and asked once.
+"""LLM-as-a-judge: votes of a model behind an OpenAI-compatible URL, stored in votes.jsonl beside the results.
 
-FOLDER/votes.jsonl has a line for each vote beside the results that it judges. A vote that failed is no vote; the
-next attempt asks for it again.
+Stored votes are never requested again. Failed ones are not stored, so the next attempt retries them.
 """
 
 from __future__ import annotations
@@ -50,21 +49,23 @@ _VERDICT = re.compile(
 
 @dataclass(frozen=True)
 class Judge:
-    """Who judges, and how. `prompt` has {response}, and {problem} and {gold} if they are to be read."""
+    """A judge model and its prompt, which contains {response} and optionally {problem} and {gold}."""
 
     endpoint: Endpoint
-    sampling: Sampling  # vote i has the seed + i
+    sampling: Sampling  # vote i uses seed + i
     votes: int = 1
     prompt: str = PROMPT
-    headline: bool = False  # the majority of votes is the verdict, in place of the grader's
+    headline: bool = False  # the majority of votes replaces the grader's verdict
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if "{response}" not in self.prompt:
-            raise InputError("the prompt of evaluate.judge.prompt has no {response}: the judge would not see any")
+            raise InputError(
+                "the prompt of evaluate.judge.prompt has no {response}, so the judge would not see it"
+            )
 
     def to_json(self) -> dict[str, Any]:
-        """As settings.json holds it: what verdicts depend on."""
+        """Convert to the form stored in settings.json: everything that verdicts depend on."""
         return {
             "model": self.endpoint.model,
             "prompt": hashlib.sha256(self.prompt.encode()).hexdigest(),
@@ -73,14 +74,14 @@ class Judge:
             "headline": self.headline,
         }
 
-    def ask_about(self, row: Row) -> str:
-        """The judge's prompt for a response, which it sees without its thinking."""
-        said = {"problem": row.problem, "gold": row.gold, "response": row.response or ""}
-        return _PLACE.sub(lambda place: said[place[1]], self.prompt)
+    def prompt_for(self, row: Row) -> str:
+        """Return the judge's prompt for a response, without its thinking."""
+        values = {"problem": row.problem, "gold": row.gold, "response": row.response or ""}
+        return _PLACE.sub(lambda place: values[place[1]], self.prompt)
 
 
 def read_vote(text: str) -> Vote | None:
-    """The verdict on the last line of what a judge says; None where it is none."""
+    """Read the verdict from the last line of a judge's reply; None if that line is not one."""
     lines = [line for line in text.splitlines() if line.strip()]
     match = _VERDICT.fullmatch(lines[-1]) if lines else None
     if match is None:
@@ -89,33 +90,33 @@ def read_vote(text: str) -> Vote | None:
 
 
 def judged(folder: Path, rows: Sequence[Row], judge: Judge) -> list[Row]:
-    """The rows with the judge's votes in their details, and with its verdict where it is the headline.
+    """Add the judge's votes to the details of rows, and its verdicts if it is the headline.
 
-    Responses that were cut off are not judged: they are never right. Stored votes are not asked again. A row
-    without a majority of votes keeps the grader's verdict, or as the headline counts as a failed request.
+    Truncated responses are not judged, since they are never right. A row without a majority keeps the grader's
+    verdict, or counts as a failed request if the judge is the headline.
     """
     rows = [without_judge(row) for row in rows]
-    asked = [row for row in rows if row.verdict in ("right", "wrong", "no_answer")]
-    votes = _ask(folder / VOTES_FILE, asked, judge)
-    given = {row.key: [votes.get(_key(judge, row, number)) for number in range(judge.votes)] for row in asked}
-    return [decided(row, given[row.key], judge.headline) if row.key in given else row for row in rows]
+    to_judge = [row for row in rows if row.verdict in ("right", "wrong", "no_answer")]
+    votes = _collect_votes(folder / VOTES_FILE, to_judge, judge)
+    by_row = {row.key: [votes.get(_key(judge, row, number)) for number in range(judge.votes)] for row in to_judge}
+    return [decided(row, by_row[row.key], judge.headline) if row.key in by_row else row for row in rows]
 
 
 def decided(row: Row, votes: Sequence[Vote | None], headline: bool) -> Row:
-    """The row with these votes; `headline` makes their majority its verdict."""
+    """Add votes to a row; with `headline`, their majority becomes its verdict."""
     counts = votes.count("right"), votes.count("wrong")
     verdict: Vote | None = None if counts[0] == counts[1] else "right" if counts[0] > counts[1] else "wrong"
-    said = {"votes": list(votes), "verdict": verdict, "grader": row.verdict, "headline": headline}
-    row = replace(row, details={**(row.details or {}), "judge": said}, failure=None)
+    details = {"votes": list(votes), "verdict": verdict, "grader": row.verdict, "headline": headline}
+    row = replace(row, details={**(row.details or {}), "judge": details}, failure=None)
     if not headline:
         return row
     if verdict is None:
-        return replace(row, verdict="request_failed", failure="the judge gave no majority of votes")
+        return replace(row, verdict="request_failed", failure="the judge's votes have no majority")
     return replace(row, verdict=verdict)
 
 
 def without_judge(row: Row) -> Row:
-    """The row as its grader left it."""
+    """Restore the row to its grader's verdict."""
     if not row.details or "judge" not in row.details:
         return row
     rest = {name: value for name, value in row.details.items() if name != "judge"}
@@ -123,24 +124,24 @@ def without_judge(row: Row) -> Row:
 
 
 def with_votes_of(before: Row, row: Row) -> Row:
-    """A row that was graded again, with the votes that it had; none where it is cut off now."""
-    said = (before.details or {}).get("judge")
-    return row if said is None or row.verdict == "truncated" else decided(row, said["votes"], said["headline"])
+    """Restore the votes to a regraded row, unless it is truncated now."""
+    judge = (before.details or {}).get("judge")
+    return row if judge is None or row.verdict == "truncated" else decided(row, judge["votes"], judge["headline"])
 
 
 def _key(judge: Judge, row: Row, number: int) -> str:
-    """What a stored vote answers: the judge, how it is asked, and this vote on this response."""
-    asked = [judge.endpoint.model, judge.sampling.to_json(), judge.ask_about(row), *row.key, number]
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode(errors="surrogatepass")).hexdigest()
+    """Identify a stored vote by judge, sampling, prompt, response and number."""
+    parts = [judge.endpoint.model, judge.sampling.to_json(), judge.prompt_for(row), *row.key, number]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode(errors="surrogatepass")).hexdigest()
 
 
-def _ask(path: Path, rows: Sequence[Row], judge: Judge) -> dict[str, Vote | None]:
-    """The votes by their keys, once those that are not stored yet were asked."""
+def _collect_votes(path: Path, rows: Sequence[Row], judge: Judge) -> dict[str, Vote | None]:
+    """Request the votes that are not stored yet, and return all votes by key."""
     lines = [line for line in read_json_lines(path) if isinstance(line, dict) and {"key", "vote"} <= line.keys()]
     votes: dict[str, Vote | None] = {line["key"]: line["vote"] for line in lines}
     requests, num_known = [], 0
     for row in rows:
-        prompt = ({"role": "user", "content": judge.ask_about(row)},)
+        prompt = ({"role": "user", "content": judge.prompt_for(row)},)
         for number in range(judge.votes):
             key = _key(judge, row, number)
             num_known += key in votes
@@ -148,8 +149,8 @@ def _ask(path: Path, rows: Sequence[Row], judge: Judge) -> dict[str, Vote | None
                 requests.append(Request(Item(key, prompt, row.gold), number, judge.sampling))
     if not requests:
         return votes
-    logger.info("%s judges %d responses: %d votes", judge.endpoint.model, len(rows), len(requests))
-    write_atomically(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))  # none is torn
+    logger.info("requesting %d votes of %s on %d responses", len(requests), judge.endpoint.model, len(rows))
+    write_atomically(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))  # no torn line
     failures, num_stored = list[str](), len(votes)
     dispatcher = _Voting([judge.endpoint], judge.limits)
     with path.open("a", encoding="utf-8") as file:
@@ -157,7 +158,7 @@ def _ask(path: Path, rows: Sequence[Row], judge: Judge) -> dict[str, Vote | None
         async def finish(request: Request, outcome: Outcome) -> None:
             if outcome.answer is None:
                 failures.append(str(outcome.failure))
-                if len(votes) == num_stored and len(failures) >= dispatcher.patience:
+                if len(votes) == num_stored and len(failures) >= dispatcher.max_consecutive_failures:
                     dispatcher.stop()
                 return
             vote = read_vote(outcome.answer.text)
@@ -170,17 +171,17 @@ def _ask(path: Path, rows: Sequence[Row], judge: Judge) -> dict[str, Vote | None
     num_lost = sum(request.item.id not in votes for request in requests)
     if num_lost:
         reason = failures[0] if failures else dispatcher.outage
-        logger.warning("%d of %d votes failed and count for nothing; first: %s", num_lost, len(requests), reason)
+        logger.warning("%d of %d votes failed and are not counted; first: %s", num_lost, len(requests), reason)
     if num_lost == len(requests) and not num_known:
         raise EvaluationError(
-            f"no vote of {judge.endpoint.model} at {judge.endpoint.base_url} (evaluate.judge) arrived, of "
-            f"{num_lost}: {reason}. The responses are kept: repeat the command once the judge answers"
+            f"all {num_lost} votes of {judge.endpoint.model} at {judge.endpoint.base_url} (evaluate.judge) "
+            f"failed: {reason}. The responses are kept: repeat the command once the judge answers"
         )
     return votes
 
 
 class _Voting(Dispatcher):
-    """Whatever weights stand behind a judge's name: a provider may spread its requests over many machines."""
+    """Accepts any weights behind the judge's name, since a provider may use many machines."""
 
     async def _check_weights(self, server: Any, connection: Any) -> None:
         server.has_answered = True

@@ -1,4 +1,4 @@
-"""The results folder of a benchmark while its answers come in: what is kept, what is missing, what is recorded."""
+"""Writes a benchmark's results folder: resumes stored rows, lists missing requests, records graded answers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from typing import Any, TextIO
 from eval import EvaluationError, InputError, RequestsRefused
 from eval.answers.extraction import split_thinking
 from eval.answers.grading import Grade, Grader
-from eval.batches import Batch
-from eval.dispatch import Outcome, Request
+from eval.dispatch import Batch, Outcome, Request
 from eval.endpoint import Sampling
 from eval.identity import Weights
 from eval.judge import VOTES_FILE, Judge, judged, without_judge
@@ -47,57 +46,58 @@ logger = logging.getLogger(__name__)
 
 _NUM_GRADING_THREADS = 4
 REFUSED = (
-    "The server refuses these requests as they are, and would again: a prompt too long for serve.max_model_len, a "
-    "model without a chat template, or another API (evaluate.api) are the usual reasons."
+    "The server refuses these requests and would refuse them again. The usual causes are a prompt longer than "
+    "serve.max_model_len, a model without a chat template, or the wrong API (evaluate.api)."
 )
-REFUSED_KEY = "The server does not accept the API key: export VLLM_API_KEY with one that it does."
+REFUSED_KEY = "The server rejects the API key: export VLLM_API_KEY with a valid one."
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A set of problems, how it is asked, and where its results go."""
+    """Problems to evaluate, how to sample responses, and where to write the results."""
 
     evaluation_set: EvaluationSet
     sampling: Sampling
     output_dir: Path
-    name: str = ""  # in messages; "" for one alone
+    name: str = ""  # in messages; "" for a single benchmark
     max_failed_ratio: float = 0.0
-    grader: Grader | None = None  # in place of the set's own
+    grader: Grader | None = None  # replaces the set's grader
     judge: Judge | None = None  # beside the grader
-    earlier: Path | None = None  # results of the same items by any model: how long answers get
+    earlier: Path | None = None  # results of the same items by any model, to estimate response lengths
 
     @property
     def requested(self) -> Sampling:
-        """The sampling of its requests: a problem that is on r rows of its file has r times as many samples."""
-        asked = self.evaluation_set
-        num_samples = asked.num_repeats * self.sampling.num_samples
-        return replace(self.sampling, stop=asked.template.stop, num_samples=num_samples)
+        """The sampling of its requests, with r times as many samples for problems on r rows."""
+        num_samples = self.evaluation_set.num_repeats * self.sampling.num_samples
+        return replace(self.sampling, stop=self.evaluation_set.template.stop, num_samples=num_samples)
 
 
 class Recorder:
-    """The answers to one benchmark: those of earlier attempts that count, then each that comes in."""
+    """The rows of one benchmark: valid ones from earlier attempts, then each new one."""
 
     def __init__(self, benchmark: Benchmark, settings: dict[str, Any], grader: Grader) -> None:
-        """Make the folder ready for more rows; its lock is held by the caller."""
+        """Prepare the folder for more rows. The caller holds its lock."""
         self.name, self.folder, self.settings = benchmark.name, benchmark.output_dir, settings
         self._benchmark, self._grader = benchmark, grader
         self._sampling, items = benchmark.requested, benchmark.evaluation_set.items
-        self._wanted = [(item, sample) for item in items for sample in range(self._sampling.num_samples)]
-        self._max_failed = int(Fraction(str(benchmark.max_failed_ratio)) * len(self._wanted))  # 29 of 0.29 * 100
+        self._expected = [(item, sample) for item in items for sample in range(self._sampling.num_samples)]
+        # Exact, because the float 0.29 * 100 is below 29.
+        self._max_failed = int(Fraction(str(benchmark.max_failed_ratio)) * len(self._expected))
         self._rows = _resume(self.folder, settings, items, grader)
-        self.num_missing = sum((item.id, sample) not in self._rows for item, sample in self._wanted)
+        self.num_missing = sum((item.id, sample) not in self._rows for item, sample in self._expected)
         self._num_failed = self._num_failed_in_a_row = self._num_refused = 0
         self._file: TextIO | None = None
 
     @property
     def served(self) -> Weights | None:
-        """The weights that gave its answers so far."""
+        """The weights that produced the answers so far."""
         return Weights.of(self.settings.get(SERVED))
 
     def missing(self) -> list[tuple[float, Request]]:
-        """The requests that are left, each with the tokens that its answer may take.
+        """Return the missing requests, each with its expected response tokens.
 
-        These are the item's own mean among the answers known of any model, the mean of all, or the token limit.
+        The estimate is the mean of known answers to the item by any model, else the mean of all known answers,
+        else the token limit.
         """
         known = [*self._rows.values(), *_rows_of(self._benchmark.earlier)]
         by_item: dict[str, list[Row]] = {}
@@ -107,17 +107,17 @@ class Recorder:
         lengths = {identity: mean_response_tokens(rows) or usual for identity, rows in by_item.items()}
         return [
             (lengths.get(item.id, usual), Request(item, sample, self._sampling, self.name))
-            for item, sample in self._wanted
+            for item, sample in self._expected
             if (item.id, sample) not in self._rows
         ]
 
     def keep_weights(self, weights: Weights) -> None:
-        """Store which weights give the answers."""
+        """Store which weights produce the answers."""
         self.settings[SERVED] = weights.to_json()
         write_json(self.folder / SETTINGS_FILE, self.settings)
 
-    async def graded(self, batch: Batch) -> list[Row]:
-        """The rows of outcomes; only those that need a process take a thread, and so wait without the GIL."""
+    async def grade(self, batch: Batch) -> list[Row]:
+        """Grade outcomes into rows. Only those that need a process take a thread, which waits without the GIL."""
         rows, slow = list[Row](), list[tuple[Row, Item]]()
         for request, outcome in batch:
             row, item = _make_row(request, outcome), request.item
@@ -131,7 +131,7 @@ class Recorder:
         return rows + await asyncio.gather(*waiting)
 
     def append(self, rows: Sequence[Row], batch: Batch) -> None:
-        """Write rows to the disk."""
+        """Append rows to results.jsonl."""
         if self._file is None:
             self._file = (self.folder / RESULTS_FILE).open("a", encoding="utf-8")
         self._file.write("".join(row.to_line() for row in rows))
@@ -143,80 +143,81 @@ class Recorder:
             self._rows[row.key] = row
             self._num_failed_in_a_row = 0 if row.is_answered else self._num_failed_in_a_row + 1
 
-    def is_hopeless(self, patience: int) -> bool:
-        """Whether more requests failed than may, and only failures come back: `patience` of them in a row."""
-        return self._num_failed > self._max_failed and self._num_failed_in_a_row >= patience
+    def is_hopeless(self, max_consecutive_failures: int) -> bool:
+        """True if too many requests failed, and nothing but failures came back lately."""
+        return self._num_failed > self._max_failed and self._num_failed_in_a_row >= max_consecutive_failures
 
     def close(self) -> None:
-        """Close the file of rows."""
+        """Close results.jsonl."""
         if self._file is not None:
             self._file.close()
 
     def set_aside(self, reason: str) -> None:
-        """Move every row to `superseded-N/`: any of them may be another model's."""
+        """Move all rows to `superseded-N/`, since another model may have produced some of them."""
         _move_aside(self.folder, [reason])
 
     def finish(self, servers: str, outage: str) -> Summary:
-        """Order the rows as the items are, and write the summary beside them.
+        """Sort the rows like the items, and write and return the summary.
 
-        Raises EvaluationError when too many requests failed or some were not sent, RequestsRefused when all that
-        failed were refused as they are.
+        Raises EvaluationError if too many requests failed or some were not sent, RequestsRefused if the server
+        refused all failed ones.
         """
         rows = self._rows
         try:
-            self._refuse_failures(rows, servers, outage)
+            self._check_failures(rows, servers, outage)
         except EvaluationError as error:
             if 0 < self._num_refused == self._num_failed:
                 is_key = re.search(r"HTTP 40[13]\b", str(error)) is not None
                 raise RequestsRefused(f"{error} {REFUSED_KEY if is_key else REFUSED}") from None
             raise
-        ordered = [rows[item.id, sample] for item, sample in self._wanted]
+        ordered = [rows[item.id, sample] for item, sample in self._expected]
         if (judge := self._benchmark.judge) is not None:
             ordered = judged(self.folder, ordered, judge)
-            self._refuse_undecided(ordered, judge)
+            self._check_undecided(ordered, judge)
         write_rows(self.folder, ordered)
-        _refuse_broken_scorer([row for row in ordered if row.is_answered], self._grader.rule)
+        _check_scorer([row for row in ordered if row.is_answered], self._grader.rule)
         summary = summarise(Evaluation.of(self.settings, ordered), same_answer_by(self._grader.grade))
         write_json(self.folder / SUMMARY_FILE, asdict(summary))
         _log(summary, self.name)
         return summary
 
-    def _refuse_undecided(self, rows: Sequence[Row], judge: Judge) -> None:
-        """Raise EvaluationError when the judge is the headline and settled too few responses."""
+    def _check_undecided(self, rows: Sequence[Row], judge: Judge) -> None:
+        """Raise EvaluationError if the judge is the headline and decided too few responses."""
         num_undecided = sum(not row.is_answered for row in rows)
         if judge.headline and num_undecided > self._max_failed:
             raise EvaluationError(
                 f"{num_undecided} of {len(rows)} responses have no verdict of {judge.endpoint.model} "
                 f"(evaluate.judge); at most {self._max_failed} may (evaluate.max_failed_ratio). All votes are "
-                f"kept in {self.folder / VOTES_FILE}: repeat the command to ask for those that failed"
+                f"kept in {self.folder / VOTES_FILE}: repeat the command to retry the failed ones"
             )
 
-    def _refuse_failures(self, rows: dict[RowKey, Row], servers: str, outage: str) -> None:
+    def _check_failures(self, rows: dict[RowKey, Row], servers: str, outage: str) -> None:
+        """Raise EvaluationError if too many requests failed, or some were not sent."""
         failures = [row for row in rows.values() if not row.is_answered]
-        unasked = len(self._wanted) - len(rows)
-        if len(failures) <= self._max_failed and not unasked:
+        num_unsent = len(self._expected) - len(rows)
+        if len(failures) <= self._max_failed and not num_unsent:
             return
-        given_up = f", {unasked} were not sent because nothing answered" if unasked else ""
+        unsent = f", {num_unsent} were not sent because no server answered" if num_unsent else ""
         reason = failures[0].failure if failures else outage
         raise EvaluationError(
-            f"{len(failures)} of {len(self._wanted)} requests to {servers} failed{given_up}; "
+            f"{len(failures)} of {len(self._expected)} requests to {servers} failed{unsent}; "
             f"at most {self._max_failed} may (evaluate.max_failed_ratio). First reason: {reason}. "
             f"The answers so far are kept in {self.folder}: run the same evaluation again to continue."
         )
 
 
-def _refuse_broken_scorer(rows: Sequence[Row], rule: str) -> None:
-    """Raise InputError when a scorer failed on every response: its verdicts say nothing."""
+def _check_scorer(rows: Sequence[Row], rule: str) -> None:
+    """Raise InputError if the scorer failed on every response."""
     errors = [row.details["error"] for row in rows if row.details and "error" in row.details]
     if errors and len(errors) == len(rows):
         raise InputError(
             f"{rule} failed on all {len(rows)} responses, so nothing is graded; correct evaluate.scorer and "
-            f"repeat the command, which asks nothing again. The first failure: {errors[0]}"
+            f"repeat the command, which sends no request again. First failure: {errors[0]}"
         )
 
 
 def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
-    """The row with new verdicts, and with the gold answer, subject and level of the item if given."""
+    """Grade a row again, with the gold answer, subject and level of the item if given."""
     row = copy(row)
     if row.reasoning is None and row.response is not None:
         row.reasoning, row.response = split_thinking(row.response)
@@ -229,8 +230,8 @@ def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
     return row
 
 
-def _set_grade(row: Row, graded: Grade) -> None:
-    row.answer, row.verdict, row.aisbench_answer, row.aisbench_right, row.aisbench_raises, details = graded
+def _set_grade(row: Row, grade: Grade) -> None:
+    row.answer, row.verdict, row.aisbench_answer, row.aisbench_right, row.aisbench_raises, details = grade
     row.details = details or row.details
     if row.is_cut_while_thinking:
         row.verdict, row.answer = "truncated", None
@@ -239,7 +240,7 @@ def _set_grade(row: Row, graded: Grade) -> None:
 def _resume(
     output_dir: Path, settings: dict[str, Any], items: Sequence[Item], grader: Grader
 ) -> dict[RowKey, Row]:
-    """The rows of an earlier attempt that can be kept; leaves the directory ready for more."""
+    """Return the valid rows of an earlier attempt and prepare the folder for more."""
     stored = read_settings(output_dir) or {}
     served = stored.pop(SERVED, None)
     rows: dict[RowKey, Row] = {}
@@ -251,24 +252,24 @@ def _resume(
         rows = {key: row for key, row in found.items() if row.is_answered}
         if stored != settings:
             reasons = "; ".join(describe_differences(stored, settings))
-            logger.warning("%s: grading again (%s)", output_dir, reasons)
+            logger.warning("%s: regrading stored responses (%s)", output_dir, reasons)
             (output_dir / SUMMARY_FILE).unlink(missing_ok=True)
             by_id = {item.id: item for item in items}
             with ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads:
                 graded = threads.map(lambda row: regrade_row(row, grader, by_id[row.id]), rows.values())
                 rows = {row.key: row for row in graded}
-        write_rows(output_dir, rows.values())  # without a torn last line: rows are appended
+        write_rows(output_dir, rows.values())  # drops a torn last line before appending
     if rows:
         settings[SERVED] = served
     write_json(output_dir / SETTINGS_FILE, settings)
     if rows:
         num_rows = settings["num_items"] * settings["sampling"]["num_samples"]
-        logger.info("%s: continuing, %d of %d items are answered", output_dir, len(rows), num_rows)
+        logger.info("%s: continuing, %d of %d responses are stored", output_dir, len(rows), num_rows)
     return rows
 
 
 def _rows_of(earlier: Path | None) -> Iterable[Row]:
-    """The outlines of earlier results; none of another version's, since they only tell lengths."""
+    """Return the outlines of earlier results, or nothing if another version wrote them."""
     if earlier is not None:
         with contextlib.suppress(ResultsError):
             return read_rows(earlier, with_texts=False).values()
@@ -287,11 +288,11 @@ def _move_aside(output_dir: Path, reasons: Sequence[str]) -> None:
     for name in (RESULTS_FILE, SETTINGS_FILE, SUMMARY_FILE):
         if (output_dir / name).exists():
             (output_dir / name).rename(aside / name)
-    logger.warning("%s: the old results are now in %s (%s)", output_dir, aside, "; ".join(reasons))
+    logger.warning("%s: moved the old results to %s (%s)", output_dir, aside, "; ".join(reasons))
 
 
 def _make_row(request: Request, outcome: Outcome) -> Row:
-    """The row of an outcome, not yet graded."""
+    """Make the ungraded row of an outcome."""
     item, answer = request.item, outcome.answer
     reasoning, response = (answer.reasoning, answer.text) if answer else (None, None)
     if reasoning is None and response is not None:
@@ -337,14 +338,14 @@ def _log(summary: Summary, name: str) -> None:
         logger.info("mean score %.3f; the scorer failed on %d responses", scorer["mean_score"], scorer["errors"])
     if (judge := summary.judge) is not None:
         logger.info(
-            "the judge calls %.1f %% right and agrees with the grader on %.1f %%; %d responses have no verdict",
+            "judge: %.1f %% right, agrees with the grader on %.1f %%; %d responses have no verdict",
             100 * judge["accuracy"],
             100 * judge["grader_agreement"],
             judge["failed"],
         )
     if summary.repeats and summary.repeats["differing_responses"]:
         logger.warning(
-            "greedy repeats differ on %.1f %% of %d items (answers on %.1f %%): this server is not deterministic",
+            "greedy samples differ on %.1f %% of %d items (answers on %.1f %%): this server is not deterministic",
             100 * summary.repeats["differing_responses"],
             summary.repeats["num_items"],
             100 * summary.repeats["differing_answers"],

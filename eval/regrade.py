@@ -1,4 +1,4 @@
-"""Grade the rows of a results directory again, without asking the model."""
+"""Regrades the rows of a results folder without asking the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from eval.summary import Summary, same_answer_by, summarise
 
 @dataclass(frozen=True)
 class Regraded:
-    """What grading again changed: transitions (before, after) -> rows, for each rule."""
+    """The changes of a regrading: (before, after) -> number of rows, for each rule."""
 
     directory: Path
     grader_before: str
@@ -38,10 +38,10 @@ class Regraded:
 
 
 def regrade(path: str | Path) -> Regraded:
-    """Grade a finished results directory, or its results.jsonl, again and rewrite rows, settings and summary.
+    """Regrade a finished results folder, given by its path or its results.jsonl, and rewrite its files.
 
-    Each file is replaced atomically, the rows before the settings that name their grader: what is interrupted can
-    be graded again. Raises ResultsError when the directory is not one of `dapo eval`, or not finished.
+    Each file is replaced atomically, the rows before the settings that name their grader, so that an interrupted
+    regrading can be repeated. Raises ResultsError if the folder is not a finished evaluation.
     """
     directory = Path(path)
     if directory.name == RESULTS_FILE:
@@ -70,14 +70,14 @@ def regrade(path: str | Path) -> Regraded:
 
 
 def describe(regraded: Regraded) -> str:
-    """The changes as lines for a terminal."""
+    """Describe the changes for a terminal."""
     grader = regraded.summary.settings["grader"]
     lines = [f"{regraded.directory}: {regraded.summary.num_items} items, {regraded.grader_before} -> {grader}"]
     for rule, transitions in (("exact", regraded.verdicts), ("aisbench", regraded.aisbench)):
         changes = [f"{count} {before} -> {after}" for (before, after), count in sorted(transitions.items())]
         lines.append(f"{rule}: {', '.join(changes) or 'no verdict changed'}")
     if regraded.num_killed:
-        lines.append(f"{regraded.num_killed} rows went beyond the limits of time or memory and count as wrong")
+        lines.append(f"{regraded.num_killed} rows exceeded the time or memory limit and count as wrong")
     lines.append(f"accuracy {regraded.summary.accuracy:.1%} of {regraded.summary.n}")
     return "\n".join(lines)
 

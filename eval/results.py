@@ -1,4 +1,4 @@
-"""A results directory: settings.json, results.jsonl (a row for each sample of each item) and summary.json."""
+"""The results folder: settings.json, results.jsonl (one row per sample of an item) and summary.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import orjson
 
 from durable import UNSET, LockHeld, differences, iterate_json_lines, locked, write_atomically
 from eval import EvaluationError, InputError
-from eval.answers.grading import OWN_RULES, VERDICTS, MathGrader, Verdict
+from eval.answers.grading import SCORER_RULES, VERDICTS, MathGrader, Verdict
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt, Template
@@ -25,29 +25,29 @@ logger = logging.getLogger(__name__)
 SETTINGS_FILE = "settings.json"
 RESULTS_FILE = "results.jsonl"
 SUMMARY_FILE = "summary.json"
-# Settings that verdicts depend on and responses do not: rows with others are graded again, not asked again.
+# Settings that affect verdicts but not responses: if they change, stored rows are graded again.
 GRADING_SETTINGS = ("grader", "golds", "judge")
-SERVED = "served"  # the setting with what the servers showed of their weights, compared by `eval.identity`
+SERVED = "served"  # the setting that identifies the served weights, compared by `eval.identity`
 
-_TEXTS = ("prompt", "response", "reasoning", "details")  # what the digest of a measurement leaves out
-RowKey = tuple[str, int]  # (id of the item, number of the sample)
+_TEXTS = ("prompt", "response", "reasoning", "details")  # not part of an evaluation's digest
+RowKey = tuple[str, int]  # (item id, sample number)
 
 
 class ResultsError(InputError):
-    """A results directory is missing files or rows, or holds rows of another program."""
+    """A results folder lacks files or rows, or contains rows of another program."""
 
 
-@dataclass  # frozen, it would take five times as long to make
+@dataclass  # not frozen, which would make construction five times slower
 class Row:
     """One response to one item: a line of results.jsonl."""
 
     id: str  # of the item
-    sample: int  # 0 to k - 1, of k responses to the item
-    prompt: Prompt  # as sent: messages of a chat, or the text to complete
-    response: str | None  # without thinking; None: the request failed, `failure` says why
+    sample: int  # 0 to k - 1
+    prompt: Prompt  # as sent: chat messages, or text to complete
+    response: str | None  # without thinking; None if the request failed
     finish_reason: str | None
-    response_tokens: int | None  # with the thinking's
-    answer: str | None  # by the exact grader
+    response_tokens: int | None  # including thinking
+    answer: str | None  # extracted by the exact grader
     gold: str
     verdict: Verdict  # of the exact grader
     aisbench_answer: str | None
@@ -59,9 +59,9 @@ class Row:
     level: str | None
     failure: str | None
     ended_at: float | None = None  # Unix time; None in results of earlier versions
-    reasoning: str | None = None  # thinking, with its tags where the text held it; never graded
-    reasoning_tokens: int | None = None  # as the server counts them
-    details: dict[str, Any] | None = None  # what else the grader says, such as a scorer's score
+    reasoning: str | None = None  # thinking, with tags if it was part of the text; never graded
+    reasoning_tokens: int | None = None  # counted by the server
+    details: dict[str, Any] | None = None  # further grader results, such as a score
 
     @property
     def key(self) -> RowKey:
@@ -70,38 +70,38 @@ class Row:
 
     @property
     def text(self) -> str | None:
-        """The response as the server sent it: with thinking that no parser took out."""
+        """The text as the server sent it, including thinking in tags."""
         return f"{self.reasoning or ''}{self.response}" if self.is_inline else self.response
 
     @property
     def is_chat(self) -> bool:
-        """Whether the prompt is messages."""
+        """True if the prompt is chat messages."""
         return not isinstance(self.prompt, str)
 
     @property
     def is_inline(self) -> bool:
-        """Whether the thinking was part of the text, in tags."""
+        """True if the thinking was part of the text, in tags."""
         thinking = self.reasoning or ""
         return thinking.endswith("</think>") or (self.response == "" and "<think>" in thinking)
 
     @property
     def is_cut_while_thinking(self) -> bool:
-        """True for thinking in the text that does not end, however the server says that the response ended."""
+        """True if thinking in the text is unclosed, whatever the finish reason."""
         return self.is_inline and not str(self.reasoning).endswith("</think>")
 
     @property
     def is_right(self) -> bool:
-        """True when a finished response gave the gold answer."""
+        """True if a finished response gave the gold answer."""
         return self.verdict == "right"
 
     @property
     def problem(self) -> str:
-        """What was asked: the last message of a chat, or the whole text."""
+        """The last message of the prompt, or its whole text."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
     @property
     def is_answered(self) -> bool:
-        """False when the request failed: the row says nothing about the model."""
+        """False if the request failed, in which case the row says nothing about the model."""
         return self.verdict != "request_failed"
 
     @property
@@ -110,19 +110,19 @@ class Row:
         return len(self.reasoning or ""), len(self.response or "")
 
     def to_line(self) -> str:
-        """The row as a line of results.jsonl."""
+        """Convert to a line of results.jsonl."""
         return orjson.dumps(vars(self), option=orjson.OPT_APPEND_NEWLINE).decode()
 
 
 @dataclass
 class Outline(Row):
-    """A row without its response and thinking, which figures do not need. Never written."""
+    """A row without response and thinking, which most statistics do not need. Never written."""
 
     chars: tuple[int, int] = (0, 0)
 
     @property
     def num_chars(self) -> tuple[int, int]:
-        """Characters of the thinking and of the response that are left out."""
+        """Characters of the omitted thinking and response."""
         return self.chars
 
 
@@ -139,7 +139,7 @@ class Evaluation:
 
     @staticmethod
     def of(settings: dict[str, Any], rows: Iterable[Row]) -> Evaluation:
-        """Rows by item. Raises ResultsError when not every item has the samples 0 to k - 1."""
+        """Group rows by item. Raises ResultsError unless every item has the samples 0 to k - 1."""
         items: dict[str, list[Row]] = {}
         for row in rows:
             items.setdefault(row.id, []).append(row)
@@ -153,15 +153,14 @@ class Evaluation:
         if uneven:
             raise ResultsError(
                 f"{len(uneven)} of {len(items)} items do not have the samples 0 to {k - 1} (first: {uneven[0]!r}"
-                f"): the evaluation did not finish. Run it again; it asks only for what is missing."
+                "): the evaluation did not finish. Run it again; only missing requests are sent."
             )
         return Evaluation(settings, by_sample, k)
 
     def by_problem(self) -> Evaluation:
-        """The evaluation with one item per problem: rows with the same prompt are samples of the first's item.
+        """Merge items with the same prompt, which earlier versions stored separately, into one item per problem.
 
-        Results of earlier versions have repeated rows as items of their own. If some problems have more samples
-        than others, the surplus is left out, with a warning: each problem has the same weight.
+        Problems have equal weight: if some have more samples than others, the surplus is dropped with a warning.
         """
         merged: dict[str, list[Row]] = {}
         for row in self.rows:
@@ -170,7 +169,7 @@ class Evaluation:
             return self
         k = min(map(len, merged.values()))
         if num_surplus := sum(len(rows) - k for rows in merged.values()):
-            logger.warning("%d surplus responses to repeated prompts are left out: %d to each", num_surplus, k)
+            logger.warning("dropping %d surplus responses to repeated prompts: %d per prompt", num_surplus, k)
         rows = [
             replace(row, id=rows[0].id, sample=number)
             for rows in merged.values()
@@ -185,7 +184,7 @@ class Evaluation:
 
     @property
     def right(self) -> dict[str, int | None]:
-        """Right responses of each item; None where a request failed."""
+        """Number of right responses per item; None if a request failed."""
         return {
             identity: num_right(samples) if is_answered(samples) else None
             for identity, samples in self.items.items()
@@ -193,12 +192,12 @@ class Evaluation:
 
     @property
     def shared_settings(self) -> dict[str, Any]:
-        """What two comparable evaluations have in common: everything but the model."""
+        """The settings that comparable evaluations share: all but the model."""
         return {key: value for key, value in self.settings.items() if key not in ("model", SERVED)}
 
     @property
     def digest(self) -> str:
-        """Sha256 of settings and rows. Rows hold each request's seconds, so two measurements never share it."""
+        """SHA-256 of settings and rows, unique to a measurement because rows contain request times."""
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode())
         for row in self.rows:
             fields = {**vars(row), **dict.fromkeys(_TEXTS), "chars": row.num_chars}
@@ -207,53 +206,53 @@ class Evaluation:
 
 
 def load_evaluation(directory: str | Path, with_texts: bool = True) -> Evaluation:
-    """The finished evaluation in a results directory, one item per problem. Raises what `read_evaluation` does.
+    """Load a finished evaluation with one item per problem. Raises ResultsError like `read_evaluation`.
 
-    Without texts the rows are outlines: of long responses they take a hundredth of the memory.
+    Without texts the rows are outlines, which for long responses take a hundredth of the memory.
     """
     return read_evaluation(directory, with_texts).by_problem()
 
 
 def read_evaluation(directory: str | Path, with_texts: bool = True) -> Evaluation:
-    """The evaluation as it is stored. Raises ResultsError when it is missing or unfinished."""
+    """Load a finished evaluation as stored. Raises ResultsError if it is missing or unfinished."""
     directory = Path(directory)
     settings = read_settings(directory)
     if settings is None or not _is_complete(settings):
         fault = f"has no readable {SETTINGS_FILE}" if directory.is_dir() else "is not a folder"
         raise ResultsError(
-            f"{directory} {fault}: it is not a results directory of `dapo eval`; name the one of its --output"
+            f"{directory} {fault}: it is not a results folder of `dapo eval`; name the folder given as --output"
         )
     rows = read_rows(directory, with_texts)
     expected = settings["num_items"] * settings["sampling"]["num_samples"]
     if len(rows) != expected:
         raise ResultsError(
-            f"{directory} holds {len(rows)} of {expected} responses: the evaluation did not finish, "
-            f"or lines were lost since. Run the same evaluation again; it asks only for what is missing."
+            f"{directory} holds {len(rows)} of {expected} responses: the evaluation did not finish, or lines were "
+            "lost since. Run the same evaluation again; only missing requests are sent."
         )
     return Evaluation.of(settings, rows.values())
 
 
 def _is_complete(settings: Mapping[str, Any]) -> bool:
-    """True when the settings hold what a reader of the rows needs."""
+    """True if the settings contain everything needed to read the rows."""
     sampling = settings.get("sampling")
     counts = (settings.get("num_items"), sampling.get("num_samples") if isinstance(sampling, dict) else None)
     return settings.keys() >= {"model", "grader"} and all(isinstance(count, int) for count in counts)
 
 
 def num_right(samples: Samples) -> int:
-    """How many of an item's responses are right."""
+    """Return the number of right responses to an item."""
     return sum(row.is_right for row in samples)
 
 
 def is_answered(samples: Samples) -> bool:
-    """True when every request for the item was answered."""
+    """True if no request for the item failed."""
     return all(row.is_answered for row in samples)
 
 
 def read_rows(directory: Path, with_texts: bool = True) -> dict[RowKey, Row]:
-    """Rows or outlines in file order, without torn lines; of several for one sample of an item the last counts.
+    """Read rows or outlines in file order. Torn lines are skipped; the last row per sample counts.
 
-    Raises ResultsError for a line of another version.
+    Raises ResultsError for a line written by another version.
     """
     rows = (_parse_row(directory, fields, with_texts) for fields in iterate_json_lines(directory / RESULTS_FILE))
     return {row.key: row for row in rows}
@@ -267,7 +266,7 @@ def _parse_row(directory: Path, fields: Any, with_texts: bool) -> Row:
             raise ValueError(f"verdict {row.verdict!r}")
     except (TypeError, KeyError, ValueError) as error:
         raise ResultsError(
-            f"{directory} has a row of another version or program ({error}): use that, or another folder"
+            f"{directory} has a row of another version or program ({error}): use that version, or another folder"
         ) from None
     if with_texts:
         return row
@@ -275,17 +274,17 @@ def _parse_row(directory: Path, fields: Any, with_texts: bool) -> Row:
 
 
 def write_rows(directory: Path, rows: Iterable[Row]) -> None:
-    """Replace results.jsonl by these rows, atomically."""
+    """Replace results.jsonl atomically."""
     write_atomically(directory / RESULTS_FILE, "".join(row.to_line() for row in rows))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replace settings.json or summary.json, atomically."""
+    """Replace settings.json or summary.json atomically."""
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_settings(directory: Path) -> dict[str, Any] | None:
-    """The settings of a results directory; None when they are missing or unreadable."""
+    """Read the settings of a results folder; None if they are missing or unreadable."""
     try:
         settings = json.loads((directory / SETTINGS_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -294,7 +293,7 @@ def read_settings(directory: Path) -> dict[str, Any] | None:
 
 
 def make_folder(path: str | Path) -> Path:
-    """The folder, created if missing. Raises ResultsError when it cannot be, e.g. because a file has its name."""
+    """Create the folder if missing. Raises ResultsError on failure, such as a file with its name."""
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -307,7 +306,7 @@ def make_folder(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Keep other evaluations out of the directory. Raises EvaluationError when one is writing to it."""
+    """Lock the folder. Raises EvaluationError if another evaluation is writing to it."""
     path = directory / ".lock"
     try:
         with locked(path):
@@ -331,10 +330,10 @@ def make_settings(
     template: Template | None = None,
     grader: str = MathGrader.rule,
 ) -> dict[str, Any]:
-    """What the rows of a results directory depend on; equal settings mean that stored rows can be kept.
+    """Return everything that stored rows depend on. Rows with equal settings can be reused.
 
-    The model is its content digest where known, else its served name. The URL and the client's limits do not
-    change an answer and are left out.
+    The model is its content digest if known, else its served name. The URL and the client's limits do not affect
+    an answer and are omitted.
     """
     return {
         "benchmark": benchmark,
@@ -345,7 +344,9 @@ def make_settings(
         "sampling": sampling.to_json(),
         "num_items": len(items),
         "prompts": _digest([(item.id, item.prompt, *item.options) for item in items]),
-        "golds": _digest([(item.id, item.gold, item.subject, item.level, *_read(item, grader)) for item in items]),
+        "golds": _digest(
+            [(item.id, item.gold, item.subject, item.level, *_scorer_fields(item, grader)) for item in items]
+        ),
     }
 
 
@@ -355,15 +356,15 @@ def _api_of(item: Item) -> str:
     return "completions" if isinstance(item.prompt, str) else "chat/completions"
 
 
-def _read(item: Item, rule: str) -> tuple[Any, ...]:
-    """What only a recipe's own grader reads of an item."""
-    return (item.data_source, dict(item.extra_info)) if rule.startswith(OWN_RULES) else ()
+def _scorer_fields(item: Item, rule: str) -> tuple[Any, ...]:
+    """The fields that only scorers read."""
+    return (item.data_source, dict(item.extra_info)) if rule.startswith(SCORER_RULES) else ()
 
 
 def describe_differences(
     before: Mapping[str, Any], after: Mapping[str, Any], left: str = "before", right: str = "after"
 ) -> list[str]:
-    """One phrase per setting that differs, e.g. "sampling.max_tokens: 512 before, 256 after"."""
+    """Describe each setting that differs, e.g. "sampling.max_tokens: 512 before, 256 after"."""
     return [
         f"{key}: {_shown(old)} {left}, {_shown(new)} {right}"
         for key, old, new in differences(before, after)
@@ -376,12 +377,12 @@ def _shown(value: Any) -> str:
 
 
 def rate(rows: Sequence[Row], is_counted: Callable[[Row], bool]) -> float:
-    """Share of the rows that are counted; 0 without rows."""
+    """Return the share of rows that `is_counted` accepts, 0 without rows."""
     return sum(map(is_counted, rows)) / len(rows) if rows else 0.0
 
 
 def mean_response_tokens(rows: Iterable[Row]) -> float | None:
-    """Mean over the rows whose tokens the server counted; None when it counted none."""
+    """Return the mean response tokens over rows with a count, None without any."""
     counts = [row.response_tokens for row in rows if row.response_tokens is not None]
     return sum(counts) / len(counts) if counts else None
 

@@ -1,52 +1,33 @@
-"""Evaluate a served model on one benchmark or several, resumably, each into a results directory."""
+"""Evaluates a served model on one or several benchmarks, each into a results folder that can be resumed."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eval import EvaluationError
 from eval.answers.grading import GRADERS
-from eval.batches import Batch, Batches
-from eval.dispatch import Dispatcher, Limits, Request, run_in_thread
-from eval.endpoint import Endpoint, Sampling
+from eval.dispatch import Batch, Dispatcher, Limits, Outcome, Request, run_in_thread
+from eval.endpoint import Endpoint
 from eval.identity import ModelChangedError, Weights
-from eval.problems.items import EvaluationSet
 from eval.recorder import Benchmark, Recorder
 from eval.results import Row, exclusive, make_folder, make_settings
 from eval.summary import Summary
 
 logger = logging.getLogger(__name__)
 
-OnProgress = Callable[[int, int], None]  # requests finished, and in all
-LOG_SECONDS = 60.0  # between two lines on progress, while requests finish
-
-
-def evaluate(
-    evaluation_set: EvaluationSet,
-    endpoints: Sequence[Endpoint],
-    sampling: Sampling,
-    output_dir: str | Path,
-    *,
-    limits: Limits | None = None,
-    model_digest: str | None = None,
-    max_failed_ratio: float = 0.0,
-    on_progress: OnProgress | None = None,
-) -> Summary:
-    """`evaluate_all` for one benchmark."""
-    benchmark = Benchmark(evaluation_set, sampling, Path(output_dir), max_failed_ratio=max_failed_ratio)
-    [summary] = evaluate_all(
-        [benchmark], endpoints, limits=limits, model_digest=model_digest, on_progress=on_progress
-    )
-    return summary
+OnProgress = Callable[[int, int], None]  # (finished requests, all requests)
+LOG_SECONDS = 60.0  # longest interval between progress lines
+_BATCH_SECONDS = 0.05  # results that a kill may cost, beside the requests in flight
+_MAX_PENDING = 4096  # outcomes not yet recorded; beyond that the workers wait
 
 
 def evaluate_all(
@@ -57,15 +38,16 @@ def evaluate_all(
     model_digest: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Summary]:
-    """Ask for each sample of each item and return the summaries, which are also written beside the rows.
+    """Evaluate all benchmarks in one session. Returns their summaries, which are also written beside the rows.
 
-    A problem that is on r rows of its file has r times `sampling.num_samples` samples. The endpoints serve one
-    model and share the work of all benchmarks, the requests that may take longest first. A directory with equal
-    settings is continued: only missing rows and failed requests are asked. If only the grader or the gold answers
-    differ, its rows are graded again. With other settings the benchmark starts over, and the old files move to
-    `superseded-N/`. Raises EvaluationError when more than `max_failed_ratio` of a benchmark's requests failed, and
-    RequestsRefused when all of these were refused as they are; every finished row is kept for the next attempt,
-    and the other benchmarks are finished.
+    A problem on r rows of its file gets r times `sampling.num_samples` samples. The endpoints serve one model
+    and share the work, longest expected requests first. A folder with equal settings is resumed: only missing
+    rows and failed requests are sent. If only the grader or the gold answers differ, stored rows are graded
+    again. Otherwise the benchmark starts over, and the old files move to `superseded-N/`.
+
+    Raises EvaluationError if more than `max_failed_ratio` of a benchmark's requests failed, or RequestsRefused
+    if the server refused all of those. Finished rows are kept for the next attempt, and other benchmarks are
+    completed.
     """
     for benchmark in benchmarks:
         if not (items := benchmark.evaluation_set.items) or not endpoints:
@@ -77,38 +59,37 @@ def evaluate_all(
             grader = stack.enter_context(benchmark.grader or GRADERS[benchmark.evaluation_set.grader]())
             settings = _settings(benchmark, endpoints[0], model_digest, grader.rule)
             recorders.append(Recorder(benchmark, settings, grader))
-        asked = [recorder for recorder in recorders if recorder.num_missing]
+        incomplete = [recorder for recorder in recorders if recorder.num_missing]
         known = next((served for recorder in recorders if (served := recorder.served) is not None), None)
-        session = _Session(asked, Dispatcher(endpoints, limits or Limits(), known), known)
-        if asked:
-            session.ask(on_progress)
-        return _finish(recorders, ", ".join(endpoint.base_url for endpoint in endpoints), session.outage)
+        dispatcher = Dispatcher(endpoints, limits or Limits(), known)
+        if incomplete:
+            _Session(incomplete, dispatcher, known).run(on_progress)
+        return _finish(recorders, ", ".join(endpoint.base_url for endpoint in endpoints), dispatcher.outage)
 
 
 def _settings(benchmark: Benchmark, endpoint: Endpoint, model_digest: str | None, rule: str) -> dict[str, Any]:
-    """The settings of a benchmark's results, with the samples that repeated rows of its file ask for."""
-    asked, sampling = benchmark.evaluation_set, benchmark.requested
-    if asked.num_repeats > 1:
+    evaluation_set, sampling = benchmark.evaluation_set, benchmark.requested
+    if evaluation_set.num_repeats > 1:
         logger.info(
             "%d problems on %d rows each: every problem is one item with %d samples",
-            len(asked.items), asked.num_repeats, sampling.num_samples,
+            len(evaluation_set.items), evaluation_set.num_repeats, sampling.num_samples,
         )  # fmt: skip
         if sampling.temperature == 0:
-            logger.warning("at temperature 0 the samples of an item are alike; set evaluate.temperature for avg@k")
+            logger.warning("all samples of an item are alike at temperature 0; set evaluate.temperature for avg@k")
     settings = make_settings(
-        asked.items,
+        evaluation_set.items,
         endpoint,
         sampling,
         model_digest,
-        benchmark=asked.benchmark,
-        template=asked.template,
+        benchmark=evaluation_set.benchmark,
+        template=evaluation_set.template,
         grader=rule,
     )
     return settings if benchmark.judge is None else {**settings, "judge": benchmark.judge.to_json()}
 
 
 def _finish(recorders: Sequence[Recorder], servers: str, outage: str) -> list[Summary]:
-    """The summaries, once every benchmark without a failure has its own. Raises the failures as one."""
+    """Write and return all summaries. Raises the failures of benchmarks as one error after that."""
     summaries, failures = [], dict[str, EvaluationError]()
     for recorder in recorders:
         try:
@@ -117,13 +98,13 @@ def _finish(recorders: Sequence[Recorder], servers: str, outage: str) -> list[Su
             failures[recorder.name] = error
     if failures:
         kinds = {type(error) for error in failures.values()}
-        said = " ".join(f"{name}: {error}" if name else str(error) for name, error in failures.items())
-        raise (kinds.pop() if len(kinds) == 1 else EvaluationError)(said)
+        message = " ".join(f"{name}: {error}" if name else str(error) for name, error in failures.items())
+        raise (kinds.pop() if len(kinds) == 1 else EvaluationError)(message)
     return summaries
 
 
 class _Session:
-    """The missing requests of several benchmarks, asked as one queue."""
+    """Sends the missing requests of several benchmarks as one queue."""
 
     def __init__(self, recorders: Sequence[Recorder], dispatcher: Dispatcher, weights: Weights | None) -> None:
         self._recorders = {recorder.name: recorder for recorder in recorders}
@@ -131,18 +112,13 @@ class _Session:
         if weights is not None:
             self._keep_weights(weights)
 
-    @property
-    def outage(self) -> str:
-        """Why a server was given up."""
-        return self._dispatcher.outage
+    def run(self, on_progress: OnProgress | None) -> None:
+        """Send the requests and record each outcome, up to an interruption.
 
-    def ask(self, on_progress: OnProgress | None) -> None:
-        """Run the requests and record each that ends, also when they are interrupted.
-
-        Raises ModelChangedError, and moves the rows aside if any may be another model's.
+        Raises ModelChangedError, after moving the rows aside if another model may have produced some of them.
         """
-        expected = [pair for recorder in self._recorders.values() for pair in recorder.missing()]
-        requests = [request for _, request in sorted(expected, key=lambda pair: pair[0], reverse=True)]
+        missing = [pair for recorder in self._recorders.values() for pair in recorder.missing()]
+        requests = [request for _, request in sorted(missing, key=lambda pair: pair[0], reverse=True)]
         try:
             run_in_thread(self._record(requests, on_progress), self._dispatcher.stop)
         except ModelChangedError as error:
@@ -158,14 +134,14 @@ class _Session:
 
             async def record(batch: Batch) -> None:
                 for name, recorder in self._recorders.items():
-                    own = [(request, outcome) for request, outcome in batch if request.benchmark == name]
-                    if own:
-                        rows = await recorder.graded(own)
-                        recorder.append(rows, own)
-                        progress.advance(rows, self._dispatcher.num_repeated)
-                        self._end_if_hopeless(recorder)
+                    part = [(request, outcome) for request, outcome in batch if request.benchmark == name]
+                    if part:
+                        rows = await recorder.grade(part)
+                        recorder.append(rows, part)
+                        progress.advance(rows, self._dispatcher.num_retrying)
+                        self._stop_if_hopeless(recorder)
 
-            batches = Batches(record)
+            batches = _Batches(record)
             try:
                 await self._dispatcher.run(requests, batches.add, self._keep_weights)
             finally:
@@ -176,17 +152,65 @@ class _Session:
         for recorder in self._recorders.values():
             recorder.keep_weights(weights)
 
-    def _end_if_hopeless(self, recorder: Recorder) -> None:
-        """Send no more of a benchmark's requests when only failures come back; end when nothing else is left."""
-        patience = self._dispatcher.patience
-        if recorder.is_hopeless(patience):
+    def _stop_if_hopeless(self, recorder: Recorder) -> None:
+        """Drop a benchmark when only failures come back; stop when no other is left."""
+        limit = self._dispatcher.max_consecutive_failures
+        if recorder.is_hopeless(limit):
             self._dispatcher.drop(recorder.name)
-            if all(one.is_hopeless(patience) or not one.num_missing for one in self._recorders.values()):
+            if all(one.is_hopeless(limit) or not one.num_missing for one in self._recorders.values()):
                 self._dispatcher.stop()
 
 
+class _Batches:
+    """Collects outcomes for milliseconds and records them in batches, several of which may run at once.
+
+    Grading and writing them one by one would cost more than the requests.
+    """
+
+    def __init__(self, record: Callable[[Batch], Awaitable[None]]) -> None:
+        self._record = record
+        self._collected: Batch = []
+        self._num_pending = 0
+        self._running: set[asyncio.Future[None]] = set()
+        self._failure: BaseException | None = None
+
+    async def add(self, request: Request, outcome: Outcome) -> None:
+        """Add an outcome to the next batch; wait while too many are pending. Raises the errors of `record`."""
+        self._collected.append((request, outcome))
+        self._num_pending += 1
+        if outcome.answer is None:  # record failures immediately, to notice when nothing else comes back
+            self._start()
+            await asyncio.wait(self._running)
+        elif len(self._collected) == 1:
+            asyncio.get_running_loop().call_later(_BATCH_SECONDS, self._start)
+        while self._num_pending > _MAX_PENDING and self._running:
+            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+        if self._failure is not None:
+            raise self._failure
+
+    async def finish(self) -> None:
+        """Wait until every outcome is recorded. Raises the errors of `record`."""
+        self._start()
+        while self._running:
+            await asyncio.wait(self._running)
+        if self._failure is not None:
+            raise self._failure
+
+    def _start(self) -> None:
+        if self._collected:
+            batch, self._collected = self._collected, []
+            task = asyncio.ensure_future(self._record(batch))
+            self._running.add(task)
+            task.add_done_callback(lambda task: self._end(task, len(batch)))
+
+    def _end(self, task: asyncio.Future[None], count: int) -> None:
+        self._num_pending -= count
+        self._running.discard(task)
+        self._failure = self._failure or task.exception()
+
+
 class _Progress:
-    """How far an evaluation is: a bar on a terminal, otherwise a log line for each tenth or LOG_SECONDS."""
+    """Shows progress: a bar on a terminal, otherwise a log line every tenth of the requests or LOG_SECONDS."""
 
     def __init__(self, num_requests: int, on_progress: OnProgress | None) -> None:
         self._num_requests = num_requests
@@ -206,8 +230,8 @@ class _Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def advance(self, rows: Sequence[Row], num_repeated: int) -> None:
-        """Count finished requests; of those that are open, `num_repeated` failed and are asked again."""
+    def advance(self, rows: Sequence[Row], num_retrying: int) -> None:
+        """Count finished requests. `num_retrying` open ones have failed and will be retried."""
         done_before, self._num_done = self._num_done, self._num_done + len(rows)
         self._num_tokens += sum(row.response_tokens or 0 for row in rows)
         if self._on_progress is not None:
@@ -220,12 +244,11 @@ class _Progress:
             logger.warning("a request failed after %d attempts: %s", failed[0].attempts, failed[0].failure)
         self._num_failed += len(failed)
         speed += f", {self._num_failed} failed" if self._num_failed else ""
-        speed += f", {num_repeated} to ask again" if num_repeated else ""
+        speed += f", {num_retrying} to retry" if num_retrying else ""
         self._bar.update(self._task, advance=len(rows), speed=speed)
         is_tenth = 10 * self._num_done // self._num_requests > 10 * done_before // self._num_requests
         if self._bar.disable and (is_tenth or now - self._logged_at >= LOG_SECONDS):
             self._logged_at = now
-            # Without those that are asked again: they wait before they are.
-            num_new = self._num_requests - self._num_done - num_repeated
+            num_new = self._num_requests - self._num_done - num_retrying  # retries mostly wait
             left = f", about {math.ceil(seconds / self._num_done * num_new)} s left" if num_new > 0 else ""
             logger.info("%d of %d items done, %s%s", self._num_done, self._num_requests, speed, left)

@@ -1,4 +1,4 @@
-"""The numbers of one evaluation, as in summary.json; avg@k, pass@k and maj@k of several responses to each item."""
+"""Statistics of one evaluation, as in summary.json, including avg@k, pass@k and maj@k."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ from eval.results import (
 from eval.statistics import share_interval
 from eval.thinking import Budget, Thinking, by_limit, measure_thinking
 
-IsSame = Callable[[str, str], bool]  # of two answers
+IsSame = Callable[[str, str], bool]  # whether two answers are equal
 
 
 @dataclass(frozen=True)
 class Summary:
     """The result of an evaluation.
 
-    A failed request says nothing about the model: `n`, `accuracy`, the groups and the no-answer and truncated
-    rates count answered rows only; `request_failed_rate` is over all rows. With several samples of each item,
-    `n` counts samples and `accuracy` is their mean.
+    All statistics except `request_failed_rate` are over answered rows, since a failed request says nothing about
+    the model. With several samples per item, `n` counts samples and `accuracy` is their mean.
     """
 
     accuracy: float  # by the exact grader
     n: int
     num_items: int
-    num_samples: int  # of each item
+    num_samples: int  # per item
     by_level: dict[str, dict[str, float]]  # level -> {n, right, accuracy}
     by_subject: dict[str, dict[str, float]]
     no_answer_rate: float
@@ -47,20 +46,20 @@ class Summary:
     request_failed_rate: float
     mean_response_tokens: float | None
     thinking: Thinking | None
-    scorer: dict[str, float] | None  # {mean_score, errors: calls that failed} where a scorer grades
-    judge: dict[str, float] | None  # as summarise_votes
-    acc_norm: float | None  # as lm-eval: by log-probs for each character, where options are weighed
-    by_limit: list[Budget]  # what lower token limits would have left
-    aisbench: dict[str, float]  # {accuracy, raises: rows on which AISBench itself would raise}
-    agreement: dict[str, int]  # of the two graders over answered rows, see count_agreement
-    disagreements: list[dict[str, Any]]  # the rows that only one grader calls right
+    scorer: dict[str, float] | None  # {mean_score, errors: failed calls} with evaluate.scorer
+    judge: dict[str, float] | None  # see summarise_votes
+    acc_norm: float | None  # lm-eval's, with evaluate.mode=loglikelihood
+    by_limit: list[Budget]  # results under lower token limits
+    aisbench: dict[str, float]  # {accuracy, raises: rows on which AISBench's own code would raise}
+    agreement: dict[str, int]  # of the two graders, see count_agreement
+    disagreements: list[dict[str, Any]]  # rows that only one grader calls right
     samples: dict[str, dict[str, Any]] | None  # avg@k, pass@k, maj@k -> {value, ci95}; None for one sample
-    repeats: dict[str, float] | None  # of greedy samples, see _repeats; None without repeats
+    repeats: dict[str, float] | None  # see _repeats; None unless several greedy samples
     settings: dict[str, Any]
 
 
 def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
-    """The summary of an evaluation; `is_same` says whether two answers count as one (maj@k)."""
+    """Summarise an evaluation. `is_same` decides whether two answers count as one (maj@k)."""
     settings, rows = evaluation.settings, evaluation.rows
     answered = [row for row in rows if row.is_answered]
     num_samples, temperature = evaluation.num_samples, settings["sampling"]["temperature"]
@@ -93,7 +92,7 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
 
 
 def summarise_scores(rows: Iterable[Row]) -> dict[str, float] | None:
-    """{mean_score, errors} of rows that a scorer graded; None for other rows."""
+    """Return {mean_score, errors} of rows graded by a scorer, None for other rows."""
     details = [row.details for row in rows if row.details and row.details.keys() & {"score", "error"}]
     scores = [one["score"] for one in details if "score" in one]
     if not details:
@@ -102,17 +101,17 @@ def summarise_scores(rows: Iterable[Row]) -> dict[str, float] | None:
 
 
 def acc_norm(rows: Sequence[Row]) -> float | None:
-    """Share of weighed rows whose likeliest option for each of its characters is right; None for other rows."""
-    weighed = [(row.gold, row.details) for row in rows if row.details and "log_probs" in row.details]
+    """Return the accuracy when log-probs are divided by the option's characters; None without log-probs."""
+    ranked = [(row.gold, row.details) for row in rows if row.details and "log_probs" in row.details]
     right = 0
-    for gold, details in weighed:
+    for gold, details in ranked:
         pairs = zip(details["log_probs"], details["options"], strict=True)
         right += max(pairs, key=lambda pair: pair[0] / max(1, len(pair[1])))[1] == gold
-    return right / len(weighed) if weighed else None
+    return right / len(ranked) if ranked else None
 
 
 def count_agreement(rows: Iterable[Row]) -> dict[str, int]:
-    """Rows by which of the two graders calls them right."""
+    """Count rows by which of the two graders calls them right."""
     counts = Counter((row.is_right, row.aisbench_right) for row in rows)
     return {
         "both_right": counts[True, True],
@@ -123,7 +122,7 @@ def count_agreement(rows: Iterable[Row]) -> dict[str, int]:
 
 
 def list_disagreements(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The rows that only one grader calls right, without their texts."""
+    """List the rows that only one grader calls right, without their texts."""
     names = (
         "id", "sample", "gold", "verdict", "answer", "aisbench_right", "aisbench_answer", "aisbench_raises",
     )  # fmt: skip
@@ -131,7 +130,7 @@ def list_disagreements(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def item_metrics(items: Sequence[Samples], is_same: IsSame) -> dict[str, list[float]]:
-    """{avg@k, pass@2, pass@4, ..., pass@k, maj@k: one value per item}, k being the samples per item."""
+    """Return avg@k, pass@2, pass@4, ..., pass@k and maj@k with one value per item, for k samples per item."""
     k = len(items[0])
     return {
         f"avg@{k}": [num_right(samples) / k for samples in items],
@@ -141,7 +140,7 @@ def item_metrics(items: Sequence[Samples], is_same: IsSame) -> dict[str, list[fl
 
 
 def largest_steps(k: int) -> dict[str, float]:
-    """By the names of `item_metrics`, the most that one of k responses changes an item's value."""
+    """Return, for each of the `item_metrics`, the largest change of an item's value by one of k responses."""
     return {f"avg@{k}": 1 / k, **{f"pass@{size}": size / k for size in _sizes(k)}, f"maj@{k}": 1.0}
 
 
@@ -150,22 +149,23 @@ def _sizes(k: int) -> list[int]:
 
 
 def pass_at(k: int, num_samples: int, num_right: int) -> float:
-    """Probability that k of the samples, drawn without replacement, include a right one: 1 - C(n-c, k) / C(n, k).
+    """Estimate without bias the probability that k samples include a right one: 1 - C(n-c, k) / C(n, k).
 
-    An unbiased estimate of the same probability for k new samples (Chen et al., arXiv:2107.03374, eq. 1).
+    Chen et al., arXiv:2107.03374, eq. 1.
     """
     return 1 - comb(num_samples - num_right, k) / comb(num_samples, k)
 
 
 def majority_share(samples: Samples, is_same: IsSame) -> float:
-    """1 when the most frequent answer is right, 0 when it is not, 1/m when it is one of m equally frequent ones.
+    """Return 1 if the most frequent answer is right, 1/m if it is one of m equally frequent ones, else 0.
 
-    Answers that `is_same` finds equal count as one; a response without an answer, or a truncated one, has no vote.
+    Answers that `is_same` finds equal count as one. Responses that are truncated or without an answer have no
+    vote.
     """
     right = num_right(samples)
     wrong = Counter(row.answer for row in samples if row.verdict == "wrong" and row.answer is not None)
     if not right or max(wrong.values(), default=0) > right:
-        return 0.0  # merging equal wrong answers can only add to their votes
+        return 0.0  # merging equal wrong answers could only add votes
     if sum(wrong.values()) < right:
         return 1.0
     votes: dict[str, int] = {}
@@ -176,7 +176,7 @@ def majority_share(samples: Samples, is_same: IsSame) -> float:
 
 
 def same_answer_by(grade: Callable[[str, str, str], Grade]) -> IsSame:
-    """`is_same(answer, other)`: whether the exact grader accepts one answer where the other is gold."""
+    """Return `is_same(answer, other)`: whether the grader accepts one answer with the other as gold."""
 
     @functools.cache
     def is_same(answer: str, other: str) -> bool:
@@ -197,7 +197,7 @@ def _accuracy_by(rows: Sequence[Row], field: str) -> dict[str, dict[str, float]]
 
 
 def _sample_metrics(evaluation: Evaluation, is_same: IsSame) -> dict[str, dict[str, Any]]:
-    """Over the items with every sample answered, with 95 % intervals."""
+    """Compute the metrics with 95 % intervals over items without failed requests."""
     items = [samples for samples in evaluation.items.values() if is_answered(samples)]
     metrics = item_metrics(items, is_same) if items else {}
     steps = largest_steps(evaluation.num_samples)
@@ -208,7 +208,7 @@ def _sample_metrics(evaluation: Evaluation, is_same: IsSame) -> dict[str, dict[s
 
 
 def _repeats(rows: Sequence[Row]) -> dict[str, float]:
-    """Of the items answered more than once, the shares whose repeats differ; 0 for a deterministic server."""
+    """Return the share of items whose greedy samples differ, 0 for a deterministic server."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.id, []).append(row)
@@ -227,25 +227,25 @@ def _repeats(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def summarise_votes(rows: Sequence[Row]) -> dict[str, float] | None:
-    """{judged, accuracy, failed, vote_agreement, grader_agreement} of rows that were judged; None for others.
+    """Return {judged, accuracy, failed, vote_agreement, grader_agreement} of judged rows, None for other rows.
 
-    `accuracy` is of those with a majority and of responses that were cut off, which are wrong. `failed` had none.
-    `vote_agreement` is the mean share of pairs of votes on one response that agree (1 for single votes),
-    `grader_agreement` the share of verdicts that are the grader's.
+    `accuracy` covers responses with a majority, and truncated ones as wrong. `failed` counts responses without a
+    majority. `vote_agreement` is the mean share of agreeing pairs of votes on a response (1 for single votes),
+    `grader_agreement` the share of verdicts equal to the grader's.
     """
-    said = [row.details["judge"] for row in rows if row.details and "judge" in row.details]
-    if not said:
+    judged = [row.details["judge"] for row in rows if row.details and "judge" in row.details]
+    if not judged:
         return None
-    settled = [one for one in said if one["verdict"] is not None]
-    pairs = [_pairs_that_agree([vote for vote in one["votes"] if vote]) for one in said]
+    decided = [one for one in judged if one["verdict"] is not None]
+    pairs = [_pairs_that_agree([vote for vote in one["votes"] if vote]) for one in judged]
     agreements = [share for share in pairs if share is not None]
     num_cut = sum(row.verdict == "truncated" for row in rows)
     return {
-        "judged": len(said),
-        "failed": len(said) - len(settled),
-        "accuracy": _share([one["verdict"] == "right" for one in settled] + [False] * num_cut),
+        "judged": len(judged),
+        "failed": len(judged) - len(decided),
+        "accuracy": _share([one["verdict"] == "right" for one in decided] + [False] * num_cut),
         "vote_agreement": sum(agreements) / len(agreements) if agreements else 1.0,
-        "grader_agreement": _share([(one["verdict"] == "right") == (one["grader"] == "right") for one in settled]),
+        "grader_agreement": _share([(one["verdict"] == "right") == (one["grader"] == "right") for one in decided]),
     }
 
 
@@ -259,7 +259,7 @@ def _share(values: Sequence[bool]) -> float:
 
 
 def group_by(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:
-    """Rows by `level` or `subject`, in natural order (2 before 10); rows without one are left out."""
+    """Group rows by `level` or `subject` in natural order (2 before 10), skipping rows without one."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if (key := getattr(row, field)) is not None:

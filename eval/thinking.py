@@ -1,4 +1,4 @@
-"""Thinking and answers in tokens, and what a lower token limit would have left of an accuracy."""
+"""Thinking and answer tokens, and the accuracy under lower token limits."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ MAX_LIMITS = 8
 
 @dataclass(frozen=True)
 class Thinking:
-    """How much of the responses is thinking, in tokens where the server counts those of a response."""
+    """Tokens spent on thinking and on answers."""
 
-    num_responses: int  # that think
-    mean_tokens: float  # of all responses
+    num_responses: int  # with thinking
+    mean_tokens: float  # over all responses
     mean_answer_tokens: float
-    counted: Literal["server", "share of text"]  # by whom: a share of the text is that of its characters
+    counted: Literal["server", "share of text"]  # by the server, or estimated from the share of characters
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What one run would have come to under a lower token limit: longer responses are cut, so never right."""
+    """The result of a run under a lower token limit: longer responses are truncated, so never right."""
 
     max_tokens: int
     accuracy: float
@@ -31,7 +31,7 @@ class Budget:
 
 
 def measure_thinking(rows: Sequence[Row]) -> Thinking | None:
-    """The thinking of answered rows; None where no response thinks, or the server counts no tokens."""
+    """Measure the thinking in answered rows; None without thinking, or if the server counts no tokens."""
     thinking = [row for row in rows if row.num_chars[0] or row.reasoning_tokens]
     if not thinking or any(row.response_tokens is None for row in rows):
         return None
@@ -46,17 +46,17 @@ def measure_thinking(rows: Sequence[Row]) -> Thinking | None:
 
 
 def thinking_tokens(row: Row) -> float:
-    """The response's tokens of thinking: as the server counts them, else by its share of the characters."""
+    """Return the thinking tokens of a response, counted by the server, else estimated from the characters."""
     if row.reasoning_tokens is not None:
         return row.reasoning_tokens
     return (row.response_tokens or 0) * row.num_chars[0] / max(1, sum(row.num_chars))
 
 
 def by_limit(max_tokens: int | None, *sides: Sequence[Row]) -> list[tuple[Budget, ...]]:
-    """What each side would have come to under the run's token limit and its halves, while any answer is right.
+    """Return each side's results under the token limit and its halves, until no answer is right.
 
-    A server generates a response token by token whatever the limit is, so cutting is what a lower limit does; not
-    so for a model that knows its limit. Empty where tokens are not counted, or where no half cuts anything.
+    Truncating is what a lower limit does, since a server generates token by token, except for a model that knows
+    its limit. Empty if tokens are not counted, or if no half truncates anything.
     """
     rows = [row for side in sides for row in side]
     if not (rows and max_tokens) or any(row.response_tokens is None for row in rows):

@@ -1,4 +1,4 @@
-"""A training run's metrics.jsonl as the report shows it."""
+"""Reads a training run's metrics.jsonl for the report."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any
 from durable import read_json_lines
 from eval.results import ResultsError
 
-Steps = list[dict[str, Any]]  # the metrics of each training step, in order
-# What training counts as the outcome of a group.
-_OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted")
+Steps = list[dict[str, Any]]  # metrics of each training step, in order
+_GROUP_OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted")
 
 
 def read_training_metrics(path: str | Path) -> Steps:
-    """One dict per training step, ordered by step; of a step that was trained again, the last line counts.
+    """Read one dict per training step, ordered by step. The last line of a repeated step counts.
 
-    Raises ResultsError when the file is missing or holds no step.
+    Raises ResultsError if the file is missing or holds no step.
     """
     path = Path(path)
     if not path.is_file():
-        raise ResultsError(f"{path} does not exist: the training metrics of the report must be a metrics.jsonl")
+        raise ResultsError(f"{path} does not exist; the report needs a training's metrics.jsonl")
     steps = [row for row in read_json_lines(path) if isinstance(row, dict) and isinstance(row.get("step"), int)]
     by_step = {metrics["step"]: metrics for metrics in steps}
     if not by_step:
@@ -30,9 +29,9 @@ def read_training_metrics(path: str | Path) -> Steps:
 
 
 def training_totals(steps: Steps) -> dict[str, Any]:
-    """{steps, tokens_trained, tokens_generated, seconds}: response tokens trained on and generated, kept or not.
+    """Return {steps, tokens_trained, tokens_generated, seconds}, counting response tokens.
 
-    A total is None when no step carries its key.
+    A total is None if no step has its key.
     """
     return {
         "steps": sum(metrics["step"] > 0 for metrics in steps),  # 0 is a validation before training
@@ -43,7 +42,7 @@ def training_totals(steps: Steps) -> dict[str, Any]:
 
 
 def skipped_steps_notes(steps: Steps) -> list[str]:
-    """A caveat when training steps found nothing to train on, else nothing."""
+    """Return a note if training steps found no group to train on."""
     trained = [metrics for metrics in steps if metrics["step"] > 0]
     num_skipped = sum(metrics.get("sampler/kept_groups") == 0 for metrics in trained)
     if not num_skipped:
@@ -51,25 +50,25 @@ def skipped_steps_notes(steps: Steps) -> list[str]:
     if num_skipped == len(trained):
         return [
             f"None of the {len(trained)} training steps found a group with signal, so no weight changed: any "
-            f"change is noise of serving and sampling, not training."
+            "change is noise from serving and sampling, not training."
         ]
     return [f"{num_skipped} of {len(trained)} training steps found no group with signal and changed no weight."]
 
 
 def series(steps: Steps, key: str) -> tuple[list[int], list[float]]:
-    """(steps, values) where the metric is a finite number."""
+    """Return (steps, values) where the metric is a finite number."""
     points = [(int(m["step"]), float(m[key])) for m in steps if isinstance(m.get(key), (int, float))]
     finite = [(step, value) for step, value in points if math.isfinite(value)]
     return [step for step, _ in finite], [value for _, value in finite]
 
 
 def with_kept_share(steps: Steps) -> Steps:
-    """The steps with `sampler/kept_share`: groups trained on, of all groups that the step decided on."""
+    """Add `sampler/kept_share` to the steps: the share of groups trained on."""
     return [{**metrics, **_kept_share(metrics)} for metrics in steps]
 
 
 def _kept_share(metrics: dict[str, Any]) -> dict[str, float]:
-    counts = [metrics.get(f"sampler/{outcome}_groups") or 0 for outcome in _OUTCOMES]
+    counts = [metrics.get(f"sampler/{outcome}_groups") or 0 for outcome in _GROUP_OUTCOMES]
     return {"sampler/kept_share": counts[0] / sum(counts)} if any(counts) else {}
 
 

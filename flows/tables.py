@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dapo_core.config.derived import Quantity
     from dapo_core.memory.plan import Load, MemoryPlan
     from dapo_core.memory.step_time import StepTime
-    from eval.problems.problem_set import ProblemSet
+    from eval.problems.rows import ProblemSet
     from interop.account import Account
     from tasks.config import ChainConfig
     from tasks.data.reading import SetCount

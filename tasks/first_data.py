@@ -16,9 +16,8 @@ from dapo_core.errors import ConfigError
 from eval.problems import ProblemsError
 from eval.problems.files import find_schema, iterate_problems, iterate_rows, problems_of
 from eval.problems.items import Problem
-from eval.problems.problem_set import ProblemSet
 from eval.problems.registry import OWN, SETS
-from eval.problems.rows import Row, chat_of
+from eval.problems.rows import ProblemSet, Row, chat_of
 from tasks.config import ChainConfig
 from tasks.data.reading import SetCount, iterate_source, to_row
 from tasks.data.sources import train_sources

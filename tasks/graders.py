@@ -9,9 +9,8 @@ from pathlib import Path
 from dapo_core.errors import ConfigError
 from dapo_core.reward.custom import require_function
 from dapo_core.reward.scorers import SCORERS
-from eval.answers.grading import Grader
+from eval.answers.grading import Grader, ScorerGrader
 from eval.answers.pool import Pool
-from eval.answers.scored import ScorerGrader
 from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
 from eval.judge import PROMPT, Judge

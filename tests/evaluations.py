@@ -1,4 +1,4 @@
-"""Results directories whose every verdict a test chooses, written as an evaluation writes them."""
+"""Results folders with chosen verdicts, in the format of an evaluation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,35 @@ from eval.answers.grading import VERDICTS
 from eval.compare import Comparison, compare_evaluations
 from eval.endpoint import Endpoint, Sampling
 from eval.plots import Plots
-from eval.problems.items import Item
+from eval.problems.items import EvaluationSet, Item
+from eval.recorder import Benchmark
 from eval.results import Evaluation, Row, make_settings, write_rows
+from eval.run import evaluate_all
+from eval.summary import Summary
 from eval.training import Steps
 
 SAMPLING = Sampling(max_tokens=64)
-# One letter per response: r right, w wrong, n no answer, t truncated, f failed request.
+# A letter per response: r right, w wrong, n no answer, t truncated, f failed request.
 LETTERS = {verdict[0] if verdict != "request_failed" else "f": verdict for verdict in VERDICTS}
 
 
+def evaluate(
+    evaluation_set: EvaluationSet,
+    endpoints: Sequence[Endpoint],
+    sampling: Sampling,
+    output_dir: Path,
+    *,
+    max_failed_ratio: float = 0.0,
+    **options: Any,
+) -> Summary:
+    """Evaluate a single benchmark with `evaluate_all`."""
+    benchmark = Benchmark(evaluation_set, sampling, output_dir, max_failed_ratio=max_failed_ratio)
+    [summary] = evaluate_all([benchmark], endpoints, **options)
+    return summary
+
+
 def make_items(num_items: int, per_level: int = 4) -> list[Item]:
-    """Items 0, 1, ... whose gold answer is their number plus one, of subject `add`."""
+    """Make items 0, 1, ... of subject `add` whose gold answer is their number plus one."""
     prompts = [({"role": "user", "content": f"{i} + 1 | <b>?"},) for i in range(num_items)]
     return [
         Item(str(i), prompt, str(i + 1), subject="add", level=str(1 + i // per_level))
@@ -33,7 +51,7 @@ def make_items(num_items: int, per_level: int = 4) -> list[Item]:
 
 
 def make_row(item: Item, letter: str, sample: int = 0, **changes: Any) -> Row:
-    """The row of one response; both graders agree unless `changes` say otherwise."""
+    """Make the row of one response. Both graders agree unless `changes` override that."""
     answer = {"r": item.gold, "w": "-1"}.get(letter)
     texts = {"n": "no idea", "t": f"\\boxed{{{item.gold}}} or", "f": None}
     fields: dict[str, Any] = {
@@ -59,7 +77,7 @@ def make_row(item: Item, letter: str, sample: int = 0, **changes: Any) -> Row:
 
 
 def make_rows(items: list[Item], outcomes: str) -> list[Row]:
-    """Rows of `outcomes`, a group of letters for each item; without spaces one letter for each."""
+    """Make rows from `outcomes`: a group of letters per item, or without spaces a letter per item."""
     groups = outcomes.split() if len(outcomes.split()) == len(items) else list(outcomes.replace(" ", ""))
     return [
         make_row(item, letter, sample)
@@ -69,12 +87,12 @@ def make_rows(items: list[Item], outcomes: str) -> list[Row]:
 
 
 def settings_of(items: list[Item], model: str = "m", **changes: Any) -> dict[str, Any]:
-    """The settings of an evaluation of these items."""
+    """Make the settings of an evaluation of these items."""
     return {**make_settings(items, Endpoint("http://localhost", model), SAMPLING, None), **changes}
 
 
 def evaluation(items: list[Item], outcomes: str, model: str = "m") -> Evaluation:
-    """An evaluation as it is read, with one or more samples per item."""
+    """Make an evaluation in memory, with one or more samples per item."""
     return Evaluation.of(settings_of(items, model), make_rows(items, outcomes))
 
 
@@ -85,7 +103,7 @@ def write_results(
     model: str = "m",
     settings: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A results directory with one sample per item; `settings` change or add to those written."""
+    """Write a results folder; `settings` override or extend the default settings."""
     items = items or make_items(len(outcomes.replace(" ", "")))
     directory.mkdir(parents=True)
     (directory / "settings.json").write_text(json.dumps(settings_of(items, model, **(settings or {}))))
@@ -94,19 +112,19 @@ def write_results(
 
 
 def compared(before: str, after: str) -> Comparison:
-    """The comparison of two evaluations of the same items, all of one level."""
+    """Compare two evaluations of the same items, all of one level."""
     num_items = len(before.split()) if " " in before else len(before)
     items = make_items(num_items, per_level=max(4, num_items))
     return compare_evaluations(evaluation(items, before, "base"), evaluation(items, after, "trained"))
 
 
 def packed_items(page: str) -> tuple[list[list[Any]], list[str]]:
-    """The index of the items in a report's page, and their bodies in its order."""
+    """Return the item index of a report's page, and the items' bodies in that order."""
     packed = re.findall(r'<template class="packed">([^<]*)</template>', page)
     index, *chunks = [json.loads(gzip.decompress(base64.b64decode(text))) for text in packed]
     return index, [chunks[row[-2]][row[-1]] for row in index]
 
 
 def no_plots(comparison: Comparison | None, steps: Steps) -> Plots:
-    """For `write_report`, where a test does not look at plots: matplotlib takes most of a report's time."""
+    """Skip plots in `write_report`, which take most of its time."""
     return {name: [""] for name in ("accuracy", "gain", "length", "limit", "transition", "training")}

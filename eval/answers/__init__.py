@@ -1,1 +1,1 @@
-"""Finds the answer in a text and decides whether it is right. Shared by rewards and evaluation."""
+"""Extracts answers from responses and grades them. Shared by training rewards and evaluation."""

@@ -1,6 +1,6 @@
-"""AISBench's string rule for math_prm800k_500_0shot_cot_gen, so that accuracies compare with published ones.
+"""AISBench's string rule for math_prm800k_500_0shot_cot_gen, to make accuracies comparable with published ones.
 
-It gives AISBench's result without AISBench's code: linear time where that is quadratic in hostile text.
+It reproduces AISBench's results in linear time, where AISBench's own code is quadratic in hostile text.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ _THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
 def without_thinking(text: str) -> str:
-    """The response of a chat model as AISBench grades it: its `extract_non_reasoning_content`.
+    """Strip thinking from a chat response as AISBench's `extract_non_reasoning_content` does.
 
-    Every <think>...</think> is dropped, and without any <think> what comes before the last </think>. Thinking that
-    does not end stays.
+    Drops every <think>...</think>, or without any <think> everything up to the last </think>. Unclosed thinking
+    stays.
     """
     if "<think>" not in text:
         return text.rpartition("</think>")[2].strip()
-    end = text.rfind("</think>") + len("</think>")  # searching beyond it would take quadratic time
+    end = text.rfind("</think>") + len("</think>")  # searching past it would take quadratic time
     return (_THINKING.sub("", text[:end]) + text[end:]).strip()
 
 
 def extract_aisbench(text: str) -> tuple[str, bool]:
-    """(answer, True when AISBench itself would have raised) of a whole response.
+    """Return (answer, whether AISBench's own code would raise) for a response.
 
-    The last \\boxed with matching braces, else the last \\fbox; an empty box counts as none. Without a box the
-    first piece between full stops with a cue, else the first piece, normalised. AISBench raises where
-    anything but `{` follows the macro; here the content of the braces is the answer.
+    The answer is the last non-empty \\boxed with matching braces, else the last \\fbox. Without a box it is the
+    first sentence with a cue, else the first sentence, normalised. AISBench raises if anything but `{` follows the
+    macro; here the content of the braces is the answer.
     """
     content, raises = _last_box(text)
     if content:
@@ -41,7 +41,7 @@ def extract_aisbench(text: str) -> tuple[str, bool]:
 
 
 def _last_box(text: str) -> tuple[str | None, bool]:
-    """Content of the last box and whether AISBench raises on it; (None, False) where it finds no box."""
+    """Return (content of the last box, whether AISBench raises on it), or (None, False) without a box."""
     start = text.rfind("\\boxed")
     if start < 0:
         start = text.rfind("\\fbox")
@@ -65,10 +65,10 @@ def _last_box(text: str) -> tuple[str | None, bool]:
 
 
 def is_equal_aisbench(answer: str, gold: str) -> bool:
-    """True when two answers are equal strings, raw or under either or both of AISBench's normalisations.
+    """True if two answers are equal strings, raw or under either or both of AISBench's normalisations.
 
-    No numbers and no algebra, so `0.5` is not `\\frac12`; and its known false equalities come with it
-    (`1,2` is `12`, `3 \\cdot 4` is `34`), because published figures include them.
+    There are no numbers and no algebra: `0.5` is not `\\frac12`. AISBench's false equalities (`1,2` is `12`,
+    `3 \\cdot 4` is `34`) are reproduced, because published figures include them.
     """
     if answer == gold:
         return True
@@ -84,15 +84,15 @@ _REMOVED_NEXT = ("^{\\circ}", "^\\circ", "\\$", "$", "\\text", "x\\in", "\\%", "
 
 
 def strip_latex(text: str) -> str | None:
-    """The answer without spacing, units, degree and currency signs, with \\frac and \\sqrt written in full.
+    """Strip spacing, units, degree and currency signs, and write \\frac and \\sqrt in full.
 
-    None where AISBench's stripping raises, as on `x/2`; the comparison then skips this step.
+    None if AISBench's stripping raises, as on `x/2`; the comparison then skips this step.
     """
     text = _without(text.strip().replace("\n", "").rstrip("."), _REMOVED_FIRST)
     text = text.replace("\\\\", "\\").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
     text = _without(text, ("\\left", "\\right"))
-    unit = text.find("\\text{")  # from the first \text{ to a closing brace at the end, whatever lies between
+    unit = text.find("\\text{")  # a unit reaches from the first \text{ to a closing brace at the end
     bare = text[:unit].strip() if unit >= 0 and text.endswith("}") else text.strip()
     text = bare or text
     text = _without(text, _REMOVED_NEXT).replace(" .", " 0.").replace("{.", "{0.").replace("\\cdot", "")
@@ -116,7 +116,7 @@ def strip_latex(text: str) -> str | None:
 
 
 def _full_fractions(text: str) -> str:
-    """\\frac12 and \\frac1{2} as \\frac{1}{2}; all unchanged when fewer than two characters follow one."""
+    """Write \\frac12 and \\frac1{2} as \\frac{1}{2}; change nothing if fewer than two characters follow one."""
     head, *pieces = text.split("\\frac")
     fixed = [head]
     for piece in pieces:
@@ -131,7 +131,7 @@ def _full_fractions(text: str) -> str:
 
 
 def _plain_fraction(text: str) -> str | None:
-    """a/b of two integers as \\frac{a}{b}; None where AISBench's conversion of a side to an integer raises."""
+    """Write a/b of two integers as \\frac{a}{b}; None if AISBench's conversion to an integer raises."""
     sides = text.split("/")
     if len(sides) != 2:
         return text
@@ -149,7 +149,7 @@ _REMOVED = (*MINERVA_REMOVED[:_HOURS], "ft", *MINERVA_REMOVED[_HOURS:], "\n", "\
 
 
 def normalise(text: str) -> str:
-    """The answer without unit words, text macros and spaces (Minerva, arXiv:2206.14858, appendix D.1)."""
+    """Strip unit words, text macros and spaces (Minerva, arXiv:2206.14858, appendix D.1)."""
     for before, after in _REPLACED:
         text = text.replace(before, after)
     text = _without(text, _REMOVED)
@@ -179,21 +179,21 @@ def _without(text: str, expressions: tuple[str, ...]) -> str:
 
 
 def _unwrapped(text: str, opening: str, closing: str, kept: str = r"\1") -> str:
-    """Every `opening ... closing`, nearest closing first, replaced by what is between, or by `kept`."""
+    """Replace each `opening ... closing` by its content, or by `kept`; the nearest closing ends it."""
     pattern, end = _between(text, opening, closing)
     return re.sub(pattern, kept, text[:end], flags=re.DOTALL) + text[end:]
 
 
 def _last_between(text: str, opening: str, closing: str) -> str:
-    """What the last `opening ... closing` holds; the text itself when there is none."""
+    """Return the content of the last `opening ... closing`, or the text itself."""
     pattern, end = _between(text, opening, closing)
     found = re.findall(pattern, text[:end], re.DOTALL)
     return found[-1] if found else text
 
 
 def _between(text: str, opening: str, closing: str) -> tuple[str, int]:
-    """The pattern of `opening ... closing`, and the end of the last closing.
+    """Return the pattern of `opening ... closing` and the end of the last closing.
 
-    Searching beyond it would take quadratic time.
+    Searching past that end would take quadratic time.
     """
     return f"{re.escape(opening)}(.*?){re.escape(closing)}", text.rfind(closing) + len(closing)

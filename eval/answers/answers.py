@@ -1,4 +1,4 @@
-"""The kinds of answers: a value, words, a list, a point or interval, a matrix, a region, a relation.
+"""Parsed answers: a value, words, a list, a point or interval, a matrix, a region, a relation.
 
 Regions are merged so that equal sets of real numbers have equal pieces.
 """
@@ -13,7 +13,7 @@ from eval.answers.numeric import sign_of_difference, variables
 
 
 class Interval(NamedTuple):
-    """A piece of the real line; an infinite end is open."""
+    """An interval of the real line; infinite ends are open."""
 
     low: Node
     low_closed: bool
@@ -32,14 +32,14 @@ class Value:
 
 @dataclass(frozen=True)
 class Words:
-    """An answer in words, or one that cannot be parsed; compared as text."""
+    """An answer in words, or an unparsable one; compared as text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Several answers in any order: `1, 2`, `\\{1, 2\\}`, `1 \\pm 2`."""
+    """Unordered answers: `1, 2`, `\\{1, 2\\}`, `1 \\pm 2`."""
 
     items: tuple[Answer, ...]
     is_set: bool = False
@@ -63,7 +63,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Region:
-    """A set of real numbers that is a union of intervals."""
+    """A union of intervals."""
 
     pieces: tuple[Interval, ...]
     variable: str | None = None
@@ -71,7 +71,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Relation:
-    """An equation or inequality, or a chain of them."""
+    """An equation, an inequality, or a chain of them."""
 
     operators: tuple[str, ...]
     sides: tuple[Node, ...]
@@ -79,7 +79,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Named:
-    """A value with its name in front: `x = 5`, `f(x) = 2x`, `\\text{Area} = 5`."""
+    """A named value: `x = 5`, `f(x) = 2x`, `\\text{Area} = 5`."""
 
     name: str
     value: Answer
@@ -100,7 +100,7 @@ _REVERSED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 
 
 def region_of_inequality(operators: tuple[str, ...], sides: tuple[Node, ...]) -> Region | None:
-    """The numbers that an inequality in one variable allows: x > 3, 1 < x <= 5, x != 2."""
+    """Return the solutions of an inequality in one variable: x > 3, 1 < x <= 5, x != 2."""
     if any(side[0] == "neg" and side[1][0] == "var" for side in sides):  # -x > -1
         operators = tuple(_REVERSED.get(operator, operator) for operator in operators)
         sides = tuple(side[1] if side[0] == "neg" else ("neg", side) for side in sides)
@@ -124,7 +124,7 @@ def region_of_inequality(operators: tuple[str, ...], sides: tuple[Node, ...]) ->
 
 
 def as_region(answer: Answer) -> Region | None:
-    """The answer as a set of real numbers, where it can be one: an interval in brackets, a set of numbers."""
+    """Return an interval in brackets or a set of numbers as a set of real numbers, else None."""
     match answer:
         case Region():
             return answer
@@ -142,7 +142,7 @@ def as_region(answer: Answer) -> Region | None:
 
 
 def ordered(points: list[Node]) -> list[Node] | None:
-    """The real numbers in ascending order; None when they cannot be ordered."""
+    """Sort real numbers in ascending order; None if they cannot be ordered."""
     in_order: list[Node] = []
     for point in points:
         signs = [sign_of_difference(point, other) for other in in_order]
@@ -153,7 +153,7 @@ def ordered(points: list[Node]) -> list[Node] | None:
 
 
 def merged(pieces: tuple[Interval, ...]) -> list[Interval] | None:
-    """The same set in as few pieces as possible, in ascending order; None when its ends cannot be ordered."""
+    """Merge intervals into as few as possible, in ascending order; None if their ends cannot be ordered."""
     in_order: list[Interval] = []
     for piece in pieces:
         signs = [sign_of_difference(piece.low, other.low) for other in in_order]

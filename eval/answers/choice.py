@@ -1,4 +1,4 @@
-r"""Multiple-choice questions with options A to G: the options that a response names.
+r"""Finds the options A to G that a response names.
 
 Prompts such as CFLUE's ask for \boxed{A}; models write \boxed{A}\boxed{C}, \boxed{AC}, `Answer: A, C`, `答案：AC`.
 """
@@ -18,16 +18,16 @@ _ANSWER_LINE = re.compile(
 )
 _OPENING = re.compile(r"[\s$*(\[\"'“【]*(?:options?|choices?|选项?)?[\s:(\[]*", re.IGNORECASE)
 _LETTERS = re.compile(r"([A-G]+)(?![A-Za-z0-9])" + _JOINED)
-# What makes a letter part of an English word or sentence (`A bank`, `A-level`), or of a Chinese word (`A股`).
-_GOES_ON = re.compile(r"[-’]?[A-Za-z0-9]|(?!选项|[两三四五]?项|正确|对)[^\W_]")
+# The letter belongs to an English word or sentence (`A bank`, `A-level`), or to a Chinese word (`A股`).
+_IN_A_WORD = re.compile(r"[-’]?[A-Za-z0-9]|(?!选项|[两三四五]?项|正确|对)[^\W_]")
 
 
 def find_options(response: str) -> str:
-    """The options that a response answers with, sorted, such as "ACD"; "" when there is no answer.
+    """Return the options that a response answers with, sorted, such as "ACD"; "" without an answer.
 
-    Thinking (before the last `</think>`) does not count. Within the last <answer>, if there is one, the answer is
-    the last row of boxes, else the last line `Answer:` or `答案：` that names options, else the whole text if it
-    is one line. Linear in the length of the response.
+    Thinking (before the last `</think>`) is ignored. Within the last <answer>, if any, the answer is the last
+    row of boxes, else the last line `Answer:` or `答案：` that names options, else the whole text if it is one
+    line. Takes linear time.
     """
     text, is_thinking = after_thinking(response)
     if is_thinking:
@@ -49,9 +49,9 @@ def find_options(response: str) -> str:
 
 
 def option_letters(text: str) -> str:
-    """The options at the beginning of the text, sorted and each once: "CA, A" gives "AC".
+    """Return the distinct options at the beginning of the text, sorted: "CA, A" gives "AC".
 
-    "" where the letters belong to a word, as in "Banana", "A bank" or "A股"; "B. Bonds" names B.
+    "" if the letters belong to a word, as in "Banana", "A bank" or "A股"; "B. Bonds" names B.
     """
     text = unwrap(unicodedata.normalize("NFKC", text))
     opening = _OPENING.match(text)
@@ -60,5 +60,5 @@ def option_letters(text: str) -> str:
     while match := _LETTERS.match(text, position):
         found.update(match.group(1))
         position, end = match.end(), match.end(1)
-    is_labelled = text[end : end + 1] in (".", ":", ")")  # "B. Bonds": an option with its text
-    return "" if not is_labelled and _GOES_ON.match(text, position) else "".join(sorted(found))
+    is_label = text[end : end + 1] in (".", ":", ")")  # "B. Bonds": an option with its text
+    return "" if not is_label and _IN_A_WORD.match(text, position) else "".join(sorted(found))

@@ -1,11 +1,12 @@
 """The exact rule: decides whether two answers mean the same. Runs in the grader's process; takes milliseconds.
 
 Design choices (each has rows in tests/answers/pairs.tsv):
-- a value may be written in any exact form, never rounded: 0.5 is 1/2, 0.33 is not 1/3, 1.414 is not sqrt(2);
+- a value may be written in any exact form, but not rounded: 0.5 is 1/2, 0.33 is not 1/3, 1.414 is not sqrt(2);
 - lists, sets and unions are unordered; points, vectors and intervals are ordered; 1, 2 is not (1, 2);
-- a unit, name (`x =`) or degree sign may be missing, but two that are present must agree; 50 % is 50 or 0.5;
-- a number's base may be missing in the prediction, since the question asks for it;
-- an ISO date is no arithmetic, and equal only to the same day: 2024-01-02 is 2024/01/02, not 2021;
+- a unit, name (`x =`) or degree sign may be missing, but if both sides have one, they must agree; 50 % is 50 or
+0.5;
+- the prediction may omit a number's base, since the question states it;
+- an ISO date is not arithmetic and equals only the same day: 2024-01-02 is 2024/01/02, not 2021;
 - a list must have exactly as many answers as the gold one.
 """
 
@@ -40,7 +41,7 @@ MAX_LISTED = 200
 
 
 def is_equal_exact(prediction: str, gold: str) -> bool:
-    """True when the prediction means exactly what the gold answer means."""
+    """True if the prediction means exactly the same as the gold answer."""
     plain = clean(prediction), clean(gold)
     if not plain[0] or not plain[1]:
         return prediction.strip() == gold.strip()
@@ -61,12 +62,12 @@ def is_equal_exact(prediction: str, gold: str) -> bool:
 
 
 def compact(plain: str) -> str:
-    """An answer in plain notation without the spaces and quotes that do not matter."""
+    """Strip insignificant spaces and quotes from an answer in plain notation."""
     return re.sub(r'[\s"]', "", re.sub(r"(?<=\w) (?=\w)", "\x01", plain))
 
 
 def same(prediction: Answer, gold: Answer) -> bool:
-    """True when two parsed answers mean the same."""
+    """True if two parsed answers mean the same."""
     match prediction, gold:
         case Approximate(values), _:
             return any(same(value, gold) for value in values)
@@ -81,7 +82,7 @@ def same(prediction: Answer, gold: Answer) -> bool:
             return predicted is not None and expected is not None and _same_region(predicted, expected)
         case (Matrix() as matrix, Point() as vector) | (Point() as vector, Matrix() as matrix):
             return _same_vector(matrix, vector)
-        case Listing(items, False), Point() as point:  # a point without brackets, if it cannot be an interval
+        case Listing(items, False), Point() as point:  # a point without brackets; not if it may be an interval
             return (point.opening == "=" or not _may_be_interval(point)) and _all_same(items, point.items)
         case Point("=", _, items), Listing(others, False):
             return _all_same(others, items)
@@ -129,7 +130,7 @@ def _distinct(items: Sequence[Answer]) -> list[Answer]:
 
 
 def _same_items(predictions: Sequence[Answer], golds: Sequence[Answer]) -> bool:
-    """True when predictions and gold answers pair up one to one; equality is transitive."""
+    """True if predictions and gold answers pair up one to one (equality is transitive)."""
     if len(predictions) != len(golds) or len(golds) > MAX_LISTED:
         return False
     left = list(golds)
@@ -142,7 +143,7 @@ def _same_items(predictions: Sequence[Answer], golds: Sequence[Answer]) -> bool:
 
 
 def _same_point(prediction: Point, gold: Point) -> bool:
-    """Equal in order. `[1, 2]` is an interval, `(1, 2)` another one or a point; longer ones are points."""
+    """Compare in order. `[1, 2]` is an interval, `(1, 2)` an open one or a point; longer ones are points."""
     brackets = [(answer.opening, answer.closing) for answer in (prediction, gold)]
     may_be_interval = len(gold.items) == 2 and all(bracket[0] in "([" for bracket in brackets)
     if brackets[0] != brackets[1] and (may_be_interval or not all(bracket in _PAIRS for bracket in brackets)):
@@ -154,7 +155,7 @@ _PAIRS = (("(", ")"), ("[", "]"), ("⟨", "⟩"), ("=", "="))
 
 
 def _same_vector(matrix: Matrix, vector: Point) -> bool:
-    """A matrix of one row or one column is the vector in brackets with these entries."""
+    """A matrix with one row or one column equals the vector with the same entries."""
     if len(matrix.rows) > 1 and len(matrix.rows[0]) > 1:
         nested = tuple(item.items for item in vector.items if isinstance(item, Point))
         return len(nested) == len(vector.items) and _same_matrix(matrix, Matrix(nested))
@@ -193,7 +194,7 @@ _MIRRORED = str.maketrans("<>≤≥", "><≥≤")
 
 
 def _same_relation(prediction: Relation, gold: Relation) -> bool:
-    """Chains with the same sides in the same or the mirrored order; single ones also up to a constant factor."""
+    """Chains need the same sides, possibly mirrored; single relations may also differ by a constant factor."""
     if len(prediction.sides) != len(gold.sides):
         return False
     mirrored = Relation(
@@ -215,7 +216,7 @@ def _difference(relation: Relation) -> Node:
 
 
 def _same_named(prediction: Answer, gold: Answer) -> bool:
-    """Named values: the names match or one is missing, or both are the same equation."""
+    """Named values match if their names match or one is missing, or if both are the same equation."""
     match prediction, gold:
         case Named(predicted, value), Named(expected, other) if _same_name(predicted, expected):
             return same(value, other)
@@ -230,7 +231,7 @@ def _same_named(prediction: Answer, gold: Answer) -> bool:
 
 
 def _same_name(left: str, right: str) -> bool:
-    """True when names match: a word any name, y a function, a letter itself with an index or argument."""
+    """A word matches any name, y any function, and a letter itself with an index or argument."""
     if left == right or not left or not right or '"' in left + right:
         return True
     functions = [re.fullmatch(r"[a-zA-Z]'*\([^()]*\)", name) is not None for name in (left, right)]
@@ -260,13 +261,13 @@ _WORDY = re.compile(r"[^\W\d_][\w\s.,'-]*")
 
 
 def _same_words(prediction: str, gold: str, *answers: Answer) -> bool:
-    """A word is the same with and without \\text; a run of letters is a word only if one side quotes it."""
+    """Words match with or without \\text; a run of letters is a word only if one side quotes it."""
     is_quoted = '"' in prediction + gold
     if not is_quoted and not any(isinstance(answer, Words) for answer in answers):
         return False
     length = len(_bare_words(gold))
     if length == 1 and compact(prediction) != compact(gold):
-        return False  # a letter's case counts
+        return False  # single letters are case-sensitive
     return (is_quoted or length > 3) and _same_wording(prediction, gold)
 
 
@@ -276,7 +277,7 @@ def _same_wording(prediction: str, gold: str) -> bool:
 
 
 def _bare_words(plain: str) -> str:
-    """Words in lower case without quotes, outer brackets, articles and ordinal endings."""
+    """Lower-case words without quotes, outer brackets, articles and ordinal endings."""
     text = re.sub(r"\b(the|an?|is|it|due)\s+(?=\w\w)", " ", plain.replace('"', " ").lower())
     text = re.sub(r"(?<=\d)(st|nd|rd|th)\b", "", text).strip(" .,;:!()")
     return re.sub(r"\s+", " ", text)
@@ -288,10 +289,10 @@ _HALF_DAY = 12 * 3600
 
 
 def _same_time(prediction: str, gold: str) -> bool | None:
-    """True for the same time of day, None unless both are one: `3:00` and `5:00` are no ratios.
+    """Compare times of day; None unless both are one. `3:00` and `5:00` are not ratios.
 
-    A gold answer without a.m. or p.m. is met by either; if only the gold answer has it, 16:30 is 4:30 p.m. and a
-    missing one is not guessed.
+    If the gold answer has no a.m. or p.m., either matches. If only the gold answer has one, 16:30 is 4:30 p.m.,
+    but 4:30 is not.
     """
     times = [_read_time(re.sub(r'[\s"]', "", plain.lower())) for plain in (prediction, gold)]
     if times[0] is None or times[1] is None:
@@ -303,7 +304,7 @@ def _same_time(prediction: str, gold: str) -> bool | None:
 
 
 def _read_time(text: str) -> tuple[int, bool] | None:
-    """(seconds since midnight, True with a.m. or p.m.) of `4:30p.m.` or `16:30`, else None."""
+    """Parse `4:30p.m.` or `16:30` into (seconds since midnight, has a.m. or p.m.), else None."""
     half, clock = _TIME.fullmatch(text), _CLOCK.fullmatch(text)
     if half:
         hour = int(half.group(1)) % 12 + (12 if half.group(3) == "p" else 0)
@@ -315,7 +316,7 @@ def _read_time(text: str) -> tuple[int, bool] | None:
 
 
 def _same_date(prediction: str, gold: str) -> bool | None:
-    """True for the same day, None unless both are one: `2024-01-02` and `2024-02-01` are no differences."""
+    """Compare dates; None unless both are one. `2024-01-02` and `2024-02-01` are not differences."""
     days = [read_date(re.sub(r'[\s"]', "", plain)) for plain in (prediction, gold)]
     return None if None in days else days[0] == days[1]
 
@@ -324,7 +325,7 @@ _BASED = re.compile(r'(-?[0-9A-Z.]+)(?:_\{?\(?"?(?:base)?"?(\w+)"?\)?\}?|"?\(?ba
 
 
 def _same_base(prediction: str, gold: str) -> bool | None:
-    """True for the same digits and the same base or none, None if the gold answer names no base."""
+    """Compare digits and bases, if the prediction has one; None if the gold answer has no base."""
     texts = [re.sub(r"\s|\\", "", plain) for plain in (prediction, gold)]
     texts = [re.sub(r'^[a-zA-Z]=|(?<=\d)"(?=base)', "", text) for text in texts]
     texts = [re.sub(r"^\(([0-9A-Z.]+)\)(?=_)", r"\1", text) for text in texts]
@@ -346,7 +347,7 @@ _FURTHER_LETTER = re.compile(r"\W*(?:(?:and|or)\W*)?[A-Z]\b")
 
 
 def _same_choice(prediction: str, gold: str) -> bool | None:
-    """True for the same letter, None unless the gold answer is an option, `(C)` or `\\text{C}`."""
+    """Compare option letters; None unless the gold answer is an option, `(C)` or `\\text{C}`."""
     expected = _CHOICE.fullmatch(gold)
     if expected is None or not re.search(r'["(]|^[A-J]$', gold):
         return None
@@ -359,7 +360,7 @@ def _same_choice(prediction: str, gold: str) -> bool | None:
 
 
 def _same_ratio(prediction: str, gold: str) -> bool | None:
-    """True for equal ratios, None if neither is one: 3:2 is 6:4, and the fraction 3/2."""
+    """Compare ratios; None if neither is one. 3:2 equals 6:4 and the fraction 3/2."""
     bare = [re.sub(r"^[^=]*=", "", plain) for plain in (prediction, gold)]
     sides = [re.sub(r'(?<=\d)\s*"?\s*\bto\b\s*"?\s*(?=\d)', ":", plain).split(":") for plain in bare]
     if max(map(len, sides)) == 1:
@@ -376,6 +377,6 @@ def _same_ratio(prediction: str, gold: str) -> bool | None:
 
 
 def is_list(gold: str) -> bool:
-    """True when the gold answer is a list of several."""
+    """True if the gold answer is a list of several answers."""
     answer = read_answer(gold)
     return isinstance(answer, Listing) and len(answer.items) > 1

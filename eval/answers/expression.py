@@ -45,12 +45,12 @@ _STARTS_FACTOR = frozenset("({[⌊⌈|∞")
 
 
 class NotReadableError(ValueError):
-    """The text is not an expression of this grammar, or is too long or too deep to be an answer."""
+    """The text is not an expression in this grammar, or is too long or too deep to be an answer."""
 
 
 @lru_cache(maxsize=4096)
 def parse_expression(text: str) -> Node | None:
-    """The tree of an expression, or None when it cannot be parsed."""
+    """Parse an expression into a tree; None if it cannot be parsed."""
     try:
         parser = _Parser(_tokens_of(text))
         node = parser.expression()
@@ -62,7 +62,7 @@ def parse_expression(text: str) -> Node | None:
 
 
 def is_too_high(node: Node) -> bool:
-    """True for a tree too high for recursion: a sum or product of hundreds of terms."""
+    """True if a tree is too high for recursion, such as a sum or product of hundreds of terms."""
     level = [node]
     for _ in range(MAX_HEIGHT):
         level = [child for parent in level for child in parent[1:] if isinstance(child, tuple)]
@@ -114,7 +114,7 @@ class _Parser:
         return node
 
     def signed(self) -> Node:
-        """A term with the signs in front of it."""
+        """A term with leading signs."""
         sign = self.accept("+", "-", "±", "∓")
         if sign is None:
             return self.term()
@@ -169,7 +169,7 @@ class _Parser:
         return kind in ("number", "scientific", "repeating", "letter") or (kind == "command" and value != "mod")
 
     def factor(self) -> Node:
-        """A primary with its postfixes and powers; powers bind to the right."""
+        """A primary with postfixes and powers; powers are right-associative."""
         node = self.primary()
         while True:
             if self.accept("^"):
@@ -267,7 +267,7 @@ class _Parser:
         return ("call", "root", self.argument(whole_number=True), index)
 
     def argument(self, whole_number: bool = False) -> Node:
-        """A braced argument; without braces the next digit or primary, or under a root the whole number."""
+        """A braced argument; without braces the next digit or primary, or the whole number under a root."""
         kind, value = self.peek()
         if kind != "number" or whole_number or len(value) == 1:
             return self.primary()
@@ -277,7 +277,7 @@ class _Parser:
         return ("num", Fraction(value[0]))
 
     def function(self, name: str) -> Node:
-        """\\sin^2 x, \\log_2 8, \\sin(x) y, \\sin 2x: without parentheses the product is the argument."""
+        """\\sin^2 x, \\log_2 8, \\sin(x) y, \\sin 2x: without parentheses the argument is the product."""
         base: Node | None = None
         power: Node | None = None
         while True:
@@ -332,7 +332,7 @@ def _signed(left: Node, sign: str, right: Node) -> Node:
 
 
 def _is_proper(node: Node) -> bool:
-    """True for a division of two whole numbers below one: the fraction of a mixed number."""
+    """True for a fraction of whole numbers below one, the second part of a mixed number."""
     match node:
         case "div", ("num", above), ("num", below):
             return bool(above.denominator == below.denominator == 1 and 0 < above < below)
@@ -340,7 +340,7 @@ def _is_proper(node: Node) -> bool:
 
 
 def _tokens_of(text: str) -> list[tuple[str, str]]:
-    """(kind, text) of every token."""
+    """Tokenize into (kind, text)."""
     tokens: list[tuple[str, str]] = []
     text = re.sub(r"\^\s*\{\s*('+)\s*\}", r"\1", text)
     for match in _TOKEN.finditer(text):
@@ -356,7 +356,7 @@ def _tokens_of(text: str) -> list[tuple[str, str]]:
 
 
 def _split_word(word: str) -> list[tuple[str, str]]:
-    """A run of letters: a function's name, or letters that are factors."""
+    """Split a run of letters into function names and single-letter factors."""
     if word in FUNCTIONS:
         return [("command", word)]
     for name in ("arcsin", "arccos", "arctan", "sin", "cos", "tan", "log", "ln"):
@@ -367,7 +367,7 @@ def _split_word(word: str) -> list[tuple[str, str]]:
 
 
 def _number_of(text: str) -> Fraction:
-    """Exact value of a decimal numeral, one in scientific notation, or a repeating decimal."""
+    """Return the exact value of a number in decimal or scientific notation, or of a repeating decimal."""
     if len(text) > MAX_DIGITS:
         raise NotReadableError("too many digits")
     repeating = re.fullmatch(r"(\d*)\.(\d*)\s*\\\w+\s*\{\s*(\d+)\s*\}", text)

@@ -1,26 +1,26 @@
-"""Finds the final answer in a response, in time linear in its length."""
+"""Extracts the final answer from a response in linear time."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-MAX_CHARS = 200_000  # read from the end of a response
-MAX_BARE_CHARS = 100  # of a response that is only its answer
-MAX_BOXES = 50  # read together as one list
+MAX_CHARS = 200_000  # at the end of a response; the rest is not read
+MAX_BARE_CHARS = 100  # in a response that consists of its answer
+MAX_BOXES = 50  # that form one list
 
 
 class Found(NamedTuple):
-    """The final answer of a response: readings in order of preference, and whether the text looks cut off."""
+    """The final answer of a response."""
 
-    answers: tuple[str, ...]
-    run: tuple[str, ...]  # the adjacent boxes that the answer is joined from
-    boxes: tuple[str, ...]  # every box after the thinking, in order; together they may be a list of answers
-    looks_cut: bool
+    answers: tuple[str, ...]  # possible readings, most likely first
+    run: tuple[str, ...]  # adjacent boxes that were joined into the answer
+    boxes: tuple[str, ...]  # all boxes after the thinking; together they may be a list of answers
+    looks_cut: bool  # the text seems to break off
 
 
 class Box(NamedTuple):
-    start: int  # of the macro
+    start: int  # index of the macro
     end: int  # index after the closing brace
     content: str
 
@@ -56,7 +56,7 @@ _JOINS = re.compile(r"(?i)\b(?:and|or|but|while|if)\b")
 _VALUE = re.compile(r"[$*\s]*(?:[-+±−\d.(\[{$\\√π∅]|[a-zA-Z](?:_\w)?\s*=)")
 _PLACEHOLDER = re.compile(r"[.…\s]*|\\[lc]?dots|(?i:your )?answer")
 _TURN_START = re.compile(r"\A(?:\s*(?:<s>|</s>|<\|im_start\|>\w*))+")
-_STRUCK = re.compile(r"<s>[^<\n]*</s>")  # HTML: the model crossed it out
+_STRUCK = re.compile(r"<s>[^<\n]*</s>")  # HTML strikethrough
 _TURN_END = re.compile(
     r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end▁of▁sentence)\|>|<｜end▁of▁sentence｜>|</s>"
 )
@@ -66,12 +66,12 @@ _MAX_TAIL = 40
 
 
 def find_answer(response: str) -> Found:
-    """The final answer of a response, after its thinking.
+    """Find the final answer after the thinking.
 
-    The last \\boxed{} with matching braces, else the last \\fbox{}, together with those beside it (`\\boxed{1} or
-    \\boxed{2}`); else what follows the last cue such as `Answer:`, `the answer is`, `####`, `答案是`; else a
-    response that is only a formula. A last box that does not close is a truncated answer, and thinking that does
-    not end has no answer.
+    It is the last \\boxed{} with matching braces, else the last \\fbox{}, joined with adjacent ones (`\\boxed{1}
+    or \\boxed{2}`); else the text after the last cue such as `Answer:`, `the answer is`, `####`, `答案是`; else
+    the whole response if it is a bare formula. If the last box or the thinking does not close, there is no
+    answer.
     """
     text, is_thinking = after_thinking(response)
     text = text[-MAX_CHARS:]
@@ -89,21 +89,21 @@ def find_answer(response: str) -> Found:
 
 
 def extract_answer(response: str) -> str | None:
-    """The final answer of a response, or None."""
+    """Return the most likely final answer of a response, or None."""
     answers = find_answer(response).answers
     return answers[0] if answers else None
 
 
 def extract_boxed(text: str) -> str | None:
-    """Content of the last \\boxed{} that closes, else of the last \\fbox{}; None when empty or absent. O(n)."""
+    """Return the content of the last closed \\boxed{}, else of the last \\fbox{}, or None. Takes linear time."""
     boxes, _ = find_boxes(text)
     return boxes[-1].content if boxes else None
 
 
 def after_thinking(text: str) -> tuple[str, bool]:
-    """(text after the last </think>, False), or (text, True) when thinking begins and does not end.
+    """Return (text after the last </think>, False), or (text, True) if thinking begins but does not end.
 
-    Text after the end of the turn is not part of the answer.
+    Text after an end-of-turn token is dropped.
     """
     if "<" not in text:
         return text, False
@@ -115,9 +115,9 @@ def after_thinking(text: str) -> tuple[str, bool]:
 
 
 def split_thinking(text: str) -> tuple[str | None, str]:
-    """(thinking with its tags, what follows it), which joined are the text; (None, text) without thinking.
+    """Split a text into (thinking with its tags, rest); (None, text) without thinking.
 
-    Of thinking that does not end nothing follows.
+    The rest is "" if the thinking does not end.
     """
     if "think>" not in text:
         return None, text
@@ -129,7 +129,7 @@ def split_thinking(text: str) -> tuple[str | None, str]:
 
 
 def find_boxes(text: str) -> tuple[list[Box], bool]:
-    """(boxes with content in order of their beginning, True when the last one never closes)."""
+    """Return (non-empty boxes in order of their start, whether the last one never closes)."""
     first = _MACRO.search(text)
     if first is None:
         return [], False
@@ -155,12 +155,12 @@ def find_boxes(text: str) -> tuple[list[Box], bool]:
 
 
 def _inside(boxes: list[Box], start: int) -> bool:
-    """True when a box that begins here contains one that closed before: the inner one is the answer."""
+    """True if a box that starts here contains one that is already closed: the inner one is the answer."""
     return bool(boxes) and boxes[-1].start > start
 
 
 def boxes_side_by_side(boxes: list[Box], text: str, between: re.Pattern[str] = _BETWEEN) -> list[Box]:
-    """The last box and those before it, as long as only a comma, an "or" or the like lies between."""
+    """Return the last box with the boxes before it, as long as only a comma, "or" or the like separates them."""
     run = [boxes[-1]]
     for box in reversed(boxes[-MAX_BOXES:-1]):
         gap = text[box.end : run[0].start]
@@ -171,13 +171,13 @@ def boxes_side_by_side(boxes: list[Box], text: str, between: re.Pattern[str] = _
 
 
 def _looks_cut(text: str, end: int) -> bool:
-    """True when long text follows the answer and does not end like a sentence."""
+    """True if long text follows the answer and does not end like a sentence."""
     tail = text[end:].strip()
     return len(tail) > _MAX_TAIL and not _FINISHED.search(tail[-20:])
 
 
 def _cued(text: str) -> Found:
-    """What follows the last cue, on its line or the next non-empty one."""
+    """Find the answer after the last cue, on the same line or the next non-empty one."""
     cues = list(_CUE.finditer(text))
     if not cues:
         whole = _unwrap(text) or ""
@@ -193,7 +193,7 @@ def _cued(text: str) -> Found:
 
 
 def _is_bare_answer(text: str) -> bool:
-    """True for a response that is only a short formula, perhaps with a unit, or the letter of an option."""
+    """True for a short formula, possibly with a unit, or the letter of an option."""
     if not text or len(text) > MAX_BARE_CHARS or "\n" in text or re.search(r"\\(?:boxed|fbox)", text):
         return False
     words = re.findall(r"[^\W\d_]{2,}", _COMMANDS.sub(" ", text))
@@ -203,7 +203,7 @@ def _is_bare_answer(text: str) -> bool:
 
 
 def _unwrap(line: str) -> str | None:
-    """An answer without Markdown emphasis, surrounding dollar signs or a closing full stop."""
+    """Strip Markdown emphasis, surrounding dollar signs and a closing full stop."""
     bare = line.strip().strip("*`").strip().rstrip(".").strip().strip("*`").strip()
     if bare.count("{") < bare.count("}"):  # of a \text{
         bare = re.sub(r"(?:\\\]|\$\$)$", "", bare.removeprefix("}")).strip()
@@ -213,7 +213,7 @@ def _unwrap(line: str) -> str | None:
 
 
 def _readings(sentence: str) -> list[str | None]:
-    """What a sentence such as "The largest $n$ is 34, since ..." may answer, the likeliest first."""
+    """Return the possible answers in a sentence such as "The largest $n$ is 34, since ...", most likely first."""
     stated = _stated(_REASON.sub("", sentence))
     if stated and _VALUE.match(stated):
         return [_unwrap(stated), _only_maths(stated), _unwrap(sentence)]
@@ -223,7 +223,10 @@ def _readings(sentence: str) -> list[str | None]:
 
 
 def _stated(sentence: str) -> str | None:
-    """What the last clause states that states a value, else the last statement; None if a clause makes two."""
+    """Return the value stated by the last clause that states one, else the last statement.
+
+    None if a clause makes two statements.
+    """
     found = None
     for clause in reversed(_CLAUSE.split(sentence)):
         verbs = list(_STATES.finditer(clause))
@@ -238,6 +241,6 @@ def _stated(sentence: str) -> str | None:
 
 
 def _only_maths(sentence: str) -> str | None:
-    """The one formula of a sentence in words."""
+    """Return the formula of a sentence if it has exactly one."""
     found = _MATHS.findall(sentence)
     return "".join(found[0]).strip() or None if len(found) == 1 else None

@@ -1,4 +1,4 @@
-"""Graders of responses: the exact rule together with AISBench's, or multiple-choice options as a set."""
+"""Graders: the exact rule beside AISBench's, multiple choice, log-likelihoods, and training scorers."""
 
 from __future__ import annotations
 
@@ -23,31 +23,35 @@ VERDICTS: tuple[Verdict, ...] = ("right", "wrong", "no_answer", "truncated", "re
 GraderName = Literal["mathematics", "choice", "loglikelihood"]
 
 _PLAIN_NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3}){1,9}|\d{1,30})(\.\d{0,30})?", re.ASCII)
-OWN_RULES = ("scorer-",)  # how the rules of graders that a recipe sets begin
-# The model ended the response itself, in the words of vLLM and OpenAI, TGI and Anthropic. Anything else, such as
-# length, abort, content_filter or error, cut it off.
+SCORER_RULES = "scorer-"  # prefix of the rules of evaluate.scorer
+# Reasons that mean the model ended the response itself (vLLM and OpenAI, TGI, Anthropic). Any other reason, such
+# as length, abort, content_filter or error, means it was cut off.
 _FINISHED = ("stop", "eos_token", "stop_sequence", "end_turn")
+_MAX_FAILURES = 16  # of a scorer that never returned a score
 
-Comparison = Callable[[Found, str], bool]  # True when what was found is the gold answer
+Comparison = Callable[[Found, str], bool]  # (answer found, gold) -> equal
 
 
 class Grade(NamedTuple):
-    """The result of both rules for one response.
+    """Verdicts of both rules on one response.
 
-    `answer` and `verdict` are the exact rule's, the headline; `aisbench_*` are AISBench's, which only knows
-    right and wrong and ignores how the response ended.
+    `answer` and `verdict` come from the exact rule, the headline. AISBench's rule only knows right and wrong and
+    ignores how the response ended.
     """
 
-    answer: str | None  # None when there is none
+    answer: str | None
     verdict: Verdict
     aisbench_answer: str | None
     aisbench_right: bool
-    aisbench_raises: bool  # AISBench itself would have raised here
-    details: dict[str, Any] | None = None  # what else the grader says, such as a scorer's score
+    aisbench_raises: bool  # AISBench's own code would raise
+    details: dict[str, Any] | None = None  # further results, such as a scorer's score
 
 
-class Asked(Protocol):
-    """What graders read of an item."""
+_REQUEST_FAILED = Grade(None, "request_failed", None, False, False)
+
+
+class Gradable(Protocol):
+    """The fields of an item that graders read."""
 
     @property
     def gold(self) -> str:
@@ -55,18 +59,18 @@ class Asked(Protocol):
 
     @property
     def data_source(self) -> str | None:
-        """As a training's scorer gets it."""
+        """First argument of a training scorer."""
 
     @property
     def extra_info(self) -> Mapping[str, Any]:
-        """As a training's scorer gets it."""
+        """Last argument of a training scorer."""
 
 
 class Grader:
-    """Grades one response at a time, from any thread. A context manager."""
+    """Grades responses one at a time, from any thread. Use as a context manager."""
 
-    rule: str  # with its version; recorded with every result, so that rows of different rules never mix
-    num_killed = 0  # rows that exceeded a limit of time or memory and count as wrong
+    rule: str  # name and version, stored with every result so that rows of different rules never mix
+    num_killed = 0  # rows graded wrong because they exceeded a time or memory limit
 
     def __enter__(self) -> Self:
         return self
@@ -75,60 +79,118 @@ class Grader:
         self.close()
 
     def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
-        """The verdict on a response; None stands for a failed request."""
+        """Grade a response; None stands for a failed request."""
         raise NotImplementedError
 
-    def grade_item(self, response: str | None, finish_reason: str | None, item: Asked, is_chat: bool) -> Grade:
-        """`grade`, for graders that read more of an item than its gold answer."""
+    def grade_item(self, response: str | None, finish_reason: str | None, item: Gradable, is_chat: bool) -> Grade:
+        """Grade a response to an item. Override if the gold answer alone is not enough."""
         return self.grade(response, finish_reason, item.gold, is_chat)
 
     def grade_quickly(
-        self, response: str | None, finish_reason: str | None, item: Asked, is_chat: bool
+        self, response: str | None, finish_reason: str | None, item: Gradable, is_chat: bool
     ) -> Grade | None:
-        """`grade_item` for responses that need no process; None for those that do."""
+        """Grade a response in place, or return None if grading it needs a separate process."""
         return self.grade_item(response, finish_reason, item, is_chat)
 
     def close(self) -> None:
-        """Stop the grader's process, if it has one."""
+        """Stop the grader's process, if any."""
 
 
 class ChoiceGrader(Grader):
-    """Right when the response names exactly the gold options, in any order; never if it was cut off.
+    """Right if the response names exactly the gold options, in any order, and was not cut off.
 
-    AISBench has no string rule for such sets: its columns hold the same comparison, made even for a truncated
-    response.
+    AISBench has no string rule for such sets. Its columns hold the same comparison, applied to truncated responses
+    too.
     """
 
     rule = "choice-letters/3"
 
     def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
-        """The verdict on a response; None stands for a failed request."""
+        """Grade a response; None stands for a failed request."""
         if response is None:
-            return Grade(None, "request_failed", None, False, False)
+            return _REQUEST_FAILED
         answer = find_options(response) or None
         is_equal = answer == gold
         verdict: Verdict = "right" if is_equal else "wrong" if answer else "no_answer"
-        return Grade(answer, "truncated" if is_cut(finish_reason) else verdict, answer, is_equal, False)
+        return Grade(answer, _unless_cut(finish_reason, verdict), answer, is_equal, False)
 
 
-class WeighedGrader(Grader):
-    """Right when the likeliest option is the gold one. The prompt asks for no form, so nothing can be missed."""
+class LikelihoodGrader(Grader):
+    """Right if the likeliest option is the gold one."""
 
     rule = "loglikelihood/1"
 
     def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
-        """The verdict on an option; None stands for a failed request."""
+        """Grade the likeliest option; None stands for a failed request."""
         if response is None:
-            return Grade(None, "request_failed", None, False, False)
+            return _REQUEST_FAILED
         is_right = response == gold
         return Grade(response, "right" if is_right else "wrong", response, is_right, False)
 
 
-class MathGrader(Grader):
-    """The exact rule. Where strings and plain numbers do not decide, it runs in a process that can be killed.
+class ScorerGrader(Grader):
+    """Grades with a training scorer: right if `acc`, by default the score, is at least 1.
 
-    A row that takes longer than `timeout_seconds` or more than `memory_bytes` is graded wrong and counted. The
-    process starts with the first row that needs it.
+    The scorer runs in killable processes and sees what it sees in training: the whole text, including thinking
+    that the server left in it. A call that fails or times out is graded wrong and counted. A scorer whose first
+    16 calls all fail is not called again. AISBench's columns repeat the verdict, regardless of how the response
+    ended.
+    """
+
+    def __init__(self, pool: Pool, scorer: str | None, rule: str) -> None:
+        """`pool` calls the function of dapo_core.reward.custom.load_scorer with `scorer` as its first argument."""
+        self.rule = rule
+        self._pool, self._scorer = pool, scorer
+        self._lock = threading.Lock()
+        self._has_scored = False
+        self._first_failure: CallFailed | None = None
+
+    def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
+        """Apply the exact rule, which decides whether two answers are equal (maj@k)."""
+        return grade(response, finish_reason, gold, is_chat)
+
+    def grade_item(self, response: str | None, finish_reason: str | None, item: Gradable, is_chat: bool) -> Grade:
+        """Return the scorer's verdict on a response; None stands for a failed request."""
+        if response is None:
+            return _REQUEST_FAILED
+        failed = Grade(None, _unless_cut(finish_reason, "wrong"), None, False, False)
+        if self.num_killed >= _MAX_FAILURES and not self._has_scored:
+            error = f"was not called, because its first {self.num_killed} calls failed: {self._first_failure}"
+            return failed._replace(details={"error": error})
+        call = (self._scorer, item.data_source or "", response, item.gold, dict(item.extra_info))
+        try:
+            score, verdict, answer, acc = self._pool.submit(*call).result()
+        except CallFailed as error:
+            with self._lock:
+                self.num_killed += 1
+                self._first_failure = self._first_failure or error
+            logger.info("scoring %r %s", response[-100:], error)
+            return failed._replace(details={"error": str(error)})
+        except StartFailed as error:
+            kind = EvaluationError if error.failure is None else InputError
+            raise kind(
+                f"{self.rule}: a scoring process {error}; correct evaluate.scorer\n{error.failure or ''}"
+            ) from None
+        self._has_scored = True
+        details = {"score": score, "acc": acc}
+        return Grade(answer, _unless_cut(finish_reason, verdict), answer, verdict == "right", False, details)
+
+    def grade_quickly(
+        self, response: str | None, finish_reason: str | None, item: Gradable, is_chat: bool
+    ) -> Grade | None:
+        """Return None: every response needs a process."""
+        return None
+
+    def close(self) -> None:
+        """Stop the processes."""
+        self._pool.close()
+
+
+class MathGrader(Grader):
+    """The exact rule, run in a killable process unless strings or plain numbers decide.
+
+    A row that exceeds `timeout_seconds` or `memory_bytes` is graded wrong and counted. The process starts when the
+    first row needs it.
     """
 
     rule = "exact/5+aisbench-v2/2"
@@ -141,25 +203,25 @@ class MathGrader(Grader):
         self._lock = threading.Lock()
 
     def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
-        """Same as the function `grade`, under the limits; blocks until it is done."""
+        """Grade a response under the limits; blocks until done."""
         return grade(response, finish_reason, gold, is_chat, self._is_gold)
 
     def grade_quickly(
-        self, response: str | None, finish_reason: str | None, item: Asked, is_chat: bool
+        self, response: str | None, finish_reason: str | None, item: Gradable, is_chat: bool
     ) -> Grade | None:
-        """The verdict where strings or plain numbers decide, else None."""
+        """Grade a response if strings or plain numbers decide, else return None."""
         try:
             return grade(response, finish_reason, item.gold, is_chat, _undecided)
         except _Undecided:
             return None
 
     def close(self) -> None:
-        """Stop the process; rows that other threads still wait for are graded wrong."""
+        """Stop the process; rows still being graded in other threads become wrong."""
         self._pool.close()
 
     def _is_gold(self, found: Found, gold: str) -> bool:
         if len(gold) > MAX_ANSWER_CHARS or max(map(len, found.answers)) > MAX_ANSWER_CHARS:
-            return False  # equal strings are right without it
+            return False  # equal strings were already accepted
         if sum(map(len, found.boxes)) > MAX_ANSWER_CHARS:
             found = found._replace(boxes=())
         try:
@@ -171,13 +233,13 @@ class MathGrader(Grader):
             return False
         except StartFailed as error:
             raise EvaluationError(
-                f"the grading process {error}; its output is in the log. A limit of {self.memory_bytes:,} bytes "
-                "of memory may be too low."
+                f"the grading process {error}; its output is in the log. The memory limit may be too low: "
+                f"{self.memory_bytes:,} bytes."
             ) from None
 
 
 class _Undecided(Exception):
-    """Only the exact rule can tell."""
+    """The exact rule is needed."""
 
 
 def _undecided(found: Found, gold: str) -> bool:
@@ -187,32 +249,32 @@ def _undecided(found: Found, gold: str) -> bool:
 GRADERS: dict[GraderName, type[Grader]] = {
     "mathematics": MathGrader,
     "choice": ChoiceGrader,
-    "loglikelihood": WeighedGrader,
+    "loglikelihood": LikelihoodGrader,
 }
 
 
 def grader_of(rule: str) -> GraderName:
-    """The grader with this rule, as settings.json records it, in any version.
+    """Return the grader of a rule recorded in settings.json, whatever its version.
 
-    Raises InputError for the rule of a grader that needs more than the stored rows.
+    Raises InputError for scorers, which need more than the stored rows.
     """
-    if rule.startswith(OWN_RULES):
+    if rule.startswith(SCORER_RULES):
         raise InputError(
             f"these responses were graded by {rule}, which needs their problems: repeat `dapo eval` with the same "
-            "settings, which grades stored responses again without asking the model"
+            "settings to regrade stored responses without asking the model"
         )
     kinds = {kind.rule.partition("/")[0]: name for name, kind in GRADERS.items()}
     return kinds.get(rule.partition("/")[0], "mathematics")
 
 
 def load_exact_rule() -> Callable[[tuple[Any, ...], str], bool]:
-    """The comparison for a grading process; loads mpmath before the first row's time limit starts."""
+    """Return the comparison for a grading process, with mpmath loaded before the first row's time limit starts."""
     is_gold_exact(Found(("\\sqrt{2}",), (), (), False), "\\sqrt{3}")
     return lambda found, gold: is_gold_exact(Found(*found), gold)
 
 
 def is_gold_exact(found: Found, gold: str) -> bool:
-    """True when the answer found in a response is the gold answer under the exact rule.
+    """True if the answer found in a response equals the gold answer under the exact rule.
 
     Adjacent boxes are a list of answers, or one answer in several forms. If the gold answer is a list, all boxes
     of the response together may be that list.
@@ -233,17 +295,16 @@ def grade(
     is_chat: bool = False,
     is_gold: Comparison = is_gold_exact,
 ) -> Grade:
-    """Verdicts on one response; `response` None means that the request failed. In place, without limits.
+    """Grade one response in this process, without limits; None stands for a failed request.
 
-    `is_chat` says that a chat API gave the response: AISBench then leaves out its thinking, the exact rule always.
+    The exact rule always ignores thinking; AISBench's does so only for responses of a chat API (`is_chat`).
 
-    A response stopped by the length limit or the server is `truncated` whatever it holds: unfinished text is
-    never right, since a box halfway through a solution is not the answer the model would have given. Where the
-    server gives no reason (None), the text decides: thinking or a box that does not close, or long text after
-    the answer that breaks off.
+    A response stopped by the length limit or by the server is `truncated` whatever it contains: a box halfway
+    through a solution is not the answer the model would have given. Without a finish reason the text decides:
+    unclosed thinking or an unclosed box, or long text after the answer that breaks off.
     """
     if response is None:
-        return Grade(None, "request_failed", None, False, False)
+        return _REQUEST_FAILED
     aisbench_answer, raises = extract_aisbench(without_thinking(response) if is_chat else response)
     aisbench_right = is_equal_aisbench(aisbench_answer, gold)
     found = find_answer(response)
@@ -263,12 +324,16 @@ def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold:
 
 
 def is_cut(finish_reason: str | None) -> bool:
-    """Whether something else than the model ended the response."""
+    """True unless the model ended the response itself, or no reason is known."""
     return finish_reason is not None and finish_reason not in _FINISHED
 
 
+def _unless_cut(finish_reason: str | None, verdict: Verdict) -> Verdict:
+    return "truncated" if is_cut(finish_reason) else verdict
+
+
 def _decide_quickly(answers: Sequence[str], gold: str) -> bool | None:
-    """True or False where strings or plain numbers decide, else None."""
+    """Compare as strings or plain numbers; None if neither decides."""
     if gold in answers:
         return True
     if len(answers) > 1:
@@ -280,6 +345,6 @@ def _decide_quickly(answers: Sequence[str], gold: str) -> bool | None:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The value of an integer or decimal with optional thousands separators and dollar signs, else None."""
+    """Parse an integer or decimal with optional thousands separators and dollar signs, else return None."""
     match = _PLAIN_NUMBER.fullmatch(text.strip(" $"))
     return Fraction(match.group().replace(",", "").rstrip(".")) if match else None

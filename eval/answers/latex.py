@@ -1,7 +1,7 @@
-"""Rewrites an answer as models type it (LaTeX, Markdown, plain text, Unicode, Chinese) in one plain notation.
+"""Normalises answers as models type them (LaTeX, Markdown, plain text, Unicode, Chinese) to one plain notation.
 
-In it every operator is one character (`≤ ∪ ∈ ± ∞ ° *`), set braces are `⦃⦄`, matrices `⟦a&b⏎c&d⟧`, text is in
-quotes, and only commands with a meaning remain (`\\frac \\sqrt \\pi`). Nothing is computed here.
+In plain notation every operator is one character (`≤ ∪ ∈ ± ∞ ° *`), set braces are `⦃⦄`, matrices `⟦a&b⏎c&d⟧`,
+text is quoted, and only meaningful commands remain (`\\frac \\sqrt \\pi`). Nothing is computed here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GREEK = dict(zip(_GREEK_LETTERS, _GREEK_NAMES.split(), strict=True))
 _UNICODE[ord("√")] = "\\sqrt "
 _UNICODE |= {ord(letter): f"\\{name} " for letter, name in _GREEK.items()}
 
-# Commands that become one character, a shorter command, or nothing.
+# Commands replaced by one character, a shorter command, or nothing.
 _COMMANDS = {
     "le": "≤", "leq": "≤", "leqslant": "≤", "leqq": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "geqq": "≥",
     "lt": "<", "gt": ">", "ne": "≠", "neq": "≠", "cup": "∪", "bigcup": "∪", "cap": "∩", "in": "∈", "infty": "∞",
@@ -84,7 +84,7 @@ _GROUPED_SPACES = re.compile(r"(?<![\d.\w}])(\d{1,3})((?:(?:\\[,;:! ]|~| |\{ \})
 
 
 def clean(text: str) -> str:
-    """The answer in plain notation; '' if it is too long to parse, so that only equal strings match."""
+    """Return the answer in plain notation, or '' if it is too long to parse; then only equal strings match."""
     if len(text) > MAX_ANSWER_CHARS:
         return ""
     text = _VULGAR.sub(lambda m: _vulgar(m.group()), text)
@@ -99,7 +99,7 @@ def clean(text: str) -> str:
         unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" or c == "\u3000" else c for c in text
     )
     if not re.search(r"(?<!\\)\\[A-Za-z]", text):
-        text = _DOUBLED.sub(r"\\", text)  # a model that escapes its backslashes
+        text = _DOUBLED.sub(r"\\", text)  # some models escape their backslashes
     text = re.sub(r",\s*\\!\s*(?=\d)|\{,\}\s*(?=\d{3})|\{\\,\}(?=\d{3})", "", text)  # 10,\!080 10{,}080
     text = re.sub(r"\\\$|(?<!\\)\$|\*\*|`", " ", text)
     text = _GROUPED_SPACES.sub(lambda m: m.group(1) + re.sub(r"\D", "", m.group(2)), text)
@@ -134,7 +134,7 @@ def _vulgar(character: str) -> str:
 
 
 def _environments(text: str) -> str:
-    """Matrices as `⟦a&b⏎c&d⟧` without the brackets around an array; other alignments are dropped."""
+    """Write matrices as `⟦a&b⏎c&d⟧` without brackets around an array; drop other alignments."""
     pieces: list[str] = []
     position = 0
     for match in _ENVIRONMENT.finditer(text):
@@ -159,7 +159,7 @@ def _environments(text: str) -> str:
 
 
 def _commands(text: str) -> str:
-    """Commands as characters, text in quotes; one pass, arguments with matching braces."""
+    """Replace commands by characters and quote text, in one pass."""
     pieces: list[str] = []
     position = 0
     while (match := _COMMAND.search(text, position)) is not None:
@@ -186,7 +186,7 @@ def _is_unit(name: str, inner: str, after_number: bool) -> bool:
 
 
 def _argument(text: str, position: int) -> tuple[str, int]:
-    """(content, position after it) of a braced argument, or of the single character there."""
+    """Return (content, position after it) of a braced argument or single character."""
     while position < len(text) and text[position] == " ":
         position += 1
     if position >= len(text):
@@ -235,7 +235,7 @@ _JOINING = re.compile(r'(?<![A-Za-z\\"])(and|or)(?![A-Za-z"])|([或和与及]|�
 
 
 def _words(text: str) -> str:
-    """Plain words outside quotes: sqrt, pi and infinity are mathematics, and/or join answers."""
+    """Translate unquoted words: sqrt, pi and infinity are mathematics, and/or join answers."""
     parts = text.split('"')
     for index in range(0, len(parts), 2):
         part = _PLAIN_FUNCTION.sub(lambda m: _PLAIN.get(m.group(1), f"\\{m.group(1)} "), parts[index])

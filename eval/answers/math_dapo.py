@@ -1,6 +1,6 @@
-r"""Normalises answers as strings: exactly as verl's `math_dapo`, and by the project's own, more lenient rule.
+r"""String normalisation of answers: exactly verl's `math_dapo`, and our more lenient rule.
 
-Both read the last 300 characters, in linear time up to a bounded factor, and never raise.
+Both read the last 300 characters, take linear time and never raise.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import re
 
 WINDOW_CHARACTERS = 300
-# Minerva's normalisation (arXiv:2206.14858, appendix D.1), which verl and AISBench start from. The order counts.
+# Minerva's normalisation (arXiv:2206.14858, appendix D.1), the basis of verl's and AISBench's. Order matters.
 MINERVA_REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
@@ -36,16 +36,16 @@ _GROUPED_NUMBER = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def answer_line(response: str) -> str | None:
-    """What follows the last `Answer:` on its line or the next, within the last 300 characters."""
+    """Return the text after the last `Answer:` in the last 300 characters, on the same line or the next."""
     lines = _ANSWER.findall(response[-WINDOW_CHARACTERS:])
     return lines[-1] if lines else None
 
 
 @functools.lru_cache(maxsize=1024)  # siblings share the ground truth, and often the answer
 def normalize_as_verl(answer: str) -> str:
-    r"""The answer as verl compares it (`reward_score/math_dapo.py`).
+    r"""Normalise an answer as verl does (`reward_score/math_dapo.py`).
 
-    `\dfrac` stays, a full stop or a percent sign stays, and `12,34` is 1234.
+    `\dfrac`, a full stop and a percent sign stay, and `12,34` becomes 1234.
     """
     answer = answer.split("=")[-1]
     for old, new in MINERVA_REPLACED:
@@ -63,10 +63,10 @@ def normalize_as_verl(answer: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def normalize(answer: str) -> str:
-    """The answer without units, spacing, LaTeX wrappers, dollar signs and thousands separators.
+    """Strip units, spacing, LaTeX wrappers, dollar signs and thousands separators from an answer.
 
-    From text around a formula in dollar signs only the formula remains. docs/departures.md lists the differences
-    from verl.
+    If the text contains a formula in dollar signs, only the formula is kept. docs/departures.md lists the
+    differences from verl.
     """
     answer = answer.split("=")[-1]
     for old, new in MINERVA_REPLACED[:7]:
@@ -83,9 +83,9 @@ def normalize(answer: str) -> str:
 
 
 def unwrap(text: str) -> str:
-    r"""The text with \text{}, \boxed{} and the like replaced by their content. O(n) for any braces."""
+    r"""Replace \text{}, \boxed{} and the like by their content, in linear time for any braces."""
     pieces: list[str] = []
-    open_braces: list[int | None] = []  # the wrapper's place in `pieces`, None for a brace that stays
+    open_braces: list[int | None] = []  # index of the wrapper in `pieces`; None for a brace that is kept
     position = 0
     for match in _BRACES.finditer(text):
         token = match.group()

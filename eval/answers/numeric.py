@@ -1,7 +1,7 @@
-"""Compares the values of two expression trees: exactly, or to 45 digits at random points.
+"""Compares the values of two expression trees, exactly or to 45 digits at random points.
 
-Different algebraic or elementary expressions in answers do not agree to 45 digits at several random points, so
-agreement means equality, and a decimal approximation is not equal. Unlike simplification, the cost is bounded.
+Different algebraic or elementary expressions do not agree to 45 digits at several random points, so agreement
+means equality, and a decimal approximation is not equal. Unlike simplification, the cost is bounded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from eval.answers.expression import Node
 DIGITS = 70
 AGREEMENT = 45
 POINTS = 5
-MAX_BITS = 200_000  # of an exact rational
-MAX_EXPONENT = 10**8  # log2 of the largest value that is computed
+MAX_BITS = 200_000  # in an exact rational
+MAX_EXPONENT = 10**8  # log2 of the largest value computed
 MAX_FACTORIAL = 3000
 
 
@@ -33,11 +33,11 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class NoValueError(ArithmeticError):
-    """The expression has no value here: it divides by zero or is too large to compute."""
+    """The expression has no value: it divides by zero or is too large to compute."""
 
 
 def exact_value(node: Node) -> Fraction | None:
-    """The value of a tree of rational operations; None for others and for those too large to write out."""
+    """Return the value of a tree of rational operations; None for other trees and for values too large."""
     try:
         return _exact(node)
     except ArithmeticError:
@@ -78,21 +78,21 @@ def _exact_factorial(value: Fraction) -> Fraction:
 
 
 def variables(node: Node) -> frozenset[str]:
-    """Names of a tree's variables."""
+    """Return the names of a tree's variables."""
     if node[0] == "var":
         return frozenset((node[1],))
     return frozenset().union(*(variables(child) for child in node[1:] if isinstance(child, tuple)))
 
 
 def mentions(node: Node, name: str) -> bool:
-    """True when the tree calls the function."""
+    """True if the tree calls the function."""
     return (node[0] == "call" and node[1] == name) or any(
         mentions(child, name) for child in node[1:] if isinstance(child, tuple)
     )
 
 
 def is_same_value(left: Node, right: Node) -> bool:
-    """True when two trees are equal for all values of their variables."""
+    """True if two trees are equal for all values of their variables."""
     exact = exact_value(left), exact_value(right)
     if exact[0] is not None and exact[1] is not None:
         return exact[0] == exact[1]
@@ -105,7 +105,7 @@ def is_same_value(left: Node, right: Node) -> bool:
 
 
 def ratio_of(left: Node, right: Node) -> float | None:
-    """c when left = c * right for all values of the variables with a constant c other than 0, else None."""
+    """Return the constant c != 0 with left = c * right for all values of the variables, else None."""
     names = variables(left) | variables(right)
     ratios = []
     for point in range(4):
@@ -121,7 +121,7 @@ def ratio_of(left: Node, right: Node) -> float | None:
 
 
 def sign_of_difference(left: Node, right: Node) -> int | None:
-    """-1, 0 or 1 as left is below, equal to or above right; None when they are not two real numbers."""
+    """Return -1, 0 or 1 if left is below, equal to or above right; None unless both are real numbers."""
     if left == right or (left[0] != "inf" and right[0] != "inf" and is_same_value(left, right)):
         return 0
     infinite = [_infinite_sign(node) for node in (left, right)]
@@ -143,7 +143,7 @@ def _infinite_sign(node: Node) -> int:
 
 
 def _agree(left: Node, right: Node, log_base: str) -> bool:
-    """True when equal at positive points, at least two of them, and at negative ones wherever both are real."""
+    """True if equal at two or more positive points, and at all negative points where both are real."""
     names = variables(left) | variables(right)
     agreed = 0
     for point in range(POINTS if names else 1):
@@ -168,7 +168,7 @@ def _is_close(left: Any, right: Any) -> bool:
 
 
 def _is_rounding(value: Any) -> bool:
-    """True for zero, and for the 1e-70 or so that rounding leaves; smaller values are intended."""
+    """True for zero and for rounding errors of about 1e-70; smaller values are intentional."""
     return bool(value == 0 or 1e-90 < abs(value) < 1e-55)
 
 
@@ -180,7 +180,7 @@ def _tolerance() -> Any:
 def _values_at(
     left: Node, right: Node, names: frozenset[str], point: int, log_base: str
 ) -> tuple[Any, Any] | None:
-    """Both values as complex numbers at a point; negative numbers are points with variables below zero."""
+    """Evaluate both at a point, as complex numbers. At points with a negative index, variables may be negative."""
     mp = _mpmath()
     environment = {name: _coordinate(name, point) for name in names}
     try:
@@ -199,7 +199,7 @@ def _coordinate(name: str, point: int) -> Any:
 
 @cache
 def _mpmath() -> Any:
-    """A context of its own, so that its precision changes no other user of mpmath."""
+    """Return a separate mpmath context, whose precision does not affect other users."""
     import mpmath
 
     context = mpmath.mp.clone()
@@ -255,7 +255,7 @@ def _call(name: str, nodes: Sequence[Node], environment: Mapping[str, Any], log_
     if name in _functions():
         return _functions()[name](*arguments)
     key = ",".join(mp.nstr(mp.mpc(argument), 30) for argument in arguments)
-    return _coordinate(f"{name}({key})", 0)  # an unknown function: any value, the same for the same arguments
+    return _coordinate(f"{name}({key})", 0)  # unknown function: an arbitrary value for each set of arguments
 
 
 def _root(value: Any, index: Any) -> Any:
@@ -280,7 +280,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
 
 @cache
 def _bounded_functions() -> dict[str, Callable[..., Any]]:
-    """Functions that are cheap however large their arguments are."""
+    """Functions that are cheap for arguments of any size."""
     mp = _mpmath()
 
     def whole(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -299,7 +299,7 @@ def _bounded_functions() -> dict[str, Callable[..., Any]]:
 
 
 def _in_radians(node: Node) -> Node:
-    """The argument of a trigonometric function with degrees converted; radians elsewhere in it stay."""
+    """Convert degrees in the argument of a trigonometric function; other terms stay in radians."""
     if node[0] == "deg":
         return ("mul", node[1], ("div", ("const", "pi"), ("num", Fraction(180))))
     return (node[0], *(_in_radians(child) if isinstance(child, tuple) else child for child in node[1:]))

@@ -1,6 +1,6 @@
-"""Calls in processes that can be killed: one that exceeds its limit of time or memory costs only its process.
+"""Runs calls in killable processes with time and memory limits; exceeding one kills only that process.
 
-One thread serves each process: it sends one call at a time and waits for the reply, so a pool can be used from any
+Each process has a thread that sends one call at a time and waits for the reply, so a pool can be used from any
 thread. The processes load only what their function imports.
 """
 
@@ -32,7 +32,7 @@ _START = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {__name__} impo
 
 
 class CallFailed(Exception):
-    """The call raised, or its process ended; the message says which."""
+    """The call raised, or its process ended."""
 
 
 class CallTimedOut(CallFailed):
@@ -40,7 +40,7 @@ class CallTimedOut(CallFailed):
 
 
 class StartFailed(Exception):
-    """A process did not start. `exit_code` is None if it still ran; `failure` is the traceback of its import."""
+    """A process did not start. `exit_code` is None if it was still running; `failure` is an import traceback."""
 
     def __init__(self, message: str, exit_code: int | None = None, failure: str | None = None) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class StartFailed(Exception):
 
 
 class Pool:
-    """Processes that run the function which `maker` ("module:function") returns for `arguments`."""
+    """Processes that run the function returned by calling `maker` ("module:function") with `arguments`."""
 
     def __init__(
         self,
@@ -69,21 +69,21 @@ class Pool:
 
     @property
     def pids(self) -> set[int]:
-        """The running processes; the first calls start them."""
+        """The ids of the running processes, which start with the first calls."""
         return {process.popen.pid for process in self._processes if process.popen is not None}
 
     def start(self) -> None:
-        """Start every process now. Raises StartFailed."""
+        """Start all processes now. Raises StartFailed."""
         starts = [self._threads.submit(process.start) for process in self._processes]
         for start in starts:
             start.result()
 
     def submit(self, *call: Any) -> Future[Any]:
-        """The future of a call with picklable arguments and a JSON result; it raises CallFailed or StartFailed."""
+        """Submit a call with picklable arguments and a JSON result; it may raise CallFailed or StartFailed."""
         return self._threads.submit(self._run, call)
 
     def close(self) -> None:
-        """Kill the processes and their children; waiting calls are cancelled, running ones fail."""
+        """Kill the processes and their children. Waiting calls are cancelled, running ones fail."""
         for process in self._processes:
             process.close()
         self._threads.shutdown(cancel_futures=True)
@@ -91,7 +91,7 @@ class Pool:
             process.end()
 
     def _run(self, call: tuple[Any, ...]) -> Any:
-        process = self._idle.get_nowait()  # as many as threads, so never empty
+        process = self._idle.get_nowait()  # one per thread, so never empty
         try:
             return process.call(call)
         finally:
@@ -99,7 +99,7 @@ class Pool:
 
 
 class _Process:
-    """One process and its pipe; a call starts it if it is not running."""
+    """A process and its pipe, started by a call if it is not running."""
 
     def __init__(self, arguments: tuple[str, ...], timeout_seconds: float) -> None:
         self.arguments = arguments
@@ -133,9 +133,9 @@ class _Process:
             self.popen = subprocess.Popen(
                 [sys.executable, "-u", "-c", _START, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what the function prints belongs in the log
+                stdout=2,  # prints go to the log
                 pass_fds=(child_end.fileno(),),
-                start_new_session=True,  # killed as a group, and Ctrl-C in a terminal does not reach it
+                start_new_session=True,  # killable as a group, and out of reach of Ctrl-C in a terminal
             )
         finally:
             child_end.close()
@@ -155,12 +155,12 @@ class _Process:
             raise StartFailed("could not load its function", failure=reply[1])
 
     def close(self) -> None:
-        """Kill the process, from any thread, and start no more."""
+        """Kill the process and prevent restarts; callable from any thread."""
         self._is_closed = True
         self._kill()
 
     def end(self) -> int | None:
-        """Kill the process if there is one; returns its exit code."""
+        """Kill the process, if any, and return its exit code."""
         self._kill()
         popen, self.popen = self.popen, None
         pipe, self._pipe = self._pipe, None
@@ -169,7 +169,7 @@ class _Process:
         return None if popen is None else popen.wait()
 
     def _ended(self) -> int | None:
-        """The exit code of a process that closed its pipe, which happens shortly before it ends."""
+        """Return the exit code of a process that closed its pipe, which happens shortly before it ends."""
         if self.popen is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(END_SECONDS)
@@ -182,7 +182,7 @@ class _Process:
                 os.killpg(popen.pid, signal.SIGKILL)
 
     def _reply(self, seconds: float) -> list[Any] | None:
-        """[value, traceback of an exception]; None after `seconds` without a reply."""
+        """Return [value, traceback], or None after `seconds` without a reply."""
         assert self._pipe is not None
         if not self._pipe.poll(seconds):
             return None
@@ -191,7 +191,7 @@ class _Process:
 
 
 def main() -> None:
-    """Entry point of a process: PARENT_PID FD MEMORY_BYTES MODULE:FUNCTION [ARGUMENT...]."""
+    """Entry point of a pool process: PARENT_PID FD MEMORY_BYTES MODULE:FUNCTION [ARGUMENT...]."""
     parent_pid, fd = (int(argument) for argument in sys.argv[1:3])
     limit, maker, *arguments = sys.argv[3:]
     end_with(parent_pid)
@@ -214,7 +214,7 @@ def main() -> None:
             return
         try:
             reply = json.dumps([function(*call), None])
-        except Exception:  # noqa: BLE001 - so may the function, MemoryError included
+        except Exception:  # noqa: BLE001 - the function may raise anything, including MemoryError
             reply = json.dumps([None, _traceback()])
         pipe.send_bytes(reply.encode())
 

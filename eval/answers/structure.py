@@ -1,4 +1,4 @@
-"""Parses plain notation (eval.answers.latex) into the kinds of eval.answers.answers."""
+"""Parses plain notation (eval.answers.latex) into answers (eval.answers.answers)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NAME = re.compile(
     |\\frac\s*\{\s*[A-Za-z]+\s*\}\s*\{\s*[A-Za-z]+\s*\} | [A-Z]{1,3}\s*/\s*[A-Z]{1,3} | [a-z]\s*/\s*[a-z]""",
     re.VERBOSE,
 )
-# "the answer is" before the answer; a reason, a condition or the range of an index after it.
+# "the answer is" before an answer; a reason, a condition or the range of an index after it.
 _REMARKS = re.compile(
     r"""(?x)^"[^"]*\b(?:is|are|:)\s*:?"\s*
     | ^"?\s*(?:最终|最后)?答案(?:是|为)?\s*:?\s*"?\s* | \s*[,;(]?\s*"\(?(?:since|because|as|where)\b.*$
@@ -67,7 +67,7 @@ _ALL_REALS = re.compile(
 
 @lru_cache(maxsize=8192)
 def read_answer(text: str) -> Answer:
-    """The parsed answer; Words when its structure cannot be parsed."""
+    """Parse an answer; Words if its structure cannot be parsed."""
     plain = clean(text)
     grouped = _GROUPED.sub(lambda match: match.group().replace(",", ""), plain) if "," in plain else plain
     if grouped != plain and not any(bracket in plain for bracket in "([⦃⟨⟦"):
@@ -77,17 +77,17 @@ def read_answer(text: str) -> Answer:
 
 @lru_cache(maxsize=1024)
 def read_ungrouped(text: str) -> Answer:
-    """Same as read_answer, but every comma separates: `120,240` is two numbers."""
+    """Parse an answer in which every comma separates: `120,240` is two numbers."""
     return read(clean(text))
 
 
 def read_as_list(plain: str) -> Answer:
-    """The parsed answer of plain notation in which "or" separates like a comma: `(1,2) or (3,4)` is two points."""
+    """Parse plain notation in which "or" separates like a comma: `(1,2) or (3,4)` is two points."""
     return read(_JOINED_TEXT.sub(",", plain))
 
 
 def read(plain: str, nesting: int = 0) -> Answer:
-    """The parsed answer of plain notation."""
+    """Parse plain notation."""
     plain = _without_outer_braces(_REMARKS.sub("", plain).strip())
     if nesting > MAX_NESTING or not plain:
         return Words(plain)
@@ -107,7 +107,7 @@ def _without_outer_braces(plain: str) -> str:
 
 
 def _closing(text: str, start: int) -> int:
-    """Index of the bracket that closes the one at start; -1 when none does."""
+    """Return the index of the bracket that closes the one at `start`, or -1."""
     depth = 0
     for index in range(start, len(text)):
         depth += (text[index] in _OPEN) - (text[index] in _CLOSE)
@@ -117,7 +117,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def split_at(text: str, separators: str) -> tuple[list[str], list[str]]:
-    """(pieces, separators) of the text, split at separators outside all brackets and quotes."""
+    """Split a text into (pieces, separators) at separators outside brackets and quotes."""
     pieces: list[str] = []
     found: list[str] = []
     depth = start = 0
@@ -142,7 +142,7 @@ _JOINED_TEXT = re.compile(r'"\s*[,;]?\s*(and|or|和|或)\s*"')
 
 
 def split_top(plain: str) -> tuple[list[str], list[str]]:
-    """The answers of a list and what joins each pair, "," or "or"; a single piece if it is no list."""
+    """Split a list into (answers, joiners), a joiner being "," or "or". Returns one answer if it is not a list."""
     marked = _JOINED_TEXT.sub(lambda match: "\x01" if match.group(1) in ("or", "或") else "\x02", plain)
     pieces, found = split_at(marked, ",;\x01\x02")
     joiners = ["or" if separator == "\x01" else "," for separator in found]
@@ -150,7 +150,7 @@ def split_top(plain: str) -> tuple[list[str], list[str]]:
 
 
 def _combined(items: list[Answer], has_or: bool) -> Answer:
-    """A list of answers; values of different names are a point, intervals joined by "or" a region."""
+    """Combine answers to a list. Values with different names form a point, intervals joined by "or" a region."""
     names = [item.name for item in items if isinstance(item, Named)]
     values = tuple(item.value if isinstance(item, Named) else item for item in items)
     if names and len(names) == len(items):
@@ -181,7 +181,7 @@ _DATE = re.compile(r"(\d{4})([-/])(\d{1,2})\2(\d{1,2})")
 
 
 def read_date(text: str) -> datetime.date | None:
-    """The day of `2024-01-02` or `2024/1/2`, else None."""
+    """Parse `2024-01-02` or `2024/1/2`, else return None."""
     if (match := _DATE.fullmatch(text)) is None:
         return None
     try:
@@ -191,7 +191,7 @@ def read_date(text: str) -> datetime.date | None:
 
 
 def read_one(text: str, nesting: int) -> Answer:
-    """The parsed answer of text that is not a list."""
+    """Parse text that is not a list."""
     text = _without_outer_braces(text.strip())
     if not text:
         return Words(text)
@@ -206,7 +206,7 @@ def read_one(text: str, nesting: int) -> Answer:
         is_mathematics = any(character.isdigit() for character in inner) and nesting < 2
         return read(inner, nesting + 2) if is_mathematics or "," in inner else Words(text)
     if len(text) == len("2024-01-02") and (day := read_date(text)):
-        return Words(day.isoformat())  # no difference of numbers
+        return Words(day.isoformat())  # not a difference of numbers
     if text.lower() in NUMBER_WORDS:
         return _read_value(str(NUMBER_WORDS.index(text.lower())))
     text = re.sub(r"(?<=[\])])\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$", "", text)
@@ -251,7 +251,7 @@ def _is_constant(text: str) -> bool:
 
 
 def _read_region(text: str, nesting: int) -> Answer | None:
-    """A union of intervals and sets, or the real line without some points."""
+    """Parse a union of intervals and sets, or the real line without some points."""
     pieces, found = split_at(text, "∪")
     if found:
         parts = [read_one(piece, nesting + 1) for piece in pieces]
@@ -303,7 +303,7 @@ _SUCH_THAT = re.compile(r"[a-z]\s*(?:∈\s*ℝ\s*)?[|:](.*[<≤>≥≠∈].*)$")
 
 
 def _read_enclosed(text: str, nesting: int) -> Answer | None:
-    """The content of one pair of brackets around the whole text: a point, an interval, a set."""
+    """Parse text enclosed in one pair of brackets: a point, an interval, a set."""
     if text[0] not in "([⦃⟨" or text[-1] not in ")]⦄⟩" or _closing(text, 0) != len(text) - 1:
         return None
     inner = text[1:-1].strip()
@@ -345,7 +345,7 @@ def _read_value(text: str) -> Answer:
 
 
 def expanded(node: Node) -> list[Node]:
-    """The two expressions that ± stands for, upper signs first; the expression itself if it has none."""
+    """Return the two expressions that ± stands for, upper signs first, or the expression if it has none."""
     upper = _with_sign(node, 1)
     return [node] if upper == node else [upper, _with_sign(node, -1)]
 

@@ -1,4 +1,4 @@
-"""What follows a number: units, counted things, magnitudes."""
+"""Units, counted things and magnitudes that follow a number."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3",
 _MAGNITUDES = {
     "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
 }  # fmt: skip
-# Words that change the meaning: a number followed by one is not a number with a unit.
+# A number followed by one of these words is not a number with a unit.
 _MEANINGFUL = frozenset((
     "or", "and", "not", "no", "to", "more", "less", "least", "most", "than", "if", "when", "except", "only",
     "through", "between", "from", "below", "above", "under", "over", "times", "base", "plus", "minus", "per",
     "cent", "am", "pm", "o'clock", "infinite", "undefined", "does", "none", "all", "real", "where", "with",
     "for", "every", "is", "are", "any", "unless", "each", "half", "quarter", "third",
 ))  # fmt: skip
-# Units written without \text; a single letter is a variable.
+# Units written without \text; single letters are variables.
 _PLAIN_UNIT = re.compile(
     r"(?i)(?<=[\d)}⟧ ])\s*("
     + "|".join(
@@ -45,14 +45,14 @@ _PLAIN_UNIT = re.compile(
 _CHINESE = re.compile(r"(?<=[\d)}%])\s*[\u4e00-\u9fff]+$")
 
 
-# A speed or density as models type it, only after a number and a space: a/b stays mathematics.
+# A speed or density in plain text, only after a number and a space: a/b stays mathematics.
 _PLAIN_QUOTIENT = re.compile(
     r"(?<=[\d}]) ((?:(?:mm|cm|m|km|ft|ergs?)/s|(?:km|mi|miles)/(?:h|hr|hour)|g/(?:cm|mol)|kg/m)(?:\^\{?[23]\}?)?)$"
 )
 
 
 def split_unit(text: str) -> tuple[str, str, Fraction]:
-    """(number or expression, unit, factor such as 10**6 for "million") of an answer in plain notation."""
+    """Split an answer in plain notation into (expression, unit, factor such as 10**6 for "million")."""
     text = _PLAIN_QUOTIENT.sub(r' "\1"', _CHINESE.sub("", text))
     unit: list[str] = []
     factor = Fraction(1)
@@ -77,7 +77,7 @@ def split_unit(text: str) -> tuple[str, str, Fraction]:
 
 
 def canonical_unit(words: str) -> tuple[str, str] | None:
-    """Unit and power in one spelling, ("cm", "2") for "square centimeters"; None if it is no unit of measure."""
+    """Return a canonical (unit, power), ("cm", "2") for "square centimeters", or None for other words."""
     power = ""
     base = None
     for word in re.sub(r"\^", " ^", words).replace("-", " ").split():
@@ -93,7 +93,7 @@ def canonical_unit(words: str) -> tuple[str, str] | None:
 
 
 def is_unit_conflict(left: str, right: str) -> bool:
-    """True when both are units of measure and differ; "units" matches any unit of the same power."""
+    """True if both are units of measure and differ; "units" matches any unit of the same power."""
     if "/" in left and "/" in right:
         quotients = [[canonical_unit(part) for part in side.split("/")] for side in (left, right)]
         return all(None not in parts for parts in quotients) and quotients[0] != quotients[1]

@@ -1,7 +1,7 @@
-"""Problem files and known benchmarks: fetching, reading, prompts."""
+"""Problem files and registered sets: downloading, reading, prompts."""
 
 from eval import InputError
 
 
 class ProblemsError(InputError):
-    """A problem file is unavailable, or lacks columns, rows or prompts."""
+    """A problem file is missing, unreadable or incomplete, or a set or prompt is unknown."""

@@ -1,4 +1,4 @@
-"""Reads rows of files as problems and drops none silently. Training and evaluation share it."""
+"""Reads problem files for training and evaluation. No row is dropped silently."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from eval.problems import ProblemsError
 from eval.problems.items import Problem
-from eval.problems.prompts import read_utf8
+from eval.problems.prompts import not_utf8, read_utf8
 from eval.problems.rows import Row, Schema, Unusable
 
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
@@ -20,10 +20,10 @@ BATCH_ROWS = 1000
 
 
 def read_problems(path: Path, schemas: Sequence[Schema]) -> list[Problem]:
-    """All problems of a file or folder, in its order, by the first schema whose columns it has.
+    """Read all problems of a file or folder, with the first schema whose columns it has.
 
-    Raises ProblemsError for a file that cannot be read or lacks columns, and for rows that are no problems, with
-    their count and first row numbers.
+    Raises ProblemsError for a file that is unreadable or lacks columns, and for unusable rows, with their count
+    and first row numbers.
     """
     problems, faults = [], dict[str, list[int]]()
     for number, _, problem in iterate_problems(path, schemas):
@@ -36,16 +36,16 @@ def read_problems(path: Path, schemas: Sequence[Schema]) -> list[Problem]:
 
 
 def refuse_faults(path: Path, faults: Mapping[str, Sequence[int]], num_rows: int) -> None:
-    """Raise ProblemsError if any row is no problem; `faults` has the row numbers by reason."""
+    """Raise ProblemsError if any row is unusable; `faults` maps reasons to row numbers."""
     if faults:
-        found = " and ".join(_describe_fault(what, numbers) for what, numbers in faults.items())
+        found = " and ".join(_describe_fault(reason, numbers) for reason, numbers in faults.items())
         raise ProblemsError(f"{path}: of {num_rows} rows, {found}. No row is dropped silently: fix the file")
 
 
 def iterate_problems(path: Path, schemas: Sequence[Schema]) -> Iterator[tuple[int, Row, Problem | Unusable]]:
-    """(row number, row, its problem or why it is none) of a file or folder; memory holds one batch.
+    """Yield (row number, row, problem or why it is unusable), holding one batch in memory.
 
-    A problem without an id gets `row-N`. Raises ProblemsError for a file that cannot be read or lacks columns.
+    A problem without an id gets `row-N`. Raises ProblemsError for a file that is unreadable or lacks columns.
     """
     yield from problems_of(path, iterate_rows(path, schemas), schemas)
 
@@ -53,7 +53,7 @@ def iterate_problems(path: Path, schemas: Sequence[Schema]) -> Iterator[tuple[in
 def problems_of(
     path: Path, batches: Iterable[Sequence[Row]], schemas: Sequence[Schema]
 ) -> Iterator[tuple[int, Row, Problem | Unusable]]:
-    """As `iterate_problems`, of rows that were read from `path`."""
+    """`iterate_problems` for rows already read from `path`."""
     number, schema = 0, None
     for rows in batches:
         schema = schema or find_schema(path, rows[0], schemas)
@@ -71,38 +71,40 @@ def problems_of(
 
 
 def find_schema(path: Path, columns: Collection[str], schemas: Sequence[Schema]) -> Schema:
-    """The first schema whose columns the file has. Raises ProblemsError that names what is missing."""
+    """Return the first schema whose columns the file has. Raises ProblemsError naming the missing columns."""
     for schema in schemas:
         if set(columns).issuperset(schema.columns):
             return schema
     known = " or ".join(", ".join(schema.columns) for schema in schemas)
     missing = ", ".join(name for name in schemas[0].columns if name not in columns)
     raise ProblemsError(
-        f"{path} lacks the columns {missing} (it has {', '.join(sorted(columns))}); what can be read: {known}. "
-        "Other columns are mapped by data.columns, such as data.columns.problem=question"
+        f"{path} lacks the columns {missing} (it has {', '.join(sorted(columns))}); readable schemas: {known}. "
+        "Map other names with data.columns, for example data.columns.problem=question"
     )
 
 
 def columns_of(path: Path) -> list[str]:
-    """The columns of a file or folder, from its beginning. Raises ProblemsError when it cannot be read."""
+    """Return the columns of a file or folder. Raises ProblemsError if it is unreadable."""
     return list(next(iterate_rows(path), [{}])[0])
 
 
 def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
-    """The distinct problems with their number of rows; rows with the same prompt are samples of one problem.
+    """Return distinct problems with their row counts; rows with the same prompt are samples of one problem.
 
-    Raises ProblemsError when such rows have different gold answers, or different problems the same id: results are
-    paired by id.
+    Raises ProblemsError if such rows have different gold answers, or if different problems share an id, since
+    results are paired by id.
     """
     rows: dict[Any, list[int]] = {}
     for number, problem in enumerate(problems):
-        rows.setdefault(problem.asked, []).append(number)
+        messages = problem.messages or ({"role": "user", "content": problem.text},)
+        prompt = tuple((message["role"], message["content"].strip()) for message in messages)
+        rows.setdefault(prompt, []).append(number)
     unequal = [numbers for numbers in rows.values() if len({problems[row].gold for row in numbers}) > 1]
     if unequal:
         first = ", ".join(f"row {row}: {problems[row].gold!r}" for row in unequal[0][:3])
         raise ProblemsError(
             f"{path}: {len(unequal)} problems have rows with different gold answers ({first}); rows with the same "
-            f"prompt are samples of one problem, so correct the file"
+            "prompt are samples of one problem: correct the file"
         )
     distinct = [replace(problems[numbers[0]], num_rows=len(numbers)) for numbers in rows.values()]
     counts = Counter((problem.dataset, problem.id) for problem in distinct)
@@ -110,17 +112,16 @@ def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
     if repeated:
         raise ProblemsError(
             f"{path}: {len(repeated)} ids are used for several problems (first: {repeated[0]!r}); results are "
-            f"paired by id, so extra_info.index (or unique_id, id, idx) must be unique"
+            "paired by id, so extra_info.index (or unique_id, id, idx) must be unique"
         )
     return distinct
 
 
 def iterate_rows(path: Path, schemas: Sequence[Schema] = ()) -> Iterator[list[Row]]:
-    """The rows of a file, or of all files of one format in a folder, in batches that are not empty.
+    """Yield non-empty batches of rows from a file, or from all files in a folder, which share one format.
 
-    parquet is read by pyarrow, of whose columns only those of the schema that fits; the rest by `datasets`, which
-    streams and leaves nothing in the user's cache. The one form of the project's own is AISBench's JSON object of
-    rows by index. Raises ProblemsError.
+    pyarrow reads parquet, only the columns of the matching schema. `datasets` streams other formats without
+    leaving files in the user's cache, except for AISBench's JSON object of rows by index. Raises ProblemsError.
     """
     files = files_of(path)
     if files[0].suffix == ".parquet":
@@ -136,19 +137,19 @@ def iterate_rows(path: Path, schemas: Sequence[Schema] = ()) -> Iterator[list[Ro
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file, or the files of a folder, which share one format. Raises ProblemsError when there is none."""
+    """Return the file, or the files of a folder. Raises ProblemsError if there are none, or several formats."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in FORMATS and file.is_file())
     if not files or not files[0].is_file():
         where = f" in {Path.cwd()}" if not path.is_absolute() else ""
         raise ProblemsError(
-            f"{path} is not a file, nor a folder with some{where}; problems come from a registered set (dapo "
-            f"datasets), files that end in {', '.join(FORMATS)}, hf:ORG/NAME, modelscope:ORG/NAME or https://...#sha256=..."
+            f"{path} is not a file, nor a folder of problem files{where}; name a registered set (dapo datasets), "
+            f"files that end in {', '.join(FORMATS)}, hf:ORG/NAME, modelscope:ORG/NAME or https://...#sha256=..."
         )
     if files[0].suffix not in FORMATS:
         raise ProblemsError(
-            f"{path} ends in {path.suffix!r}; a file of problems must end in one of {', '.join(FORMATS)}"
+            f"{path} ends in {path.suffix!r}; a problem file must end in one of {', '.join(FORMATS)}"
         )
     if len({file.suffix for file in files}) > 1:
         raise ProblemsError(
@@ -164,15 +165,15 @@ def _parquet_rows(files: Sequence[Path], schemas: Sequence[Schema]) -> Iterator[
     for file in files:
         try:
             parquet = pq.ParquetFile(file)
-            wanted = _columns_read(file, parquet.schema_arrow.names, schemas)
-            for batch in parquet.iter_batches(BATCH_ROWS, columns=wanted):
+            columns = _columns_to_read(file, parquet.schema_arrow.names, schemas)
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=columns):
                 yield batch.to_pylist()
         except (pa.ArrowException, OSError) as error:
             raise ProblemsError(f"{file} cannot be read as parquet: {error}") from None
 
 
-def _columns_read(file: Path, names: Sequence[str], schemas: Sequence[Schema]) -> list[str] | None:
-    """The columns that the first schema that fits reads; None, which means all, without schemas."""
+def _columns_to_read(file: Path, names: Sequence[str], schemas: Sequence[Schema]) -> list[str] | None:
+    """Return the columns of the first matching schema, or None for all columns without schemas."""
     if not schemas:
         return None
     schema = find_schema(file, names, schemas)
@@ -180,15 +181,15 @@ def _columns_read(file: Path, names: Sequence[str], schemas: Sequence[Schema]) -
 
 
 def _batches(path: Path, files: Sequence[Path]) -> Iterator[dict[str, list[Any]]]:
-    """Columns of up to BATCH_ROWS rows each."""
+    """Yield the columns of up to BATCH_ROWS rows at a time."""
     import datasets
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise each file read here is reported to the hub
-    what, options = FORMATS[files[0].suffix], dict[str, Any]()
+    builder, options = FORMATS[files[0].suffix], dict[str, Any]()
     before = datasets.utils.logging.get_verbosity()
     try:
-        datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # its errors are raised as well
-        if what == "csv":  # texts as they are: 0027 and NA are answers
+        datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are raised anyway
+        if builder == "csv":  # keep values as text: 0027 and NA are answers
             import pandas
 
             names = pandas.read_csv(files[0], nrows=0, encoding="utf-8-sig").columns
@@ -196,7 +197,7 @@ def _batches(path: Path, files: Sequence[Path]) -> Iterator[dict[str, list[Any]]
             options = {"features": texts, "na_filter": False, "encoding": "utf-8-sig"}
         with tempfile.TemporaryDirectory() as folder:
             rows = datasets.load_dataset(
-                what,
+                builder,
                 data_files=[str(file) for file in files],
                 split="train",
                 streaming=True,
@@ -207,10 +208,8 @@ def _batches(path: Path, files: Sequence[Path]) -> Iterator[dict[str, list[Any]]
     except StopIteration:
         return
     except UnicodeDecodeError as error:
-        raise ProblemsError(
-            f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8 text"
-        ) from None
-    except Exception as error:  # of pyarrow, pandas and datasets, which share no base
+        raise not_utf8(path, error) from None
+    except Exception as error:  # errors of pyarrow, pandas and datasets share no base class
         if isinstance(error, ProblemsError):
             raise
         raise ProblemsError(f"{path} cannot be read as {files[0].suffix[1:]}: {error}; correct the file") from None
@@ -219,13 +218,14 @@ def _batches(path: Path, files: Sequence[Path]) -> Iterator[dict[str, list[Any]]
 
 
 def _rows_by_index(path: Path) -> list[Row] | None:
-    """The rows of a JSON object of objects, as AISBench keeps MATH-500; None for anything else."""
-    if not read_utf8(path).lstrip().startswith("{"):
+    """Read a JSON object of objects, AISBench's format of MATH-500; None for anything else."""
+    text = read_utf8(path)
+    if not text.lstrip().startswith("{"):
         return None
     try:
-        content = json.loads(read_utf8(path))
+        content = json.loads(text)
     except json.JSONDecodeError:
-        return None  # lines, or not JSON, which datasets says better
+        return None  # JSON lines, or not JSON, for which `datasets` has the better message
     if not content or not all(isinstance(row, dict) for row in content.values()):
         return None
     try:
@@ -235,6 +235,6 @@ def _rows_by_index(path: Path) -> list[Row] | None:
     return list(content.values())
 
 
-def _describe_fault(what: str, numbers: Sequence[int]) -> str:
+def _describe_fault(reason: str, numbers: Sequence[int]) -> str:
     first = ", ".join(str(number) for number in numbers[:5])
-    return f"{len(numbers)} with {what} (rows {first}{', ...' if len(numbers) > 5 else ''})"
+    return f"{len(numbers)} with {reason} (rows {first}{', ...' if len(numbers) > 5 else ''})"

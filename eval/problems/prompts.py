@@ -1,4 +1,4 @@
-"""Prompts: a problem in a template, as a chat or as text to complete."""
+"""Prompt templates, and prompts as chat messages or as text to complete."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ Prompt = tuple[Message, ...] | str  # messages of a chat, or the text to complet
 Api = Literal["chat", "completions"]
 
 PLACE = "{problem}"
-DEFAULT = "default"  # the benchmark's own
+DEFAULT = "default"  # the benchmark's own template
 
 
 @dataclass(frozen=True)
 class Template:
-    """A text around `{problem}`; a response ends at any of the texts in `stop`.
+    """A text around `{problem}`. `stop` ends a response; `system` replaces the file's system message.
 
-    A `system` message takes the place of the file's own. The template `given` is the file's own messages; a file
-    without any is asked its bare problems.
+    The template `given` uses the messages of the file, or the bare problem if it has none.
     """
 
     name: str
@@ -32,11 +31,11 @@ class Template:
     system: str | None = None
 
     def to_json(self) -> dict[str, str]:
-        """As settings.json holds it."""
+        """Convert to the form stored in settings.json."""
         return {"name": self.name, "text": self.text, **({"system": self.system} if self.system else {})}
 
     def render(self, problem: str) -> str:
-        """The text with the problem in its place, whatever braces either of them holds."""
+        """Insert the problem. Other braces in either text are kept."""
         before, _, after = self.text.partition(PLACE)
         return before + problem + after
 
@@ -93,10 +92,10 @@ TEMPLATES: dict[str, Template] = {
 
 
 def find_template(name: str, default: str) -> Template:
-    """The template of that name, else the one in that file, which must contain {problem} once.
+    """Return the template of that name, else read the file of that name, which must contain {problem} once.
 
-    `default` is the template that the name "default" means. One newline at the end of a file is dropped. Raises
-    ProblemsError for a name that is neither.
+    `default` is the name that "default" stands for. A newline at the end of the file is dropped. Raises
+    ProblemsError if there is neither.
     """
     name = default if name == DEFAULT else name
     if name in TEMPLATES:
@@ -105,38 +104,43 @@ def find_template(name: str, default: str) -> Template:
     if not path.is_file():
         close = difflib.get_close_matches(name, (DEFAULT, *TEMPLATES), n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {DEFAULT}, {', '.join(TEMPLATES)}"
-        raise ProblemsError(f"evaluate.prompt={name} is neither a prompt template nor a file with one; {hint}")
+        raise ProblemsError(f"evaluate.prompt={name} is neither a prompt template nor a file; {hint}")
     text = read_utf8(path).removesuffix("\n")
     if text.count(PLACE) != 1:
         raise ProblemsError(
-            f"{path} says {PLACE} {text.count(PLACE)} times; a prompt template (evaluate.prompt) says it exactly "
-            f"once, where the problem goes"
+            f"{path} contains {PLACE} {text.count(PLACE)} times; a prompt template (evaluate.prompt) needs it "
+            "exactly once"
         )
     return Template(path.name, text)
 
 
 def read_utf8(path: Path) -> str:
-    """The text of a file. Raises ProblemsError when it is not UTF-8."""
+    """Read a text file. Raises ProblemsError if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ProblemsError(
-            f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8 text"
-        ) from None
+        raise not_utf8(path, error) from None
+
+
+def not_utf8(path: Path, error: UnicodeDecodeError) -> ProblemsError:
+    """Return the error for a file that is not UTF-8."""
+    return ProblemsError(
+        f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8 text"
+    )
 
 
 def make_messages(template: Template, problem: str, messages: Sequence[Message] | None) -> tuple[Message, ...]:
-    """The chat that asks one problem; `messages` are the file's own, for the template `given`."""
+    """Build the chat for one problem; the template `given` uses the file's `messages`."""
     chat: Sequence[Message] = ({"role": "user", "content": template.render(problem)},)
     if template.name == "given" and messages:
         chat = messages
     if template.system is not None:
-        own = (message for message in chat if message["role"] != "system")
-        return ({"role": "system", "content": template.system}, *own)
+        others = (message for message in chat if message["role"] != "system")
+        return ({"role": "system", "content": template.system}, *others)
     return tuple(chat)
 
 
 def make_prompt(template: Template, api: Api, problem: str, messages: Sequence[Message] | None) -> Prompt:
-    """The prompt of one problem: a chat, or the texts of its messages to complete."""
+    """Build the prompt for one problem: a chat, or its messages joined as text to complete."""
     chat = make_messages(template, problem, messages)
     return chat if api == "chat" else "\n\n".join(message["content"] for message in chat)

@@ -1,61 +1,44 @@
-"""The registered sets by name, and evaluation sets as they are asked."""
+"""The registered sets by name, and evaluation sets ready to be sent to a model."""
 
 from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from eval.answers.grading import GraderName
 from eval.problems import ProblemsError
 from eval.problems.files import columns_of, merge_repeats, read_problems
 from eval.problems.items import EvaluationSet, Item, Problem
-from eval.problems.options import find_weighed_template, make_weighed_item
-from eval.problems.problem_set import ProblemSet
-from eval.problems.prompts import DEFAULT, Api, find_template, make_prompt
-from eval.problems.rows import CHAT, PREPARED, SOLVED
-from eval.problems.sets import (
-    aime24,
-    aime25,
-    amc23,
-    arithmetic,
-    cflue,
-    choice,
-    dapo_math_17k,
-    dapo_math_17k_clean,
-    deepmath_103k,
-    geometry3k,
-    gpqa_diamond,
-    gsm8k,
-    math,
-    math500,
-    minerva,
-    olympiadbench,
-)
+from eval.problems.prompts import DEFAULT, PLACE, Api, Template, find_template, make_prompt
+from eval.problems.rows import CHAT, PREPARED, SOLVED, ProblemSet
+from eval.problems.sets.mathematics import ARITHMETIC, BENCHMARKS, TRAINING_SETS
+from eval.problems.sets.multiple_choice import CFLUE, CHOICE, GPQA_DIAMOND
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["generate", "loglikelihood"]
 
-_MODULES = (
-    *(dapo_math_17k, dapo_math_17k_clean, deepmath_103k, math, gsm8k, geometry3k, cflue, arithmetic, choice),
-    *(math500, aime24, aime25, amc23, olympiadbench, minerva, gpqa_diamond),
-)
-SETS: dict[str, ProblemSet] = {module.SET.name: module.SET for module in _MODULES}
-# Benchmarks that are asked together, by the suite's name.
+_SETS = (*TRAINING_SETS, CFLUE, ARITHMETIC, CHOICE, *BENCHMARKS, GPQA_DIAMOND)
+SETS: dict[str, ProblemSet] = {known.name: known for known in _SETS}
 SUITES: dict[str, tuple[str, ...]] = {
     "math": ("math500", "aime24", "aime25", "amc23", "olympiadbench", "minerva"),
 }
-POOLED = "pooled"  # all benchmarks of a suite together, where a name of one is expected
-# What files of the user's own hold when nothing else is said: DAPO-Math-17k's schema, or {problem, answer}.
+POOLED = "pooled"  # names all benchmarks of a suite together
+# The default for the user's own files: DAPO-Math-17k's schema, or {problem, answer}.
 OWN = ProblemSet("own", "your own file", "yours", (CHAT, SOLVED), scorer="math_verify")
+
+_LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_OPTIONS_TEMPLATE = Template("loglikelihood", PLACE + "\nAnswer:")
+_LISTED = re.compile(r"^\s*\(?([A-Z])[.):．、：]\s*\S", re.MULTILINE)
 
 
 def find_set(name: str) -> ProblemSet:
-    """The registered set of that name. Raises ProblemsError with the nearest one."""
+    """Return the registered set of that name. Raises ProblemsError with the closest match."""
     if name in SETS:
         return SETS[name]
     close = difflib.get_close_matches(name, SETS, n=1)
@@ -64,42 +47,44 @@ def find_set(name: str) -> ProblemSet:
 
 
 def find_suite(name: str) -> tuple[str, ...]:
-    """The sets of the suite of that name. Raises ProblemsError with the known ones."""
+    """Return the names of a suite's sets. Raises ProblemsError with the known suites."""
     if name not in SUITES:
         raise ProblemsError(
-            f"{name!r} is not a suite; known: {', '.join(SUITES)}. One set is asked with --dataset"
+            f"{name!r} is not a suite; known: {', '.join(SUITES)}. To evaluate a single set, use --dataset"
         )
     return SUITES[name]
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Distinct problems to evaluate with, and how they are asked and graded unless something else is said."""
+    """Distinct problems to evaluate with, and their default template and grader."""
 
     problems: tuple[Problem, ...]
-    name: str | None  # of the registered set; None: the user's own
+    name: str | None  # of the registered set; None: the user's own file
     template: str
     grader: GraderName
-    num_repeats: int  # rows of each problem
+    num_repeats: int  # rows per problem
 
 
 def read_held_out(path: Path, name: str | None = None) -> HeldOut:
-    """The problems of an evaluation file: a prepared one, one of the registered set `name`, or the user's own.
+    """Read the problems of an evaluation file: prepared, of the registered set `name`, or the user's own.
 
-    Raises ProblemsError for unusable rows, and for a file that is not the complete set of that name.
+    Raises ProblemsError for unusable rows, and for a file that is not the complete set.
     """
     known = OWN if name is None else find_set(name)
     is_prepared = path.suffix == ".parquet" and set(PREPARED.columns).issubset(columns_of(path))
     problems = merge_repeats(path, read_problems(path, (PREPARED,) if is_prepared else known.schemas))
     prepared = {problem.dataset for problem in problems if problem.grader}
     if prepared and name is not None and prepared != {name}:
-        raise ProblemsError(f"{path} was prepared from {', '.join(sorted(prepared))}, not from {name}; name these")
+        raise ProblemsError(
+            f"{path} was prepared from {', '.join(sorted(prepared))}, not from {name}; name that set, or none"
+        )
     if len(prepared) == 1:
         known = SETS.get(next(iter(prepared)), known)
     if known.num_items not in (None, len(problems)):
         raise ProblemsError(
-            f"{path} has {len(problems)} problems, but {known.name} has exactly {known.num_items}: accuracy on "
-            f"it would not compare with published figures. Use the complete file, or name no benchmark."
+            f"{path} has {len(problems)} problems, but {known.name} has exactly {known.num_items}: accuracy would "
+            "not be comparable with published figures. Use the complete file, or name no benchmark."
         )
     template, grader = known.template, known.grader
     if prepared:
@@ -108,8 +93,8 @@ def read_held_out(path: Path, name: str | None = None) -> HeldOut:
         grader = problems[0].grader or grader
     elif any(problem.messages for problem in problems):
         template = "given"
-    if len(prepared) > 1:
-        problems = [_of_several(problem) for problem in problems]
+    if len(prepared) > 1:  # the report groups by set, and ids of different sets may collide
+        problems = [replace(one, id=f"{one.dataset}/{one.id}", subject=one.dataset) for one in problems]
     return HeldOut(
         tuple(problems), None if known is OWN else known.name, template, grader, _num_repeats(path, problems)
     )
@@ -123,21 +108,23 @@ def load_set(
     system_prompt: str | None = None,
     mode: Mode = "generate",
 ) -> EvaluationSet:
-    """The items of an evaluation file, as they are sent to the model.
+    """Load the items of an evaluation file as they are sent to the model.
 
-    With the mode `loglikelihood` options are weighed, without a chat whatever `api` says. `source` is what `fetch`
-    takes; None stands for the benchmark's own. `prompt` is what find_template takes. Raises ProblemsError.
+    `source` is anything `fetch` accepts; None uses the benchmark's default. `prompt` is a template name or file.
+    The mode `loglikelihood` ignores `api` and prepares options to be compared by their log-probs. Raises
+    ProblemsError.
     """
-    from eval.problems.sources import fetch  # loads httpx, which scoring processes do without
+    from eval.problems.sources import fetch  # imports httpx, which scoring processes do not need
 
     if source is None and benchmark is None:
         raise ProblemsError("no evaluation set is named; name a known one with --dataset, or a file with --data")
     path = fetch(source or find_set(str(benchmark)).source("test"))
     held_out = read_held_out(path, benchmark)
     if mode == "loglikelihood":
-        template = replace(find_weighed_template(prompt), system=system_prompt)
-        weighed = tuple(make_weighed_item(one, template) for one in held_out.problems)
-        return EvaluationSet(weighed, held_out.name, template, "loglikelihood", held_out.num_repeats)
+        template = _OPTIONS_TEMPLATE if prompt == DEFAULT else find_template(prompt, DEFAULT)
+        template = replace(template, system=system_prompt)
+        with_options = tuple(_item_with_options(one, template) for one in held_out.problems)
+        return EvaluationSet(with_options, held_out.name, template, "loglikelihood", held_out.num_repeats)
     template = replace(find_template(prompt, held_out.template), system=system_prompt)
     items = tuple(
         Item(
@@ -154,19 +141,56 @@ def load_set(
     return EvaluationSet(items, held_out.name, template, held_out.grader, held_out.num_repeats)
 
 
-def _of_several(problem: Problem) -> Problem:
-    """A problem of one of several sets: the report groups by set, and ids of different sets may be equal."""
-
-    return replace(problem, id=f"{problem.dataset}/{problem.id}", subject=problem.dataset)
-
-
 def _num_repeats(path: Path, problems: Sequence[Problem]) -> int:
-    """Rows of each problem; 1, with a warning, where some have more than others."""
+    """Return the rows per problem, or 1 with a warning if the counts differ."""
     counts = [problem.num_rows for problem in problems]
     if len(set(counts)) == 1:
         return counts[0]
     logger.warning(
-        "%s: %d of %d problems are on several rows, up to %d, and others on fewer: each is one item, asked "
-        "evaluate.num_samples times", path.name, sum(count > 1 for count in counts), len(counts), max(counts),
+        "%s: %d of %d problems are on several rows (up to %d), the others on fewer: each problem is one item, "
+        "sampled evaluate.num_samples times",
+        path.name, sum(count > 1 for count in counts), len(counts), max(counts),
     )  # fmt: skip
     return 1
+
+
+def _item_with_options(problem: Problem, template: Template) -> Item:
+    """Make an item whose options are the texts of `choices` in extra_info, else the letters listed in the problem.
+
+    The gold answer becomes one of the options. A last paragraph that asks for a box is dropped, since a base model
+    is not asked to reason. Raises ProblemsError unless exactly one of several options is right.
+    """
+    choices, labels = _choices(problem.extra_info.get("choices"))
+    question, _, last = problem.text.rpartition("\n\n")
+    question = question if question and "\\boxed" in last else problem.text
+    if not choices:
+        listed = list(dict.fromkeys(_LISTED.findall(question)))
+        choices = labels = tuple(listed) if "".join(listed) == _LABELS[: len(listed)] else ()
+    gold = _gold_index(problem.gold.strip(), choices, labels)
+    if len(choices) < 2 or gold is None:
+        raise ProblemsError(
+            f"{problem.id}: evaluate.mode=loglikelihood needs one right option of several, but this problem has "
+            f"{len(choices)} options and the answer {problem.gold!r}; list options as lines A., B., ... or as "
+            "`choices`, or set evaluate.mode=generate"
+        )
+    system = f"{template.system}\n\n" if template.system else ""
+    return Item(
+        problem.id, system + template.render(question), choices[gold], problem.subject, problem.level, choices
+    )
+
+
+def _choices(given: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (texts, labels) from a list of texts, or from ARC's {text: [...], label: [...]}."""
+    texts = given.get("text") if isinstance(given, Mapping) else given
+    if not isinstance(texts, list | tuple):
+        return (), ()
+    labels = given.get("label") if isinstance(given, Mapping) else None
+    return tuple(map(str, texts)), tuple(map(str, labels or _LABELS[: len(texts)]))
+
+
+def _gold_index(gold: str, choices: tuple[str, ...], labels: tuple[str, ...]) -> int | None:
+    """Return the index of the right option, which gold names by label, text or index."""
+    for names in (labels, choices, tuple(map(str, range(len(choices))))):
+        if gold in names:
+            return names.index(gold)
+    return None

@@ -1,30 +1,34 @@
-"""Rows of problem files: the forms they are published in, and what makes a row unusable."""
+"""Rows of problem files: the schemas they are published in, the sets they belong to, and unusable rows."""
 
 from __future__ import annotations
 
 import datetime
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from eval.answers.extraction import extract_boxed
+from eval.answers.grading import GraderName
+from eval.problems import ProblemsError
 from eval.problems.items import Problem
 from eval.problems.prompts import Message
 
 Row = Mapping[str, Any]
+Hub = Literal["huggingface", "modelscope", "url"]
+Split = Literal["train", "test"]
 
 
 class Unusable(ValueError):
-    """A row is no problem; the message is the reason in words, without the row's content."""
+    """A row is not a problem. The message gives the reason without the row's content."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """One published form of rows, recognised by its columns.
+    """A published row format, recognised by its columns.
 
-    `read` is pure: it makes a problem from a row, whose id may be "" if the row has none, or raises Unusable.
-    `others` are columns that it reads where the file has them.
+    `read` turns a row into a problem, with id "" if the row has none, or raises Unusable. `others` are optional
+    columns.
     """
 
     columns: tuple[str, ...]
@@ -32,28 +36,63 @@ class Schema:
     others: tuple[str, ...] = ("index", "unique_id", "id", "idx", "subject", "level", "data_source")
 
 
+@dataclass(frozen=True)
+class ProblemSet:
+    """A registered set. `train` and `test` map hubs to references, the default hub first.
+
+    `scorer` rewards responses in training, `grader` judges them in evaluation. `template` is the prompt template;
+    `given` uses the messages of the rows.
+    """
+
+    name: str
+    about: str
+    licence: str
+    schemas: tuple[Schema, ...]
+    train: Mapping[str, str] = field(default_factory=dict)
+    test: Mapping[str, str] = field(default_factory=dict)
+    num_items: int | None = None  # in the complete test split; None: not checked
+    scorer: str = "math_boxed"
+    template: str = "aisbench"
+    grader: GraderName = "mathematics"
+
+    def source(self, split: Split, hub: Hub | None = None) -> str:
+        """Return the reference of a split, by default on the default hub. Raises ProblemsError."""
+        sources = self.train if split == "train" else self.test
+        if not sources:
+            use, key = ("train on", "data.train") if split == "train" else ("evaluate with", "data.eval")
+            raise ProblemsError(f"{self.name} has no rows to {use}; name a file in {key}, or another set")
+        if hub is None:
+            return next(iter(sources.values()))
+        if hub not in sources:
+            raise ProblemsError(
+                f"{self.name} is not registered on data.hub={hub}, only on {', '.join(sources)}; set data.hub to "
+                "one of these, or name its id there"
+            )
+        return sources[hub]
+
+
 def text_of(row: Row | None, *keys: str) -> str | None:
-    """The value of the first key that is not blank, as text; None when all are."""
+    """Return the first value that is not blank as text, else None."""
     for key in keys:
         value = None if row is None else row.get(key)
         if value is None:
             continue
         if isinstance(value, datetime.datetime) and value.time() == datetime.time():
-            value = value.date()  # "2024-01-01", which pyarrow reads from JSON as a time
+            value = value.date()  # pyarrow reads "2024-01-01" in JSON as a timestamp
         if (text := str(value)).strip():
             return text
     return None
 
 
 def needed(value: str | None, reason: str) -> str:
-    """The value; raises Unusable with the reason if there is none."""
+    """Return the value, or raise Unusable with the reason if it is empty."""
     if not value:
         raise Unusable(reason)
     return value
 
 
 def problem_of(row: Row, text: str, gold: str, details: Row | None = None, **fields: Any) -> Problem:
-    """A problem with the id, subject and level that its row has under their usual names."""
+    """Make a problem with the id, subject and level under their usual names in `details`, by default the row."""
     details = row if details is None else details
     fields.setdefault("subject", text_of(details, "subject", "subfield", "type", "topic", "名称"))
     fields.setdefault("level", text_of(details, "level", "difficulty", "task"))
@@ -62,7 +101,7 @@ def problem_of(row: Row, text: str, gold: str, details: Row | None = None, **fie
 
 
 def chat_of(value: Any) -> tuple[Message, ...] | None:
-    """A list of {role, content}, or its JSON, as messages, the last of them not blank; None for anything else."""
+    """Parse a list of {role, content}, or its JSON. None unless it is one and its last message is not blank."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
@@ -77,10 +116,10 @@ def chat_of(value: Any) -> tuple[Message, ...] | None:
 
 
 def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
-    """A row of DAPO-Math-17k: {data_source, prompt: [messages], reward_model: {ground_truth}, extra_info}.
+    """Read DAPO-Math-17k's schema: {data_source, prompt: [messages], reward_model: {ground_truth}, extra_info}.
 
-    `bare` takes the problem out of the last message. A prepared file has the bare problem, the name of its set and
-    that set's weight beside them.
+    `bare` extracts the problem from the last message. Prepared files add the bare problem, the name of its set
+    and the weight of that set.
     """
     messages = chat_of(row["prompt"])
     if messages is None:
@@ -95,7 +134,7 @@ def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
     except (TypeError, ValueError):
         info = ()
     if not isinstance(info, dict | None):
-        raise Unusable("an extra_info that is not a struct of what JSON knows, which checkpoints are written in")
+        raise Unusable("an extra_info that is not a JSON object, the form in which checkpoints store it")
     return problem_of(
         row,
         text_of(row, "problem") or bare(messages[-1]["content"]),
@@ -111,9 +150,9 @@ def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
 
 
 def read_solved(row: Row) -> Problem:
-    """A row of MATH: {problem, solution or answer}; gold is the last box of the solution, else the answer.
+    """Read MATH's schema: {problem, solution or answer}. Gold is the last box of the solution, else the answer.
 
-    `choices` are the texts of options, for evaluations that weigh them.
+    `choices` holds option texts for evaluate.mode=loglikelihood.
     """
     text = needed(text_of(row, "problem"), "no problem")
     gold = extract_boxed(text_of(row, "solution") or "") or text_of(row, "answer")
@@ -121,12 +160,12 @@ def read_solved(row: Row) -> Problem:
     return problem_of(row, text, needed(gold, "neither an answer nor a boxed solution"), extra_info=info)
 
 
-# The schema of DAPO-Math-17k, which training reads; its extra_info may be left out.
+# DAPO-Math-17k's schema, which training reads; extra_info is optional.
 CHAT = Schema(
     ("data_source", "prompt", "reward_model"),
     read_chat,
     ("extra_info", "problem", "dataset", "weight", "template", "grader"),
 )
-# What preparation writes: the same, with the set of each row and how it is asked and graded.
+# What `dapo prepare-data` writes: the same with each row's set, template and grader.
 PREPARED = Schema((*CHAT.columns, "dataset", "template", "grader"), read_chat, CHAT.others)
 SOLVED = Schema(("problem",), read_solved, (*Schema.others, "solution", "answer", "type", "subfield", "choices"))

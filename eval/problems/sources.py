@@ -1,4 +1,4 @@
-"""Where the rows of a set come from: a local path, or files of a hub or web server."""
+"""Fetches problem files from a local path, a hub or a web server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from downloads import OnProgress, RemoteFile, Snapshot
 from durable import locked
 from eval.problems import ProblemsError
 from eval.problems.files import FORMATS
-from eval.problems.problem_set import Split
+from eval.problems.rows import Split
 
 logger = logging.getLogger(__name__)
 
-# Words in the paths of files that say which split they hold.
+# Split names in file paths.
 _SPLITS = {name: re.compile(rf"(?:^|[/_.-]){name}(?:[/_.-]|$)") for name in ("train", "test", "validation", "dev")}
 
 
@@ -28,11 +28,11 @@ def fetch(
     split: Split = "test",
     on_progress: OnProgress | None = None,
 ) -> Path:
-    """The local file of a source, or the folder of its files.
+    """Return the local file or folder of a source, downloading it if necessary.
 
-    A path is returned as it is. References are those of `downloads`; their files are kept in `cache`, by default
-    dapo/ in XDG_CACHE_HOME or ~/.cache, in a folder for each commit, and compared with their digests each time.
-    Raises ProblemsError for a repository without rows of the split, and DownloadError.
+    Paths are returned unchanged. Files of remote references (see `downloads`) are kept in `cache`, one folder per
+    commit, and verified against their digests each time. Raises ProblemsError for a repository without rows of the
+    split, and DownloadError.
     """
     if not downloads.is_remote(str(source)):
         return Path(source)
@@ -40,7 +40,7 @@ def fetch(
     folder = (cache or default_cache()) / snapshot.commit[:16]
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".lock", waiting=f"which downloads {snapshot.repo}"):
-        if not all(_is_there(folder, file) for file in snapshot.files):
+        if not all(_is_verified(folder, file) for file in snapshot.files):
             logger.info("downloading %s", str(source).partition("#")[0])
             downloads.fetch(snapshot, folder, on_progress=on_progress)
     names = [file.path for file in snapshot.files]
@@ -50,10 +50,10 @@ def fetch(
 def rows_of(
     reference: str, split: Split, resolve: Callable[[str, downloads.Kind], Snapshot] = downloads.resolve
 ) -> Snapshot:
-    """The files of a reference that hold the rows of a split; no content is moved.
+    """Resolve the files of a reference that hold the rows of a split, without downloading content.
 
-    Of a repository these are its parquet files, or those of its other format, as far as their paths name the
-    split. Raises ProblemsError where that is not clear, and DownloadError.
+    In a repository these are the parquet files, else the files of another format, whose paths name the split or no
+    split. Raises ProblemsError if that is ambiguous, and DownloadError.
     """
     snapshot = resolve(reference, "dataset")
     rows = [file for file in snapshot.files if PurePosixPath(file.path).suffix in FORMATS]
@@ -76,11 +76,11 @@ _USES: dict[Split, str] = {"train": "train on", "test": "evaluate with"}
 
 
 def default_cache() -> Path:
-    """The folder of downloaded evaluation files."""
+    """Return the default folder of downloaded problem files."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dapo"
 
 
-def _is_there(folder: Path, file: RemoteFile) -> bool:
+def _is_verified(folder: Path, file: RemoteFile) -> bool:
     from downloads.transfer import is_right
 
     return (folder / file.path).is_file() and is_right(folder / file.path, file)

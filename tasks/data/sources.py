@@ -14,10 +14,9 @@ from downloads import OnProgress, Snapshot, Unreachable, is_remote
 from eval.problems import ProblemsError
 from eval.problems.files import columns_of, files_of, find_schema
 from eval.problems.items import Problem
-from eval.problems.problem_set import ProblemSet, Split
 from eval.problems.prompts import DEFAULT
 from eval.problems.registry import OWN, SETS, find_set
-from eval.problems.rows import Row, Schema, Unusable, chat_of, needed, problem_of, text_of
+from eval.problems.rows import ProblemSet, Row, Schema, Split, Unusable, chat_of, needed, problem_of, text_of
 from eval.problems.sources import fetch, rows_of
 from tasks.artifacts.artifact import canonical_json, sha256_of
 from tasks.artifacts.store import ArtifactStore

@@ -106,7 +106,7 @@ def check_grader(evaluation: EvaluationSet, settings: EvaluateConfig, findings: 
     """The evaluation's grader on gold answers of the set's own, in a box. Options that are weighed need none."""
     own = grader_for(settings)
     with own or GRADERS[evaluation.grader]() as grader:
-        for item in () if evaluation.is_weighed else evaluation.items[:NUM_SCORED]:
+        for item in () if evaluation.is_loglikelihood else evaluation.items[:NUM_SCORED]:
             graded = grader.grade_item(FORMS["\\boxed{}"] % item.gold, "stop", item, True)
             if graded.verdict != "right":
                 failed = (graded.details or {}).get("error", "").strip().splitlines()

@@ -117,7 +117,7 @@ def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> 
     for one, asked in inputs.asked(config):
         with findings.catching("grader"):
             check_grader(asked, config.evaluate if one is None else config.evaluate.of(one), findings)
-        if not asked.is_weighed:
+        if not asked.is_loglikelihood:
             check_forms(inputs.problems, asked, findings)
     return facts
 

@@ -20,7 +20,7 @@ from bench.small_chain import CONFIG, SMALL
 from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
 from eval.results import Row, RowKey, read_rows
-from eval.run import evaluate
+from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 from tests.operated import Site, describe
 

@@ -1,4 +1,4 @@
-"""A server of chat and text completions on a loopback port that adds numbers, and misbehaves on request."""
+"""A chat and text completions server on a loopback port that adds numbers and misbehaves on request."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from eval.problems.items import EvaluationSet, Item
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers `a + b` questions; `server.behave(attempt number of this prompt, handler)` may do otherwise."""
+    """Answers `a + b`, unless `server.behave(handler, prompt, attempt)` returns True."""
 
     protocol_version = "HTTP/1.1"
     server: ArithmeticServer
-    number = 0  # of its request among all, from 1; others may have come when a test looks at `server.requests`
+    number = 0  # of its request among all, from 1
 
     def setup(self) -> None:
         super().setup()
-        # Headers and body are two writes: without this, delayed acknowledgement costs 40 ms a request.
+        # Headers and body are two writes: without this, delayed acknowledgements cost 40 ms per request.
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def do_GET(self) -> None:
         self.send(200, json.dumps({"data": [{"id": "m", "root": self.server.root}]}).encode())
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if "echo" in body:
             self.echo(body)
             return
@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.in_flight -= 1
 
     def echo(self, body: dict[str, Any]) -> None:
-        """Log-probs of the prompts' words, each a token, and of one that was generated."""
+        """Return log-probs of the prompts' words, each a token, and of one generated token."""
         self.server.requests.append((self.path, self.headers.get("Authorization"), body))
         known = self.server.words
         choices = []
@@ -67,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200, json.dumps({"choices": choices}).encode())
 
     def show_weights(self, body: dict[str, Any]) -> None:
-        """Answer the fixed prompt of an evaluation, which no test counts."""
+        """Answer the probe of the weights, which does not count as a request."""
         self.server.num_probes += 1
         self.server.probes_go_on.wait(60)
         if self.server.fails_on_probes:
@@ -85,15 +85,20 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, prompt: str, finish_reason: str = "stop") -> bool:
         left, right = re.findall(r"\d+", prompt)
         text = f"Answer: \\boxed{{{int(left) + int(right)}}}"
-        is_chat = self.path.endswith("/chat/completions")
-        said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-        choice = {**said, "finish_reason": finish_reason}
-        return self.send(200, json.dumps({"choices": [choice], "usage": {"completion_tokens": 5}}).encode())
+        return self.say(text, finish_reason, {"completion_tokens": 5})
+
+    def say(
+        self, text: Any, finish_reason: str = "stop", usage: Mapping[str, Any] | None = None, **message: Any
+    ) -> bool:
+        """Send a completion, with further fields of its message; returns True."""
+        message = {"role": "assistant", "content": text, **message}
+        choice = {"message": message, "text": text, "finish_reason": finish_reason}
+        return self.send(200, json.dumps({"choices": [choice], "usage": usage}).encode())
 
     def send(
         self, status: int, body: bytes, declared_bytes: int | None = None, headers: dict[str, str] | None = None
     ) -> bool:
-        """True: the request is answered."""
+        """Send a response; returns True."""
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -104,20 +109,20 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def drop(self) -> bool:
-        """True: the connection is closed."""
+        """Close the connection; returns True."""
         self.close_connection = True
         self.connection.shutdown(socket.SHUT_RDWR)
         return True
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the tests look at `server.requests`."""
+        """Do not log."""
 
 
 Behaviour = Callable[[Handler, str, int], bool]
 
 
 class ArithmeticServer(ThreadingHTTPServer):
-    """A server on a loopback port, a free one if none is named. `behave` returns True when it has answered."""
+    """A server on a loopback port, by default a free one. `behave` returns True if it has answered."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -125,7 +130,7 @@ class ArithmeticServer(ThreadingHTTPServer):
     logprobs: Mapping[str, float] | None = {" a": -1.0, " an": -2.0, " the": -3.0}
     is_chat_only = fails_on_probes = False
     num_probes = 0
-    words: Mapping[str, float] = {}  # log-probs of words, for prompts that are echoed; -1 of others
+    words: Mapping[str, float] = {}  # log-probs of words in echoed prompts; -1 for others
 
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)
@@ -143,7 +148,7 @@ class ArithmeticServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def die(self) -> None:
-        """End as a killed process does: nothing listens any more, and every connection is cut."""
+        """End like a killed process: close the port and all connections."""
         self.shutdown()
         self.server_close()
         for connection in self.connections:
@@ -151,7 +156,7 @@ class ArithmeticServer(ThreadingHTTPServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: a client that gives up is part of these tests."""
+        """Ignore clients that give up, as some tests do."""
 
     @property
     def url(self) -> str:
@@ -160,7 +165,7 @@ class ArithmeticServer(ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def running(port: int = 0) -> Iterator[ArithmeticServer]:
-    """A server that answers until the block is left."""
+    """Run a server until the block ends."""
     with ArithmeticServer(port) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
@@ -173,24 +178,23 @@ def running(port: int = 0) -> Iterator[ArithmeticServer]:
 
 @contextlib.contextmanager
 def serving_the_chain(patch: pytest.MonkeyPatch) -> Iterator[ArithmeticServer]:
-    """A server that stands for vLLM in the stage evaluate_model and answers 7 to everything."""
+    """Run a server in place of vLLM in the stage evaluate_model that always answers 7."""
     from tasks import chain
     from tasks.serve_model.servers import Server
 
-    reply = json.dumps({"choices": [{"message": {"content": "\\boxed{7}"}, "finish_reason": "stop"}], "usage": {}})
     with running() as server:
 
         @contextlib.contextmanager
         def serve(*_: object, **__: object) -> Iterator[list[Server]]:
             yield [Server(server.url, "m", "", "vllm serve MODEL")]
 
-        server.behave = lambda handler, prompt, attempt: handler.send(200, reply.encode())
+        server.behave = lambda handler, prompt, attempt: handler.say("\\boxed{7}")
         patch.setattr(chain, "serve_model", serve)
         yield server
 
 
 def make_set(count: int, style: str = "chat") -> EvaluationSet:
-    """Problems `i + 1 = ?` with ids item-i."""
+    """Make problems `i + 1 = ?` with ids item-i."""
     items = []
     for i in range(count):
         text = f"{i} + 1 = ?"

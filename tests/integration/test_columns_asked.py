@@ -1,8 +1,7 @@
-"""Baselines and checkpoints through the tasks of the chain: asked once, cached, and absent one by one."""
+"""Baselines and checkpoints through the chain's tasks: evaluated once, cached, and failing independently."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -24,23 +23,16 @@ from tasks.preflight.finding import FAIL, OK, Findings
 from tasks.references import forget_resolved
 from tasks.runs.columns import Columns, take_columns
 from tasks.runs.run import Run
-from tasks.serve_model.servers import Server
 from tests.hubs import hub_of_this_machine
-from tests.integration.arithmetic_server import ArithmeticServer, running
+from tests.integration.arithmetic_server import ArithmeticServer, serving_the_chain
 from tests.recorded_runs import Outcome, produce, small_config
 from tests.tiny_models import build_tiny_qwen3
-
-REPLY = json.dumps({"choices": [{"message": {"content": "\\boxed{7}"}, "finish_reason": "stop"}], "usage": {}})
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ArithmeticServer]:
-    """A server that stands for vLLM and for the one elsewhere; a merge that copies a model, made without torch."""
+    """A server in place of vLLM and of a remote one, and a merge that copies a model."""
     merged = build_tiny_qwen3(tmp_path / "merged")
-
-    @contextlib.contextmanager
-    def serve(*_: object, **__: object) -> Iterator[list[Server]]:
-        yield [Server(server.url, "m", "", "vllm serve MODEL")]
 
     def run_dapo(words: list[Any], *_: object, **__: object) -> None:
         assert words[0] == "merge", words
@@ -49,9 +41,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Arithmet
         (words[2] / "step").write_text(words[1].name)
         (words[2] / MERGE_MANIFEST).write_text('{"files": {}}')
 
-    with running() as server:
-        server.behave = lambda handler, prompt, attempt: handler.send(200, REPLY.encode())
-        monkeypatch.setattr(chain, "serve_model", serve)
+    with serving_the_chain(monkeypatch) as server:
         monkeypatch.setattr(chain, "run_dapo", run_dapo)
         for name in ("fetch_model", "evaluate_model", "merge_checkpoint"):
             task = getattr(chain, name)
@@ -60,7 +50,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Arithmet
 
 
 def ask(config: Config) -> tuple[Run, Columns]:
-    """A run that has a training with checkpoints of steps 20 and 60, and asks what its recipe adds."""
+    """Evaluate the baselines and checkpoints of a run whose training kept steps 20 and 60."""
     forget_resolved()
     columns = Columns()
     with Run.start(config) as run:
@@ -79,7 +69,7 @@ def ask(config: Config) -> tuple[Run, Columns]:
     return run, columns
 
 
-def test_each_column_is_asked_once_and_fails_alone(server: ArithmeticServer, tmp_path: Path) -> None:
+def test_each_column_is_evaluated_once_and_fails_alone(server: ArithmeticServer, tmp_path: Path) -> None:
     model = build_tiny_qwen3(tmp_path / "model", seed=1)
     entries = [
         {"name": "folder", "path": str(model)},
@@ -98,7 +88,7 @@ def test_each_column_is_asked_once_and_fails_alone(server: ArithmeticServer, tmp
     merged = Path(run.stages["merge_step_20"].artifact)
     assert (merged / "step").read_text() == "step_000020"
 
-    # A longer list costs what is new; a step that the training did not keep is absent, and says what to do.
+    # A longer list costs only new steps; a step that the training did not keep is missing, with a fix.
     again = small_config(store, baselines, "evaluate.checkpoints=[20, 40, 60]")
     run, columns = ask(again)
     assert all(run.stages[label].cached for label in ("evaluate_baseline_theirs", "evaluate_step_20"))
@@ -109,7 +99,7 @@ def test_each_column_is_asked_once_and_fails_alone(server: ArithmeticServer, tmp
         taken = take_columns(run)
     assert (taken.baselines, taken.checkpoints) == (columns.baselines, columns.checkpoints)
 
-    # Another model at the URL is asked again, and nothing else.
+    # Another model at the URL is evaluated again, and nothing else.
     server.logprobs = {" it": -0.5, " we": -1.5, " the": -3.0}
     run, columns = ask(again)
     assert not run.stages["evaluate_baseline_theirs"].cached
@@ -118,7 +108,7 @@ def test_each_column_is_asked_once_and_fails_alone(server: ArithmeticServer, tmp
     assert label_of(again, "evaluate_model", "theirs") == "evaluate_baseline_theirs"
 
 
-def test_a_baseline_of_a_hub_is_the_model_that_a_recipe_of_it_begins_from(tmp_path: Path) -> None:
+def test_a_hub_baseline_shares_its_artifact_with_a_recipe_for_that_model(tmp_path: Path) -> None:
     folder = build_tiny_qwen3(tmp_path / "tiny")
     with hub_of_this_machine(tmp_path) as hub:
         hub.model().commit({path.name: path.read_bytes() for path in folder.iterdir()})
@@ -139,5 +129,5 @@ def test_a_baseline_of_a_hub_is_the_model_that_a_recipe_of_it_begins_from(tmp_pa
 
 
 def served_by(artifact: Artifact) -> list[str]:
-    """The commands of the servers that answered."""
+    """Return the commands of the servers that answered."""
     return list(artifact.manifest()["metrics"]["serve_commands"])

@@ -1,10 +1,9 @@
-"""Requests to a real HTTP server, or several, that misbehave on purpose: one outcome each, never an exception."""
+"""Requests to real HTTP servers that misbehave on purpose: each gets one outcome, never an exception."""
 
 from __future__ import annotations
 
 import asyncio
 import email.utils
-import json
 import socket
 import threading
 import time
@@ -22,22 +21,16 @@ from eval.dispatch import Dispatcher, Limits, Outcome, Request
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.results import read_rows
-from eval.run import evaluate
+from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Behaviour, Handler, make_set, running
 from tests.processes import wait_until
 
 SAMPLING = Sampling(max_tokens=64, temperature=0.0, top_p=0.9, seed=7)
 FIVE = "Answer: \\boxed{5}"
-FAR = 100.0  # more than any machine stalls
+FAR = 100.0  # longer than any machine stalls
 LIMITS = Limits(
     concurrency=8, timeout_seconds=2 * FAR, max_attempts=4, backoff_seconds=0.01, outage_seconds=4 * FAR
 )
-
-
-@pytest.fixture
-def server() -> Iterator[ArithmeticServer]:
-    with running() as server:
-        yield server
 
 
 @pytest.fixture
@@ -53,14 +46,18 @@ def endpoint(server: ArithmeticServer) -> Endpoint:
 
 @pytest.fixture
 def closed_port() -> Iterator[Endpoint]:
-    """A port of this machine that refuses connections: it is taken, and nothing listens."""
+    """A local port that refuses connections: it is bound, but nothing listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield Endpoint(f"http://127.0.0.1:{taken.getsockname()[1]}", "m")
 
 
 def ask(
-    endpoint: Endpoint, prompt: Any = ({"role": "user", "content": "2 + 3 = ?"},), sample: int = 0, **limits: Any
+    endpoint: Endpoint,
+    prompt: Any = ({"role": "user", "content": "2 + 3 = ?"},),
+    sample: int = 0,
+    sampling: Sampling = SAMPLING,
+    **limits: Any,
 ) -> Outcome:
     outcomes: list[Outcome] = []
 
@@ -69,22 +66,17 @@ def ask(
 
     async def one() -> None:
         dispatcher = Dispatcher([endpoint], replace(LIMITS, **limits))
-        await dispatcher.run([Request(Item("x", prompt, "5"), sample, SAMPLING)], finish)
+        await dispatcher.run([Request(Item("x", prompt, "5"), sample, sampling)], finish)
 
     asyncio.run(one())
     return outcomes[0]
-
-
-async def _ask_with(endpoint: Endpoint, sampling: Sampling) -> Answer:
-    async with Connection(endpoint, FAR) as connection:
-        return await connection.ask("2 + 3 = ?", sampling)
 
 
 def text_of(outcome: Outcome) -> str | None:
     return outcome.answer.text if outcome.answer else None
 
 
-def test_a_chat_request_carries_key_model_sampling_and_its_own_seed(
+def test_a_chat_request_sends_key_model_sampling_and_its_seed(
     server: ArithmeticServer, endpoint: Endpoint
 ) -> None:
     outcome = ask(endpoint, sample=2)
@@ -102,7 +94,7 @@ def test_a_chat_request_carries_key_model_sampling_and_its_own_seed(
     }
 
 
-def test_text_goes_to_completions_under_v1_past_any_proxy_without_fields_that_are_not_set(
+def test_text_goes_to_completions_under_v1_bypassing_proxies_and_omitting_unset_fields(
     server: ArithmeticServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
@@ -120,7 +112,7 @@ def cut_off(handler: Handler, prompt: str, attempt: int) -> bool:
 
 FAULTS: dict[str, Behaviour] = {
     "HTTP 500: boom": lambda handler, prompt, attempt: handler.send(500, b"boom"),
-    "HTTP 520: origin": lambda handler, prompt, attempt: handler.send(520, b"origin"),  # of a content network
+    "HTTP 520: origin": lambda handler, prompt, attempt: handler.send(520, b"origin"),  # from a CDN
     "HTTP 529: overloaded": lambda handler, prompt, attempt: handler.send(529, b"overloaded"),
     "ClientPayloadError": cut_off,
     "HTTP 429: slow down": lambda handler, prompt, attempt: handler.send(429, b"slow down"),
@@ -135,7 +127,7 @@ FAULTS: dict[str, Behaviour] = {
 
 
 @pytest.mark.parametrize("reason", list(FAULTS))
-def test_a_fault_that_passes_is_retried_and_one_that_stays_is_reported(
+def test_transient_faults_are_retried_and_permanent_ones_reported(
     server: ArithmeticServer, endpoint: Endpoint, reason: str
 ) -> None:
     fault = FAULTS[reason]
@@ -150,12 +142,12 @@ def test_a_fault_that_passes_is_retried_and_one_that_stays_is_reported(
     assert outcome.failure.startswith(reason)
 
 
-def test_a_key_that_a_server_echoes_is_written_nowhere(
+def test_an_api_key_echoed_by_the_server_is_redacted(
     server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = "sk-0123456789abcdef"
     endpoint = Endpoint(server.url, "m", api_key=key)
-    padding = "x" * 280  # the key lies across the end of what is kept of a reason
+    padding = "x" * 280  # the reason is cut off inside the key
 
     def echo(handler: Handler, prompt: str, attempt: int) -> bool:
         return handler.send(400, f"{padding}invalid key: {handler.headers['Authorization']}".encode())
@@ -164,25 +156,24 @@ def test_a_key_that_a_server_echoes_is_written_nowhere(
     with pytest.raises(EvaluationError) as caught:
         evaluate(make_set(1), [endpoint], SAMPLING, tmp_path)
     assert "sk-0" not in str(caught.value) + (tmp_path / "results.jsonl").read_text()
-    monkeypatch.setenv("DB_PASSWORD", "123456")  # no answer is taken for it
+    monkeypatch.setenv("DB_PASSWORD", "123456")  # an answer is not mistaken for it
     server.behave = lambda handler, prompt, attempt: handler.answer("123451 + 5 = ?")
     assert text_of(ask(endpoint)) == "Answer: \\boxed{123456}"
     server.behave = echo
-    outcome = ask(endpoint)  # a refusal is final
+    outcome = ask(endpoint)  # refusals are final
     assert (outcome.answer, outcome.attempts) == (None, 1)
     assert str(outcome.failure).startswith("HTTP 400: xxx")
 
 
-def test_retry_after_is_waited_for(server: ArithmeticServer, endpoint: Endpoint) -> None:
+def test_retry_after_is_honoured_as_seconds_or_a_date_up_to_five_minutes(
+    server: ArithmeticServer, endpoint: Endpoint
+) -> None:
     server.behave = lambda handler, prompt, attempt: (
         attempt == 1 and handler.send(429, b"slow down", headers={"Retry-After": "0.3"})
     )
     outcome = ask(endpoint)
     assert (text_of(outcome), outcome.attempts) == (FIVE, 2)
     assert outcome.seconds >= 0.3  # the backoff alone is at most 0.01 s
-
-
-def test_retry_after_is_seconds_or_a_date_and_five_minutes_at_most() -> None:
     assert [_retry_after(value) for value in ("7", "86400", "soon", "")] == [7, 300, 0, 0]
     later, earlier = (email.utils.formatdate(time.time() + seconds, usegmt=True) for seconds in (200, -200))
     assert 100 <= _retry_after(later) <= 201
@@ -190,7 +181,7 @@ def test_retry_after_is_seconds_or_a_date_and_five_minutes_at_most() -> None:
 
 
 @pytest.mark.parametrize("is_dripping", [False, True])
-def test_an_answer_that_never_comes_or_drips_ends_with_the_time_out(
+def test_hanging_and_dripping_responses_time_out(
     server: ArithmeticServer, endpoint: Endpoint, is_dripping: bool
 ) -> None:
     release = threading.Event()
@@ -199,7 +190,7 @@ def test_an_answer_that_never_comes_or_drips_ends_with_the_time_out(
         if is_dripping:
             handler.send(200, b" ", declared_bytes=10_000)
         while not release.wait(0.05):
-            if is_dripping:  # each byte would renew a time-out that counts silence only
+            if is_dripping:  # each byte would reset an idle timeout
                 handler.wfile.write(b" ")
         return True
 
@@ -207,10 +198,10 @@ def test_an_answer_that_never_comes_or_drips_ends_with_the_time_out(
     outcome = ask(endpoint, timeout_seconds=0.3)
     release.set()
     assert (outcome.answer, outcome.failure, outcome.attempts) == (None, "no answer within 0.3 s", 1)
-    assert outcome.seconds < FAR  # it would hang without end
+    assert outcome.seconds < FAR  # it would hang forever
 
 
-def test_nan_null_and_lone_surrogates_in_a_body(
+def test_nan_null_and_lone_surrogates_in_a_body_are_handled(
     server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path
 ) -> None:
     body = (
@@ -224,16 +215,13 @@ def test_nan_null_and_lone_surrogates_in_a_body(
     assert b"NaN" not in (tmp_path / "results.jsonl").read_bytes()
     (tmp_path / "results.jsonl").read_bytes().decode("utf-8")
 
-    empty = b'{"choices": [{"message": {"content": null}, "finish_reason": "length"}]}'
-    server.behave = lambda handler, prompt, attempt: handler.send(200, empty)
+    server.behave = lambda handler, prompt, attempt: handler.say(None, "length")
     assert ask(endpoint).answer == Answer("", "length", None)
 
 
 def test_token_ids_as_keys_are_sent_as_text(server: ArithmeticServer, endpoint: Endpoint) -> None:
-    sampling = replace(SAMPLING, extra_body={"logit_bias": {1234: -100}})  # as YAML reads such keys
-    asyncio.run(_ask_with(endpoint, sampling))
-    [body] = [body for _, _, body in server.requests]
-    assert body["logit_bias"] == {"1234": -100}
+    ask(endpoint, sampling=replace(SAMPLING, extra_body={"logit_bias": {1234: -100}}))  # as YAML reads such keys
+    assert server.requests[0][2]["logit_bias"] == {"1234": -100}
 
 
 def test_content_as_a_list_of_parts_is_read(server: ArithmeticServer, endpoint: Endpoint) -> None:
@@ -242,28 +230,20 @@ def test_content_as_a_list_of_parts_is_read(server: ArithmeticServer, endpoint: 
         {"type": "text", "text": "It is "},
         {"type": "text", "text": "\\boxed{5}."},
     ]
-    body = json.dumps({"choices": [{"message": {"content": parts}, "finish_reason": "stop"}]}).encode()
-    server.behave = lambda handler, prompt, attempt: handler.send(200, body)
+    server.behave = lambda handler, prompt, attempt: handler.say(parts)
     assert ask(endpoint).answer == Answer("It is \\boxed{5}.", "stop", None)
 
 
-def test_concurrency_is_used_and_bounded(server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path) -> None:
-    full = threading.Barrier(8, timeout=FAR)  # broken, and the test with it, if fewer than 8 come at once
-    server.behave = lambda handler, prompt, attempt: full.wait() < 0
-    summary = evaluate(make_set(40), [endpoint], SAMPLING, tmp_path, limits=LIMITS)
-    assert (summary.n, server.most_in_flight) == (40, 8)
-
-
-def test_requests_are_paced(server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path) -> None:
+def test_requests_per_second_are_limited(server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path) -> None:
     start = time.monotonic()
     evaluate(make_set(21), [endpoint], SAMPLING, tmp_path, limits=replace(LIMITS, requests_per_second=50.0))
     assert time.monotonic() - start >= 20 / 50
 
 
-def test_progress_counts_what_is_asked_again_and_estimates_only_the_rest(
+def test_progress_shows_retries_and_estimates_only_the_rest(
     server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One request fails; the nine others are answered between its two attempts."""
+    """One request fails. The other nine are answered between its two attempts."""
     items = make_set(10)
     repeated, nine = threading.Event(), threading.Event()
 
@@ -282,21 +262,22 @@ def test_progress_counts_what_is_asked_again_and_estimates_only_the_rest(
             on_progress=lambda num_done, _: nine.set() if num_done == 9 else None,
         )  # fmt: skip
     last = [text for text in caplog.messages if " of 10 items done" in text][-2:]
-    assert [text.partition("tokens/s")[2] for text in last] == [", 1 to ask again", ""]
+    assert [text.partition("tokens/s")[2] for text in last] == [", 1 to retry", ""]
 
 
-def test_two_servers_share_the_work(
+def test_two_servers_share_the_work_at_full_concurrency(
     server: ArithmeticServer, other: ArithmeticServer, endpoint: Endpoint, tmp_path: Path
 ) -> None:
-    both = threading.Barrier(16, timeout=FAR)  # 8 requests at each of the two
+    both = threading.Barrier(16, timeout=FAR)  # breaks unless 8 requests reach each server at once
     server.behave = other.behave = lambda handler, prompt, attempt: both.wait() < 0
     endpoints = [endpoint, Endpoint(other.url, "m")]
     assert evaluate(make_set(48), endpoints, SAMPLING, tmp_path, limits=LIMITS).accuracy == 1.0
     assert len(server.requests) + len(other.requests) == 48
     assert set(server.asked) & set(other.asked) == set()
+    assert (server.most_in_flight, other.most_in_flight) == (8, 8)
 
 
-def test_the_work_of_an_unreachable_server_goes_to_the_other(
+def test_requests_of_an_unreachable_server_go_to_the_other(
     endpoint: Endpoint, closed_port: Endpoint, tmp_path: Path
 ) -> None:
     start = time.monotonic()
@@ -306,19 +287,19 @@ def test_the_work_of_an_unreachable_server_goes_to_the_other(
     assert {row.attempts for row in read_rows(tmp_path).values()} == {1}
 
 
-def test_a_server_that_has_ended_is_not_awaited(closed_port: Endpoint, tmp_path: Path) -> None:
+def test_a_server_known_to_have_ended_is_given_up_at_once(closed_port: Endpoint, tmp_path: Path) -> None:
     class Ended(Endpoint):
         def has_ended(self) -> bool:
             return True
 
     start = time.monotonic()
-    with pytest.raises(EvaluationError, match="30 were not sent because nothing answered"):
+    with pytest.raises(EvaluationError, match="30 were not sent because no server answered"):
         evaluate(make_set(30), [Ended(closed_port.base_url, "m")], SAMPLING, tmp_path, limits=LIMITS)
     assert time.monotonic() - start < LIMITS.outage_seconds / 2
 
 
 @pytest.mark.parametrize("fault", ["dies", "hangs", "only fails"])
-def test_the_work_of_a_server_that_goes_bad_goes_to_the_other(
+def test_requests_of_a_failing_server_go_to_the_other(
     server: ArithmeticServer,
     other: ArithmeticServer,
     endpoint: Endpoint,
@@ -329,7 +310,7 @@ def test_the_work_of_a_server_that_goes_bad_goes_to_the_other(
     release = threading.Event()
 
     def impatient(asked: Endpoint, seconds: float) -> Connection:
-        return Connection(asked, 0.5 if asked == endpoint else seconds)  # the sound one may take its time
+        return Connection(asked, 0.5 if asked == endpoint else seconds)  # the healthy one may be slow
 
     def go_bad(handler: Handler, prompt: str, attempt: int) -> bool:
         if handler.number < 6:
@@ -347,9 +328,7 @@ def test_the_work_of_a_server_that_goes_bad_goes_to_the_other(
     assert (summary.accuracy, summary.n) == (1.0, 60)
 
 
-def test_a_server_killed_and_restarted_in_the_middle_costs_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_restart_loses_no_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     half, dead, finished = threading.Event(), threading.Event(), threading.Event()
     answered: list[int] = []
 

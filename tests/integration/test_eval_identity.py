@@ -1,4 +1,4 @@
-"""An evaluation is of one model: a server that comes back with another one under the same name is refused."""
+"""An evaluation measures one model: a server that returns with another model under the same name is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
 from eval.identity import ModelChangedError
 from eval.results import load_evaluation, read_rows, read_settings
-from eval.run import evaluate
+from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
 SAMPLING = Sampling(max_tokens=64)
@@ -24,13 +24,13 @@ CHANGED = r"serves another model than the one evaluated so far, under the same n
 
 
 @pytest.mark.parametrize("how", ["restarted", "behind a proxy"])
-def test_a_server_that_comes_back_with_another_model_is_refused(
+def test_a_server_that_returns_with_another_model_is_refused(
     server: ArithmeticServer, tmp_path: Path, how: str
 ) -> None:
-    """80 answers of one model and 120 of another are not one score."""
+    """80 answers of one model and 120 of another must not become one score."""
 
     def change(handler: Handler, prompt: str, attempt: int) -> bool:
-        if not 80 <= handler.number < 80 + 2 * LIMITS.concurrency:  # all in flight see that it was away
+        if not 80 <= handler.number < 80 + 2 * LIMITS.concurrency:  # all requests in flight notice the outage
             return False
         server.logprobs = OTHER
         return handler.drop() if how == "restarted" else handler.send(502, b"bad gateway")
@@ -42,7 +42,7 @@ def test_a_server_that_comes_back_with_another_model_is_refused(
     kept = read_rows(tmp_path)
     assert 70 <= len(kept) < 80
     assert not (tmp_path / "summary.json").exists()
-    # The same command is refused as long as the other model is there, and goes on with the first.
+    # The same command is refused while the other model is served, and continues with the first.
     with pytest.raises(ModelChangedError, match=CHANGED):
         evaluate(make_set(200), [endpoint], SAMPLING, tmp_path, limits=LIMITS)
     assert read_rows(tmp_path) == kept
@@ -50,7 +50,7 @@ def test_a_server_that_comes_back_with_another_model_is_refused(
     assert evaluate(make_set(200), [endpoint], SAMPLING, tmp_path, limits=LIMITS).n == 200
 
 
-def test_a_model_exchanged_without_a_trace_is_noticed_at_the_end(server: ArithmeticServer, tmp_path: Path) -> None:
+def test_a_silently_exchanged_model_is_noticed_at_the_end(server: ArithmeticServer, tmp_path: Path) -> None:
     def change(handler: Handler, prompt: str, attempt: int) -> bool:
         if handler.number == 30:
             server.logprobs = OTHER
@@ -59,19 +59,17 @@ def test_a_model_exchanged_without_a_trace_is_noticed_at_the_end(server: Arithme
     server.behave = change
     with pytest.raises(ModelChangedError, match=CHANGED):
         evaluate(make_set(60), [Endpoint(server.url, "m")], SAMPLING, tmp_path, limits=LIMITS)
-    assert read_rows(tmp_path) == {}  # any answer may be of either model
+    assert read_rows(tmp_path) == {}  # any answer may come from either model
     assert len(read_rows(tmp_path / "superseded-1")) == 60
 
 
-def test_a_check_that_began_before_a_failure_does_not_count_after_it(
-    server: ArithmeticServer, tmp_path: Path
-) -> None:
+def test_a_failure_invalidates_a_check_that_began_before_it(server: ArithmeticServer, tmp_path: Path) -> None:
     server.probes_go_on.clear()
 
     def fail(handler: Handler, prompt: str, attempt: int) -> bool:
-        if handler.number == 3:  # asked again after the 502, which the client has seen by then
+        if handler.number == 3:  # the retry after the 502
             server.probes_go_on.set()
-        while handler.number == 2 and not server.num_probes:  # the first answer's check has to begin
+        while handler.number == 2 and not server.num_probes:  # wait until the first answer is being checked
             time.sleep(0.01)
         return handler.number == 2 and handler.send(502, b"bad gateway")
 
@@ -80,7 +78,7 @@ def test_a_check_that_began_before_a_failure_does_not_count_after_it(
     assert server.num_probes == 3  # for the first answer, after the failure, at the end
 
 
-def test_servers_of_different_weights_are_refused(server: ArithmeticServer, tmp_path: Path) -> None:
+def test_servers_with_different_weights_are_refused(server: ArithmeticServer, tmp_path: Path) -> None:
     with running() as other:
         other.logprobs = OTHER
         endpoints = [Endpoint(server.url, "m"), Endpoint(other.url, "m")]
@@ -88,7 +86,7 @@ def test_servers_of_different_weights_are_refused(server: ArithmeticServer, tmp_
             evaluate(make_set(40), endpoints, SAMPLING, tmp_path, limits=replace(LIMITS, concurrency=2))
 
 
-def test_what_identifies_the_weights_is_stored_and_a_lack_of_it_said(
+def test_the_identity_of_the_weights_is_stored_and_a_missing_one_reported(
     server: ArithmeticServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def served(name: str) -> object:
@@ -97,7 +95,7 @@ def test_what_identifies_the_weights_is_stored_and_a_lack_of_it_said(
 
     root = ArithmeticServer.root
     assert served("completions") == {"root": root, "logprobs": [ArithmeticServer.logprobs], "engine": "adder-1"}
-    assert server.num_probes <= 5  # a few for the connections, however many answers, and one at the end
+    assert server.num_probes <= 5  # one per connection and one at the end, not one per answer
     server.is_chat_only = True
     assert served("chat") == {"root": root, "logprobs": [ArithmeticServer.logprobs], "engine": "adder-1"}
     server.logprobs = None
@@ -105,13 +103,13 @@ def test_what_identifies_the_weights_is_stored_and_a_lack_of_it_said(
         assert served("neither") == {"root": root, "logprobs": None, "engine": None}
         server.fails_on_probes = True
         assert served("fails") == {"root": None, "logprobs": None, "engine": None}
-    assert f"gives no log-probs: its model folder {root} is all that identifies its weights" in caplog.text
+    assert f"returns no log-probs: only its model folder {root} identifies its weights" in caplog.text
     summary = json.loads((tmp_path / "neither" / "summary.json").read_text())
     assert summary["settings"]["served"]["root"] == root
     assert "served" not in load_evaluation(tmp_path / "neither").shared_settings
 
 
-def test_a_server_that_closes_every_connection_is_asked_about_its_weights_now_and_then(
+def test_a_server_that_closes_every_connection_is_not_probed_more_than_once_per_answer(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:
     def close(handler: Handler, prompt: str, attempt: int) -> bool:

@@ -1,8 +1,7 @@
-"""A language model as the judge: its votes, what they agree with, what fails, and what is not asked again."""
+"""LLM-as-a-judge: votes, agreement, failures, and votes that are not requested again."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,20 +34,13 @@ def court() -> Iterator[ArithmeticServer]:
         yield server
 
 
-def say(handler: Handler, text: str) -> bool:
-    choice = {"message": {"content": text, "reasoning": "hm"}, "finish_reason": "stop"}
-    return handler.send(200, json.dumps({"choices": [choice]}).encode())
-
-
 def rule(court: ArithmeticServer, *verdicts: str) -> None:
-    """Vote i on the problem `n + 1 = ?` is letter i of verdict n: r right, w wrong, u unreadable, f failed."""
+    """Make vote i on the problem `n + 1 = ?` letter i of verdict n: r right, w wrong, u unreadable, f failed."""
     words = {"r": "It is.\n**Verdict: RIGHT**", "w": "\nwrong.\n", "u": "I cannot say"}
 
     def behave(handler: Handler, prompt: str, attempt: int) -> bool:
-        seed = court.requests[-1][2]["seed"] if len(court.requests) == 1 else None
-        asked = next(body for _, _, body in reversed(court.requests) if body["messages"][-1]["content"] == prompt)
-        letter = verdicts[int(prompt.split()[1])][(seed if seed is not None else asked["seed"]) - 1234]
-        return handler.send(500, b"overloaded") if letter == "f" else say(handler, words[letter])
+        letter = verdicts[int(prompt.split()[1])][handler.body["seed"] - 1234]
+        return handler.send(500, b"overloaded") if letter == "f" else handler.say(words[letter], reasoning="hm")
 
     court.behave = behave
 
@@ -64,7 +56,7 @@ def settings_of(court: ArithmeticServer, folder: Path, *more: str) -> Any:
 def evaluated(
     server: ArithmeticServer, folder: Path, judge: Judge | None, max_failed_ratio: float = 0.0
 ) -> tuple[Summary, list[Row]]:
-    """Four problems: 0 is right, 1 right, 2 wrong (its gold is), 3 cut off."""
+    """Evaluate four problems: 0 and 1 are right, 2 is wrong (its gold is), 3 is truncated."""
     items = list(make_set(4).items)
     items[2] = replace(items[2], gold="-1")
     server.behave = lambda handler, prompt, attempt: prompt.startswith("3 ") and handler.answer(prompt, "length")
@@ -78,7 +70,7 @@ def votes_of(rows: Sequence[Row]) -> list[Any]:
     return [row.details and row.details["judge"]["votes"] for row in rows]
 
 
-def test_votes_are_reported_beside_the_grader_and_failures_are_no_verdicts(
+def test_votes_are_reported_beside_the_grader_and_failed_votes_are_not_verdicts(
     server: ArithmeticServer, court: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DAPO_JUDGE_API_KEY", "key-of-the-judge-1234")
@@ -104,7 +96,7 @@ def test_votes_are_reported_beside_the_grader_and_failures_are_no_verdicts(
     stored = "".join(path.read_text() for path in (tmp_path / "before").iterdir())
     assert "key-of-the-judge" not in stored
 
-    # Stored votes are not asked again, not even where the last line was torn; a lost one is.
+    # Only the vote on the torn last line is requested again.
     votes = tmp_path / "before" / VOTES_FILE
     text = votes.read_text()
     votes.write_text(text[:-10])
@@ -124,14 +116,14 @@ def test_votes_are_reported_beside_the_grader_and_failures_are_no_verdicts(
         compare(tmp_path / "before", tmp_path / "alone")
 
 
-def test_as_the_headline_its_majority_is_the_verdict_and_what_it_does_not_settle_is_not_wrong(
+def test_as_the_headline_the_majority_is_the_verdict_and_undecided_responses_are_not_wrong(
     server: ArithmeticServer, court: ArithmeticServer, tmp_path: Path
 ) -> None:
     beside = judge_for(settings_of(court, tmp_path))
     rule(court, "w", "r", "r")
     assert evaluated(server, tmp_path / "out", beside)[0].accuracy == 0.5
     num_asked, num_votes = len(server.requests), len(court.requests)
-    # Another role of the same judge asks for nothing.
+    # Making the same judge the headline sends no request.
     judge = judge_for(settings_of(court, tmp_path, "headline=true"))
     summary, rows = evaluated(server, tmp_path / "out", judge)
     assert (len(server.requests), len(court.requests)) == (num_asked, num_votes)
@@ -141,11 +133,11 @@ def test_as_the_headline_its_majority_is_the_verdict_and_what_it_does_not_settle
     assert note == "court, 1 vote on each response, the headline"
     again = regrade(tmp_path / "out")
     assert (again.verdicts, again.summary.accuracy) == ({}, 0.5)
-    # Back to the grader: its verdicts are there.
+    # Without the judge, the grader's verdicts are restored.
     assert [row.verdict for row in evaluated(server, tmp_path / "out", None)[1]][:3] == ["right", "right", "wrong"]
     assert len(server.requests) == num_asked
 
-    # A judge that fails on 1 of 4 is an error above max_failed_ratio, and a failed request within it.
+    # Failing on 1 of 4 is an error above max_failed_ratio, and a failed request within it.
     rule(court, "w", "f", "r")
     with pytest.raises(EvaluationError, match=r"1 of 4 responses have no verdict of court .*at most 0 may"):
         evaluated(server, tmp_path / "failing", judge)
@@ -160,14 +152,12 @@ def test_as_the_headline_its_majority_is_the_verdict_and_what_it_does_not_settle
     assert (len(server.requests), summary.accuracy, rows[1].failure) == (num_asked, 0.5, None)
 
 
-def test_a_judge_that_never_answers_is_an_error_that_keeps_the_responses(
+def test_a_judge_that_never_answers_is_an_error_but_responses_are_kept(
     server: ArithmeticServer, court: ArithmeticServer, tmp_path: Path
 ) -> None:
     court.behave = lambda handler, prompt, attempt: handler.send(401, b"who are you")
     judge = judge_for(settings_of(court, tmp_path))
-    with pytest.raises(
-        EvaluationError, match=r"no vote of court at .*\(evaluate\.judge\) arrived, of 3: HTTP 401"
-    ):
+    with pytest.raises(EvaluationError, match=r"all 3 votes of court at .*\(evaluate\.judge\) failed: HTTP 401"):
         evaluated(server, tmp_path / "out", judge)
     num_asked = len(server.requests)
     rule(court, "r", "r", "r")
@@ -190,17 +180,17 @@ def test_a_judge_that_never_answers_is_an_error_that_keeps_the_responses(
         ("", None),
     ],
 )
-def test_only_a_last_line_that_is_a_verdict_is_a_vote(text: str, vote: str | None) -> None:
+def test_a_vote_is_a_last_line_that_is_only_a_verdict(text: str, vote: str | None) -> None:
     assert read_vote(text) == vote
 
 
-def test_a_judge_is_asked_in_full_or_not_at_all(tmp_path: Path, court: ArithmeticServer) -> None:
-    for word, said in (
+def test_incomplete_judge_settings_are_refused(tmp_path: Path, court: ArithmeticServer) -> None:
+    for word, message in (
         ("evaluate.judge.model=m", r"needs both evaluate\.judge\.base_url and evaluate\.judge\.model"),
         ("evaluate.judge.headline=true", r"headline=true needs evaluate\.judge\.base_url"),
         ("evaluate.judge.votes=3", r"votes=3 at temperature 0 asks 3 times for the same vote"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             load_config_or_defaults(None, [word])
     assert judge_for(load_config_or_defaults(None).evaluate) is None
     settings = settings_of(court, tmp_path)

@@ -1,4 +1,4 @@
-"""Multiple choice by log-probs: what is sent, what is likeliest, what problems and servers do not suit."""
+"""Multiple choice by log-probs: requests, the likeliest option, and unsuitable problems and servers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from eval.problems.registry import load_set
 from eval.regrade import regrade
 from eval.report import make_report, render_markdown
 from eval.results import read_rows
-from eval.run import evaluate
 from flows.config import load_config_or_defaults
+from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, running
 
 SAMPLING = Sampling(max_tokens=64, extra_body={"add_special_tokens": False})
@@ -39,7 +39,7 @@ def written(folder: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def test_the_likeliest_option_is_the_answer_as_lm_eval_finds_it(server: ArithmeticServer, tmp_path: Path) -> None:
+def test_the_likeliest_option_is_the_answer_as_in_lm_eval(server: ArithmeticServer, tmp_path: Path) -> None:
     path = written(
         tmp_path,
         {"problem": LISTED, "answer": "A"},
@@ -70,10 +70,10 @@ def test_the_likeliest_option_is_the_answer_as_lm_eval_finds_it(server: Arithmet
     assert (settings["api"], settings["grader"]) == ("completions, log-probs of options", "loglikelihood/1")
     markdown = render_markdown(make_report(compare(tmp_path / "before", tmp_path / "after"), []))
     assert any(line.split()[1:5] == ["acc_norm", "|", "60.0", "%"] for line in markdown.splitlines())
-    assert regrade(tmp_path / "before").summary.acc_norm == 0.6  # what was weighed stays
+    assert regrade(tmp_path / "before").summary.acc_norm == 0.6  # stored log-probs are kept
 
 
-def test_a_template_of_the_user_s_own_and_a_system_prompt_come_before_the_options(tmp_path: Path) -> None:
+def test_a_template_file_and_a_system_prompt_come_before_the_options(tmp_path: Path) -> None:
     (tmp_path / "shots.txt").write_text("Q: 1 + 1?\nA: 2\n\nQ: {problem}\nA:")
     path = written(
         tmp_path, {"problem": "The sky is", "choices": {"text": CHOICES, "label": [1, 2, 3]}, "answer": 3}
@@ -87,7 +87,7 @@ def test_a_template_of_the_user_s_own_and_a_system_prompt_come_before_the_option
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"problem": "1 + 1?", "answer": "2"}, "has 0 options and the answer '2'; list them as lines A., B."),
+        ({"problem": "1 + 1?", "answer": "2"}, "has 0 options and the answer '2'; list options as lines A., B."),
         ({"problem": "A. one\nC. two", "answer": "A"}, "has 0 options"),
         ({"problem": LISTED, "answer": "D"}, "has 3 options and the answer 'D'"),
         ({"problem": LISTED, "answer": "A, C"}, "needs one right option of several"),
@@ -100,15 +100,15 @@ def test_problems_without_one_right_option_are_refused(tmp_path: Path, row: dict
 
 
 def test_a_server_without_log_probs_of_prompts_is_refused(server: ArithmeticServer, tmp_path: Path) -> None:
-    server.words = {}  # of what it generated alone, as some servers do
+    server.words = {}  # log-probs of generated tokens only, as some servers return
     asked = load_set(written(tmp_path, {"problem": LISTED, "answer": "A"}), mode="loglikelihood")
     with pytest.raises(
-        RequestsRefused, match=r"gives no log-probs of prompts .*evaluate\.mode=loglikelihood needs"
+        RequestsRefused, match=r"returns no log-probs of prompts .*evaluate\.mode=loglikelihood needs"
     ):
         evaluate(asked, [Endpoint(server.url, "m")], SAMPLING, tmp_path / "out")
 
 
-def test_a_scorer_beside_it_is_refused() -> None:
+def test_a_scorer_with_loglikelihood_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"evaluate\.scorer=geo3k would be ignored by evaluate\.mode=loglikelihood"
     ):

@@ -1,4 +1,4 @@
-"""A resumable evaluation against a real HTTP server: what is kept, asked again and reported."""
+"""Resumable evaluations against a real HTTP server: what is stored, requested again and reported."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from eval.history import make_history
 from eval.problems.registry import load_set
 from eval.regrade import regrade
 from eval.results import ResultsError, exclusive, load_evaluation, read_rows
-from eval.run import evaluate
 from tasks.evaluation_settings import served_model_identity
 from tasks.serve_model.failure import ServeError
+from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Behaviour, Handler, make_set, running
 from tests.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = Sampling(max_tokens=64, temperature=0.0, top_p=0.9, seed=7)
-FAR = 200.0  # more than any machine stalls
+FAR = 200.0  # longer than any machine stalls
 LIMITS = Limits(concurrency=8, timeout_seconds=FAR, max_attempts=4, backoff_seconds=0.01, outage_seconds=0.1)
 
 
@@ -43,7 +43,7 @@ def endpoints(server: ArithmeticServer) -> list[Endpoint]:
     return [Endpoint(server.url, "m", api_key="secret")]
 
 
-def test_rows_and_summary_hold_what_was_asked_and_answered(
+def test_rows_and_summary_record_prompts_answers_and_verdicts(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
     # Item 0 is cut off, items 1-3 are right; gold of item 3 is made wrong.
@@ -58,7 +58,7 @@ def test_rows_and_summary_hold_what_was_asked_and_answered(
         "2": {"n": 1, "right": 0, "accuracy": 0.0},
     }
     assert (summary.mean_response_tokens, summary.num_samples, summary.repeats) == (5.0, 1, None)
-    # AISBench does not look at how a response ended, so it alone calls the cut-off item 0 right.
+    # AISBench ignores how a response ended, so only its rule calls the truncated item 0 right.
     assert summary.aisbench == {"accuracy": 0.75, "raises": 0}
     assert summary.agreement == {"both_right": 2, "only_exact": 0, "only_aisbench": 1, "neither": 1}
     assert [(row["id"], row["verdict"]) for row in summary.disagreements] == [("item-0", "truncated")]
@@ -77,16 +77,13 @@ def test_rows_and_summary_hold_what_was_asked_and_answered(
     assert "secret" not in "".join((tmp_path / name).read_text() for name in written)
 
 
-def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_reported(
+def test_samples_have_their_own_seeds_and_differing_greedy_samples_are_reported(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
-    # Two of four items say something else at their second sample, one of these the same answer in other words.
+    # Two of four items get another response from their second sample on, one of them with the same answer.
     def differ(handler: Handler, prompt: str, attempt: int) -> bool:
         text = {"1 + 1 = ?": "\\boxed{9}", "2 + 1 = ?": "So \\boxed{3}"}.get(prompt)
-        if attempt < 2 or text is None:
-            return False
-        choice = {"message": {"content": text}, "finish_reason": "stop"}
-        return handler.send(200, json.dumps({"choices": [choice]}).encode())
+        return attempt >= 2 and text is not None and handler.say(text)
 
     server.behave = differ
     summary = evaluate(
@@ -113,7 +110,7 @@ def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_reported(
     assert [row.key for row in finished.rows] == [(f"item-{item}", n) for item in range(4) for n in range(3)]
     assert [row.verdict for row in finished.items["item-1"]] == ["right", "wrong", "wrong"]
 
-    # A sample that is missing is asked with its own seed; the others are not asked again.
+    # A missing sample is requested with its own seed; the others are kept.
     lines = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
     rows = map(json.loads, lines)
     kept = [line for line, row in zip(lines, rows, strict=True) if (row["id"], row["sample"]) != ("item-3", 1)]
@@ -123,20 +120,17 @@ def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_reported(
     assert [body["seed"] for _, _, body in server.requests] == [8]
 
 
-def test_a_problem_on_several_rows_is_one_item_and_is_tested_as_one(
+def test_a_problem_on_several_rows_is_one_item_in_statistical_tests(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
-    """As AIME is published, with 8 rows of each of 30 problems: tested as 240 items, this change is p = 0.0005."""
+    """AIME as published, with 8 rows per problem. Tested as 240 items, this change would have p = 0.0005."""
     rows = [{"problem": f"{n % 30} + 1 = ?", "answer": str(n % 30 + 1)} for n in range(240)]
     (tmp_path / "aime.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     aime = load_set(tmp_path / "aime.jsonl", "aime24", "bare")
     sampled = replace(SAMPLING, temperature=1.0)
 
     def be_wrong_on(*problems: int) -> Behaviour:
-        wrong = json.dumps(
-            {"choices": [{"message": {"content": "\\boxed{-1}"}, "finish_reason": "stop"}]}
-        ).encode()
-        return lambda handler, prompt, attempt: int(prompt.split()[0]) in problems and handler.send(200, wrong)
+        return lambda handler, prompt, attempt: int(prompt.split()[0]) in problems and handler.say("\\boxed{-1}")
 
     server.behave = be_wrong_on(0, 1, 2, 3)
     summary = evaluate(aime, endpoints, sampled, tmp_path / "before", limits=LIMITS)
@@ -155,7 +149,7 @@ def test_a_problem_on_several_rows_is_one_item_and_is_tested_as_one(
     assert [change.n for change in series.to_previous if change] == [30]
 
 
-def test_29_of_100_requests_may_fail_where_29_percent_may(
+def test_a_failed_ratio_of_29_percent_allows_29_failures_in_100(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
     failing = {f"{number} " for number in range(29)}  # 0.29 * 100 is 28.999999999999996
@@ -165,7 +159,7 @@ def test_29_of_100_requests_may_fail_where_29_percent_may(
     assert evaluate(make_set(100), endpoints, SAMPLING, tmp_path, max_failed_ratio=0.29).n == 71
 
 
-def test_too_many_failures_raise_and_the_next_attempt_asks_only_for_them(
+def test_too_many_failures_raise_and_the_next_attempt_retries_only_those(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
     server.behave = lambda handler, prompt, attempt: prompt[:2] in ("3 ", "6 ") and handler.send(400, b"too long")
@@ -173,7 +167,7 @@ def test_too_many_failures_raise_and_the_next_attempt_asks_only_for_them(
         r"2 of 10 requests to http://127.0.0.1:\d+ failed; at most 1 may \(evaluate.max_failed_ratio\). "
         r"First reason: HTTP 400: too long"
     )
-    with pytest.raises(RequestsRefused, match=message) as caught:  # which would end alike again
+    with pytest.raises(RequestsRefused, match=message) as caught:
         evaluate(make_set(10), endpoints, SAMPLING, tmp_path, max_failed_ratio=0.1)
     assert caught.value.is_lasting
     assert not (tmp_path / "summary.json").exists()
@@ -191,14 +185,14 @@ def test_a_server_that_refuses_everything_is_given_up_early(
 ) -> None:
     server.behave = lambda handler, prompt, attempt: handler.send(403, b"no")
     with pytest.raises(
-        EvaluationError, match=r"were not sent because nothing answered.*HTTP 403: no.*export VLLM_API_KEY"
+        EvaluationError, match=r"were not sent because no server answered.*HTTP 403: no.*export VLLM_API_KEY"
     ):
         evaluate(make_set(400), endpoints, SAMPLING, tmp_path, limits=LIMITS)
     assert len(server.requests) < 60
     assert re.search(r"a request failed after \d+ attempts: HTTP 403: no", caplog.text)
 
 
-def test_a_server_that_dies_for_good_leaves_what_it_answered(
+def test_answers_of_a_server_that_dies_for_good_are_kept(
     endpoints: list[Endpoint], server: ArithmeticServer, tmp_path: Path
 ) -> None:
     def die(handler: Handler, prompt: str, attempt: int) -> bool:
@@ -215,7 +209,7 @@ def test_a_server_that_dies_for_good_leaves_what_it_answered(
         assert len(another.requests) <= 70
 
 
-def test_a_torn_last_line_costs_only_its_row(
+def test_a_torn_line_costs_only_its_row_and_rows_of_another_version_are_not_overwritten(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
     evaluate(make_set(6), endpoints, SAMPLING, tmp_path)
@@ -227,22 +221,15 @@ def test_a_torn_last_line_costs_only_its_row(
     twice = [prompt for prompt, count in server.asked.items() if count == 2]
     assert twice == [f"{torn_id.removeprefix('item-')} + 1 = ?"]
     assert len(results.read_text().splitlines()) == 6
-
-
-def test_rows_of_another_version_are_kept_and_named(
-    server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
-) -> None:
-    evaluate(make_set(3), endpoints, SAMPLING, tmp_path)
-    results = tmp_path / "results.jsonl"
     newer = results.read_text().replace('"attempts"', '"tries"')
     results.write_text(newer)
     with pytest.raises(ResultsError, match=r"has a row of another version or program \(.*'tries'"):
-        evaluate(make_set(3), endpoints, SAMPLING, tmp_path)
+        evaluate(make_set(6), endpoints, SAMPLING, tmp_path)
     assert results.read_text() == newer
-    assert sum(server.asked.values()) == 3
+    assert sum(server.asked.values()) == 7
 
 
-def test_changed_settings_start_again_and_say_so(
+def test_changed_settings_start_over_and_are_logged(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shorter = replace(SAMPLING, max_tokens=32)
@@ -259,7 +246,7 @@ def test_changed_settings_start_again_and_say_so(
     assert set(server.asked.values()) == {4}
 
 
-def test_another_grader_or_gold_grades_again_and_asks_nothing(
+def test_another_grader_or_gold_answer_regrades_without_requests(
     server: ArithmeticServer,
     endpoints: list[Endpoint],
     tmp_path: Path,
@@ -272,7 +259,7 @@ def test_another_grader_or_gold_grades_again_and_asks_nothing(
     monkeypatch.setattr(MathGrader, "rule", "numbers/2")
     with caplog.at_level(logging.WARNING):
         summary = evaluate(corrected, endpoints, SAMPLING, tmp_path)
-    assert "grading again" in caplog.text
+    assert "regrading stored responses" in caplog.text
     assert "before, numbers/2 after" in caplog.text
     assert (summary.accuracy, summary.settings["grader"]) == (2 / 3, "numbers/2")
     assert set(summary.by_subject) == {"sum", "add"}
@@ -282,11 +269,10 @@ def test_another_grader_or_gold_grades_again_and_asks_nothing(
     assert not list(tmp_path.glob("superseded-*"))
 
 
-def test_letters_are_regraded_as_letters(
+def test_option_letters_are_regraded_by_their_own_grader(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
-    choice = {"choices": [{"message": {"content": "\\boxed{C}\\boxed{A}"}, "finish_reason": "stop"}]}
-    server.behave = lambda handler, prompt, attempt: handler.send(200, json.dumps(choice).encode())
+    server.behave = lambda handler, prompt, attempt: handler.say("\\boxed{C}\\boxed{A}")
     items = tuple(replace(item, gold="AC") for item in make_set(3).items)
     evaluation_set = replace(make_set(3), items=items, benchmark="choice", grader="choice")
     assert evaluate(evaluation_set, endpoints, SAMPLING, tmp_path).accuracy == 1.0
@@ -295,7 +281,7 @@ def test_letters_are_regraded_as_letters(
     assert regraded.summary.settings["grader"] == "choice-letters/3"
 
 
-def test_two_evaluations_do_not_write_to_one_folder(
+def test_two_evaluations_cannot_write_to_one_folder(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
     with exclusive(tmp_path), pytest.raises(EvaluationError, match="another evaluation is writing to"):
@@ -305,7 +291,7 @@ def test_two_evaluations_do_not_write_to_one_folder(
 
 
 def command(folder: Path, urls: list[str], count: int, *settings: str) -> list[str]:
-    """`dapo eval` on that many problems."""
+    """Return the `dapo eval` command for that many problems."""
     data = folder / "problems.jsonl"
     rows = [{"problem": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(count)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -316,7 +302,7 @@ def command(folder: Path, urls: list[str], count: int, *settings: str) -> list[s
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_an_evaluation_that_is_ended_continues_without_asking_again(
+def test_a_killed_or_interrupted_evaluation_resumes_without_repeating_requests(
     server: ArithmeticServer, tmp_path: Path, end: signal.Signals
 ) -> None:
     half, held = threading.Event(), threading.Semaphore(0)
@@ -324,7 +310,7 @@ def test_an_evaluation_that_is_ended_continues_without_asking_again(
     def hold(handler: Handler, prompt: str, attempt: int) -> bool:
         if handler.number >= 24 and not half.is_set():
             held.release()
-            half.wait(FAR)  # until the process has ended
+            half.wait(FAR)  # until the process ends
         return False
 
     server.behave = hold
@@ -338,10 +324,10 @@ def test_an_evaluation_that_is_ended_continues_without_asking_again(
     assert all(held.acquire(timeout=FAR) for _ in range(4))
     wait_until(lambda: len(read_rows(output)) == 23, "every answer to be written")
     process.send_signal(end)
-    said = process.communicate(timeout=FAR)[0]
+    output_text = process.communicate(timeout=FAR)[0]
     half.set()
-    assert "Traceback" not in said
-    assert process.returncode == (-signal.SIGKILL if end == signal.SIGKILL else 130), said
+    assert "Traceback" not in output_text
+    assert process.returncode == (-signal.SIGKILL if end == signal.SIGKILL else 130), output_text
     finished = {identity for identity, _ in read_rows(output)}
     assert len(finished) == 23
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=FAR)
@@ -349,11 +335,11 @@ def test_an_evaluation_that_is_ended_continues_without_asking_again(
     assert f"continuing, {len(finished)} of 60" in done.stdout
     assert len(read_rows(output)) == 60
     asked_again = {prompt for prompt, count in server.asked.items() if count > 1}
-    assert len(asked_again) <= 4  # at most those in flight when the process ended
+    assert len(asked_again) <= 4  # those in flight when the process ended
     assert not asked_again & {f"{identity.removeprefix('row-')} + 1 = ?" for identity in finished}
 
 
-def test_servers_of_different_models_and_keys_that_no_header_may_hold_are_refused(
+def test_servers_with_different_models_and_keys_with_invalid_characters_are_refused(
     server: ArithmeticServer,
 ) -> None:
     with running() as other:
@@ -366,7 +352,7 @@ def test_servers_of_different_models_and_keys_that_no_header_may_hold_are_refuse
     assert "secret" not in str(caught.value)
 
 
-def test_a_terminal_shows_a_bar_and_a_request_that_never_returns_ends_with_its_time_out(
+def test_a_terminal_shows_a_progress_bar_and_a_hanging_request_times_out(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:
     import pty
@@ -379,7 +365,7 @@ def test_a_terminal_shows_a_bar_and_a_request_that_never_returns_ends_with_its_t
     process = subprocess.Popen(words, cwd=ROOT, stdout=terminal, stderr=terminal, env=environment)
     os.close(terminal)
     shown = b""
-    with contextlib.suppress(OSError):  # the terminal's other end is closed
+    with contextlib.suppress(OSError):  # the other end of the terminal is closed
         while chunk := os.read(controller, 4096):
             shown += chunk
     os.close(controller)
@@ -390,4 +376,4 @@ def test_a_terminal_shows_a_bar_and_a_request_that_never_returns_ends_with_its_t
     rows = read_rows(tmp_path / "out")
     assert {row.id for row in rows.values() if row.verdict == "request_failed"} == {"row-7"}
     assert (rows["row-7", 0].failure, len(rows)) == ("no answer within 10 s", 60)
-    assert rows["row-7", 0].seconds < FAR  # as long as it hangs
+    assert rows["row-7", 0].seconds < FAR  # how long the server hangs

@@ -1,4 +1,4 @@
-"""A training's scorer as the grader of an evaluation: scores, verdicts, failures, and grading again."""
+"""A training scorer as the grader of an evaluation: scores, verdicts, failures, and regrading."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tasks.graders import grader_for
 from tests.integration.arithmetic_server import ArithmeticServer, make_set
 
 SAMPLING = Sampling(max_tokens=64)
-# Half of the points for a response at all, all of them for the sum; extra_info and data_source are read.
+# 0.5 for any response, 1 for the right sum; reads extra_info and data_source.
 SCORER = """
 import os, time
 
@@ -53,7 +53,7 @@ def evaluated(server: ArithmeticServer, folder: Path, scorer: object, count: int
     return evaluate_all([benchmark], [Endpoint(server.url, "m")])[0]
 
 
-def test_a_file_of_the_user_s_own_grades_and_what_fails_is_counted(
+def test_a_scorer_file_grades_and_its_failures_are_counted(
     server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graders, "SCORER_SECONDS", 5.0)
@@ -63,16 +63,16 @@ def test_a_file_of_the_user_s_own_grades_and_what_fails_is_counted(
     server.behave = lambda handler, prompt, attempt: prompt == cut and handler.answer(prompt, "length")
     summary = evaluated(server, tmp_path / "out", path)
     rows = list(read_rows(tmp_path / "out").values())
-    # Item 2 is right for the scorer, but it was cut; 3 and 4 end the scorer's process.
+    # Item 2 is right for the scorer, but truncated; 3 and 4 end the scorer's process.
     assert [row.verdict for row in rows] == ["wrong", "right", "truncated", "wrong", "wrong"]
     assert [row.details and row.details.get("score") for row in rows] == [0.5, 1.0, 1.0, None, None]
     assert [row.answer for row in rows] == ["1", "2", "3", None, None]
     assert summary.accuracy == 0.2
     assert summary.scorer == {"mean_score": pytest.approx(2.5 / 3), "errors": 2}
-    said = [row.details["error"] for row in rows if row.details and "error" in row.details]
-    assert said == ["ended its process (exit code 3)", "took longer than 5 s"]
+    errors = [row.details["error"] for row in rows if row.details and "error" in row.details]
+    assert errors == ["ended its process (exit code 3)", "took longer than 5 s"]
 
-    # Another file grades what is stored; nothing is asked again.
+    # Another scorer regrades stored responses without requests.
     path.write_text("async def mine(solution_str, **_):\n    return 0.25\n")
     num_asked = len(server.requests)
     again = evaluated(server, tmp_path / "out", f"{path}:mine")
@@ -80,12 +80,14 @@ def test_a_file_of_the_user_s_own_grades_and_what_fails_is_counted(
     assert (again.accuracy, again.scorer) == (0.0, {"mean_score": 0.25, "errors": 0})
     assert again.settings["grader"].startswith("scorer-score.py:mine/")
 
-    # A scorer that fails on everything is refused, and what it would have graded is kept.
+    # A scorer that fails on everything is refused, and the responses are kept.
     path.write_text("def compute_score(**_):\n    raise KeyError('gold')\n")
-    with pytest.raises(InputError, match=r"(?s)failed on all 5 responses.*asks nothing again.*KeyError: 'gold'"):
+    with pytest.raises(
+        InputError, match=r"(?s)failed on all 5 responses.*sends no request again.*KeyError: 'gold'"
+    ):
         evaluated(server, tmp_path / "out", path)
     path.write_text("def compute_score(**_):\n    return 1\n")
-    assert evaluated(server, tmp_path / "out", path).accuracy == 0.8  # item 2 was cut
+    assert evaluated(server, tmp_path / "out", path).accuracy == 0.8  # item 2 is truncated
     assert len(server.requests) == num_asked
     with pytest.raises(InputError, match=r"graded by scorer-score\.py:compute_score/.*repeat `dapo eval`"):
         regrade(tmp_path / "out")
@@ -95,7 +97,7 @@ def test_a_file_of_the_user_s_own_grades_and_what_fails_is_counted(
         evaluated(server, tmp_path / "out", path)
 
 
-def test_a_scorer_that_never_answers_is_given_up_and_holds_no_request_back(
+def test_a_hanging_scorer_is_given_up_and_delays_no_request(
     server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graders, "SCORER_SECONDS", 0.5)
@@ -107,7 +109,7 @@ def test_a_scorer_that_never_answers_is_given_up_and_holds_no_request_back(
     assert evaluated(server, tmp_path / "out", path, 200).accuracy == 1.0
     assert len(server.asked) == sum(server.asked.values()) == 200  # each once
 
-    # A row is scored only after the last, of more than are asked at once, was asked.
+    # Scoring waits until the last request was sent, so requests must not wait for scoring.
     last = tmp_path / "last"
     path.write_text(
         "import pathlib, time\n\ndef compute_score(**_):\n"
@@ -118,12 +120,12 @@ def test_a_scorer_that_never_answers_is_given_up_and_holds_no_request_back(
     assert evaluated(server, tmp_path / "waits", path, 100).accuracy == 1.0
 
 
-def test_a_scorer_of_the_project_s_own_grades_and_the_report_has_its_scores(
+def test_a_built_in_scorer_grades_and_the_report_shows_its_scores(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:
     for side in ("before", "after"):
         summary = evaluated(server, tmp_path / side, "geo3k", 3)
-        # A box gives 0.9; the format's 0.1 needs thinking in tags, which the server does not send.
+        # A box scores 0.9; the 0.1 for format needs thinking in tags, which the server does not send.
         assert summary.scorer == {"mean_score": pytest.approx(0.6), "errors": 0}
         assert (summary.accuracy, summary.settings["grader"]) == (pytest.approx(2 / 3), "scorer-geo3k/1")
     markdown = render_markdown(make_report(compare(tmp_path / "before", tmp_path / "after"), []))
@@ -144,7 +146,7 @@ def test_a_scorer_of_the_project_s_own_grades_and_the_report_has_its_scores(
         ("{}/score.py:other", r"evaluate\.scorer=other is not a top-level name of .*which has compute_score, os"),
     ],
 )
-def test_what_is_no_scorer_is_refused_before_anything_is_asked(tmp_path: Path, scorer: str, message: str) -> None:
+def test_an_unknown_scorer_is_refused_before_any_request(tmp_path: Path, scorer: str, message: str) -> None:
     (tmp_path / "score.py").write_text(SCORER)
     settings = load_config_or_defaults(None, [f"evaluate.scorer={scorer.format(tmp_path)}"]).evaluate
     with pytest.raises(ConfigError, match=message):

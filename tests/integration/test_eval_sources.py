@@ -1,4 +1,4 @@
-"""Rows from URLs and hubs, against a hub on this machine: fetched once, verified, by split."""
+"""Problem files from URLs and a local hub: downloaded once, verified, and selected by split."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_a_file_is_downloaded_once_and_verified_again(hub: HubServer, tmp_path: 
 
 
 @pytest.mark.parametrize("scheme", ["hf", "modelscope"])
-def test_a_repository_gives_the_rows_of_a_split(hub: HubServer, tmp_path: Path, scheme: str) -> None:
+def test_only_the_files_of_a_split_are_taken_from_a_repository(
+    hub: HubServer, tmp_path: Path, scheme: str
+) -> None:
     files = {"README.md": b"#", "data/train-0.jsonl": BODY, "data/train-1.jsonl": BODY, "data/test.jsonl": OTHER}
     repo = hub.dataset("org/rows")
     repo.commit(files)
@@ -68,7 +70,7 @@ def test_a_repository_gives_the_rows_of_a_split(hub: HubServer, tmp_path: Path, 
         rows_of(f"{scheme}:org/rows", "test")
 
 
-def test_a_path_stands_for_itself(tmp_path: Path) -> None:
+def test_incomplete_and_missing_sets_are_refused(tmp_path: Path) -> None:
     (tmp_path / "math.jsonl").write_bytes(BODY)
     with pytest.raises(ProblemsError, match="1 problems, but math500 has exactly 500"):
         load_set(tmp_path / "math.jsonl", "math500")
@@ -78,10 +80,10 @@ def test_a_path_stands_for_itself(tmp_path: Path) -> None:
         load_set(None)
 
 
-def test_a_recipe_takes_its_sets_from_hubs_and_goes_on_without_them(
+def test_a_recipe_prepares_data_from_hubs_and_continues_offline(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A moved branch is a new artifact, an unchanged one a cache hit; a set fetched before needs no hub."""
+    """A moved branch makes a new artifact, an unchanged one is a cache hit, and a cached set needs no hub."""
     repo = hub.dataset("org/rows")
     rows = {"data/train.jsonl": BODY, "data/test.jsonl": b'{"problem": "2 + 2 = ?", "answer": "4"}\n'}
     repo.commit(rows)
@@ -110,7 +112,7 @@ def test_a_recipe_takes_its_sets_from_hubs_and_goes_on_without_them(
 
 
 def published(name: str, count: int) -> bytes:
-    """Sums in the columns of that set's file."""
+    """Sums in the columns of a set's published file."""
     rows: list[dict[str, Any]] = []
     for number in range(count):
         problem, answer = f"{number} + 1 = ?", str(number + 1)
@@ -123,8 +125,10 @@ def published(name: str, count: int) -> bytes:
     return b"".join(json.dumps({"id": f"{name}-{n}", **row}).encode() + b"\n" for n, row in enumerate(rows))
 
 
-def test_a_suite_is_downloaded_and_asked(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--suite math` with nothing fetched yet: AIME 2025 from a repository of the hub, the others from URLs."""
+def test_a_suite_is_downloaded_and_evaluated(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--suite math` with an empty cache: AIME 2025 comes from a hub repository, the others from URLs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     hub.dataset("math-ai/aime25").commit({"README.md": b"#", "test.jsonl": published("aime25", 30)})
     for name in set(SUITES["math"]) - {"aime25"}:

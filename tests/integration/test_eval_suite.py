@@ -1,11 +1,8 @@
-"""Several benchmarks asked in one session: never an idle server, each with its own sampling, failures and rows."""
+"""Several benchmarks in one session: no idle server, and separate sampling, failures and rows."""
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +26,7 @@ from flows.cli import app
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
 ROOT = Path(__file__).resolve().parents[2]
-FAR = 200.0  # more than any machine stalls
+FAR = 200.0  # longer than any machine stalls
 LIMITS = Limits(concurrency=2, timeout_seconds=2 * FAR, max_attempts=2, backoff_seconds=0.01, outage_seconds=0.1)
 LONG, SHORT = 1000, 0  # the first problem of each set
 LONG_SECONDS, SHORT_SECONDS = 0.4, 0.02  # of simulated time
@@ -37,17 +34,17 @@ LONG_SECONDS, SHORT_SECONDS = 0.4, 0.02  # of simulated time
 
 @dataclass(eq=False)
 class Held:
-    """A request that a server has in work."""
+    """A request in flight at a server."""
 
     server: ArithmeticServer
-    number: int  # of its problem
+    number: int  # of the problem
     begin: float
     end: float
     may_end: threading.Event = field(default_factory=threading.Event)
 
 
 class Simulation:
-    """Servers whose requests end in the order of a simulated clock, each once every server has all it may have."""
+    """Answers requests in the order of a simulated clock, whenever all servers are fully loaded."""
 
     def __init__(self, servers: list[ArithmeticServer], num_requests: int) -> None:
         self.begun: list[Held] = []
@@ -74,7 +71,7 @@ class Simulation:
         return len(self.begun) == self._num_requests or min(in_work) == LIMITS.concurrency
 
     def run(self) -> None:
-        """Answer every request. Fails when a server is left idle."""
+        """Answer every request. Fails if a server is left idle."""
         for _ in range(self._num_requests):
             with self._changed:
                 assert self._changed.wait_for(self._is_busy, FAR), "a server is idle while requests are left"
@@ -100,7 +97,7 @@ def set_of(count: int, first: int) -> EvaluationSet:
 
 
 def write_sums(path: Path, first: int, count: int) -> Path:
-    """A file of the same problems."""
+    """Write the same problems to a file."""
     rows = [{"problem": f"{first + i} + 1 = ?", "answer": str(first + i + 1)} for i in range(count)]
     path.write_text(json.dumps(rows))
     return path
@@ -117,7 +114,7 @@ def endpoints(servers: list[ArithmeticServer]) -> list[Endpoint]:
     return [Endpoint(server.url, "m") for server in servers]
 
 
-def test_no_server_is_idle_while_requests_of_any_benchmark_are_left(
+def test_no_server_is_idle_while_any_benchmark_has_requests_left(
     servers: list[ArithmeticServer], tmp_path: Path
 ) -> None:
     simulation, progress = Simulation(servers, 56), list[tuple[int, int]]()
@@ -131,14 +128,15 @@ def test_no_server_is_idle_while_requests_of_any_benchmark_are_left(
     assert progress[-1] == (56, 56)
     is_long = [held.number >= LONG for held in simulation.begun]
     assert is_long == [True] * 16 + [False] * 40, "a short problem was asked before the last long one"
-    # The short ones fill what the last long ones leave: asked in the order of the suite, these would end alone.
+    # Short problems fill the tail of the long ones; in the suite's order, long ones would finish alone.
     assert max(held.end for held in simulation.begun) - simulation.begun[-1].begin < LONG_SECONDS
     bodies = [body for server in servers for _, _, body in server.requests]
     assert {(body["max_tokens"], body["temperature"]) for body in bodies} == {(16, 0.0), (512, 0.6)}
 
 
-def test_answers_of_another_model_say_what_takes_long(servers: list[ArithmeticServer], tmp_path: Path) -> None:
-    """Without them the token limit is all that is known; with them, the items' own lengths."""
+def test_longest_requests_first_is_estimated_from_another_model_s_answers(
+    servers: list[ArithmeticServer], tmp_path: Path
+) -> None:
     benchmarks = suite(tmp_path / "before", num_long=2)
     evaluate_all(benchmarks, endpoints(servers), limits=LIMITS)
     path = tmp_path / "before" / "short" / "results.jsonl"
@@ -151,7 +149,7 @@ def test_answers_of_another_model_say_what_takes_long(servers: list[ArithmeticSe
     assert servers[0].requests[first][2]["messages"][-1]["content"] == "7 + 1 = ?"
 
 
-def test_a_benchmark_that_fails_costs_the_others_nothing_and_one_added_later_asks_its_own(
+def test_a_failing_benchmark_does_not_affect_others_and_an_added_one_sends_only_its_requests(
     servers: list[ArithmeticServer], tmp_path: Path
 ) -> None:
     for server in servers:
@@ -164,7 +162,7 @@ def test_a_benchmark_that_fails_costs_the_others_nothing_and_one_added_later_ask
     assert "short" not in str(caught.value)
     assert load_evaluation(tmp_path / "short").num_samples == 1
     asked_in_vain = len(read_rows(tmp_path / "long"))
-    assert 8 <= asked_in_vain < 100  # `Limits` has a patience of 8; the rest was not sent
+    assert 8 <= asked_in_vain < 100  # given up after 8 failures in a row
     for server in servers:
         server.behave = lambda handler, prompt, attempt: False
         server.asked.clear()
@@ -174,73 +172,40 @@ def test_a_benchmark_that_fails_costs_the_others_nothing_and_one_added_later_ask
     assert sorted(asked) == sorted([*range(LONG, LONG + 50), *range(LONG, LONG + 50), 500, 501, 502])
 
 
-def test_a_killed_suite_asks_only_what_is_missing_and_a_set_added_later_only_its_own(
+def test_a_recipe_s_suite_resumes_with_missing_requests_only(
     servers: list[ArithmeticServer], tmp_path: Path
 ) -> None:
-    half, held = threading.Event(), threading.Semaphore(0)
-    server = servers[0]
+    server, out = servers[0], tmp_path / "out"
+    short, long, later = (
+        str(write_sums(tmp_path / f"{name}.json", first, count))
+        for name, first, count in (("short", SHORT, 30), ("long", LONG, 10), ("later", 500, 3))
+    )
+    sampled = {"set": long, "num_samples": 2, "temperature": 0.6, "max_response_tokens": 256}
 
-    def hold(handler: Handler, prompt: str, attempt: int) -> bool:
-        if handler.number >= 30 and not half.is_set():
-            held.release()
-            half.wait(FAR)  # until the process has ended
-        return False
+    def run(*benchmarks: Any) -> list[int]:
+        """Return the problems requested by `dapo eval --config`."""
+        server.asked.clear()
+        recipe = tmp_path / "recipe.yaml"
+        tree = {
+            "data": {"train": "arithmetic", "eval": "arithmetic"},
+            "model": {"source": "recipe"},
+            "evaluate": {"prompt": "bare", "max_response_tokens": 64, "benchmarks": benchmarks},
+        }
+        recipe.write_text(json.dumps(tree))
+        words = ["eval", "--base-url", server.url, "--model-name", "m", "--config", str(recipe)]
+        done = CliRunner().invoke(app, [*words, "--output", str(out)])
+        assert done.exit_code == 0, done.output
+        assert f"{out / 'short'}: accuracy 100.0% of 30" in done.output
+        return sorted(int(prompt.split()[0]) for prompt in server.asked.elements())
 
-    server.behave = hold
-    for name, first, count in (("short", SHORT, 30), ("long", LONG, 10), ("later", 500, 3)):
-        write_sums(tmp_path / f"{name}.json", first, count)
-    recipe = tmp_path / "recipe.yaml"
-    tree: dict[str, Any] = {
-        "data": {"train": "arithmetic", "eval": "arithmetic"},
-        "model": {"source": "recipe"},
-        "evaluate": {
-            "prompt": "bare",
-            "concurrency": 2,
-            "max_response_tokens": 64,
-            "benchmarks": [
-                str(tmp_path / "short.json"),
-                {
-                    "set": str(tmp_path / "long.json"),
-                    "num_samples": 2,
-                    "temperature": 0.6,
-                    "max_response_tokens": 256,
-                },
-            ],
-        },
-    }
-    words = [sys.executable, "-m", "flows.cli", "eval", "--base-url", server.url, "--model-name", "m"]
-    words += ["--config", str(recipe), "--output", str(tmp_path / "out")]
-    recipe.write_text(json.dumps(tree))
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    done_counts = (re.search(r"(\d+) of 50 items done", line) for line in iter(process.stdout.readline, ""))
-    assert any(match is not None and int(match[1]) >= 20 for match in done_counts)
-    assert all(held.acquire(timeout=FAR) for _ in range(2))  # no other request is on its way
-    process.kill()
-    process.communicate(timeout=FAR)
-    finished = {(name, key) for name in ("short", "long") for key in read_rows(tmp_path / "out" / name)}
-    assert 20 <= len(finished) < 50
-    num_long = sum(name == "long" for name, _ in finished)
-    asked = [int(body["messages"][-1]["content"].split()[0]) for _, _, body in server.requests]
-    assert min(asked[:18]) >= LONG  # the 20 long ones come first; two requests may overtake each other
-
-    half.set()
-    server.asked.clear()
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=FAR)
-    assert done.returncode == 0, done.stderr
-    assert f"{tmp_path / 'out' / 'short'}: accuracy 100.0% of 30" in done.stdout
-    assert server.asked.total() == 50 - len(finished)
-    assert sum(int(prompt.split()[0]) >= LONG for prompt in server.asked.elements()) == 20 - num_long
-
-    tree["evaluate"]["benchmarks"].append(str(tmp_path / "later.json"))
-    recipe.write_text(json.dumps(tree))
-    server.asked.clear()
-    assert subprocess.run(words, cwd=ROOT, capture_output=True, timeout=FAR).returncode == 0
-    assert sorted(server.asked) == ["500 + 1 = ?", "501 + 1 = ?", "502 + 1 = ?"]
-    assert list(read_suite(tmp_path / "out")) == ["short", "long", "later"]
+    assert run(short, sampled) == sorted([*range(30), *2 * list(range(LONG, LONG + 10))])
+    results = out / "long" / "results.jsonl"
+    results.write_text("".join(results.read_text().splitlines(keepends=True)[:5]))  # items 0 and 1, half of 2
+    assert run(short, sampled, later) == [500, 501, 502, 1002, *sorted(2 * list(range(1003, 1010)))]
+    assert list(read_suite(out)) == ["short", "long", "later"]
 
 
-def test_a_named_suite_is_asked_as_its_sets_are_published(
+def test_a_named_suite_is_evaluated_with_its_published_sets(
     servers: list[ArithmeticServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SUITES, "tiny", ("arithmetic",))

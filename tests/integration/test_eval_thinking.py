@@ -1,8 +1,7 @@
-"""Thinking of a served model: stored, counted, shown, cut, and never graded."""
+"""Thinking of served models: stored, counted, shown, truncated, and never graded."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +17,9 @@ from eval.item_pages import pack_items
 from eval.regrade import regrade
 from eval.report import make_report, render_html, render_markdown
 from eval.results import Row, load_evaluation, read_rows, write_rows
-from eval.run import evaluate
 from eval.summary import Summary
-from eval.thinking import Budget, Thinking
-from tests.evaluations import make_items, make_row, no_plots, packed_items
+from eval.thinking import Budget, Thinking, by_limit, measure_thinking
+from tests.evaluations import evaluate, make_items, make_row, no_plots, packed_items
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set
 
 SAMPLING = Sampling(max_tokens=64)
@@ -31,12 +29,11 @@ RIGHT, WRONG = "So \\boxed{%d}", "Or \\boxed{-1}?"
 def answered(
     server: ArithmeticServer, folder: Path, *said: tuple[Mapping[str, Any], str, Mapping[str, Any]]
 ) -> tuple[Summary, list[Row]]:
-    """The evaluation of `i + 1 = ?`, answered by a message, a finish reason and a usage each."""
+    """Evaluate `i + 1 = ?`, answered with a message, finish reason and usage each."""
 
     def behave(handler: Handler, prompt: str, attempt: int) -> bool:
         message, finish_reason, usage = said[int(prompt.split()[0])]
-        choice = {"message": {"role": "assistant", **message}, "finish_reason": finish_reason}
-        return handler.send(200, json.dumps({"choices": [choice], "usage": usage}).encode())
+        return handler.say(message["content"], finish_reason, usage, **message)
 
     server.behave = behave
     summary = evaluate(make_set(len(said)), [Endpoint(server.url, "m")], SAMPLING, folder)
@@ -48,7 +45,7 @@ def tokens(count: int, thinking: int | None = None) -> dict[str, Any]:
     return {"completion_tokens": count, **details}
 
 
-def test_thinking_that_a_parser_took_out_is_stored_and_counted_under_both_names(
+def test_thinking_separated_by_the_server_is_stored_and_counted_under_both_field_names(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:
     summary, rows = answered(
@@ -68,10 +65,10 @@ def test_thinking_that_a_parser_took_out_is_stored_and_counted_under_both_names(
     assert summary.mean_response_tokens == 27.0
 
 
-def test_a_server_that_counts_no_token_of_the_thinking_it_sends_has_not_counted(
+def test_a_count_of_zero_thinking_tokens_beside_thinking_is_ignored(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:
-    """vLLM, when the chat template opens the thinking: it counts from an opening tag in the response."""
+    """vLLM counts from an opening tag in the response; none exists if the chat template opens the thinking."""
     summary, rows = answered(
         server, tmp_path, ({"reasoning": "x" * 30, "content": RIGHT % 1}, "stop", tokens(40, 0))
     )
@@ -82,13 +79,13 @@ def test_a_server_that_counts_no_token_of_the_thinking_it_sends_has_not_counted(
     )
 
 
-def test_thinking_in_tags_is_split_off_and_the_rules_still_see_the_text_as_it_was_sent(
+def test_thinking_in_tags_is_split_off_and_graders_still_see_the_original_text(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:
     texts = [
         f"<think>{WRONG}</think>\n{RIGHT % 1}",
-        f"{WRONG}</think>{RIGHT % 2}",  # the template began the thinking
-        f"<think>surely {RIGHT % 3}",  # not ended, though the server says so
+        f"{WRONG}</think>{RIGHT % 2}",  # the template opened the thinking
+        f"<think>surely {RIGHT % 3}",  # unclosed despite the finish reason
         f"<think>a</think>b<think>c</think>{RIGHT % 4}",
         f"</think>{'x' * 12}",
         RIGHT % 6,
@@ -104,12 +101,12 @@ def test_thinking_in_tags_is_split_off_and_the_rules_still_see_the_text_as_it_wa
             (graded.aisbench_raises, graded.verdict),
             (False, "truncated"),
         )
-    assert rows[2].aisbench_right  # its rule leaves out only thinking that ends
+    assert rows[2].aisbench_right  # AISBench strips only closed thinking
     assert summary.thinking is not None
     assert (summary.thinking.num_responses, summary.thinking.counted) == (5, "share of text")
     shares = [len(row.reasoning or "") / len(text) for text, row in zip(texts, rows, strict=True)]
     assert summary.thinking.mean_tokens == pytest.approx(16 * sum(shares) / 6)
-    # Rows of earlier versions hold the whole text as the response; grading them again splits them.
+    # Earlier versions stored the whole text as the response; regrading splits it.
     write_rows(tmp_path, [replace(row, response=row.text, reasoning=None) for row in rows])
     assert regrade(tmp_path).summary.thinking == summary.thinking
     assert list(read_rows(tmp_path).values()) == rows
@@ -118,12 +115,12 @@ def test_thinking_in_tags_is_split_off_and_the_rules_still_see_the_text_as_it_wa
 @pytest.mark.parametrize(
     "text", ["", "5", "<think>", "</think>", "a</think>b</think>", "<think>a</think>b<think>c"]
 )
-def test_the_two_parts_joined_are_the_text(text: str) -> None:
+def test_thinking_and_response_together_are_the_whole_text(text: str) -> None:
     reasoning, response = split_thinking(text)
     assert (reasoning or "") + response == text
 
 
-def test_a_lower_limit_cuts_longer_responses_and_the_report_shows_thinking_and_limits(
+def test_lower_limits_truncate_longer_responses_and_the_report_shows_thinking_and_limits(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:
     long = "thought " * 2000 + "<b>"
@@ -147,7 +144,7 @@ def test_a_lower_limit_cuts_longer_responses_and_the_report_shows_thinking_and_l
     assert "Computed from one run by cutting" in markdown
     packed = pack_items(*(load_evaluation(tmp_path / side) for side in ("before", "after")))
     page = render_html(report, no_plots(comparison, []), packed)
-    assert page.count("by the share of text") == 2  # one row of the new side was not counted
+    assert page.count("by the share of text") == 2  # the server did not count one row of the new side
     _, bodies = packed_items(page)
     body = next(body for body in bodies if "4 + 1" in body or "3 + 1" in body)
     assert "<summary>thinking, 50 tokens</summary>" in body
@@ -155,9 +152,7 @@ def test_a_lower_limit_cuts_longer_responses_and_the_report_shows_thinking_and_l
     assert "<b>" not in body
 
 
-def test_without_thinking_or_counts_there_is_nothing_to_say(tmp_path: Path) -> None:
-    from eval.thinking import by_limit, measure_thinking
-
+def test_nothing_is_reported_without_thinking_or_token_counts() -> None:
     items = make_items(2)
     rows = [make_row(item, "r") for item in items]
     assert measure_thinking(rows) is None

@@ -1,4 +1,4 @@
-"""The stage evaluate_model of a suite: what is asked, what is taken from the store, and when nothing is served."""
+"""The stage evaluate_model on a suite: stored benchmarks are reused, and nothing is served if all are stored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def evaluate(config: Config, *forced: str) -> Artifact:
     return artifact
 
 
-def test_only_what_the_store_lacks_is_asked_and_nothing_is_served_where_it_lacks_nothing(
+def test_stored_benchmarks_are_reused_and_no_server_starts_if_all_are_stored(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:
     def config(benchmarks: str, *words: str) -> Config:
@@ -50,10 +50,10 @@ def test_only_what_the_store_lacks_is_asked_and_nothing_is_served_where_it_lacks
 
     evaluate(config(f"arithmetic, {SAMPLED}, {{set: arithmetic, name: cot, prompt: cot}}"))
     assert len(server.requests) == 24 + 8
-    # One benchmark alone is the same as in a suite.
+    # A single benchmark shares its results with the suite.
     evaluate(small_config(tmp_path))
     assert len(server.requests) == 32
 
-    # --force asks all.
+    # --force evaluates all.
     evaluate(config(f"arithmetic, {SAMPLED}"), "evaluate_before")
     assert len(server.requests) == 32 + 24

@@ -1,4 +1,4 @@
-"""Multiple choice: training reward, a user's reward file and the evaluation read every form alike."""
+"""Multiple choice: training reward, a user's reward file and evaluation read every format alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eval.answers.choice import find_options
 from eval.answers.grading import ChoiceGrader
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-# Forms of an answer by the options that they name.
+# Options -> responses that name them.
 FORMS = {
     "A": (
         "\\boxed{A}", "$\\boxed{A}$", "\\boxed {A}", "\\boxed{ A }", "\\boxed{\\text{A}}",
@@ -36,7 +36,7 @@ FORMS = {
         "\\boxed{C}\\boxed{A}、\\boxed{B}。",
     ),
     "AB": (
-        "\\boxed{A} or \\boxed{B}",  # hedging names both
+        "\\boxed{A} or \\boxed{B}",  # hedging counts as both
         "\\boxed{A" + " " * 30 + "}\\boxed{B}",
     ),
     "B": (
@@ -88,7 +88,7 @@ def finance_reward() -> Callable[..., dict[str, Any]]:
 @pytest.mark.parametrize(
     ("options", "response"), [(name, form) for name, forms in FORMS.items() for form in forms]
 )
-def test_a_model_is_trained_and_graded_by_one_rule(
+def test_training_and_evaluation_use_the_same_rule(
     options: str, response: str, finance_reward: Callable[..., dict[str, Any]]
 ) -> None:
     assert find_options(response) == options
@@ -103,7 +103,7 @@ def test_a_model_is_trained_and_graded_by_one_rule(
         assert (score.acc, own["pred"]) == (own["acc"], options)
 
 
-def test_gold_letters_are_a_set_and_a_cut_off_choice_is_never_right() -> None:
+def test_gold_letters_are_a_set_and_a_truncated_choice_is_never_right() -> None:
     assert score_choice("\\boxed{CA}", "C, A").verdict == "right"
     grader = ChoiceGrader()
     assert grader.grade("\\boxed{AC} and", "length", "AC").verdict == "truncated"

@@ -1,4 +1,4 @@
-"""Where a response gives its answer: formats that models write, and texts made to be slow."""
+"""Extraction of final answers: formats that models write, and texts made to be slow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from eval.answers.extraction import extract_answer, find_answer
         (r"\boxed{d}", "d"),
         (r"\boxed{5}. I put the answer within \boxed{}.", "5"),
         (r"\boxed{5}, as asked within \boxed{...}", "5"),
-        (r"\boxed{1} and then \boxed{2", None),  # cut off in its answer
+        (r"\boxed{1} and then \boxed{2", None),  # truncated inside its answer
         (r"\boxed{1} or \boxed{2}", "1, 2"),
         (r"$\boxed{1}$, $\boxed{2}$ and $\boxed{3}$", "1, 2, 3"),
         (r"$x=\boxed{1}$ or $x=\boxed{2}$", "1, 2"),
@@ -78,11 +78,11 @@ from eval.answers.extraction import extract_answer, find_answer
         ("", None),
     ],
 )
-def test_extract_answer(text: str, answer: str | None) -> None:
+def test_the_final_answer_is_extracted(text: str, answer: str | None) -> None:
     assert extract_answer(text) == answer
 
 
-def test_a_formula_in_a_sentence_is_an_answer_too_unless_the_sentence_states_another() -> None:
+def test_a_formula_in_a_sentence_is_a_reading_unless_the_sentence_states_another_value() -> None:
     assert "\\frac12" in find_answer("The answer is that the probability is $\\frac12$ here.").answers
     found = find_answer("Final Answer: The number of primes below $34$ is 11.").answers
     assert (found[0], "34" in found) == ("11", False)

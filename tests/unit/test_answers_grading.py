@@ -1,4 +1,4 @@
-"""The exact rule on a labelled table, AISBench's rule on verdicts worked out by hand, and the two together."""
+"""The exact rule on a labelled table, AISBench's rule on hand-computed verdicts, and both together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eval.answers.grading import grade, parse_number
 from eval.problems.registry import load_set
 
 TABLE = Path(__file__).resolve().parents[1] / "answers" / "pairs.tsv"
-# Only a prediction may leave out a base or brackets, or add a choice's text: the gold answer tells what is asked.
+# Only predictions may omit a base or brackets, or add an option's text.
 ONE_WAY = {
     "52 | 52_8", "52_8 | 52", "6, 31, -1 | (6,31,-1)", "(6, 31, -1) | 6, 31, -1", "(1,-2) | 1,-2",
     r"\text{(C) } 12 | \text{(C)}", r"(C)\ 12 | \text{(C)}", r"选C | \text{C}", r"\text{C: }5 | \text{(C)}",
@@ -26,8 +26,6 @@ ONE_WAY = {
 
 
 class Pair(NamedTuple):
-    """One row of the table."""
-
     category: str
     prediction: str
     gold: str
@@ -41,7 +39,7 @@ def read_table() -> list[Pair]:
     return [Pair(*line.split("\t")) for line in lines[1:]]
 
 
-def test_table_covers_what_answers_look_like() -> None:
+def test_the_table_covers_all_kinds_of_answers() -> None:
     pairs = read_table()
     assert len(pairs) >= 300
     assert len({pair.category for pair in pairs}) >= 30
@@ -60,7 +58,7 @@ def test_every_pair_of_the_table_gets_its_label() -> None:
     assert wrong == []
 
 
-def test_equality_goes_both_ways_and_every_answer_equals_itself() -> None:
+def test_equality_is_symmetric_and_reflexive() -> None:
     pairs = [pair for pair in read_table() if f"{pair.prediction} | {pair.gold}" not in ONE_WAY]
     assert [p for p in pairs if is_equal_exact(p.gold, p.prediction) != (p.label == "1")] == []
     assert [p.gold for p in pairs if not is_equal_exact(p.gold, p.gold)] == []
@@ -75,7 +73,7 @@ def test_different_gold_answers_of_the_table_are_different() -> None:
     assert [(a, b) for a in golds for b in golds if a != b and is_equal_exact(a, b)] == []
 
 
-# Each worked through AISBench's rules by hand.
+# Computed by hand from AISBench's rules.
 @pytest.mark.parametrize(
     ("answer", "gold", "is_equal"),
     [
@@ -88,7 +86,7 @@ def test_different_gold_answers_of_the_table_are_different() -> None:
         (r"x/2\text{ mm}", "x/2", False),  # but not "mm"
         (r"5 \text{ and } \frac{1}{2}", "5", True),  # from the first \text{ to a last brace is a unit
         (r"\text{Evelyn}", "Evelyn", True), (r"\text{(C)}", "C", True), (r"\text{C}", r"\text{(C)}", True),
-        ("(C)", r"\text{(C)}", False),  # parentheses are dropped only together with \text
+        ("(C)", r"\text{(C)}", False),  # parentheses are dropped only with \text
         (r"36^\circ", "36", True), (r"\$32,\!348", "32348", True), (r"2.00", "2", True),
         ("x=5", "5", True), ("xyz=5", "5", False),  # a name of at most two characters
         (r"\mbox{ cm}15", "15", True), ("3j", "3i", True), (r"(-\infty, 2]", r"(-inf,2]", True),
@@ -104,8 +102,8 @@ def test_aisbench_equality(answer: str, gold: str, is_equal: bool) -> None:
     [
         (r"so \boxed{42}.", "42", False),
         (r"\boxed{1}, then \boxed{2}", "2", False),
-        (r"\boxed{{42}}", "42", False),  # braces around everything are taken off
-        (r"\boxed{{1}+{2}}", "1}+{2", False),  # and so are these, which is AISBench's mistake
+        (r"\boxed{{42}}", "42", False),  # outer braces are stripped
+        (r"\boxed{{1}+{2}}", "1}+{2", False),  # and these too, which is AISBench's bug
         (r"\fbox{9}", "9", True),
         (r"\fbox{9} or \boxed{8} or \fbox{7}", "8", False),
         (r"\boxed {5}", "5", True),
@@ -113,7 +111,7 @@ def test_aisbench_equality(answer: str, gold: str, is_equal: bool) -> None:
         (r"I think. The answer is 7. Sure.", "7", False),
         ("The result is 7. Sure.", "Theresultis7", False),
         (r"\boxed{}. The final answer is 3.5", "3", False),  # pieces end at each full stop
-        ("<think>\\boxed{1}</think> So 2.", "1", False),  # thinking is not left out
+        ("<think>\\boxed{1}</think> So 2.", "1", False),  # thinking counts
         ("", "", False),
     ],
 )
@@ -121,12 +119,12 @@ def test_aisbench_extraction(text: str, answer: str, raises: bool) -> None:
     assert extract_aisbench(text) == (answer, raises)
 
 
-def test_aisbench_leaves_out_the_thinking_of_a_chat_model_only() -> None:
+def test_aisbench_strips_thinking_from_chat_responses_only() -> None:
     for response, chat, text in (
         ("<think>\\boxed{1}</think> The answer is 2", "2", "1"),
         ("so \\boxed{1}</think>\\boxed{2}</think>The answer is 3", "3", "2"),
         ("<think>a</think>\\boxed{1} <think>\\boxed{2}</think>", "1", "2"),
-        ("<think>so \\boxed{1}", "1", "1"),  # AISBench keeps thinking that does not end
+        ("<think>so \\boxed{1}", "1", "1"),  # AISBench keeps unclosed thinking
     ):
         assert grade(response, "stop", chat, is_chat=True).aisbench_right
         assert grade(response, "stop", text).aisbench_right
@@ -144,11 +142,11 @@ def test_the_two_rules_disagree_where_one_is_wrong() -> None:
         assert (graded.verdict, graded.aisbench_right, graded.aisbench_raises) == expected
 
 
-def test_a_sign_of_either_kind_inside_an_equation_does_not_raise() -> None:
+def test_plus_minus_inside_an_equation_does_not_raise() -> None:
     assert not is_equal_exact(r"x^2 \pm y = z + 1", "x^2 + y = z + 1")
 
 
-def test_parse_number_is_exact_and_refuses_what_is_no_number() -> None:
+def test_numbers_are_parsed_exactly_and_other_text_is_not() -> None:
     assert parse_number("0.1") == Fraction(1, 10)
     assert parse_number("1,234,567.5") == Fraction(2469135, 2)
     nothing = ("1,2", "1/2", "9^9", "x", "", ".", "1e5", "9" * 5000, "4 2", "1 3/4", "2, 500", "1234,567")
@@ -164,9 +162,9 @@ def test_parse_number_is_exact_and_refuses_what_is_no_number() -> None:
         ("Answer: 7\nbut let me check", "length", "truncated", "7"),
         (r"\boxed{7}", "length", "truncated", "7"),
         ("still thinking", "length", "truncated", "7"),
-        (r"\boxed{7}", "abort", "truncated", "7"),  # vLLM, when it is shut down
+        (r"\boxed{7}", "abort", "truncated", "7"),  # vLLM at shutdown
         (r"\boxed{7}", "content_filter", "truncated", "7"),
-        (r"\boxed{7}", "error", "truncated", "7"),  # whatever else a server may say
+        (r"\boxed{7}", "error", "truncated", "7"),  # any other reason
         (r"\boxed{7}", "eos_token", "right", "7"),
         ("<think>so \\boxed{7}", "stop", "no_answer", "7"),
         ("<think>so \\boxed{7}", None, "truncated", "7"),
@@ -185,7 +183,9 @@ def test_parse_number_is_exact_and_refuses_what_is_no_number() -> None:
         (r"\boxed{1}", "stop", "wrong", "-2,1"),
     ],
 )
-def test_verdicts(response: str | None, finish_reason: str | None, verdict: str, gold: str) -> None:
+def test_finish_reason_and_answer_give_the_verdict(
+    response: str | None, finish_reason: str | None, verdict: str, gold: str
+) -> None:
     assert grade(response, finish_reason, gold).verdict == verdict
 
 

@@ -1,4 +1,4 @@
-"""Grading in a process: the same verdicts as in place, and limits that hold whatever the text."""
+"""Grading in a process: the same verdicts as in place, within limits for any text."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from eval.answers.pool import CallFailed, Pool
 from eval.problems.items import Item
 
 FAR = 100.0
-MAX_ROW_SECONDS = 2.0  # of this process; its worker is killed by the clock
+MAX_ROW_SECONDS = 2.0  # of CPU time in this process; the worker has a time limit
 
 
 @pytest.fixture(scope="module")
 def grader() -> Iterator[MathGrader]:
     with MathGrader() as grader:
-        grader.grade(r"\boxed{\sqrt{2}}", "stop", "1")  # its start is not part of a row
+        grader.grade(r"\boxed{\sqrt{2}}", "stop", "1")  # starts the process
         yield grader
 
 
@@ -60,7 +60,7 @@ HOSTILE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_text_takes_long_or_raises_or_is_right(grader: MathGrader, name: str) -> None:
+def test_hostile_text_is_graded_quickly_and_never_right(grader: MathGrader, name: str) -> None:
     for gold in ("5", r"\sqrt{2}", "1,2", r"\text{Evelyn}"):
         started = time.process_time()
         graded = grader.grade(HOSTILE[name], "stop", gold)
@@ -77,7 +77,7 @@ def test_grading_in_a_process_and_in_place_agree(grader: MathGrader) -> None:
 
 
 @pytest.mark.slow
-def test_limits_cost_their_row_only_and_are_counted() -> None:
+def test_a_row_that_exceeds_a_limit_is_wrong_and_counted() -> None:
     hard, gold = r"\boxed{\sqrt{8}}", r"2\sqrt2"
     with MathGrader(timeout_seconds=FAR) as grader:
         assert grader.grade(hard, "stop", gold).verdict == "right"
@@ -92,14 +92,14 @@ def test_limits_cost_their_row_only_and_are_counted() -> None:
         process.timeout_seconds = FAR
         assert grader.grade(hard, "stop", gold).verdict == "right"
         [second] = grader._pool.pids
-        os.kill(second, signal.SIGKILL)  # while it has nothing to do: no row pays
+        os.kill(second, signal.SIGKILL)  # an idle process: no row is lost
         os.waitid(os.P_PID, second, os.WEXITED | os.WNOWAIT)
         assert grader.grade(hard, "stop", gold).verdict == "right"
         assert grader.num_killed == 1
 
 
 @pytest.mark.slow
-def test_a_quick_grade_needs_no_process_and_is_the_same_as_a_full_one() -> None:
+def test_quick_grades_need_no_process_and_equal_full_ones() -> None:
     responses = [*HOSTILE.values(), r"\boxed{42}", r"\boxed{41}", "no answer", r"\boxed{\frac{84}{2}}"]
     with MathGrader() as grader:
         item = Item("a", "", "42")
@@ -112,7 +112,7 @@ def test_a_quick_grade_needs_no_process_and_is_the_same_as_a_full_one() -> None:
         assert grader._pool.pids == set()
 
 
-def test_threads_share_one_process_that_starts_when_needed_and_ends_with_the_grader() -> None:
+def test_threads_share_one_process_that_starts_on_demand_and_ends_with_the_grader() -> None:
     with MathGrader() as grader:
         for answer, gold in (("42", "42"), ("41", "42"), ("$0.50$", "0.5")):  # strings and numbers
             expected = "wrong" if answer == "41" else "right"
@@ -126,11 +126,11 @@ def test_threads_share_one_process_that_starts_when_needed_and_ends_with_the_gra
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_too_little_memory_is_said_and_too_much_of_it_is_wrong() -> None:
+def test_a_too_low_memory_limit_is_reported_and_exceeding_it_fails_the_call() -> None:
     with MathGrader(memory_bytes=1 << 20) as grader, pytest.raises(EvaluationError, match="1,048,576 bytes"):
         grader.grade(r"\boxed{\sqrt{8}}", "stop", r"2\sqrt2")
     pool = Pool("builtins:eval", ("bytearray",), timeout_seconds=60.0, memory_bytes=1 << 30)
-    assert pool.submit(1 << 20).exception() is not None  # a bytearray is no JSON
+    assert pool.submit(1 << 20).exception() is not None  # a bytearray is not JSON
     with pytest.raises(CallFailed, match="MemoryError"):
         pool.submit(1 << 31).result()
     pool.close()

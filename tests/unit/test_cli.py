@@ -105,7 +105,7 @@ def test_config_show_tells_the_numbers_beside_the_yaml() -> None:
         (["plan", "no/such.yaml"], "configuration no/such.yaml cannot be read: No such file or directory"),
         (["plan", CONFIG, "--set", "custom_reward.path=no/such.py"], "path=no/such.py cannot be read"),
         (["plan", CONFIG, "--set", "evaluate.prompt=nosuch.txt"], "prompt=nosuch.txt is neither"),
-        (["run", CONFIG, "--set", "evaluate.prompt=README.md"], "README.md says {problem} 0 times"),
+        (["run", CONFIG, "--set", "evaluate.prompt=README.md"], "README.md contains {problem} 0 times"),
         (["plan", CONFIG, "--set", "reward.scorers=[exam=maths]"], "which is not DATA_SOURCE=SCORER"),
         (["merge", "no/checkpoint", "no/target"], "no/checkpoint holds no complete checkpoint"),
         (["run", CONFIG, "--set", "store.path=README.md/store"], "store.path to another directory"),

@@ -11,8 +11,8 @@ from eval.compare import compare_evaluations
 from eval.item_pages import pack_items
 from eval.measured import Provenance
 from eval.plots import prompt_length_plot
-from eval.problems.problem_set import Split
 from eval.problems.registry import OWN
+from eval.problems.rows import Split
 from eval.report import make_report, render_html, render_markdown
 from tasks.data.asking import Asking
 from tasks.data.card import CARD_JSON, CARD_MARKDOWN, answer_kind, make_card, set_entry, write_card

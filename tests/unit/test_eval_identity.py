@@ -1,4 +1,4 @@
-"""Two models served under one name are distinguished; numerical noise does not make one look like two."""
+"""Two models served under one name are told apart, and numerical noise is not mistaken for another model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def noisy(logprobs: LogProbs, nats: float) -> LogProbs:
     return tuple({token: value + rng.uniform(-nats, nats) for token, value in place.items()} for place in logprobs)
 
 
-def test_noise_of_bfloat16_is_no_other_model() -> None:
+def test_bfloat16_noise_is_not_another_model() -> None:
     weights = Weights("models/a", TRAINED)
     assert weights.difference(Weights("models/a", noisy(TRAINED, 0.25))) is None
-    # The greedy continuations part after one token: what follows is not compared.
+    # The greedy continuations diverge after one token; the rest is not compared.
     close = ({**TRAINED[0], " a": -1.15, " an": -1.1}, {" old": -0.1})
     assert weights.difference(Weights("models/a", close)) is None
     assert Weights("models/a", None).difference(weights) is None
@@ -34,27 +34,27 @@ def test_noise_of_bfloat16_is_no_other_model() -> None:
     [
         (Weights("models/b", TRAINED), "its model folder is models/b, not models/a"),
         (Weights("models/a", noisy(TRAINED, 1.2)), "its log-probs of a fixed prompt differ by 0"),
-        (Weights("models/a", None), "it gave log-probs of a fixed prompt before"),
+        (Weights("models/a", None), "it returned log-probs of a fixed prompt before"),
     ],
 )
 def test_other_weights_are_noticed(other: Weights, difference: str) -> None:
     assert str(Weights("models/a", TRAINED).difference(other)).startswith(difference)
 
 
-def test_two_untrained_models_whose_tokens_are_all_as_likely_are_two_models() -> None:
+def test_untrained_models_with_equally_likely_tokens_are_told_apart() -> None:
     one, other = ({f"{name}{n}": -6.9 for n in range(5)} for name in "ab")
     assert "differ" in str(Weights(None, (one,)).difference(Weights(None, (other,))))
 
 
-def test_what_is_stored_and_said() -> None:
+def test_weights_are_stored_and_described() -> None:
     weights = Weights("models/a", TRAINED)
     assert Weights.of(json.loads(json.dumps(weights.to_json()))) == weights
     assert describe_weights(weights.to_json()) == "folder models/a, log-probs of a fixed prompt"
-    assert describe_weights({"root": None, "logprobs": None}) == "no folder named, the server gives no log-probs"
+    assert describe_weights({"root": None, "logprobs": None}) == "no folder named, the server returns no log-probs"
     assert describe_weights(None) == "unknown: measured by an earlier version"
 
 
-def test_log_probs_of_the_chosen_tokens_alone_are_read() -> None:
+def test_log_probs_of_chosen_tokens_only_are_read() -> None:
     chosen = ({" a": -0.5}, {" b": -1.0})
     places = [{"token": token, "logprob": value} for place in chosen for token, value in place.items()]
     text = {"tokens": [" a", " b"], "token_logprobs": [-0.5, -1.0], "top_logprobs": None}
@@ -63,7 +63,7 @@ def test_log_probs_of_the_chosen_tokens_alone_are_read() -> None:
 
 
 @pytest.mark.parametrize("payload", [None, {}, {"choices": []}, {"choices": [{"logprobs": None}]}, [1], "text"])
-def test_an_answer_without_log_probs_is_none(payload: object) -> None:
+def test_a_reply_without_log_probs_is_none(payload: object) -> None:
     assert read_logprobs(payload) is None
     assert read_root(payload, "m") is None
     for value in (float("nan"), float("-inf"), "x"):

@@ -1,7 +1,7 @@
-"""Logs of other programs: recorded ones are read, and what is written reads back as it was.
+"""Logs of other programs: recorded ones are imported, and exported ones survive a round trip.
 
-tests/logs holds what lm-eval 0.4.13 and inspect_ai 0.3.285 wrote beside a server that adds one (gold answers of
-item 5 are wrong), without inspect's events; AISBench's predictions are in the form of its 3.1.
+tests/logs holds logs of lm-eval 0.4.13 and inspect_ai 0.3.285 (without events) on a server that adds one, with a
+wrong gold answer for item 5, and predictions in the format of AISBench 3.1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.evaluations import write_results
 LOGS = Path(__file__).resolve().parents[1] / "logs"
 
 
-def test_a_log_of_lm_eval(tmp_path: Path) -> None:
+def test_an_lm_eval_log_is_imported(tmp_path: Path) -> None:
     summary = import_log(LOGS / "lm-eval", tmp_path)
     assert (summary.n, summary.accuracy) == (6, pytest.approx(5 / 6))  # exact_match in its own results
     settings = read_settings(tmp_path) or {}
@@ -33,7 +33,7 @@ def test_a_log_of_lm_eval(tmp_path: Path) -> None:
     assert (row.response, row.gold, row.verdict) == ("Answer: \\boxed{6}", "7", "wrong")
 
 
-def test_a_log_of_inspect_with_two_epochs(tmp_path: Path) -> None:
+def test_an_inspect_log_with_two_epochs_is_imported(tmp_path: Path) -> None:
     summary = import_log(LOGS / "inspect.json", tmp_path)
     assert (summary.num_items, summary.num_samples, summary.accuracy) == (3, 2, pytest.approx(2 / 3))
     row = read_rows(tmp_path)["row-4", 1]
@@ -41,25 +41,20 @@ def test_a_log_of_inspect_with_two_epochs(tmp_path: Path) -> None:
     assert row.seconds > 0
 
 
-def test_predictions_of_aisbench_are_graded_by_both_rules(tmp_path: Path) -> None:
+def test_aisbench_predictions_are_imported_and_graded_by_both_rules(tmp_path: Path) -> None:
     summary = import_log(LOGS / "aisbench", tmp_path)
     assert (summary.settings["model"], summary.settings["benchmark"]) == ("vllm-api", "math_prm800k_500")
     rows = list(read_rows(tmp_path).values())
     assert [row.id for row in rows] == ["0", "1", "2"]
-    # 0.5 is \frac12 by value, and not by AISBench's strings; thinking is kept apart.
-    assert [(row.verdict, row.aisbench_right) for row in rows] == [
-        ("right", True),
-        ("right", False),
-        ("wrong", False),
-    ]
-    assert (rows[2].reasoning, rows[1].prompt) == (
-        "<think>four</think>",
-        ({"role": "user", "content": "1/2 = ?"},),
-    )
+    # 0.5 equals \frac12 by value, but not as a string.
+    verdicts = [(row.verdict, row.aisbench_right) for row in rows]
+    assert verdicts == [("right", True), ("right", False), ("wrong", False)]
+    assert rows[2].reasoning == "<think>four</think>"
+    assert rows[1].prompt == ({"role": "user", "content": "1/2 = ?"},)
 
 
 def evaluation(folder: Path) -> Evaluation:
-    """Right, wrong, none, cut and failed; the first row thinks."""
+    """One row of each verdict; the first one thinks."""
     write_results(folder, "rwntf", settings={"benchmark": "sums"})
     rows = list(read_rows(folder).values())
     write_rows(folder, [replace(rows[0], reasoning="hm", ended_at=1.5e9), *rows[1:]])
@@ -70,7 +65,7 @@ def fields_of(folder: Path, *names: str) -> list[tuple[Any, ...]]:
     return [tuple(getattr(row, name) for name in names) for row in read_rows(folder).values()]
 
 
-def test_an_inspect_log_reads_back(tmp_path: Path) -> None:
+def test_an_exported_inspect_log_survives_a_round_trip(tmp_path: Path) -> None:
     [log] = export_inspect(evaluation(tmp_path / "own"), tmp_path / "log.json")
     import_log(log, tmp_path / "back")
     names = ("id", "prompt", "response", "gold", "verdict", "level", "response_tokens", "reasoning", "failure")
@@ -79,7 +74,7 @@ def test_an_inspect_log_reads_back(tmp_path: Path) -> None:
     assert [one and one["exact"]["value"] for one in scores] == ["C", "I", "N", "I", None]
 
 
-def test_a_log_of_lm_eval_reads_back(tmp_path: Path) -> None:
+def test_an_exported_lm_eval_log_survives_a_round_trip(tmp_path: Path) -> None:
     samples, results = export_lm_eval(evaluation(tmp_path / "own"), tmp_path / "logs")
     assert samples.name == "samples_sums_2017-07-14T02-40-00.jsonl"
     assert json.loads(results.read_text())["results"]["sums"]["exact_match,none"] == 0.2
@@ -91,17 +86,14 @@ def test_a_log_of_lm_eval_reads_back(tmp_path: Path) -> None:
         compare(tmp_path / "own", tmp_path / "back")
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [("", "is no log"), ("{}", "is no log"), ('{"resps": 1}\n', "is no log"), ('{"id": 1, "pred', "is no log")],
-)
-def test_what_is_no_log_is_refused_with_what_can_be_named(tmp_path: Path, text: str, reason: str) -> None:
+@pytest.mark.parametrize("text", ["", "{}", '{"resps": 1}\n', '{"id": 1, "pred'])
+def test_an_unreadable_log_is_refused_with_the_supported_formats(tmp_path: Path, text: str) -> None:
     (tmp_path / "samples_x_1.jsonl").write_text(text)
-    with pytest.raises(ResultsError, match=f"{reason}.*AISBench's predictions folder"):
+    with pytest.raises(ResultsError, match=r"is not a readable log.*AISBench's predictions folder"):
         read_log(tmp_path)
 
 
-def test_an_unclear_folder_and_a_used_output_are_refused(tmp_path: Path) -> None:
+def test_ambiguous_folders_and_used_outputs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match="has no log"):
         read_log(tmp_path)
     for name in ("a", "b"):

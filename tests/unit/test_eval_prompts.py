@@ -1,4 +1,4 @@
-"""What is sent for a problem: templates, the two styles, and a file of one's own."""
+"""Prompts: templates, chat and text, and template files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "2 + 1 = ?"}
 
 
-def test_aisbench_s_prompt_to_the_letter() -> None:
+def test_the_aisbench_prompt_is_exact() -> None:
     problem = "What is $\\frac{1}{2}$?"
     asked = f"{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
     assert make_prompt(TEMPLATES["aisbench"], "completions", problem, None) == asked
     assert make_prompt(TEMPLATES["aisbench"], "chat", problem, None) == ({"role": "user", "content": asked},)
-    # Braces of a problem are left alone.
+    # Other braces are kept.
     assert Template("mine", "{a} {problem} {}").render("{problem} {0} %s") == "{a} {problem} {0} %s {}"
 
 
@@ -28,23 +28,23 @@ def test_given_messages_are_kept_or_joined() -> None:
     given = TEMPLATES["given"]
     assert make_prompt(given, "chat", USER["content"], (SYSTEM, USER)) == (SYSTEM, USER)
     assert make_prompt(given, "completions", USER["content"], (SYSTEM, USER)) == "Be brief.\n\n2 + 1 = ?"
-    # Another template asks the problem, which is the last message.
+    # Other templates use the problem, which is the last message.
     assert make_prompt(TEMPLATES["bare"], "chat", USER["content"], (SYSTEM, USER)) == (USER,)
     assert make_prompt(given, "chat", "2 + 1 = ?", None) == (USER,)
 
 
-def test_four_worked_problems_come_before_the_one_that_is_asked() -> None:
+def test_the_few_shot_prompt_starts_with_four_solved_problems() -> None:
     template = TEMPLATES["few-shot"]
     text = template.render("1 + 1 = ?")
     assert text.count("Problem:\n") == text.count("Solution:\n") == 5
     assert text.endswith("Problem:\n1 + 1 = ?\n\nSolution:\n")
-    assert template.stop == ("\nProblem:",)  # or a base model goes on with a sixth problem
+    assert template.stop == ("\nProblem:",)  # otherwise a base model continues with a sixth problem
     shots = re.findall(r"Solution:\n(.*?)\n\n", text, re.DOTALL)
     boxes = ["[-2\\sqrt{2}, 2\\sqrt{2}]", "1", "\\frac{15}{28}", "\\frac{36}{5}"]
     assert [extract_boxed(shot) for shot in shots] == boxes
 
 
-def test_a_template_is_found_by_its_name() -> None:
+def test_templates_are_found_by_name() -> None:
     for name, template in TEMPLATES.items():
         assert template.text.count("{problem}") == 1
         assert find_template(name, "bare") is template
@@ -53,11 +53,11 @@ def test_a_template_is_found_by_its_name() -> None:
         find_template("aisbnch", "bare")
 
 
-def test_a_file_with_one_place_for_the_problem_is_a_template(tmp_path: Path) -> None:
+def test_a_template_file_has_exactly_one_place_for_the_problem(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
-    path.write_text("Q: {problem}\nA:\n")  # the last newline is the editor's
+    path.write_text("Q: {problem}\nA:\n")  # editors add the last newline
     assert find_template(str(path), "bare") == Template("mine.txt", "Q: {problem}\nA:")
     for text, times in (("Q:", 0), ("{problem} {problem}", 2)):
         path.write_text(text)
-        with pytest.raises(ProblemsError, match=rf"mine.txt says {{problem}} {times} times; .*exactly once"):
+        with pytest.raises(ProblemsError, match=rf"mine.txt contains {{problem}} {times} times; .*exactly once"):
             find_template(str(path), "bare")

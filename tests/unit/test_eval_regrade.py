@@ -1,4 +1,4 @@
-"""Grading a results directory again: new verdicts, the same responses, and nothing asked."""
+"""Regrading a results folder: new verdicts, the same responses, no requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_results(directory: Path, rows: list[Row]) -> Path:
     return directory
 
 
-def test_thinking_of_a_chat_is_left_out_for_aisbench_and_that_of_a_completion_is_not() -> None:
+def test_aisbench_ignores_the_thinking_of_a_chat_but_not_of_a_completion() -> None:
     row = replace(ROW, response=r"<think>so \boxed{1}</think>The answer is 2", gold="2")
     chat, completion = (regrade_row(replace(row, prompt=prompt), MathGrader()) for prompt in (ROW.prompt, "1/2?"))
     assert (chat.aisbench_answer, chat.aisbench_right) == ("2", True)
@@ -44,7 +44,7 @@ def test_thinking_of_a_chat_is_left_out_for_aisbench_and_that_of_a_completion_is
 
 def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> None:
     rows = [
-        ROW,  # exact: wrong -> right, aisbench: right -> wrong, since neither is what the rules say
+        ROW,  # stored verdicts contradict the rules: exact wrong -> right, aisbench right -> wrong
         replace(ROW, id="b", finish_reason="length", verdict="right", aisbench_right=False),
         replace(ROW, id="c", response=None, verdict="request_failed", aisbench_answer=None, aisbench_right=False,
                 failure="timeout"),
@@ -59,7 +59,7 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
     assert [row.response for row in after.values()] == [row.response for row in rows]
     assert json.loads((directory / "settings.json").read_text())["grader"] == MathGrader.rule
     summary = json.loads((directory / "summary.json").read_text())
-    assert (summary["accuracy"], summary["n"]) == (2 / 3, 3)  # a and d of the three that were answered
+    assert (summary["accuracy"], summary["n"]) == (2 / 3, 3)  # a and d, of three answered rows
     assert "old/1" in describe(regraded)
     assert "exact: 1 right -> truncated, 1 wrong -> right" in describe(regraded)
     again = CliRunner().invoke(app, ["grade", str(directory)])
@@ -72,10 +72,10 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
     directory, file = write_results(tmp_path / "before", [ROW]), tmp_path / "text"
     file.write_text("a text")
-    with pytest.raises(ResultsError, match="text is not a folder: it is not a results directory"):
+    with pytest.raises(ResultsError, match="text is not a folder: it is not a results folder"):
         regrade(file)
     for words in (["compare"], ["compare", "--history"]):
         refused = CliRunner().invoke(app, [*words, str(directory), str(directory), "--output", str(file)])
@@ -86,11 +86,11 @@ def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
         make_folder(file / "below")
 
 
-def test_what_is_no_results_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ResultsError, match=r"has no readable settings\.json: it is not a results directory"):
+def test_folders_without_a_finished_evaluation_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match=r"has no readable settings\.json: it is not a results folder"):
         regrade(tmp_path)
-    (tmp_path / "settings.json").write_text('{"num_items": 3}')  # of another program
-    with pytest.raises(ResultsError, match="not a results directory"):
+    (tmp_path / "settings.json").write_text('{"num_items": 3}')  # from another program
+    with pytest.raises(ResultsError, match="not a results folder"):
         regrade(tmp_path)
     strange = write_results(tmp_path / "strange", [ROW])
     (strange / "results.jsonl").write_text(ROW.to_line().replace('"attempts"', '"tries"'))

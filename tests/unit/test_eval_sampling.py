@@ -1,4 +1,4 @@
-"""What a request says of sampling, thinking and anything else, and what of it is recorded."""
+"""Sampling, thinking and other request fields, and how settings record them."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def model(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def test_a_request_has_the_template_s_arguments_and_further_fields_and_settings_record_them() -> None:
+def test_template_arguments_and_extra_fields_are_sent_and_recorded() -> None:
     asked = sampling(None, "chat_template_kwargs.enable_thinking=false", "extra_body={min_p: 0.05}")
     body = asked.body(1)
     assert (body["chat_template_kwargs"], body["min_p"], body["seed"]) == ({"enable_thinking": False}, 0.05, 1235)
     items, recorded = make_items(1), asked.to_json()
     assert recorded["extra_body"] == {"min_p": 0.05}
     assert json.loads(json.dumps(recorded)) == recorded
-    # What is unset is not in settings.json, so that results of earlier versions are continued.
+    # Unset fields are not in settings.json, so that results of earlier versions can be resumed.
     plain = sampling(None)
     assert not {"chat_template_kwargs", "extra_body", "source"} & plain.to_json().keys()
     assert not {"chat_template_kwargs", "top_k", "stop"} & plain.body(0).keys()
-    # Text to complete has no template; the entry of a suite may ask so beside chats.
+    # Completions have no chat template; a suite may mix them with chats.
     config = load_config_or_defaults(None, ["evaluate.chat_template_kwargs={enable_thinking: true}"]).evaluate
     base = config.of(BenchmarkConfig(set="math500", api="completions"))
     assert sampling_of(base, None).chat_template_kwargs is None
@@ -61,7 +61,7 @@ def test_a_request_has_the_template_s_arguments_and_further_fields_and_settings_
             {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
             {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
         ),
-        ({"top_p": 0.9, "temperature": None}, {"temperature": 1.0, "top_p": 0.9}),  # vLLM's own default
+        ({"top_p": 0.9, "temperature": None}, {"temperature": 1.0, "top_p": 0.9}),  # vLLM's default
         ({"do_sample": False}, {"temperature": 0.0, "top_p": 1.0}),
     ],
 )
@@ -71,12 +71,12 @@ def test_the_model_s_own_sampling_is_sent_and_recorded(
     found = sampling(model(tmp_path, **fields), "sampling=model", "num_samples=4")
     assert found.body(0) == {**expected, "max_tokens": 20480, "seed": 1234}
     assert (found.to_json()["source"], found.num_samples) == ("model", 4)
-    # A field of the recipe's own counts more than the file's.
+    # The recipe's extra_body overrides the model's file.
     again = sampling(tmp_path, "sampling=model", "extra_body={repetition_penalty: 1.2}")
     assert again.body(0)["repetition_penalty"] == 1.2
 
 
-def test_a_model_without_sampling_of_its_own_is_refused_and_an_unknown_folder_leaves_it_to_the_server(
+def test_a_model_without_sampling_defaults_is_refused_and_an_unknown_folder_uses_the_server_s(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError, match=r"needs .*generation_config\.json: .*No such file.*and a temperature"):
@@ -106,21 +106,21 @@ def test_a_model_without_sampling_of_its_own_is_refused_and_an_unknown_folder_le
         ),
     ],
 )
-def test_fields_that_contradict_another_key_are_refused_by_name(overrides: list[str], message: str) -> None:
+def test_fields_that_conflict_with_another_key_are_refused_by_name(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sampling(None, *overrides)
 
 
-def test_a_benchmark_with_a_temperature_of_its_own_does_not_take_the_model_s() -> None:
+def test_a_benchmark_s_own_temperature_replaces_the_model_s() -> None:
     section = load_config_or_defaults(None, ["evaluate.sampling=model"]).evaluate
     assert section.of(BenchmarkConfig(set="aime24", temperature=0.8)).sampling == "settings"
     assert section.of(BenchmarkConfig(set="aime24")).sampling == "model"
-    # Where options are weighed nothing is sampled, whatever the section says of chats.
-    weighed = section.of(BenchmarkConfig(set="gpqa-diamond", mode="loglikelihood"))
-    assert sampling_of(weighed, None) == Sampling(max_tokens=1)
+    # With loglikelihood nothing is sampled.
+    loglikelihood = section.of(BenchmarkConfig(set="gpqa-diamond", mode="loglikelihood"))
+    assert sampling_of(loglikelihood, None) == Sampling(max_tokens=1)
 
 
-def test_the_system_prompt_takes_the_place_of_the_file_s_own() -> None:
+def test_the_system_prompt_replaces_the_file_s() -> None:
     own = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"})
     template = Template("given", "{problem}", system="Think.")
     thinking = {"role": "system", "content": "Think."}
@@ -131,7 +131,7 @@ def test_the_system_prompt_takes_the_place_of_the_file_s_own() -> None:
     assert "system" not in TEMPLATES["aisbench"].to_json()
 
 
-def test_two_models_are_compared_by_their_own_sampling_and_the_report_says_which(tmp_path: Path) -> None:
+def test_models_are_comparable_with_their_own_sampling_and_the_report_shows_it(tmp_path: Path) -> None:
     items = make_items(4)
     sides = []
     for side, temperature in (("before", 0.6), ("after", 0.7)):
@@ -146,7 +146,7 @@ def test_two_models_are_compared_by_their_own_sampling_and_the_report_says_which
         compare_evaluations(load_evaluation(fixed), sides[1])
 
 
-def test_a_file_with_other_columns_is_read_by_data_columns_and_a_prepared_one_as_before(tmp_path: Path) -> None:
+def test_data_columns_map_a_file_s_columns(tmp_path: Path) -> None:
     own = tmp_path / "own.csv"
     own.write_text("number,question,result\nA7,What is 1 + 1?,2\n")
     columns = ("id=number", "problem=question", "answer=result")

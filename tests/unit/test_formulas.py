@@ -1,4 +1,4 @@
-"""Model output as HTML: formulas as MathML, and nothing in a text that a browser would run or fetch."""
+"""Model output as HTML: formulas become MathML, and no text is executed or fetched by a browser."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_formula_becomes_mathml_with_its_source(text: str, source: str, elemen
     ["it costs $5 or $6", r"\$5 and \$6", "$x", r"$\undefined{x}$", r"\boxed{5", r"$\left( 1$", "$a\nb$",
      r"\[\def\a{\a\a}\a\]", r"$\newcommand{\a}{x}\a$", "$" + "x" * 2000 + "$"],
 )  # fmt: skip
-def test_what_is_no_formula_or_cannot_be_converted_stays_as_text(text: str) -> None:
+def test_text_that_is_not_a_convertible_formula_stays_as_it_is(text: str) -> None:
     assert rendered(text) == text
 
 
@@ -58,7 +58,7 @@ COMMANDS = (
 )  # fmt: skip
 
 
-def test_no_text_brings_markup_of_its_own() -> None:
+def test_hostile_text_adds_no_markup() -> None:
     allowed = {"math", "semantics", "annotation", "mrow", "mi", "mn", "mo", "mtext", "mspace", "mstyle", "msub",
                "msup", "mpadded"}  # fmt: skip
     for hostile in HOSTILE:
@@ -74,7 +74,7 @@ def test_no_text_brings_markup_of_its_own() -> None:
             assert {value for key, value in attributes if key == "class"} <= {"boxed"}
 
 
-def test_the_number_of_formulas_and_the_time_are_bounded() -> None:
+def test_formula_count_and_conversion_time_are_bounded() -> None:
     html = rendered("$x_1$ $x_2$ $x_1$ $x_3$", max_formulas=2)
     assert (html.count("<math>"), html.endswith(" $x_3$")) == (3, True)
     assert mathml("(" * 1001) is None

@@ -1,4 +1,4 @@
-"""`dapo eval` and its kin with the evaluation part alone: what the extra `chain` brings cannot be imported."""
+"""`dapo eval` and related commands without the packages of the extra `chain`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from flows.cli import CHAIN_MODULES
 from tests.integration.arithmetic_server import running
 
-# Runs command lines in one process that finds none of the modules named first; prints the exit status of each.
+# Runs command lines in one process that hides the modules named first, and prints their exit statuses.
 ALONE = """
 import importlib.metadata, importlib.machinery, json, sys
 names, lines = json.loads(sys.argv[1]), json.loads(sys.argv[2])
@@ -49,7 +49,7 @@ def dapo_alone(folder: Path, *lines: Sequence[str]) -> subprocess.CompletedProce
 
 
 @pytest.mark.slow
-def test_an_evaluation_goes_to_its_report_without_the_chain(tmp_path: Path) -> None:
+def test_evaluation_and_report_work_without_the_chain(tmp_path: Path) -> None:
     rows = [{"problem": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(8)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with running() as server:
@@ -67,20 +67,14 @@ def test_an_evaluation_goes_to_its_report_without_the_chain(tmp_path: Path) -> N
             ("datasets", "show", "sums.jsonl", "--use", "eval"),
         )
     assert re.findall("exit status (.*)", done.stdout) == ["0"] * 9, done.stdout + done.stderr
-    for said in (
-        "avg2: accuracy 100.0% of 16",
-        "after: accuracy 100.0% of 8",
-        "no verdict changed",
-        "report.html",
-        "math500",
-        "1 + 1 = ?",
-    ):
-        assert said in done.stdout
+    for text in ("avg2: accuracy 100.0% of 16", "after: accuracy 100.0% of 8", "no verdict changed", "report.html",
+                 "math500", "1 + 1 = ?"):  # fmt: skip
+        assert text in done.stdout
     assert (tmp_path / "page" / "report.html").stat().st_size > 10_000
 
 
 @pytest.mark.slow
-def test_what_needs_the_chain_says_how_to_install_it(tmp_path: Path) -> None:
+def test_commands_that_need_the_chain_say_how_to_install_it(tmp_path: Path) -> None:
     (tmp_path / "prefect.yaml").write_text("deployments: []")
     (tmp_path / "c.yaml").write_text("model: {source: recipe}\ndata: {train: arithmetic, eval: arithmetic}\n")
     done = dapo_alone(
@@ -91,7 +85,7 @@ def test_what_needs_the_chain_says_how_to_install_it(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_extra_brings_the_modules_that_the_message_knows() -> None:
+def test_the_extra_installs_the_modules_named_in_the_message() -> None:
     needs = importlib.metadata.requires("dapo-pipeline") or []
     names = {re.split(r"[\[<>=; ]", need)[0] for need in needs if re.search("extra == .chain.", need)}
     assert {name.replace("-", "_") for name in names} == set(CHAIN_MODULES)

@@ -1,4 +1,4 @@
-"""A suite's folder: what every reader finds in it, and what is said of a damaged one."""
+"""Suite folders: their contents, and errors for damaged ones."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def make_suite(folder: Path) -> Path:
     return folder
 
 
-def test_a_suite_gives_its_folders_in_order_with_weights_and_headline(tmp_path: Path) -> None:
+def test_a_suite_lists_its_folders_in_order_with_weights_and_headline(tmp_path: Path) -> None:
     folder = make_suite(tmp_path / "suite")
     assert list(read_suite(folder).items()) == [("long", folder / "long"), ("short", folder / "short")]
     suite = describe_suite(folder)
     assert (suite.headline, suite.members) == ("short", (Member("long", 2.0, "k1"), Member("short", 1.0, None)))
 
 
-def test_the_results_of_one_benchmark_are_a_suite_of_one(tmp_path: Path) -> None:
+def test_a_single_benchmark_is_a_suite_of_one(tmp_path: Path) -> None:
     own, known = write_results(tmp_path / "a", "rw"), tmp_path / "b"
     write_results(known, "rw", settings={"benchmark": "math500"})
     assert (read_suite(own), read_suite(known)) == ({"own": own}, {"math500": known})
@@ -36,7 +36,7 @@ def test_the_results_of_one_benchmark_are_a_suite_of_one(tmp_path: Path) -> None
         write_suite(own, [Member("math500")], "math500")
 
 
-def test_what_is_no_suite_is_said(tmp_path: Path) -> None:
+def test_missing_and_damaged_suites_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match=r"has no settings\.json and no suite\.json"):
         read_suite(tmp_path / "none")
     folder = make_suite(tmp_path / "suite")
@@ -48,6 +48,6 @@ def test_what_is_no_suite_is_said(tmp_path: Path) -> None:
         read_suite(folder)
 
 
-def test_named_suites_are_of_registered_sets_that_can_be_asked() -> None:
+def test_named_suites_contain_registered_sets_with_test_rows() -> None:
     for names in SUITES.values():
         assert all(SETS[name].test for name in names)

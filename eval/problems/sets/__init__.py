@@ -1,1 +1,1 @@
-"""The registry of problem sets, one file each, for training and evaluation alike."""
+"""Registered problem sets, for training and evaluation alike."""
