@@ -249,7 +249,7 @@ def print_run(
 
     `changes` is None when a configuration cannot be read.
     """
-    from tasks.child_environment import by_children
+    from tasks.runs.child_environment import by_children
     from tasks.runs.history import artifact_of
 
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)

@@ -18,30 +18,30 @@ from dapo_core.model_folder import MERGE_MANIFEST, require_model_folder
 from durable import link_or_copy, read_json_lines
 from eval.run import evaluate_all
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output, algorithm_for
+from tasks.artifacts.references import COMMIT
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.data.prepare import build_dataset
-from tasks.evaluation_settings import served_folder
+from tasks.evaluation.graders import limits_of
+from tasks.evaluation.served_baseline import served_model
+from tasks.evaluation.settings import served_folder
+from tasks.execution.command import link_log, run_dapo
+from tasks.execution.page import StageProgress, show_report
+from tasks.execution.task import retried_task, stage_task
+from tasks.execution.training_lock import hold, training_lock_path
 from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
-from tasks.graders import limits_of
 from tasks.links import Link, baseline_of, link_of, step_checkpoint
-from tasks.page import StageProgress, show_report
 from tasks.processes.cancellation import is_worker_restart
 from tasks.processes.detached import DetachOptions
-from tasks.references import COMMIT
 from tasks.runs.columns import Columns
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import report_run
 from tasks.runs.run import Run
+from tasks.runs.suite import benchmarks_of, suite_metrics, take_stored
 from tasks.runs.tracked_results import send_report
 from tasks.serve_model.command import served_name
 from tasks.serve_model.servers import Server, serve_model
-from tasks.served_baseline import served_model
-from tasks.stage_command import link_log, run_dapo
-from tasks.stage_task import retried_task, stage_task
 from tasks.stages import benchmark_files, validates
-from tasks.suite import benchmarks_of, suite_metrics, take_stored
-from tasks.training_lock import hold, training_lock_path
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from dapo_core.errors import ModelError
 from dapo_core.model_folder import files_to_fetch, require_model_folder
 from downloads.snapshot import OnProgress, Snapshot
 from downloads.urls import is_archive
+from tasks.artifacts.references import COMMIT, FILE, inputs_of, resolve_once
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ModelConfig
-from tasks.references import COMMIT, FILE, inputs_of, resolve_once
 
 CHAT_TEMPLATE = "chat_template.jinja"  # which transformers and vLLM prefer to that of tokenizer_config.json
 SCHEMES = {"huggingface": "hf", "modelscope": "modelscope"}

@@ -11,8 +11,8 @@ from dapo_core.checkpoint.others import other_checkpoints
 from dapo_core.errors import CheckpointError, ConfigError
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import StageKey
-from tasks.baseline_config import BaselineConfig
 from tasks.config import ChainConfig, ModelConfig
+from tasks.config.evaluate import BaselineConfig
 from tasks.data.sources import source_files
 from tasks.stages import (
     BUILD_MODEL,
@@ -133,7 +133,7 @@ def _baseline(config: ChainConfig, baseline: BaselineConfig) -> tuple[Link, ...]
         )
 
     def inputs(recipe: ChainConfig, data: Artifact) -> dict[str, str]:
-        from tasks.served_baseline import served_model  # imports HTTP clients
+        from tasks.evaluation.served_baseline import served_model  # imports HTTP clients
 
         return evaluate_model_inputs(recipe, data, served_model(recipe, baseline))
 

@@ -18,16 +18,16 @@ from dapo_core.reward.routing import require_scorers
 from downloads import Unreachable
 from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, sha256_of
+from tasks.artifacts.references import earlier_inputs
 from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
+from tasks.evaluation.graders import scorer_file
 from tasks.external.environment import trainer_versions
 from tasks.fetched_model import fetched_inputs
-from tasks.graders import scorer_file
-from tasks.references import earlier_inputs
 
 if TYPE_CHECKING:
-    from tasks.served_baseline import ServedModel
+    from tasks.evaluation.served_baseline import ServedModel
 
 # Left out of the folder that holds them, since a change there changes no output: configuration, which a key has
 # itself, errors, storage, the report, and how servers are checked, started and ended.
@@ -63,13 +63,8 @@ NOT_COUNTED = (
     "eval/training.py",
     "downloads",  # what is fetched is compared with its digests
     "tasks/artifacts",
-    "tasks/baseline_config.py",
-    "tasks/config.py",
-    "tasks/data_config.py",
-    "tasks/evaluate_config.py",
-    "tasks/references.py",
+    "tasks/config",
     "tasks/serve_model/checks.py",
-    "tasks/serve_model/config.py",
     "tasks/serve_model/failure.py",
     "tasks/serve_model/servers.py",
 )

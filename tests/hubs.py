@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from modelscope_hub.config import set_default_config
 
 from downloads import transfer
-from tasks.references import forget_resolved
+from tasks.artifacts.references import forget_resolved
 from tests.hub_server import HubServer, serving
 
 TOKENS = ("HF_TOKEN", "MODELSCOPE_API_TOKEN")

@@ -51,10 +51,10 @@ def init(
     from dapo_core.errors import ConfigError
     from flows.config import load_config
     from flows.tables import print_findings
-    from tasks.first_data import columns_said
-    from tasks.first_recipe import Machine, first_recipe, model_keys
     from tasks.preflight.finding import OK
     from tasks.preflight.run import examine
+    from tasks.recipes.first_data import columns_said
+    from tasks.recipes.first_recipe import Machine, first_recipe, model_keys
 
     if path.exists():
         raise ConfigError(f"{path} exists; name another file, or remove it")
@@ -284,8 +284,8 @@ def plan_devices(settings: Config, gigabytes: float | None, is_memory: bool, is_
     from dataclasses import asdict
 
     from flows.tables import print_json, print_memory, print_time
+    from tasks.execution.retries import LASTING_EXIT_CODE
     from tasks.preflight.memory import change_that_fits, plan_of
-    from tasks.retries import LASTING_EXIT_CODE
     from tasks.runs.step_time import time_of
 
     content: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from eval.problems import ProblemsError
 from eval.problems.items import Problem
 from eval.problems.prompts import DEFAULT, TEMPLATES, Message, read_utf8
 from eval.problems.rows import Row, text_of
-from tasks.data_config import ColumnsConfig
+from tasks.config.data import ColumnsConfig
 
 # {name}, but not the argument of a LaTeX command such as \boxed{answer}.
 _PLACE = re.compile(r"(?<![A-Za-z\\])\{([A-Za-z_][\w .-]*)\}")

@@ -20,11 +20,11 @@ from eval.problems.registry import OWN, SETS, find_set
 from eval.problems.rows import Row, Schema, Unusable, chat_of, needed, problem_of, text_of
 from eval.problems.sources import fetch, rows_of
 from tasks.artifacts.artifact import canonical_json, sha256_of
+from tasks.artifacts.references import log_earlier, resolve_once
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
+from tasks.config.data import ColumnsConfig, SetConfig
 from tasks.data.asking import Asking, find_asking
-from tasks.data_config import ColumnsConfig, SetConfig
-from tasks.references import log_earlier, resolve_once
 
 ARITHMETIC = "arithmetic"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dapo_core.errors import ConfigError
 from tasks.config import ChainConfig
-from tasks.external_config import ExternalConfig
+from tasks.config.external import ExternalConfig
 
 ASK_SECONDS = 60.0  # a first start from a network disk
 PACKAGES = {"verl": "verl", "mindspeed-rl": "mindspeed_rl", "mindspeed-mm": "mindspeed_mm"}

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dapo_core.errors import ConfigError
+from tasks.config.external import ExternalConfig
 from tasks.external.environment import interpreter
 from tasks.external.launch import Start, job_server
-from tasks.external_config import ExternalConfig
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from interop.errors import ForeignConfigError
 from interop.render import rows, trainers
 from interop.render.verl import Places
 from tasks.config import ChainConfig
+from tasks.config.external import ExternalConfig
 from tasks.external.environment import interpreter, trainer_env, trainer_versions
-from tasks.external_config import ExternalConfig
 
 TRAINER_FOLDER = "trainer"  # in the training's output: what was rendered, and the trainer's own log
 TRAIN_ROWS, HELD_OUT_ROWS = "train.parquet", "held_out.parquet"

@@ -19,9 +19,9 @@ from tasks.fetched_model import describe_fetch
 from tasks.links import Link, chain_of, link_of
 from tasks.runs.history import RecordedRun, artifact_of, differences_of, read_runs
 from tasks.runs.run import require_outputs
+from tasks.runs.suite import benchmarks_of, describe_asked
 from tasks.serve_model.failure import ServeError
 from tasks.stages import EVALUATE_MODEL, FETCH_MODEL, PREPARE_DATA, Stage
-from tasks.suite import benchmarks_of, describe_asked
 
 
 @dataclass(frozen=True)

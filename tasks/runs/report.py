@@ -18,10 +18,10 @@ from eval.plots import Plots
 from eval.suite_report import Models, write_suite_report
 from tasks.artifacts.artifact import Artifact, read_manifest
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
-from tasks.child_environment import by_children
 from tasks.config import ChainConfig
 from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import benchmark_sources, eval_sources
+from tasks.runs.child_environment import by_children
 from tasks.runs.columns import Columns, take_columns
 from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.nights import NIGHTLY, since_first_night

@@ -25,16 +25,16 @@ from durable import locked, write_atomically
 from eval.problems.prompts import find_template
 from redaction import redacted
 from tasks.artifacts.artifact import Artifact, Output, StoreError
+from tasks.artifacts.references import forget_resolved
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
 from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore, Build
-from tasks.child_environment import Rows, child_environment, of_stages
 from tasks.config import ChainConfig
 from tasks.data.sources import all_sources, source_files
 from tasks.links import Link, link_of
-from tasks.references import forget_resolved
+from tasks.processes.time_limit import clock_stopped
+from tasks.runs.child_environment import Rows, child_environment, of_stages
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
-from tasks.time_limit import clock_stopped
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.training import PromptsConfig
 from dapo_core.errors import ModelError
 from dapo_core.model_folder import INDEX_FILE, require_model_folder, weight_files
-from tasks.serve_model.config import ServeConfig
+from tasks.config.serve import ServeConfig
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
 _ALLOW_LONGER_VARIABLE = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"

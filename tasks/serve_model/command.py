@@ -14,8 +14,8 @@ from dapo_core.device import Device, device_for
 from dapo_core.engines.cpu_dtype import runs_bfloat16
 from dapo_core.ports import bind_fault, free_ports, is_ipv6
 from redaction import is_secret, redact
+from tasks.config.serve import ServeConfig
 from tasks.serve_model.checks import is_half_precision
-from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError
 
 SERVED_NAME = "policy"  # of `dapo serve`, which `dapo eval` asks for by default

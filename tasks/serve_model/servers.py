@@ -17,6 +17,7 @@ import httpx
 from eval import EvaluationError
 from eval.endpoint import Endpoint
 from redaction import add_secret, is_secret
+from tasks.config.serve import ServeConfig
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.processes.supervisor import STOP
 from tasks.serve_model.checks import require_servable
@@ -32,7 +33,6 @@ from tasks.serve_model.command import (
     with_known_dtype,
     with_whole_prompts,
 )
-from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError, ServerDied, failure_of
 
 logger = logging.getLogger(__name__)

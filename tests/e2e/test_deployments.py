@@ -21,7 +21,7 @@ from dapo_core.ports import free_ports
 from flows.config import load_config
 from flows.prefect_settings import apply_prefect_settings
 from flows.services import CRASH_AUTOMATION, CRASH_AUTOMATION_FILE
-from tasks.training_lock import hold, nightly_lock_path
+from tasks.execution.training_lock import hold, nightly_lock_path
 from tests.operated import API_SECONDS, ROOT, Site
 from tests.webhooks import started_receiver
 

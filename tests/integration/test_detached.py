@@ -22,10 +22,10 @@ import pytest
 
 from dapo_core.stopping import ECHO_SECONDS
 from durable import is_locked
+from tasks.execution.retries import is_lasting, shortened
 from tasks.processes import detached, supervisor
 from tasks.processes.child import ChildProcessFailed
 from tasks.processes.detached import DetachOptions, Record, attach_or_start, read_record
-from tasks.retries import is_lasting, shortened
 from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
 from tests.sources import Clock
 

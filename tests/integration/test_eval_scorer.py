@@ -19,8 +19,8 @@ from eval.results import read_rows
 from eval.run import evaluate_all
 from eval.summary import Summary
 from flows.config import load_config_or_defaults
-from tasks import graders
-from tasks.graders import grader_for
+from tasks.evaluation import graders
+from tasks.evaluation.graders import grader_for
 from tests.integration.arithmetic_server import ArithmeticServer, make_set
 
 SAMPLING = Sampling(max_tokens=64)

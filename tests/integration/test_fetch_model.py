@@ -17,12 +17,12 @@ from dapo_core.pretrained import load_tokenizer
 from downloads import Offline, Unreachable
 from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.references import COMMIT, forget_resolved
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.artifacts.store import ArtifactStore
 from tasks.chain import fetch_model
 from tasks.fetched_model import fetch_model_files
 from tasks.links import link_of
-from tasks.references import COMMIT, forget_resolved
 from tasks.runs.plan import PlannedStage, plan_chain
 from tasks.runs.report import model_facts
 from tasks.runs.run import Run

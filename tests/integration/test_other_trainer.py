@@ -22,7 +22,7 @@ from tasks.external.environment import TrainerMissing, trainer_versions
 from tasks.external.launch import HELD_OUT_ROWS, TRAIN_ROWS
 from tasks.external.training import LOG_FILE, train_with_other
 from tasks.processes.child import ChildProcessFailed
-from tasks.time_limit import StageTimedOut, time_limit
+from tasks.processes.time_limit import StageTimedOut, time_limit
 from tests.other_trainings import TRAIN, config_of, inputs, make_place, steps
 from tests.processes import wait_until
 from tests.stand_in_trainer import install, install_mindspeed

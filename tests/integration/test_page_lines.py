@@ -14,11 +14,11 @@ from prefect.logging.handlers import APILogHandler, set_api_log_sink
 
 from flows.config import load_config
 from flows.console import QUIET_LOGGERS
-from tasks import stage_command as command
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
+from tasks.execution import command
+from tasks.execution.command import PageLines, run_dapo
 from tasks.runs.run import Run, current_stage
-from tasks.stage_command import PageLines, run_dapo
 from tests.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,8 +84,8 @@ def test_lines_over_the_limit_are_kept_from_the_page_only(
     assert link.read_text().splitlines() == 2 * every
     note = f"... 6 lines left out in this minute; all are in {run.store.log_path(KEY.stage, KEY.key)}"
     shown = ["line 0", "line 1", "line 2", "WARNING: hot", "ValueError: x", note]
-    assert [log["message"] for log in page if log["name"].startswith("tasks.stage_command")] == 2 * shown
-    on_terminal = [record.getMessage() for record in caplog.records if record.name == "tasks.stage_command"]
+    assert [log["message"] for log in page if log["name"].startswith("tasks.execution.command")] == 2 * shown
+    on_terminal = [record.getMessage() for record in caplog.records if record.name == "tasks.execution.command"]
     assert on_terminal == 2 * [line for line in every if not line.startswith("step:")]
     assert {record.name for record in caplog.records if record.getMessage() == note} <= set(QUIET_LOGGERS)
 

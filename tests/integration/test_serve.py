@@ -18,12 +18,12 @@ from eval.endpoint import Sampling
 from eval.problems.items import EvaluationSet, Item
 from eval.recorder import Benchmark
 from eval.run import evaluate_all
-from tasks.config import EvaluateConfig
-from tasks.evaluation_settings import sampling_of
-from tasks.graders import limits_of
+from tasks.config.evaluate import EvaluateConfig
+from tasks.config.serve import ServeConfig
+from tasks.evaluation.graders import limits_of
+from tasks.evaluation.settings import sampling_of
 from tasks.processes import supervisor
 from tasks.serve_model.command import SOCKETS_VARIABLE, served_name
-from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError
 from tasks.serve_model.servers import Server, serve_model
 from tests.tiny_models import build_tiny_qwen3

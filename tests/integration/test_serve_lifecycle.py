@@ -19,11 +19,11 @@ import httpx
 import pytest
 
 from eval import EvaluationError
-from tasks.evaluation_settings import served_model_identity
+from tasks.config.serve import ServeConfig
+from tasks.evaluation.settings import served_model_identity
+from tasks.execution.retries import is_lasting
 from tasks.processes import supervisor
-from tasks.retries import is_lasting
 from tasks.serve_model import servers
-from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError, ServerDied
 from tasks.serve_model.servers import Server, serve_model, serve_until_interrupted
 from tests.processes import wait_until

@@ -13,9 +13,9 @@ from dapo_core.device import device_for
 from flows.cli import app
 from flows.config import load_config
 from tasks.artifacts.artifact import artifact_at
-from tasks.child_environment import by_children, child_environment
 from tasks.links import link_of
 from tasks.preflight.environment import TABLE
+from tasks.runs.child_environment import by_children, child_environment
 from tasks.runs.report import provenance_of
 from tests.other_trainings import config_of as other_config_of
 from tests.recorded_runs import record_run, small_config

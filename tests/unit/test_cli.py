@@ -27,8 +27,8 @@ from eval import EvaluationError
 from eval.results import ResultsError
 from flows.cli import app, main
 from tasks.chain import resume_words
+from tasks.execution.retries import describe, exit_code_of
 from tasks.processes.child import ChildProcessFailed
-from tasks.retries import describe, exit_code_of
 from tasks.serve_model.failure import ServeError
 from tests.evaluations import write_results
 from tests.recorded_runs import LABELS

@@ -11,15 +11,15 @@ from dapo_core.checkpoint.folder import step_folder, tidy
 from dapo_core.errors import CheckpointError
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.references import forget_resolved
 from tasks.chain import keep_words, take_model_folder
+from tasks.evaluation.served_baseline import served_model
 from tasks.links import chain_of, label_of, link_of, side_of, step_checkpoint
-from tasks.references import forget_resolved
 from tasks.runs.columns import take_columns
 from tasks.runs.history import read_run
 from tasks.runs.plan import plan_chain
 from tasks.runs.run import Run
 from tasks.serve_model.failure import ServeError, ServerUnreachable
-from tasks.served_baseline import served_model
 from tests.integration.arithmetic_server import ArithmeticServer
 from tests.recorded_runs import LABELS, Outcome, produce, small_config
 from tests.tiny_models import build_tiny_qwen3

@@ -11,8 +11,8 @@ import pytest
 
 from dapo_core.engines import cpu_dtype
 from dapo_core.engines.cpu_dtype import runs_bfloat16
+from tasks.config.serve import ServeConfig
 from tasks.serve_model.command import with_known_dtype
-from tasks.serve_model.config import ServeConfig
 from tests.tiny_models import build_tiny_qwen3
 
 

@@ -16,8 +16,8 @@ from eval.measured import UNKNOWN, describe_measurement
 from eval.problems.prompts import TEMPLATES, Template, make_prompt
 from eval.results import load_evaluation, make_settings
 from flows.config import load_config_or_defaults
-from tasks.evaluate_config import BenchmarkConfig
-from tasks.evaluation_settings import load_sets, sampling_of
+from tasks.config.evaluate import BenchmarkConfig
+from tasks.evaluation.settings import load_sets, sampling_of
 from tests.evaluations import make_items, write_results
 
 

@@ -14,12 +14,12 @@ import yaml
 
 from dapo_core.errors import ConfigError, DataError
 from flows.config import load_config
-from tasks import first_data
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.first_data import columns_said, data_set, guessed_columns
-from tasks.first_recipe import Machine, first_recipe, model_keys
 from tasks.preflight.finding import OK, PreflightError
 from tasks.preflight.run import examine
+from tasks.recipes import first_data
+from tasks.recipes.first_data import columns_said, data_set, guessed_columns
+from tasks.recipes.first_recipe import Machine, first_recipe, model_keys
 from tests.tiny_models import Architecture, build_tiny
 
 CPU = Machine("cpu", 1, 2)
@@ -234,7 +234,7 @@ def test_rows_that_stay_are_chosen_in_one_reading_which_is_announced(
     monkeypatch.setattr(first_data, "iterate_source", lambda *what: begun.append(what[1].name) or reading(*what))
     monkeypatch.setattr(first_data, "MUCH_BYTES", 1000)
     monkeypatch.setattr(first_data, "BATCH_PROMPTS", 7)
-    with caplog.at_level("INFO", "tasks.first_data"):
+    with caplog.at_level("INFO", "tasks.recipes.first_data"):
         first_recipe(Path("long.yaml"), model_keys("models/small"), "long.jsonl", None, CPU)
     assert begun == ["long.jsonl"]
     assert [text.partition(":")[0] for text in caplog.messages] == [

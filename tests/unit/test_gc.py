@@ -20,11 +20,11 @@ from flows.tables import print_garbage
 from tasks.artifacts.artifact import StoreError
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import PARTIAL, ArtifactStore, Attempt
+from tasks.execution.command import link_log
 from tasks.links import link_of
 from tasks.runs.collect_garbage import Unused, collect_garbage
 from tasks.runs.history import artifact_of, read_runs, short_ids
 from tasks.runs.run import Run, current_stage
-from tasks.stage_command import link_log
 from tests.garbage import NOW, collect, keys, make_old, nights, own_of, stored_keys
 from tests.processes import wait_until
 from tests.recorded_runs import Outcome, record_run, small_config

@@ -10,7 +10,7 @@ import pytest
 from dapo_core.errors import ConfigError
 from flows.config import load_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.lengths import KEYS, Bounds, Lengths, explain, fitted
+from tasks.config.lengths import KEYS, Bounds, Lengths, explain, fitted
 
 DEFAULTS = Lengths(prompt=2048, response=20480, buffer=4096, answer=20480, served=22528, micro_batch=32768)
 

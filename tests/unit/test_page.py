@@ -14,8 +14,8 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from dapo_core.validation import generations_file
-from tasks import page
-from tasks.page import PageArtifact, StageProgress, artifact_key, unwrapped
+from tasks.execution import page
+from tasks.execution.page import PageArtifact, StageProgress, artifact_key, unwrapped
 from tasks.runs.run import Run
 from tests.configs import make_config
 

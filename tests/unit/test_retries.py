@@ -20,10 +20,10 @@ from eval import EvaluationError
 from flows.cli import main
 from tasks.artifacts.artifact import StoreError
 from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
+from tasks.execution.retries import describe, exit_code_of, is_lasting, may_succeed_next_time, shortened
 from tasks.processes.child import ChildProcessFailed, run_command
-from tasks.retries import describe, exit_code_of, is_lasting, may_succeed_next_time, shortened
+from tasks.processes.time_limit import StageTimedOut
 from tasks.serve_model.failure import ServeError, ServerDied
-from tasks.time_limit import StageTimedOut
 from tests.processes import python
 
 PASSING = (

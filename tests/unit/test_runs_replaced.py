@@ -13,9 +13,9 @@ from durable import locked
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import StageKey
+from tasks.processes.time_limit import time_limit
 from tasks.runs.history import artifact_of, read_runs
 from tasks.runs.run import Run
-from tasks.time_limit import time_limit
 from tests.processes import once_the_clock_stops
 from tests.recorded_runs import small_config
 

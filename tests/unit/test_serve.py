@@ -18,6 +18,7 @@ from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.training import PromptsConfig
 from dapo_core.device import device_for
 from dapo_core.errors import ModelError
+from tasks.config.serve import ServeConfig
 from tasks.serve_model import command as serving
 from tasks.serve_model.checks import longest_sequence, require_positions, require_servable
 from tasks.serve_model.command import (
@@ -29,7 +30,6 @@ from tasks.serve_model.command import (
     vllm_device,
     with_whole_prompts,
 )
-from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError, death_of_process, raised_error, refused_argument
 from tests.tiny_models import build_tiny_qwen3
 

@@ -25,10 +25,10 @@ from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.chain import take_model_folder
+from tasks.config.data import ColumnsConfig
+from tasks.config.evaluate import BenchmarkConfig
 from tasks.data.layout import EVAL_FILE
 from tasks.data.prepare import build_dataset
-from tasks.data_config import ColumnsConfig
-from tasks.evaluate_config import BenchmarkConfig
 from tasks.links import link_of
 from tasks.runs.history import read_runs
 from tasks.runs.run import Run, current_stage

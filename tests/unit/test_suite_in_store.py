@@ -18,8 +18,8 @@ from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.store import ArtifactStore
 from tasks.data.prepare import build_dataset
 from tasks.links import link_of
+from tasks.runs.suite import Asked, benchmarks_of, describe_asked, suite_metrics, take_stored
 from tasks.stages import EVALUATE_MODEL, evaluate_model_inputs
-from tasks.suite import Asked, benchmarks_of, describe_asked, suite_metrics, take_stored
 from tests.configs import make_config
 from tests.evaluations import make_items, write_results
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 import durable
+from tasks.execution.training_lock import hold
 from tasks.processes.child import run_command
-from tasks.time_limit import StageTimedOut, time_limit
-from tasks.training_lock import hold
+from tasks.processes.time_limit import StageTimedOut, time_limit
 from tests.processes import once_the_clock_stops
 
 SECOND = 1 / 3600
@@ -98,7 +98,7 @@ def test_an_alarm_that_a_finalizer_swallowed_comes_again(monkeypatch: pytest.Mon
         time.sleep(FAR)
 
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
-    monkeypatch.setattr("tasks.time_limit.REPEAT_SECONDS", 0.2)
+    monkeypatch.setattr("tasks.processes.time_limit.REPEAT_SECONDS", 0.2)
     started = time.monotonic()
     with pytest.raises(StageTimedOut), time_limit(SECOND / 10, KEY, ""):
         work()

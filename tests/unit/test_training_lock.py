@@ -19,12 +19,12 @@ import pytest
 from prefect.states import State
 
 import durable
-from tasks import stage_command
 from tasks.artifacts.artifact import Artifact
 from tasks.chain import train_policy
+from tasks.execution import command
+from tasks.execution.training_lock import check_free, hold, nightly_lock_path, training_lock_path
 from tasks.links import link_of
 from tasks.runs.run import Run, RunSkipped
-from tasks.training_lock import check_free, hold, nightly_lock_path, training_lock_path
 from tests.configs import make_config
 from tests.processes import DEADLINE_SECONDS, wait_until
 from tests.recorded_runs import Outcome, produce, small_config
@@ -33,7 +33,7 @@ from tests.recorded_runs import Outcome, produce, small_config
 TRAIN = """
 import sys
 from pathlib import Path
-from tasks.training_lock import hold
+from tasks.execution.training_lock import hold
 from tasks.processes.detached import DetachOptions, attach_or_start
 path, key, log = sys.argv[1:]
 stubborn = ["sh", "-c", "trap '' TERM; echo deaf: $$.; while :; do sleep 0.1; done"]
@@ -154,10 +154,10 @@ metrics.write_text('{"step": 1}\\n')
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr("tasks.page.PageArtifact.show", lambda *_: None)  # there is no server
+    monkeypatch.setattr("tasks.execution.page.PageArtifact.show", lambda *_: None)  # there is no server
     monkeypatch.setattr(durable, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(
-        stage_command, "dapo_command", lambda *words: [sys.executable, "-c", WRITE_METRICS, *map(str, words)]
+        command, "dapo_command", lambda *words: [sys.executable, "-c", WRITE_METRICS, *map(str, words)]
     )
     return Run.start(small_config(tmp_path / "store"))
 

@@ -14,12 +14,12 @@ from prefect.states import Completed
 
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
-from tasks.page import show_stage
+from tasks.execution.page import show_stage
+from tasks.execution.retries import RETRY_DELAYS_SECONDS, may_succeed_next_time, shortened
 from tasks.processes.child import ChildProcessFailed
-from tasks.retries import RETRY_DELAYS_SECONDS, may_succeed_next_time, shortened
+from tasks.processes.time_limit import time_limit
 from tasks.runs.run import Run, RunSkipped
 from tasks.serve_model.failure import ServeError
-from tasks.time_limit import time_limit
 
 logger = logging.getLogger(__name__)
 

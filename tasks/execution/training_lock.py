@@ -12,9 +12,9 @@ from pathlib import Path
 from durable import LockHeld, find_holder, locked
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 from tasks.config import ChainConfig
+from tasks.processes.time_limit import clock_stopped
 from tasks.runs.plan import plan_chain
 from tasks.runs.run import RunSkipped
-from tasks.time_limit import clock_stopped
 
 TRAINING_LOCK = "training.lock"
 

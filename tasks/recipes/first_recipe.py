@@ -20,13 +20,13 @@ from dapo_core.memory.devices import GIB
 from dapo_core.reward.routing import routes
 from eval.problems.registry import OWN
 from tasks.config import ChainConfig
+from tasks.config.lengths import Bounds, Lengths, fitted
 from tasks.data.sources import ARITHMETIC
-from tasks.first_data import HUB_ID, NO_COLUMNS, Beside, data_sets
-from tasks.lengths import Bounds, Lengths, fitted
 from tasks.preflight.finding import Findings
 from tasks.preflight.inputs import inputs_here
 from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import longest_prompt
+from tasks.recipes.first_data import HUB_ID, NO_COLUMNS, Beside, data_sets
 
 logger = logging.getLogger(__name__)
 

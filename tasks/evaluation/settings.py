@@ -25,10 +25,10 @@ from eval.results import make_folder
 from eval.suite import Member, require_single, write_suite
 from redaction import redact
 from tasks.config import ChainConfig
+from tasks.config.data import SetConfig
+from tasks.config.evaluate import EvaluateConfig
 from tasks.data.layout import benchmark_file
-from tasks.data_config import SetConfig
-from tasks.evaluate_config import EvaluateConfig
-from tasks.graders import grader_for, judge_for
+from tasks.evaluation.graders import grader_for, judge_for
 from tasks.serve_model.failure import ServeError, ServerUnreachable
 
 CLIENT_SECONDS = 60.0

@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.training import TrainingConfig
 from dapo_core.config.warm_start import ModelCodeConfig, WarmStartConfig
-from tasks.data_config import DataConfig
-from tasks.evaluate_config import BenchmarkConfig, EvaluateConfig
-from tasks.external_config import ExternalConfig
-from tasks.lengths import KEYS, Lengths, bounds_of, explain
-from tasks.serve_model.config import ServeConfig
+from tasks.config.data import DataConfig
+from tasks.config.evaluate import BenchmarkConfig, EvaluateConfig
+from tasks.config.external import ExternalConfig
+from tasks.config.lengths import KEYS, Lengths, bounds_of, explain
+from tasks.config.serve import ServeConfig
 
 
 class StoreConfig(Section):

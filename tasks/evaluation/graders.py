@@ -16,7 +16,7 @@ from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
 from eval.judge import PROMPT, Judge
 from tasks.artifacts.artifact import sha256_of
-from tasks.evaluate_config import EvaluateConfig
+from tasks.config.evaluate import EvaluateConfig
 
 SCORER_SECONDS = 30.0  # of one call
 NUM_SCORERS = 4

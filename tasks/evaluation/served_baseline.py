@@ -18,10 +18,10 @@ import httpx
 from durable import write_atomically
 from eval.identity import LogProbs, Weights, probe_requests, read_logprobs
 from tasks.artifacts.artifact import canonical_json
-from tasks.baseline_config import BaselineConfig
+from tasks.artifacts.references import once_a_run
 from tasks.config import ChainConfig
-from tasks.evaluation_settings import ServedBy, model_client, served_model_identity
-from tasks.references import once_a_run
+from tasks.config.evaluate import BaselineConfig
+from tasks.evaluation.settings import ServedBy, model_client, served_model_identity
 from tasks.serve_model.failure import ServeError, ServerUnreachable
 from tasks.serve_model.servers import Server
 

@@ -17,8 +17,8 @@ from tasks.artifacts.artifact import MANIFEST_NAME, DamagedArtifact, verify_dire
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
-from tasks.evaluate_config import EvaluateConfig
-from tasks.evaluation_settings import benchmark_of, set_of
+from tasks.config.evaluate import EvaluateConfig
+from tasks.evaluation.settings import benchmark_of, set_of
 from tasks.stages import EVALUATE_MODEL, Stage, evaluation_files, problems_input
 
 logger = logging.getLogger(__name__)

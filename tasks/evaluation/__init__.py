@@ -1,0 +1,1 @@
+"""What the evaluation stage asks: settings, graders, and models served elsewhere."""
