@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from eval.problems.problem_set import ProblemSet
     from interop.account import Account
     from tasks.config import ChainConfig
-    from tasks.data.reading import SetCount
-    from tasks.data.showing import Shown
+    from tasks.data.reading import SetCount, Shown
     from tasks.preflight.finding import Finding
     from tasks.runs.collect_garbage import Unused
     from tasks.runs.history import Difference, RecordedRun

@@ -63,13 +63,8 @@ def evaluate(
     from eval.endpoint import Endpoint
     from eval.run import evaluate_all
     from flows.config import load_config_or_defaults
-    from tasks.evaluation.graders import limits_of
-    from tasks.evaluation.settings import (
-        asked_into,
-        load_sets,
-        served_folder,
-        served_model_identity,
-    )
+    from tasks.evaluation.served_model import served_folder, served_model_identity
+    from tasks.evaluation.settings import asked_into, limits_of, load_sets
     from tasks.serve_model.command import API_KEY_VARIABLE
 
     recipe = load_config_or_defaults(config, [*(overrides or ()), *_chosen(dataset, data, suite)])

@@ -1,21 +1,26 @@
-"""What running servers are asked, as the section `evaluate` says, and the check that they serve one model."""
+"""What the section `evaluate` asks for: sets, sampling, graders, judge and limits."""
 
 from __future__ import annotations
 
-import hashlib
+import difflib
 import json
 import logging
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-
-import httpx
 
 from dapo_core.errors import ConfigError
-from eval.endpoint import LOOPBACK, Endpoint, Sampling
+from dapo_core.reward.custom import require_function
+from dapo_core.reward.scorers import SCORERS
+from eval.answers.grading import Grader
+from eval.answers.pool import Pool
+from eval.answers.scored import ScorerGrader
+from eval.dispatch import Limits
+from eval.endpoint import Endpoint, Sampling
+from eval.judge import PROMPT, Judge
 from eval.problems.files import columns_of
 from eval.problems.items import EvaluationSet
 from eval.problems.registry import load_set
@@ -23,15 +28,11 @@ from eval.problems.sources import default_cache
 from eval.recorder import Benchmark
 from eval.results import make_folder
 from eval.suite import Member, require_single, write_suite
-from redaction import redact
+from tasks.artifacts.artifact import sha256_of
 from tasks.config import ChainConfig
 from tasks.config.data import SetConfig
 from tasks.config.evaluate import EvaluateConfig
 from tasks.data.layout import benchmark_file
-from tasks.evaluation.graders import grader_for, judge_for
-from tasks.serve_model.failure import ServeError, ServerUnreachable
-
-CLIENT_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -110,15 +111,6 @@ def asked_into(
     ]
 
 
-@dataclass(frozen=True)
-class ServedBy:
-    """How the user names a server, for errors."""
-
-    url: str = "--base-url"
-    model: str = "--model-name"
-    key_variable: str = "VLLM_API_KEY"
-
-
 def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling:
     """The sampling of the section `evaluate`; with `sampling: model` that of the folder's generation_config.json.
 
@@ -177,71 +169,67 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     )
 
 
-def served_folder(server: Endpoint) -> Path | None:
-    """The folder of the served model, if the server names one of this machine."""
-    root = Path(_served_models(server, ServedBy()).get(server.model, ""))
-    return root if (root / "config.json").is_file() else None
+SCORER_SECONDS = 30.0  # of one call
+NUM_SCORERS = 4
+SHORT_DIGEST = 12
+JUDGE_KEY_VARIABLE = "DAPO_JUDGE_API_KEY"
 
 
-def served_model_identity(servers: Sequence[Endpoint], said: ServedBy = ServedBy()) -> str:
-    """A digest of the served model: its folder, and the files there if they are local.
-
-    Raises ServeError when a server does not serve that name, or serves another model than the first one, and
-    ServerUnreachable when one does not answer.
-    """
-    identities = [_identity(server, said) for server in servers]
-    for server, identity in zip(servers, identities, strict=True):
-        if identity != identities[0]:
-            raise ServeError(
-                f"{server.base_url} serves {identity[0]}, {servers[0].base_url} {identities[0][0]}, or other "
-                f"files of that name: an evaluation is of one model; start all servers with the same folder"
-            )
-    return hashlib.sha256(repr(identities[0]).encode()).hexdigest()
-
-
-def _identity(server: Endpoint, said: ServedBy) -> tuple[str, list[tuple[str, int, int]]]:
-    url = server.url("models")
-    roots = _served_models(server, said)
-    if server.model not in roots:
-        raise ServeError(f"{url} serves {', '.join(roots)}, not {server.model!r}; set {said.model}")
-    folder = Path(roots[server.model])
-    files = [
-        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))
-    ]
-    return str(folder), files
+def grader_for(settings: EvaluateConfig) -> Grader | None:
+    """The grader that evaluate.scorer names; None for the set's own. Raises ConfigError."""
+    if settings.scorer is None or settings.mode == "loglikelihood":
+        return None
+    file, rule = scorer_file(settings), f"scorer-{settings.scorer}/1"
+    arguments: tuple[str, ...] = ()
+    if file is not None:
+        arguments = (str(file[0]), file[1])
+        rule = f"scorer-{file[0].name}:{file[1]}/{sha256_of(file[0])[:SHORT_DIGEST]}"
+    pool = Pool(
+        "dapo_core.reward.custom:load_scorer", arguments, num_processes=NUM_SCORERS, timeout_seconds=SCORER_SECONDS
+    )
+    return ScorerGrader(pool, None if file else settings.scorer, rule)
 
 
-def model_client(server: Endpoint, said: ServedBy = ServedBy()) -> httpx.Client:
-    """A client with the server's key. One on this machine is reached without the environment's proxy."""
-    api_key = server.api_key or ""
-    if not (api_key.isascii() and api_key.isprintable()):  # the HTTP library's own refusal would quote it
-        raise ServeError(
-            f"{said.key_variable} holds a character that HTTP headers forbid, such as a newline; set it again"
-        )
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    is_near = urlsplit(server.base_url).hostname in LOOPBACK
-    return httpx.Client(headers=headers, timeout=CLIENT_SECONDS, trust_env=not is_near)
-
-
-def _served_models(server: Endpoint, said: ServedBy) -> dict[str, str]:
-    """Served name -> model folder, or the name again if the server does not list the folder."""
-    url = server.url("models")
+def judge_for(settings: EvaluateConfig) -> Judge | None:
+    """The judge of evaluate.judge; None without one. Raises ConfigError and InputError for its prompt."""
+    named = settings.judge
+    if named.base_url is None or named.model is None or settings.mode == "loglikelihood":
+        return None
     try:
-        with model_client(server, said) as client:
-            answer = client.get(url)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ServerUnreachable(
-            f"{url} does not answer: {str(error) or type(error).__name__}; start it with dapo serve, or check "
-            f"{said.url}"
-        ) from None
-    if answer.status_code in (401, 403):
-        why = f"{said.key_variable} is not " + ("the server's" if server.api_key else "set")
-        raise ServeError(f"{url} refuses the key: HTTP {answer.status_code}; {why}")
-    try:
-        models = answer.raise_for_status().json()["data"]
-        return {model["id"]: str(model.get("root") or model["id"]) for model in models}
-    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
-        raise ServeError(
-            f"{url} does not list models: HTTP {answer.status_code}, {redact(answer.text)[:100]!r}; {said.url} "
-            "must be an OpenAI-compatible server"
-        ) from None
+        prompt = PROMPT if named.prompt is None else Path(named.prompt).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"evaluate.judge.prompt={named.prompt} cannot be read: {error}") from None
+    return Judge(
+        Endpoint(named.base_url, named.model, os.environ.get(JUDGE_KEY_VARIABLE)),
+        Sampling(named.max_response_tokens, named.temperature, seed=settings.seed),
+        named.votes,
+        prompt,
+        named.headline,
+        limits_of(settings),
+    )
+
+
+def limits_of(settings: EvaluateConfig) -> Limits:
+    """Concurrency, pace and patience of the client."""
+    return Limits(
+        concurrency=settings.concurrency,
+        requests_per_second=settings.requests_per_second,
+        timeout_seconds=settings.request_timeout_seconds,
+        max_attempts=settings.max_attempts,
+        outage_seconds=settings.outage_seconds,
+    )
+
+
+def scorer_file(settings: EvaluateConfig) -> tuple[Path, str] | None:
+    """The file of evaluate.scorer and its function; None for a scorer's name. Raises ConfigError."""
+    named = settings.scorer
+    if named is None or named in SCORERS:
+        return None
+    start, suffix, function = named.rpartition(".py")
+    if not suffix or (function and not function.startswith(":")):
+        close = difflib.get_close_matches(named, SCORERS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"scorers are {', '.join(sorted(SCORERS))}"
+        raise ConfigError(f"evaluate.scorer={named} is neither a scorer nor FILE.py or FILE.py:FUNCTION; {hint}")
+    file = Path(start + suffix), function[1:] or "compute_score"
+    require_function(*file, keys=("evaluate.scorer", "evaluate.scorer"))
+    return file

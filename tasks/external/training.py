@@ -9,18 +9,22 @@ The trainer writes its checkpoints below checkpoints/ and continues from the new
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from dapo_core.checkpoint.folder import CHECKPOINTS
+from dapo_core.checkpoint.folder import CHECKPOINTS, step_folders
 from dapo_core.checkpoint.others import NEWEST_FILE, OtherCheckpoint, newest_other, other_checkpoints
 from dapo_core.checkpoint.resume import lock_checkpoints, move_aside, require_resume
+from dapo_core.digests import file_digest
 from dapo_core.errors import CheckpointError, ConfigError
+from dapo_core.identity import refuse_other_training, training_identity
 from dapo_core.metrics import METRICS_FILE, MetricsLog, format_step
 from dapo_core.model_folder import copy_model_files, require_model_folder
 from dapo_core.stopping import StopRequest, raising_stopped
@@ -30,17 +34,12 @@ from interop.logs import LogParser, Record
 from tasks.config import ChainConfig
 from tasks.external.jobs import as_job
 from tasks.external.launch import TRAINER_FOLDER, Inputs, Start, start_of
-from tasks.external.same_training import (
-    identity_of,
-    record_identity,
-    refuse_checkpoint_of_another,
-    refuse_own_checkpoints,
-)
 from tasks.processes.child import ChildProcessFailed, background_command
 
 logger = logging.getLogger(__name__)
 
 COMMAND_FILE, LOG_FILE = "command.sh", "trainer.log"
+IDENTITY_FILE = "identity.json"  # beside what was rendered for the trainer
 MODEL_FILES_FOLDER = "model"  # configuration and tokenizer of the model, for a converter
 # The line of a traceback that says what happened, behind Ray's or torch's prefix.
 _REASON = re.compile(r"(?:^|[\s)\]])(?:\w+\.)*(?P<name>\w+(?:Error|Exception|Interrupt|MandatoryValue))\b(?!\()")
@@ -239,3 +238,56 @@ def _continued_from(folder: Path, total: int) -> str | None:
     if (newest := newest_other(folder)) is None:
         return None
     return f"; its newest checkpoint is {newest.path} of {total} steps; the same command continues from there"
+
+
+@dataclass(frozen=True)
+class _Rows:
+    digest: str
+
+
+def identity_of(config: ChainConfig, inputs: Inputs) -> dict[str, Any]:
+    """The values that all attempts of one training share: those of a training of our own, and the trainer's."""
+    external = config.external
+    rows = {name: getattr(external, name) for name in ("train_rows", "held_out_rows")}
+    return {
+        **training_identity(config, _Rows(file_digest(inputs.data)), inputs.model),
+        "external.strategy": external.strategy,
+        "external.overrides": list(external.overrides),
+        **{f"external.{name}": _content(Path(path)) for name, path in rows.items() if path is not None},
+    }
+
+
+def refuse_checkpoint_of_another(
+    config: ChainConfig, inputs: Inputs, checkpoint: Path, identity: Mapping[str, Any]
+) -> None:
+    """Raise CheckpointError if the output's checkpoint is of another training than `identity`.
+
+    checkpoint.allow_changed names what may differ. A checkpoint without a record was put there by a person.
+    """
+    record = inputs.folder / IDENTITY_FILE
+    if not record.is_file():
+        return
+    before = json.loads(record.read_text(encoding="utf-8"))
+    for change in refuse_other_training(checkpoint, before, identity, config.checkpoint.allow_changed):
+        logger.warning("checkpoint.allow_changed: continuing from %s with %s", checkpoint.name, change)
+
+
+def refuse_own_checkpoints(folder: Path) -> None:
+    """Raise CheckpointError if the folder has checkpoints of our own trainer, which no other one continues."""
+    if own := step_folders(folder):
+        raise CheckpointError(
+            f"{folder} has {len(own)} checkpoints of our own trainer, the newest {own[-1].name}, and another "
+            "trainer would start from the model beside them; name another --output, set train.backend=own to go "
+            "on, or checkpoint.resume=never to set them aside"
+        )
+
+
+def record_identity(inputs: Inputs, identity: Mapping[str, Any]) -> None:
+    """Write what `refuse_checkpoint_of_another` compares with."""
+    inputs.folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(inputs.folder / IDENTITY_FILE, json.dumps(identity, indent=2))
+
+
+def _content(path: Path) -> str:
+    """The digest of a file; the path of a folder."""
+    return file_digest(path) if path.is_file() else str(path)

@@ -9,7 +9,7 @@ from downloads import DownloadError, Unreachable
 from eval import EvaluationError
 from eval.gates import LAST_NIGHT
 from tasks.config import ChainConfig
-from tasks.evaluation.served_baseline import served_model
+from tasks.evaluation.served_model import served_model
 from tasks.fetched_model import describe_fetch, fetched_inputs
 from tasks.links import model_of
 from tasks.preflight.finding import FAIL, OK, WARN, Findings

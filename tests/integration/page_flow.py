@@ -21,7 +21,7 @@ from tasks.execution.page import StageProgress
 from tasks.execution.task import RETRIED, stage_task
 from tasks.links import link_of
 from tasks.processes.child import run_command
-from tasks.runs.columns import Columns
+from tasks.runs.report import Columns
 from tasks.runs.run import Run
 from tests.evaluations import write_results
 from tests.tiny_models import build_tiny_qwen3

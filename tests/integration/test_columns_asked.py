@@ -22,7 +22,7 @@ from tasks.artifacts.references import forget_resolved
 from tasks.links import label_of, link_of
 from tasks.preflight.baselines import check_baselines
 from tasks.preflight.finding import FAIL, OK, Findings
-from tasks.runs.columns import Columns, take_columns
+from tasks.runs.report import Columns, take_columns
 from tasks.runs.run import Run
 from tasks.serve_model.servers import Server
 from tests.hubs import hub_of_this_machine

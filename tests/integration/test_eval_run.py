@@ -27,7 +27,7 @@ from eval.problems.registry import load_set
 from eval.regrade import regrade
 from eval.results import ResultsError, exclusive, load_evaluation, read_rows
 from eval.run import evaluate
-from tasks.evaluation.settings import served_model_identity
+from tasks.evaluation.served_model import served_model_identity
 from tasks.serve_model.failure import ServeError
 from tests.integration.arithmetic_server import ArithmeticServer, Behaviour, Handler, make_set, running
 from tests.processes import wait_until

@@ -19,8 +19,8 @@ from eval.results import read_rows
 from eval.run import evaluate_all
 from eval.summary import Summary
 from flows.config import load_config_or_defaults
-from tasks.evaluation import graders
-from tasks.evaluation.graders import grader_for
+from tasks.evaluation import settings
+from tasks.evaluation.settings import grader_for
 from tests.integration.arithmetic_server import ArithmeticServer, make_set
 
 SAMPLING = Sampling(max_tokens=64)
@@ -56,7 +56,7 @@ def evaluated(server: ArithmeticServer, folder: Path, scorer: object, count: int
 def test_a_file_of_the_user_s_own_grades_and_what_fails_is_counted(
     server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graders, "SCORER_SECONDS", 5.0)
+    monkeypatch.setattr(settings, "SCORER_SECONDS", 5.0)
     path = tmp_path / "score.py"
     path.write_text(SCORER)
     cut = "2 + 1 = ?"
@@ -98,7 +98,7 @@ def test_a_file_of_the_user_s_own_grades_and_what_fails_is_counted(
 def test_a_scorer_that_never_answers_is_given_up_and_holds_no_request_back(
     server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graders, "SCORER_SECONDS", 0.5)
+    monkeypatch.setattr(settings, "SCORER_SECONDS", 0.5)
     path = tmp_path / "score.py"
     path.write_text("import time\n\ndef compute_score(**_):\n    time.sleep(600)\n")
     with pytest.raises(InputError, match=r"failed on all 200 responses.*took longer than 0\.5 s"):
@@ -113,7 +113,7 @@ def test_a_scorer_that_never_answers_is_given_up_and_holds_no_request_back(
         "import pathlib, time\n\ndef compute_score(**_):\n"
         f"    while not pathlib.Path({str(last)!r}).exists():\n        time.sleep(0.01)\n    return 1\n"
     )
-    monkeypatch.setattr(graders, "SCORER_SECONDS", 60.0)
+    monkeypatch.setattr(settings, "SCORER_SECONDS", 60.0)
     server.behave = lambda handler, prompt, attempt: prompt == "99 + 1 = ?" and last.touch()
     assert evaluated(server, tmp_path / "waits", path, 100).accuracy == 1.0
 

@@ -157,7 +157,7 @@ def test_weights_of_another_model_are_not_mixed_with_it(hub: HubServer, tmp_path
 def test_a_commit_that_moved_under_way_is_refused(hub: HubServer, tmp_path: Path, files: Files) -> None:
     hub.model().commit(files)
     model = recipe(tmp_path, "model.source=modelscope").model
-    with pytest.raises(ModelError, match=r"modelscope:org/tiny changed while the run was under way"):
+    with pytest.raises(ModelError, match=r"modelscope:org/tiny changed during the run"):
         fetch_model_files(model, tmp_path / "out", commit="0" * 40)
 
 
@@ -176,7 +176,7 @@ def test_a_chat_template_is_part_of_the_model(hub: HubServer, tmp_path: Path, fi
     assert link_of(config, "fetch_model").key().key != before
     for text, said in (
         ("{% for", r"mine\.jinja cannot be rendered: .*; correct"),
-        ("{{ bos_token }}", r"leaves out what the user says: it renders"),
+        ("{{ bos_token }}", r"drops the user message: it renders"),
     ):
         template.write_text(text)
         with pytest.raises(ModelError, match=said):

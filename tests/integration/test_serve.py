@@ -20,8 +20,7 @@ from eval.recorder import Benchmark
 from eval.run import evaluate_all
 from tasks.config.evaluate import EvaluateConfig
 from tasks.config.serve import ServeConfig
-from tasks.evaluation.graders import limits_of
-from tasks.evaluation.settings import sampling_of
+from tasks.evaluation.settings import limits_of, sampling_of
 from tasks.processes import supervisor
 from tasks.serve_model.command import SOCKETS_VARIABLE, served_name
 from tasks.serve_model.failure import ServeError

@@ -20,7 +20,7 @@ import pytest
 
 from eval import EvaluationError
 from tasks.config.serve import ServeConfig
-from tasks.evaluation.settings import served_model_identity
+from tasks.evaluation.served_model import served_model_identity
 from tasks.execution.retries import is_lasting
 from tasks.processes import supervisor
 from tasks.serve_model import servers

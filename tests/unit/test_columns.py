@@ -13,11 +13,11 @@ from flows.config import Config
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.references import forget_resolved
 from tasks.chain import keep_words, take_model_folder
-from tasks.evaluation.served_baseline import served_model
+from tasks.evaluation.served_model import served_model
 from tasks.links import chain_of, label_of, link_of, side_of, step_checkpoint
-from tasks.runs.columns import take_columns
 from tasks.runs.history import read_run
 from tasks.runs.plan import plan_chain
+from tasks.runs.report import take_columns
 from tasks.runs.run import Run
 from tasks.serve_model.failure import ServeError, ServerUnreachable
 from tests.integration.arithmetic_server import ArithmeticServer

@@ -1,4 +1,4 @@
-"""A model of `evaluate.baselines` that is served elsewhere: what its server shows of it."""
+"""The model behind a running server: its identity, and the weights that a baseline's server shows."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from durable import write_atomically
+from eval.endpoint import LOOPBACK, Endpoint
 from eval.identity import LogProbs, Weights, probe_requests, read_logprobs
+from redaction import redact
 from tasks.artifacts.artifact import canonical_json
 from tasks.artifacts.references import once_a_run
 from tasks.config import ChainConfig
 from tasks.config.evaluate import BaselineConfig
-from tasks.evaluation.settings import ServedBy, model_client, served_model_identity
 from tasks.serve_model.failure import ServeError, ServerUnreachable
 from tasks.serve_model.servers import Server
 
 logger = logging.getLogger(__name__)
 
 NUM_ATTEMPTS = 3
+CLIENT_SECONDS = 60.0
 KNOWN_FOLDER = ".served"  # of a store
 
 
@@ -121,3 +124,82 @@ def _post(client: httpx.Client, url: str, body: Mapping[str, Any]) -> httpx.Resp
             return answer
         reason = f"HTTP {answer.status_code}"
     raise ServerUnreachable(f"{url} does not answer a fixed prompt: {reason}")
+
+
+@dataclass(frozen=True)
+class ServedBy:
+    """How the user names a server, for errors."""
+
+    url: str = "--base-url"
+    model: str = "--model-name"
+    key_variable: str = "VLLM_API_KEY"
+
+
+def served_folder(server: Endpoint) -> Path | None:
+    """The folder of the served model, if the server names one of this machine."""
+    root = Path(_served_models(server, ServedBy()).get(server.model, ""))
+    return root if (root / "config.json").is_file() else None
+
+
+def served_model_identity(servers: Sequence[Endpoint], said: ServedBy = ServedBy()) -> str:
+    """A digest of the served model: its folder, and the files there if they are local.
+
+    Raises ServeError when a server does not serve that name, or serves another model than the first one, and
+    ServerUnreachable when one does not answer.
+    """
+    identities = [_identity(server, said) for server in servers]
+    for server, identity in zip(servers, identities, strict=True):
+        if identity != identities[0]:
+            raise ServeError(
+                f"{server.base_url} serves {identity[0]}, {servers[0].base_url} {identities[0][0]}, or other "
+                f"files of that name: an evaluation is of one model; start all servers with the same folder"
+            )
+    return hashlib.sha256(repr(identities[0]).encode()).hexdigest()
+
+
+def _identity(server: Endpoint, said: ServedBy) -> tuple[str, list[tuple[str, int, int]]]:
+    url = server.url("models")
+    roots = _served_models(server, said)
+    if server.model not in roots:
+        raise ServeError(f"{url} serves {', '.join(roots)}, not {server.model!r}; set {said.model}")
+    folder = Path(roots[server.model])
+    files = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))
+    ]
+    return str(folder), files
+
+
+def model_client(server: Endpoint, said: ServedBy = ServedBy()) -> httpx.Client:
+    """A client with the server's key. One on this machine is reached without the environment's proxy."""
+    api_key = server.api_key or ""
+    if not (api_key.isascii() and api_key.isprintable()):  # the HTTP library's own refusal would quote it
+        raise ServeError(
+            f"{said.key_variable} holds a character that HTTP headers forbid, such as a newline; set it again"
+        )
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    is_near = urlsplit(server.base_url).hostname in LOOPBACK
+    return httpx.Client(headers=headers, timeout=CLIENT_SECONDS, trust_env=not is_near)
+
+
+def _served_models(server: Endpoint, said: ServedBy) -> dict[str, str]:
+    """Served name -> model folder, or the name again if the server does not list the folder."""
+    url = server.url("models")
+    try:
+        with model_client(server, said) as client:
+            answer = client.get(url)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServerUnreachable(
+            f"{url} does not answer: {str(error) or type(error).__name__}; start it with dapo serve, or check "
+            f"{said.url}"
+        ) from None
+    if answer.status_code in (401, 403):
+        why = f"{said.key_variable} is not " + ("the server's" if server.api_key else "set")
+        raise ServeError(f"{url} refuses the key: HTTP {answer.status_code}; {why}")
+    try:
+        models = answer.raise_for_status().json()["data"]
+        return {model["id"]: str(model.get("root") or model["id"]) for model in models}
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
+        raise ServeError(
+            f"{url} does not list models: HTTP {answer.status_code}, {redact(answer.text)[:100]!r}; {said.url} "
+            "must be an OpenAI-compatible server"
+        ) from None
