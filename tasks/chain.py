@@ -22,8 +22,8 @@ from tasks.artifacts.references import COMMIT
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.data.prepare import build_dataset
-from tasks.evaluation.served_model import served_model
-from tasks.evaluation.settings import limits_of, served_folder
+from tasks.evaluation.served_model import served_folder, served_model
+from tasks.evaluation.settings import limits_of
 from tasks.execution.command import link_log, run_dapo
 from tasks.execution.page import StageProgress, show_report
 from tasks.execution.task import retried_task, stage_task
@@ -52,7 +52,7 @@ def prepare_data(run: Run) -> Artifact:
 
 @stage_task("fetch-model", task_run_name="{label}")
 def fetch_model(run: Run, data: Artifact | None, label: str = "fetch_model") -> Artifact:
-    """Return a Hugging Face model folder, for the policy or a baseline: built, linked from a local folder, or fetched.
+    """Build, link or fetch a Hugging Face model folder, for the policy or a baseline.
 
     Only a model that is built needs `data`. The next attempt resumes an interrupted download.
     """
@@ -98,9 +98,9 @@ def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
 def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str) -> Artifact:
     """Evaluate one model: a results folder, or a suite of them (eval/suite.py), recorded as `label`.
 
-    Without `model`, evaluates a baseline that is served elsewhere. A failed attempt keeps its answers, and the next
-    one with the same key asks only the missing items. Stored results of single benchmarks are reused unless the
-    stage is forced; if the store has all of them, no server is started.
+    Without `model`, evaluates a baseline that is served elsewhere. A failed attempt keeps its answers, and the
+    next one with the same key asks only the missing items. Stored results of single benchmarks are reused unless
+    the stage is forced; if the store has all of them, no server is started.
     """
     link = link_of(run.config, label)
     key = link.key(data, *([] if model is None else [model]))

@@ -29,8 +29,8 @@ from tasks.fetched_model import fetched_inputs
 if TYPE_CHECKING:
     from tasks.evaluation.served_model import ServedModel
 
-# Excluded from code digests because changes there do not affect outputs: configuration (already in the key), errors,
-# storage, reports, and the management of server processes.
+# Excluded from code digests because changes there do not affect outputs: configuration (already in the key),
+# errors, storage, reports, and the management of server processes.
 NOT_COUNTED = (
     "dapo_core/config",
     "dapo_core/errors.py",
