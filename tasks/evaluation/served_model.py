@@ -1,4 +1,4 @@
-"""The model behind a running server: its identity, and the weights that a baseline's server shows."""
+"""Identifies the model behind a running server, by its files and by the log-probs it returns."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ KNOWN_FOLDER = ".served"  # of a store
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model behind a URL, and what the server shows of it."""
+    """A model behind a URL, with its identity as observed through the server."""
 
     server: Server
-    identity: str  # its folder or name, and the files there if they are local
-    weights: Weights  # as the store knows them: log-probs of equal weights differ by rounding
-    known: Path  # the file that lists the weights which this identity has had
+    identity: str  # digest of its folder or name, and of local files
+    weights: Weights  # as first stored, since log-probs of equal weights differ by rounding
+    known: Path  # file that lists the weights seen under this identity
 
     @property
     def digest(self) -> str:
-        """What stands for its weights in the key of an evaluation."""
+        """Stands for the weights in the key of an evaluation."""
         return hashlib.sha256(canonical_json([self.identity, self.weights.to_json()])).hexdigest()
 
     def remember(self) -> None:
-        """Have later runs find these weights again."""
+        """Store the weights for later runs."""
         listed = _known_weights(self.known)
         if self.weights not in listed:
             self.known.parent.mkdir(parents=True, exist_ok=True)
@@ -58,30 +58,30 @@ class ServedModel:
 
 
 def server_of(baseline: BaselineConfig) -> Server:
-    """Where the baseline is served. Raises ServeError when the variable of its key is not set."""
+    """The server of a baseline. Raises ServeError if the variable with its API key is not set."""
     key, variable = "", baseline.api_key_variable
     if variable is not None and not (key := os.environ.get(variable, "")):
         raise ServeError(
-            f"evaluate.baselines: {baseline.name} takes its key from {variable}, which is not set; set it where "
-            "the run (or its Prefect worker) starts"
+            f"evaluate.baselines: {baseline.name} reads its API key from {variable}, which is not set; set it "
+            "where the run (or its Prefect worker) starts"
         )
     return Server(str(baseline.base_url), str(baseline.model), key)
 
 
 def served_model(config: ChainConfig, baseline: BaselineConfig) -> ServedModel:
-    """What the baseline's server serves, asked once a run.
+    """The model that a baseline's server serves, queried once per run.
 
-    Raises ServeError when it serves no model of that name, and ServerUnreachable when it does not answer.
+    Raises ServeError if it serves no model of that name, and ServerUnreachable if it does not answer.
     """
     return once_a_run(
-        (config.store.path, baseline), lambda: _ask(Path(config.store.path).absolute() / KNOWN_FOLDER, baseline)
+        (config.store.path, baseline), lambda: _query(Path(config.store.path).absolute() / KNOWN_FOLDER, baseline)
     )
 
 
-def _ask(folder: Path, baseline: BaselineConfig) -> ServedModel:
+def _query(folder: Path, baseline: BaselineConfig) -> ServedModel:
     server, variable = server_of(baseline), baseline.api_key_variable or "its api_key_variable"
-    words = ServedBy(f"base_url of evaluate.baselines: {baseline.name}", "its `model`", variable)
-    identity = served_model_identity([server], words)
+    terms = ServedBy(f"base_url of evaluate.baselines: {baseline.name}", "its `model`", variable)
+    identity = served_model_identity([server], terms)
     weights = Weights(None, _logprobs(server))
     known = folder / f"{identity[:16]}.json"
     same = (other for other in _known_weights(known) if other.difference(weights) is None)
@@ -95,12 +95,12 @@ def _known_weights(path: Path) -> list[Weights]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        logger.warning("%s cannot be read (%s): what it lists is asked again", path, error)
+        logger.warning("%s cannot be read (%s): the weights are queried again", path, error)
         return []
 
 
 def _logprobs(server: Server) -> LogProbs | None:
-    """Log-probs of a fixed prompt; None where the server gives none. Raises ServerUnreachable."""
+    """Log-probs of a fixed prompt; None if the server does not return any. Raises ServerUnreachable."""
     with model_client(server) as client:
         for path, body in probe_requests(server.model):
             answer = _post(client, server.url(path), body)
@@ -111,7 +111,7 @@ def _logprobs(server: Server) -> LogProbs | None:
 
 
 def _post(client: httpx.Client, url: str, body: Mapping[str, Any]) -> httpx.Response:
-    """The answer; a server that is busy or out of reach is asked again."""
+    """POST with retries while the server is busy or unreachable."""
     reason = ""
     for attempt in range(NUM_ATTEMPTS):
         time.sleep(attempt)
@@ -123,12 +123,12 @@ def _post(client: httpx.Client, url: str, body: Mapping[str, Any]) -> httpx.Resp
         if answer.status_code < 500 and answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
             return answer
         reason = f"HTTP {answer.status_code}"
-    raise ServerUnreachable(f"{url} does not answer a fixed prompt: {reason}")
+    raise ServerUnreachable(f"{url} does not answer to a fixed prompt: {reason}")
 
 
 @dataclass(frozen=True)
 class ServedBy:
-    """How the user names a server, for errors."""
+    """How the user specified a server, for error messages."""
 
     url: str = "--base-url"
     model: str = "--model-name"
@@ -136,32 +136,32 @@ class ServedBy:
 
 
 def served_folder(server: Endpoint) -> Path | None:
-    """The folder of the served model, if the server names one of this machine."""
+    """The folder of the served model, if it is on this machine."""
     root = Path(_served_models(server, ServedBy()).get(server.model, ""))
     return root if (root / "config.json").is_file() else None
 
 
-def served_model_identity(servers: Sequence[Endpoint], said: ServedBy = ServedBy()) -> str:
-    """A digest of the served model: its folder, and the files there if they are local.
+def served_model_identity(servers: Sequence[Endpoint], terms: ServedBy = ServedBy()) -> str:
+    """A digest of the served model: its folder, and its files if they are local.
 
-    Raises ServeError when a server does not serve that name, or serves another model than the first one, and
-    ServerUnreachable when one does not answer.
+    Raises ServeError if a server does not serve that name, or serves a different model than the first server, and
+    ServerUnreachable if one does not answer.
     """
-    identities = [_identity(server, said) for server in servers]
+    identities = [_identity(server, terms) for server in servers]
     for server, identity in zip(servers, identities, strict=True):
         if identity != identities[0]:
             raise ServeError(
-                f"{server.base_url} serves {identity[0]}, {servers[0].base_url} {identities[0][0]}, or other "
-                f"files of that name: an evaluation is of one model; start all servers with the same folder"
+                f"{server.base_url} serves {identity[0]} and {servers[0].base_url} {identities[0][0]}, or other "
+                f"files of that name: all servers must serve the same model; start them with the same folder"
             )
     return hashlib.sha256(repr(identities[0]).encode()).hexdigest()
 
 
-def _identity(server: Endpoint, said: ServedBy) -> tuple[str, list[tuple[str, int, int]]]:
+def _identity(server: Endpoint, terms: ServedBy) -> tuple[str, list[tuple[str, int, int]]]:
     url = server.url("models")
-    roots = _served_models(server, said)
+    roots = _served_models(server, terms)
     if server.model not in roots:
-        raise ServeError(f"{url} serves {', '.join(roots)}, not {server.model!r}; set {said.model}")
+        raise ServeError(f"{url} serves {', '.join(roots)}, not {server.model!r}; set {terms.model}")
     folder = Path(roots[server.model])
     files = [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))
@@ -169,37 +169,37 @@ def _identity(server: Endpoint, said: ServedBy) -> tuple[str, list[tuple[str, in
     return str(folder), files
 
 
-def model_client(server: Endpoint, said: ServedBy = ServedBy()) -> httpx.Client:
-    """A client with the server's key. One on this machine is reached without the environment's proxy."""
+def model_client(server: Endpoint, terms: ServedBy = ServedBy()) -> httpx.Client:
+    """An HTTP client with the server's API key; ignores proxy settings for servers on this machine."""
     api_key = server.api_key or ""
-    if not (api_key.isascii() and api_key.isprintable()):  # the HTTP library's own refusal would quote it
+    if not (api_key.isascii() and api_key.isprintable()):  # the HTTP library's error would quote it
         raise ServeError(
-            f"{said.key_variable} holds a character that HTTP headers forbid, such as a newline; set it again"
+            f"{terms.key_variable} holds a character that HTTP headers forbid, such as a newline; correct it"
         )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    is_near = urlsplit(server.base_url).hostname in LOOPBACK
-    return httpx.Client(headers=headers, timeout=CLIENT_SECONDS, trust_env=not is_near)
+    is_local = urlsplit(server.base_url).hostname in LOOPBACK
+    return httpx.Client(headers=headers, timeout=CLIENT_SECONDS, trust_env=not is_local)
 
 
-def _served_models(server: Endpoint, said: ServedBy) -> dict[str, str]:
-    """Served name -> model folder, or the name again if the server does not list the folder."""
+def _served_models(server: Endpoint, terms: ServedBy) -> dict[str, str]:
+    """Served name -> model folder, or the name itself if the server does not list the folder."""
     url = server.url("models")
     try:
-        with model_client(server, said) as client:
+        with model_client(server, terms) as client:
             answer = client.get(url)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerUnreachable(
             f"{url} does not answer: {str(error) or type(error).__name__}; start it with dapo serve, or check "
-            f"{said.url}"
+            f"{terms.url}"
         ) from None
     if answer.status_code in (401, 403):
-        why = f"{said.key_variable} is not " + ("the server's" if server.api_key else "set")
-        raise ServeError(f"{url} refuses the key: HTTP {answer.status_code}; {why}")
+        reason = f"{terms.key_variable} is not " + ("the server's" if server.api_key else "set")
+        raise ServeError(f"{url} refuses the key: HTTP {answer.status_code}; {reason}")
     try:
         models = answer.raise_for_status().json()["data"]
         return {model["id"]: str(model.get("root") or model["id"]) for model in models}
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
         raise ServeError(
-            f"{url} does not list models: HTTP {answer.status_code}, {redact(answer.text)[:100]!r}; {said.url} "
+            f"{url} does not list models: HTTP {answer.status_code}, {redact(answer.text)[:100]!r}; {terms.url} "
             "must be an OpenAI-compatible server"
         ) from None

@@ -1,4 +1,4 @@
-"""What the section `evaluate` asks for: sets, sampling, graders, judge and limits."""
+"""Turns the section `evaluate` into evaluation sets, sampling, graders, judge and client limits."""
 
 from __future__ import annotations
 
@@ -36,33 +36,28 @@ from tasks.data.layout import benchmark_file
 
 logger = logging.getLogger(__name__)
 
-# What generation_config.json may say beside temperature, top_p and top_k, under the names of vLLM's requests.
+# Further sampling keys of generation_config.json, named as in vLLM requests.
 _FURTHER_SAMPLING = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def set_of(settings: EvaluateConfig, problems: str | Path | None, name: str | None = None) -> EvaluationSet:
-    """`load_set` with the settings' prompt and mode; `name` is of the registered set that the problems are."""
+    """`load_set` with the prompt and mode of the settings; `name` is the problems' registered set, if any."""
     return load_set(problems, name, settings.prompt, settings.api, settings.system_prompt, settings.mode)
 
 
 def benchmark_of(
     settings: EvaluateConfig, asked: EvaluationSet, output: Path, name: str, model_folder: Path | None
 ) -> Benchmark:
-    """One benchmark with the settings' sampling, grader and judge; `model_folder` is as in `sampling_of`.
-
-    Raises what that, `grader_for` and `judge_for` raise.
-    """
+    """A benchmark with the sampling, grader and judge of the settings; `model_folder` as in `sampling_of`."""
     sampling, grader, judge = sampling_of(settings, model_folder), grader_for(settings), judge_for(settings)
     return Benchmark(asked, sampling, output, name, settings.max_failed_ratio, grader, judge)
 
 
 def load_sets(config: ChainConfig, problems: str | None, name: str | None = None) -> dict[str, EvaluationSet]:
-    """The sets of evaluate.benchmarks by name, prepared as in a run, else what is named alone, by "".
+    """The sets of evaluate.benchmarks by name, prepared as in a run; without a suite, one set under "".
 
-    That is `problems`, of the registered set `name` if given, or that set from its default source. data.columns
-    hold for a file that has them all, which a prepared one does not.
-
-    Raises ProblemsError for unusable rows.
+    That set is `problems` (of the registered set `name`, if given), or set `name` from its default source.
+    data.columns apply to files that have all of them; prepared files do not. Raises ProblemsError for bad rows.
     """
     settings, columns = config.evaluate, config.data.columns
     is_file = problems is not None and name is None and Path(problems).exists()
@@ -94,9 +89,9 @@ def load_sets(config: ChainConfig, problems: str | None, name: str | None = None
 def asked_into(
     output: Path, settings: EvaluateConfig, sets: Mapping[str, EvaluationSet], model_folder: Path | None
 ) -> list[Benchmark]:
-    """The sets of `load_sets` with their places in an output folder, where suite.json is written for several.
+    """Benchmarks for the sets of `load_sets`, each with its results folder; writes suite.json for a suite.
 
-    Raises ResultsError for a folder that holds the other kind.
+    Raises ResultsError if the output folder holds a single evaluation and this is a suite, or vice versa.
     """
     named = settings.named
     if not named:
@@ -112,10 +107,10 @@ def asked_into(
 
 
 def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling:
-    """The sampling of the section `evaluate`; with `sampling: model` that of the folder's generation_config.json.
+    """The sampling settings; with `sampling: model`, those of generation_config.json in the model folder.
 
-    Without a folder nothing is sent, so that the server's own default applies, which for vLLM is that file too
-    unless it was started with `--generation-config vllm`. Raises ConfigError for a file without sampling.
+    Without a folder no values are sent and the server's defaults apply. For vLLM these come from the same file,
+    unless it was started with `--generation-config vllm`. Raises ConfigError if the file sets no sampling.
     """
     if settings.mode == "loglikelihood":  # nothing is sampled
         return Sampling(1, seed=settings.seed, extra_body=settings.extra_body or None)
@@ -134,7 +129,7 @@ def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling
     if model_folder is None:
         logger.warning(
             "evaluate.sampling=model: the model's folder is not on this machine, so temperature, top_p and top_k "
-            "are not sent and the server's own defaults apply; settings.json cannot record their values"
+            "are not sent and the server's defaults apply; settings.json cannot record their values"
         )
         return replace(sampling, temperature=None, top_p=None, top_k=None, source="server")
     named = _read_generation_config(model_folder)
@@ -150,7 +145,7 @@ def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:
-    """The values of generation_config.json that are set, with a temperature: vLLM's 1 where it names none."""
+    """The values set in generation_config.json, with a temperature; like vLLM, 1 if the file sets none."""
     path = folder / "generation_config.json"
     try:
         named = json.loads(path.read_text(encoding="utf-8"))
@@ -164,19 +159,19 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     if named.get("do_sample") is False:
         return {**named, "temperature": 0.0}
     raise ConfigError(
-        f"evaluate.sampling=model: {path} names no temperature, top_p or top_k, so this model has no sampling of "
-        f"its own; set evaluate.sampling=settings and evaluate.temperature"
+        f"evaluate.sampling=model: {path} sets no temperature, top_p or top_k, so the model has no default "
+        f"sampling; set evaluate.sampling=settings and evaluate.temperature"
     )
 
 
-SCORER_SECONDS = 30.0  # of one call
+SCORER_SECONDS = 30.0  # per call
 NUM_SCORERS = 4
 SHORT_DIGEST = 12
 JUDGE_KEY_VARIABLE = "DAPO_JUDGE_API_KEY"
 
 
 def grader_for(settings: EvaluateConfig) -> Grader | None:
-    """The grader that evaluate.scorer names; None for the set's own. Raises ConfigError."""
+    """The grader for evaluate.scorer; None to use the set's grader. Raises ConfigError."""
     if settings.scorer is None or settings.mode == "loglikelihood":
         return None
     file, rule = scorer_file(settings), f"scorer-{settings.scorer}/1"
@@ -191,7 +186,7 @@ def grader_for(settings: EvaluateConfig) -> Grader | None:
 
 
 def judge_for(settings: EvaluateConfig) -> Judge | None:
-    """The judge of evaluate.judge; None without one. Raises ConfigError and InputError for its prompt."""
+    """The judge of evaluate.judge, if any. Raises ConfigError or InputError for an unusable prompt."""
     named = settings.judge
     if named.base_url is None or named.model is None or settings.mode == "loglikelihood":
         return None
@@ -210,7 +205,7 @@ def judge_for(settings: EvaluateConfig) -> Judge | None:
 
 
 def limits_of(settings: EvaluateConfig) -> Limits:
-    """Concurrency, pace and patience of the client."""
+    """Concurrency, request rate and timeouts of the client."""
     return Limits(
         concurrency=settings.concurrency,
         requests_per_second=settings.requests_per_second,
@@ -221,15 +216,15 @@ def limits_of(settings: EvaluateConfig) -> Limits:
 
 
 def scorer_file(settings: EvaluateConfig) -> tuple[Path, str] | None:
-    """The file of evaluate.scorer and its function; None for a scorer's name. Raises ConfigError."""
-    named = settings.scorer
-    if named is None or named in SCORERS:
+    """File and function of evaluate.scorer; None for a built-in scorer. Raises ConfigError."""
+    scorer = settings.scorer
+    if scorer is None or scorer in SCORERS:
         return None
-    start, suffix, function = named.rpartition(".py")
+    start, suffix, function = scorer.rpartition(".py")
     if not suffix or (function and not function.startswith(":")):
-        close = difflib.get_close_matches(named, SCORERS, n=1)
+        close = difflib.get_close_matches(scorer, SCORERS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"scorers are {', '.join(sorted(SCORERS))}"
-        raise ConfigError(f"evaluate.scorer={named} is neither a scorer nor FILE.py or FILE.py:FUNCTION; {hint}")
+        raise ConfigError(f"evaluate.scorer={scorer} is not a scorer, FILE.py or FILE.py:FUNCTION; {hint}")
     file = Path(start + suffix), function[1:] or "compute_score"
     require_function(*file, keys=("evaluate.scorer", "evaluate.scorer"))
     return file

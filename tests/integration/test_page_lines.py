@@ -82,7 +82,7 @@ def test_lines_over_the_limit_are_kept_from_the_page_only(
     every = [f"line {i}" for i in range(9)] + ["WARNING: hot", "step:1 - a:2", "ValueError: x"]
     assert heard == every
     assert link.read_text().splitlines() == 2 * every
-    note = f"... 6 lines left out in this minute; all are in {run.store.log_path(KEY.stage, KEY.key)}"
+    note = f"... 6 lines omitted in this minute; all are in {run.store.log_path(KEY.stage, KEY.key)}"
     shown = ["line 0", "line 1", "line 2", "WARNING: hot", "ValueError: x", note]
     assert [log["message"] for log in page if log["name"].startswith("tasks.execution.command")] == 2 * shown
     on_terminal = [record.getMessage() for record in caplog.records if record.name == "tasks.execution.command"]
@@ -102,7 +102,7 @@ def test_each_minute_has_its_own_lines(caplog: pytest.LogCaptureFixture) -> None
     assert [page.admits("c") for _ in range(3)] == [True, True, False]
     page.close_minute()
     page.close_minute()
-    assert caplog.messages == [f"... {n} lines left out in this minute; all are in x.log" for n in (3, 1)]
+    assert caplog.messages == [f"... {n} lines omitted in this minute; all are in x.log" for n in (3, 1)]
 
 
 def test_lines_that_warn_have_a_limit_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,4 +112,4 @@ def test_lines_that_warn_have_a_limit_of_their_own(caplog: pytest.LogCaptureFixt
     assert [page.admits("a") for _ in range(3)] == [True, True, False]
     page.close_minute()
     assert page.admits("ValueError: x")
-    assert caplog.messages == ["... 4 lines left out in this minute; all are in x.log"]
+    assert caplog.messages == ["... 4 lines omitted in this minute; all are in x.log"]

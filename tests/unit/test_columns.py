@@ -104,7 +104,7 @@ def test_the_store_gives_the_columns_that_it_has(tmp_path: Path) -> None:
 def test_a_served_baseline_expires_with_the_weights_that_its_server_shows(
     server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ServeError, match=r"theirs takes its key from THEIR_KEY, which is not set"):
+    with pytest.raises(ServeError, match=r"theirs reads its API key from THEIR_KEY, which is not set"):
         link_of(with_server(tmp_path, server), "evaluate_baseline_theirs").key(data(tmp_path))
     monkeypatch.setenv("THEIR_KEY", "secret-of-theirs")
     config = with_server(tmp_path, server)

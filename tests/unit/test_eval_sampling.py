@@ -81,10 +81,10 @@ def test_a_model_without_sampling_of_its_own_is_refused_and_an_unknown_folder_le
 ) -> None:
     with pytest.raises(ConfigError, match=r"needs .*generation_config\.json: .*No such file.*and a temperature"):
         sampling(tmp_path, "sampling=model")
-    with pytest.raises(ConfigError, match=r"names no temperature, top_p or top_k.*evaluate\.sampling=settings"):
+    with pytest.raises(ConfigError, match=r"sets no temperature, top_p or top_k.*evaluate\.sampling=settings"):
         sampling(model(tmp_path, eos_token_id=2), "sampling=model")
     (tmp_path / "generation_config.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="names no temperature"):
+    with pytest.raises(ConfigError, match="sets no temperature"):
         sampling(tmp_path, "sampling=model")
     with caplog.at_level(logging.WARNING):
         found = sampling(None, "sampling=model")

@@ -48,7 +48,7 @@ def test_what_is_proposed_has_no_conflict(positions: int | None, longest: int | 
 
 def test_prompts_that_leave_no_room_are_refused_with_numbers() -> None:
     _, advice = explain(DEFAULTS, Bounds(positions=512, longest_prompt=511))
-    assert advice.startswith("no lengths fit: prompts of 511 tokens leave a response no room in 512 positions")
+    assert advice.startswith("no lengths fit: prompts of 511 tokens leave no room for a response in 512 positions")
 
 
 def test_a_configuration_names_all_its_contradictions_at_once() -> None:

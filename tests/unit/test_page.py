@@ -144,7 +144,7 @@ def test_an_artifact_is_created_once_and_updated_and_a_refusal_is_a_warning(
         ("PATCH", update, "two"),
         ("PATCH", update, "[redacted]"),
     ]
-    assert "Prefect's page lacks mine-report: PrefectHTTPStatusError" in caplog.text
+    assert "cannot show mine-report on the Prefect page: PrefectHTTPStatusError" in caplog.text
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_an_artifact_waits_for_a_server_that_is_away_but_not_for_ever(
         PageArtifact(mine(tmp_path), "report", "markdown", "verdict").show("text")
         page.wait_until_sent()
     assert time.monotonic() - began > 0.5
-    assert caplog.text.count("Prefect's page lacks mine-report: ConnectError") == 1
+    assert caplog.text.count("cannot show mine-report on the Prefect page: ConnectError") == 1
 
 
 def test_outside_a_flow_run_no_server_is_asked_or_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,9 +85,7 @@ def test_the_log_says_why_and_when_the_next_attempt_begins(caplog: pytest.LogCap
     assert caplog.text == ""
     assert may_succeed_next_time(train_policy, run, Failed(data=RolloutError("engine lost")))
     delay = train_policy.retry_delay_seconds[1]
-    said = (
-        f"train-policy-0: attempt 2 of 4 failed, the next one begins in {delay:.1f} s: RolloutError: engine lost"
-    )
+    said = f"train-policy-0: attempt 2 of 4 failed, retrying in {delay:.1f} s: RolloutError: engine lost"
     assert said in caplog.text
 
 

@@ -44,7 +44,7 @@ ALWAYS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"
         ({"memory_gigabytes": 2, "memory_utilization": 0.5},
          r"serve\.memory_utilization=0\.5 would be ignored by serve\.memory_gigabytes=2"),
         ({"extra_args": ("--tensor_parallel_size=2",)}, r"tensor_parallel_size=2 has .*; use serve\.tensor"),
-        ({"extra_args": ("-tp", "2")}, r"serve\.extra_args: -tp has a place of its own; use serve\.tensor_par"),
+        ({"extra_args": ("-tp", "2")}, r"serve\.extra_args: -tp has a key of its own; use serve\.tensor_par"),
         ({"extra_args": ("--api-key", "x")}, r"use the environment variable VLLM_API_KEY"),
         ({"host": ""}, r"at least 1 character"),
     ],
