@@ -298,7 +298,7 @@ def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[
     )
     gone = "would go" if is_dry_run else "removed"
     for item in found:
-        outcome = f"stays: {item.left}" if item.left else gone
+        outcome = f"stays: {item.kept_reason}" if item.kept_reason else gone
         table.add_row(
             Text(f"{item.attempt.short_key}/{item.attempt.path.name}"),
             item.attempt.stage,
@@ -308,7 +308,7 @@ def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[
         )
     if found:
         print_table(table)
-    going = [item for item in found if not item.left]
+    going = [item for item in found if not item.kept_reason]
     total = sum(item.frees_bytes for item in going)
     plural = "" if len(going) == 1 else "s"
     Console(highlight=False, soft_wrap=True).print(f"{len(going)} folder{plural} {gone}, {total:,} bytes in all")

@@ -170,7 +170,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: boo
         detach = DetachOptions(
             unwatched_seconds=60 * run.config.flow.unwatched_minutes,
             stop_seconds=run.config.flow.stop_seconds,
-            goes_on_after=is_worker_restart,
+            survives=is_worker_restart,
             lock=lambda: hold(
                 training_lock_path(run.config), run.folder.name, key.key, skips_if_locked and attempt == 1
             ),

@@ -95,7 +95,7 @@ class BaselineConfig(Entry):
         for name in self.model_fields_set & _READ_WITH.keys():
             if given[0] not in _READ_WITH[name]:
                 raise ValueError(
-                    f"evaluate.baselines: {name} of {self.name} would be ignored by {given[0]}; remove it, or name "
+                    f"evaluate.baselines: {name} of {self.name} would be ignored by {given[0]}; remove it, or use "
                     f"{' or '.join(_READ_WITH[name])} instead"
                 )
         if self.base_url is not None and "@" in urlsplit(self.base_url).netloc:
@@ -129,7 +129,7 @@ _REQUEST_KEYS = {
 
 
 class JudgeConfig(Section):
-    """A model behind an OpenAI-compatible URL that judges responses; its API key is DAPO_JUDGE_API_KEY."""
+    """A model behind an OpenAI-compatible URL that judges responses; DAPO_JUDGE_API_KEY holds its key."""
 
     base_url: str | None = volatile(None, "URL of the judge; unset: no judge.", min_length=1)
     model: str | None = key(None, "Model name of the judge.", min_length=1)

@@ -21,7 +21,7 @@ from eval.endpoint import LOOPBACK, Endpoint
 from eval.identity import LogProbs, Weights, probe_requests, read_logprobs
 from redaction import redact
 from tasks.artifacts.artifact import canonical_json
-from tasks.artifacts.references import once_a_run
+from tasks.artifacts.references import once_per_run
 from tasks.config import ChainConfig
 from tasks.config.evaluate import BaselineConfig
 from tasks.serve_model.failure import ServeError, ServerUnreachable
@@ -73,7 +73,7 @@ def served_model(config: ChainConfig, baseline: BaselineConfig) -> ServedModel:
 
     Raises ServeError if it serves no model of that name, and ServerUnreachable if it does not answer.
     """
-    return once_a_run(
+    return once_per_run(
         (config.store.path, baseline), lambda: _query(Path(config.store.path).absolute() / KNOWN_FOLDER, baseline)
     )
 

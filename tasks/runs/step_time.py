@@ -1,4 +1,4 @@
-"""The estimated time of a recipe's training step, corrected by the newest run of the same name."""
+"""Estimates the time of a training step, calibrated by the newest run of the same name."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from tasks.stages import TRAIN_POLICY
 
 logger = logging.getLogger(__name__)
 
-NUM_STEPS = 50  # of a run, its newest
+NUM_STEPS = 50  # newest steps of a run to use
 
 
 def time_of(config: ChainConfig, gigabytes: float | None = None) -> StepTime:
-    """The estimate; where a run of the same run.name trained, with its lengths and its phases' factors.
+    """Estimate the step time; an earlier training of the same run.name provides lengths and correction factors.
 
-    A factor compares that run with the estimate for the configuration that it ran with. gigabytes: GiB of a device
-    in place of its model's. Raises ConfigError for an accelerator without train.device_model, and what
-    `model_config` and `shape_of` raise.
+    The factors compare that run with the estimate for its own configuration. `gigabytes` overrides the device
+    memory in GiB. Raises ConfigError for an accelerator without train.device_model, and whatever `model_config`
+    and `shape_of` raise.
     """
     if config.train.backend != "own":
         raise ConfigError(
-            f"train.backend={config.train.backend}: the estimate is of our own trainer; `dapo compare` and the "
-            "report show another one's seconds"
+            f"train.backend={config.train.backend}: the estimate covers our own trainer; `dapo compare` and the "
+            "report show the measured times of other trainers"
         )
     shape, machine = shape_of(model_config(config.model)), _machine(config, gigabytes)
     for ran_with, steps in _trainings(config):
@@ -48,7 +48,7 @@ def time_of(config: ChainConfig, gigabytes: float | None = None) -> StepTime:
 
 
 def _trainings(config: ChainConfig) -> list[tuple[ChainConfig, list[Mapping[str, float]]]]:
-    """Configuration and newest steps of the newest run of this name on the same model and devices; at most one."""
+    """Configuration and newest steps of the newest run of this name with the same model and devices, if any."""
     for run in read_runs(Path(config.store.path)):
         if run.name != config.run.name or TRAIN_POLICY.name not in run.stages:
             continue
@@ -60,17 +60,17 @@ def _trainings(config: ChainConfig) -> list[tuple[ChainConfig, list[Mapping[str,
 
 
 def _config_of(run: RecordedRun) -> ChainConfig | None:
-    """The configuration of a recorded run; None if it is gone, or has keys of another version."""
+    """The configuration of a recorded run; None if it is missing or invalid for this version."""
     try:
         tree = read_config(run)
         return ChainConfig.model_validate({name: tree[name] for name in tree if name != "flow"})
     except (StoreError, ValidationError) as error:
-        logger.warning("the run %s does not calibrate the estimate: %s", run.id, error)
+        logger.warning("the run %s cannot calibrate the estimate: %s", run.id, error)
         return None
 
 
 def _hardware(config: ChainConfig) -> tuple[Any, ...]:
-    """What a factor of a run holds for."""
+    """The settings that calibration factors are specific to."""
     return (
         config.train.backend,
         config.model,

@@ -163,14 +163,14 @@ def test_a_disk_that_fills_up_is_named_and_the_next_attempt_succeeds(small_disk:
     store = ArtifactStore(small_disk / "store")
     other_parts = StageKey(stage="data", config={}, inputs={}, code_digest="c", versions={})
     made, _ = store.produce(other_parts, build_one_file)
-    with pytest.raises(StoreError, match=r"has no room left: .*0\.0 MiB of 1\.0 MiB are free .*set store\.path"):
+    with pytest.raises(StoreError, match=r"has no space left: .*0\.0 MiB of 1\.0 MiB are free .*set store\.path"):
         store.produce(PARTS, build_too_much)
     assert store.lookup("train", PARTS.key) is None
     assert store.lookup("data", other_parts.key) == made
     with contextlib.suppress(OSError), open(small_disk / "filler", "wb", buffering=0) as filler:
         while True:
             filler.write(bytes(1024))
-    with pytest.raises(StoreError, match="has no room left"):  # refused before any work
+    with pytest.raises(StoreError, match="has no space left"):  # refused before any work
         store.produce(PARTS, must_not_build)
     (small_disk / "filler").unlink()
     (store.key_folder("train", PARTS.key) / "1.partial" / "big").unlink()

@@ -72,7 +72,7 @@ PARENT = """
     from tasks.processes.detached import DetachOptions, attach_or_start
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("a worker restarts"))
     stem, options, command = sys.argv[1:]
-    options = DetachOptions(**json.loads(options), goes_on_after=lambda error: isinstance(error, SystemExit),
+    options = DetachOptions(**json.loads(options), survives=lambda error: isinstance(error, SystemExit),
                             lock=lambda: durable.locked(Path(stem + ".cluster")))
     attach_or_start(json.loads(command), log_path=stem + ".log", label="train", options=options)
 """

@@ -107,7 +107,7 @@ def test_without_a_network_a_run_goes_on_with_what_it_fetched_before(
     first = fetched(config)
     hub.interfere = lambda handler: handler.refuse(503) is None
     assert fetched(config) == first
-    [said] = {record.message for record in caplog.records if "Going on with commit" in record.message}
+    [said] = {record.message for record in caplog.records if "Continuing with commit" in record.message}
     assert said.startswith(f"{hub.url} answers HTTP 503 for org/tiny")
     assert planned(config).state == "cached"
     other = recipe(tmp_path, "model.revision=v2")

@@ -150,7 +150,7 @@ def link(directory: Path) -> None:
         (lambda made: (made / "stray.bin").touch(), r"stray\.bin is not in the manifest \(1 such files\)"),
         (lambda made: (made / "manifest.json").unlink(), r"manifest\.json is missing"),
         (lambda made: os.truncate(made / "manifest.json", 40), r"manifest\.json is not a manifest"),
-        (edit_manifest, r"manifest\.json is of another artifact, or was edited"),
+        (edit_manifest, r"manifest\.json belongs to another artifact or was edited"),
         (link, r"tokens\.txt is neither a file nor a folder"),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_failed_build_is_no_hit_and_stays_to_be_looked_at(
     assert (Path(made.path).name, was_cached) == ("2", False)
     assert not (Path(made.path) / "half.bin").exists()
     assert (store.key_folder("train", PARTS.key) / "1.damaged" / "half.bin").read_bytes() == b"half"
-    assert "1.damaged: the attempt that made it did not finish" in caplog.text
+    assert "1.damaged: the attempt did not finish" in caplog.text
 
 
 def train(stops: bool, steps: list[int]) -> Callable[[Path], Mapping[str, Any]]:
@@ -289,7 +289,7 @@ def test_a_forced_build_that_fails_leaves_a_hit_and_is_continued_by_force(store:
     ("write", "said"),
     [
         (lambda work: (work / "model").symlink_to("/etc"), r"model is neither .*copies \(or hard links\) only"),
-        (lambda work: (work / "manifest.json").touch(), r"stage train wrote .*a name the store needs itself"),
+        (lambda work: (work / "manifest.json").touch(), r"stage train wrote .*a name reserved for the store"),
         (lambda work: (work / "a\nb").touch(), r"a\\nb' has a line break or another control character"),
     ],
 )  # fmt: skip
@@ -346,7 +346,7 @@ def test_a_digest_that_a_stage_hands_on_is_kept_and_compared_with_the_bytes_at_t
 def test_a_digest_of_nothing_or_of_an_unknown_kind_is_refused(
     store: ArtifactStore, digests: Mapping[str, str]
 ) -> None:
-    with pytest.raises(StoreError, match="has digests of files that it did not write, or of an unknown algorithm"):
+    with pytest.raises(StoreError, match="returned digests for files it did not write"):
         store.produce(PARTS, lambda work: hand_on(work, digests))
 
 
@@ -358,8 +358,8 @@ def test_a_full_disk_under_a_build_names_space_and_key(store: ArtifactStore) -> 
 
     with pytest.raises(StoreError) as caught:
         store.produce(PARTS, build)
-    assert str(caught.value).startswith(f"the artifact store {store.root} has no room left: ")
-    assert re.search(r"\d\.\d [MG]iB of \d+\.\d [MG]iB are free there", str(caught.value))
+    assert str(caught.value).startswith(f"the artifact store {store.root} has no space left: ")
+    assert re.search(r"\d\.\d [MG]iB of \d+\.\d [MG]iB are free", str(caught.value))
     assert "set store.path" in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 

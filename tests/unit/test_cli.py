@@ -212,7 +212,7 @@ def test_a_recipe_of_another_machine_is_planned_all_the_same(tmp_path: Path) -> 
 def test_a_stage_without_its_inputs_leaves_no_run(tmp_path: Path, words: str) -> None:
     said = refusal("stage", *words.split(), CONFIG, "--set", f"store.path={tmp_path}")
     assert "has no output of prepare_data for this configuration" in said
-    assert "make it with dapo stage prepare-data CONFIG, or all of the chain with dapo run CONFIG" in said
+    assert "build it with dapo stage prepare-data CONFIG, or the whole chain with dapo run CONFIG" in said
     assert not (tmp_path / "runs").exists()
 
 

@@ -145,7 +145,7 @@ def test_what_becomes_of_them(caplog: pytest.LogCaptureFixture) -> None:
         assert rows_to_drop(hits, 9, "warn") == set()
     assert [record.getMessage().rpartition("; ")[2].split(":")[0] for record in caplog.records] == [
         "they are left out",
-        "they stay",
+        "they are kept",
     ]
     with pytest.raises(DataError, match=rf"{counted} \(row 4 is aime24 2; .*data\.contamination=remove"):
         rows_to_drop(hits, 9, "error")

@@ -88,7 +88,7 @@ def test_a_model_without_sampling_of_its_own_is_refused_and_an_unknown_folder_le
         sampling(tmp_path, "sampling=model")
     with caplog.at_level(logging.WARNING):
         found = sampling(None, "sampling=model")
-    assert "the server's own defaults apply" in caplog.text
+    assert "the server's defaults apply" in caplog.text
     assert found.body(0) == {"max_tokens": 20480, "seed": 1234}
     assert (found.to_json()["source"], found.to_json()["temperature"]) == ("server", None)
 

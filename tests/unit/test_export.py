@@ -191,7 +191,7 @@ def test_an_export_that_fails_leaves_nothing_but_what_was_there(run: RecordedRun
     with pytest.raises(KeyboardInterrupt):
         export_run(run, model, interrupt)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(StoreError, match="model was written meanwhile, as by another export; name a new"):
+    with pytest.raises(StoreError, match="model was created meanwhile, perhaps by another export; name a new"):
         export_run(run, model, lambda *_: (model / "mine").mkdir(parents=True, exist_ok=True))
     with pytest.raises(StoreError, match="model already exists; name a new folder"):
         export_run(run, model, ignore)
@@ -220,7 +220,7 @@ def test_a_collection_waits_until_the_model_is_copied(tmp_path: Path) -> None:
 
 
 def test_what_keeps_an_export_from_beginning_is_said(run: RecordedRun, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="/proc/no/where cannot be made: "):
+    with pytest.raises(StoreError, match="/proc/no/where cannot be created: "):
         export_run(run, Path("/proc/no/where"), ignore)
     recorded = record_run(small_config(tmp_path / "store"))
     recorded.config_path.unlink()
@@ -247,7 +247,9 @@ def test_a_damaged_model_is_not_handed_on(tmp_path: Path) -> None:
 
 def test_a_run_of_one_stage_has_nothing_to_hand_on(tmp_path: Path) -> None:
     recorded = record_run(small_config(tmp_path / "store"), labels=("prepare_data",), flow="prepare-data")
-    with pytest.raises(StoreError, match=r"\(prepare-data, completed\) has no merge_checkpoint, but prepare_data"):
+    with pytest.raises(
+        StoreError, match=r"\(prepare-data, completed\) has no merge_checkpoint, only prepare_data"
+    ):
         export_run(find_run(recorded.store.root, "latest"), tmp_path / "model", ignore)
 
 
@@ -292,7 +294,7 @@ def test_a_report_of_another_version_is_named(tmp_path: Path, key: str) -> None:
     run = find_run(recorded.store.root, "latest")
     report = run.folder / "report" / "report.json"
     report.write_text(json.dumps({name: value for name, value in read_report(run).items() if name != key}))
-    said = rf"report\.json is no whole report \(.*{key}.*\); dapo stage compare \S+ makes it"
+    said = rf"report\.json is incomplete \(.*{key}.*\); dapo stage compare \S+ writes it"
     with pytest.raises(StoreError, match=said):
         export_run(run, tmp_path / "model", ignore)
 
@@ -302,7 +304,7 @@ def test_a_planted_record_or_report_leads_nowhere(tmp_path: Path) -> None:
     run = find_run(recorded.store.root, "latest")
     page = run.folder / "report" / "report.html"
     page.symlink_to("/etc/hostname")
-    with pytest.raises(StoreError, match=r"report\.html is a link; dapo stage compare .* makes the report again"):
+    with pytest.raises(StoreError, match=r"report\.html is a link; dapo stage compare .* writes the report again"):
         export_run(run, tmp_path / "model", ignore)
     page.unlink()
     page.write_bytes(b"\xff")
@@ -313,7 +315,7 @@ def test_a_planted_record_or_report_leads_nowhere(tmp_path: Path) -> None:
     place = run.stages["merge_checkpoint"].artifact
     for planted in (text.replace(place, f"{tmp_path}/../../etc"), text.replace('"fetch_model"', '"../../../x"')):
         record.write_text(planted)
-        with pytest.raises(StoreError, match=r"run\.json is not the record of a run"):
+        with pytest.raises(StoreError, match=r"run\.json is not a valid run record"):
             find_run(run.store, run.id)
 
 

@@ -153,8 +153,8 @@ def test_what_is_damaged_goes_on_demand_and_what_a_killed_collection_left_at_onc
     store.produce(key, lambda folder: {"n": (folder / "content").write_text("text")})
     (folder / "2").rename(folder / "2.removed")
     [kept, gone] = collect(tmp_path)
-    assert (kept.attempt.path, kept.left) == (folder / "1.damaged", "--damaged removes it")
-    assert (gone.attempt.path, gone.left, gone.attempt.path.exists()) == (folder / "2.removed", "", False)
+    assert (kept.attempt.path, kept.kept_reason) == (folder / "1.damaged", "--damaged removes it")
+    assert (gone.attempt.path, gone.kept_reason, gone.attempt.path.exists()) == (folder / "2.removed", "", False)
     collect(tmp_path, has_damaged=True)
     assert not folder.exists()
 
@@ -176,7 +176,7 @@ def test_what_was_not_continued_for_a_day_goes_on_demand(tmp_path: Path) -> None
     record_run(small_config(tmp_path, "run.seed=5"))
     assert key[:16] in keys(collect(tmp_path))  # the attempt does not keep what it was to replace
     [kept] = collect(tmp_path, is_dry_run=True)
-    assert (kept.attempt.path, kept.frees_bytes, kept.left) == (attempt, 1000, "--unfinished removes it")
+    assert (kept.attempt.path, kept.frees_bytes, kept.kept_reason) == (attempt, 1000, "--unfinished removes it")
     assert all(file.exists() for file in files)
     for lock_path in (log_path, store.lock_path("train_policy", key)):
         with locked(lock_path):
@@ -185,7 +185,7 @@ def test_what_was_not_continued_for_a_day_goes_on_demand(tmp_path: Path) -> None
     assert collect(tmp_path, has_unfinished=True) == []
     make_old(attempt)
     [gone] = collect(tmp_path, has_unfinished=True)
-    assert (gone.attempt.path, gone.left) == (attempt, "")
+    assert (gone.attempt.path, gone.kept_reason) == (attempt, "")
     assert not any(path.exists() for path in (attempt.parent, *files, store.lock_path("train_policy", key)))
 
 
@@ -231,7 +231,7 @@ def test_a_folder_that_is_no_store_and_one_with_a_torn_record_are_left_alone(tmp
     assert sorted(tmp_path.rglob("*")) == before
     (run := tmp_path / "runs" / "20260301T020000.000Z-1").mkdir(parents=True)
     (run / "run.json").write_text("{}")
-    with pytest.raises(StoreError, match=r"run\.json is not the record of a run"):
+    with pytest.raises(StoreError, match=r"run\.json is not a valid run record"):
         collect(tmp_path)
 
 

@@ -87,7 +87,7 @@ def test_a_run_is_found_by_either_end_of_its_id(three: Path, place: int, texts: 
     [
         ("abc", f"no run abc in .*; the newest are {IDS[2]}, {IDS[1]}, {IDS[0]}$"),
         ("latest~3", "no run latest~3 in .*; the newest are "),
-        ("20260102", f"20260102 is the beginning or end of 2 runs in .*: {IDS[2]}, {IDS[1]}$"),
+        ("20260102", f"20260102 matches 2 runs in .*: {IDS[2]}, {IDS[1]}$"),
     ],
 )
 def test_what_is_not_one_run_is_refused_with_those_there_are(three: Path, text: str, said: str) -> None:
@@ -124,8 +124,8 @@ def test_a_record_that_cannot_be_read_is_named_and_left_out(three: Path, caplog:
     (broken := three / "runs" / "20260106T000000.000Z-1").mkdir()
     (broken / "run.json").symlink_to("/proc/self/mem")  # whose first byte is unreadable
     assert [run.id for run in read_runs(three)] == [IDS[2], IDS[0]]
-    assert f"left out: {three}/runs/{IDS[1]}/run.json is not the record of a run" in caplog.text
-    assert f"left out: {broken}/run.json cannot be read: Input/output error" in caplog.text
+    assert f"run skipped: {three}/runs/{IDS[1]}/run.json is not a valid run record" in caplog.text
+    assert f"run skipped: {broken}/run.json cannot be read: Input/output error" in caplog.text
 
 
 @pytest.mark.slow
@@ -232,9 +232,9 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     run = record_run(config, labels=("prepare_data",), flow="prepare-data")
     with pytest.raises(StoreError, match="no run with evaluate_after is recorded there"):
         find_evaluation(run.store.root, "latest")
-    with pytest.raises(StoreError, match=r"\(prepare-data, completed\) has no evaluate_after, but prepare_data"):
+    with pytest.raises(StoreError, match=r"\(prepare-data, completed\) has no evaluate_after, only prepare_data"):
         find_evaluation(run.store.root, run.folder.name)
-    with pytest.raises(StoreError, match="nowhere is no results folder, and no run nowhere in"):
+    with pytest.raises(StoreError, match="nowhere is not a results folder, and no run nowhere in"):
         find_evaluation(run.store.root, "nowhere")
 
 
@@ -276,7 +276,7 @@ def test_what_is_gone_is_said_of_the_store_that_is_looked_at(store: Path, own: P
     assert artifact is not None
     assert artifact.path.startswith(str(own))
     shutil.rmtree(artifact.path)
-    said = re.escape(f"{artifact.path} was removed") + rf".*config\.yaml --set store\.path={own} makes it again"
+    said = re.escape(f"{artifact.path} was removed") + rf".*config\.yaml --set store\.path={own} rebuilds it"
     with pytest.raises(StoreError, match=said):
         require_artifact(newest, "evaluate_after")
 
@@ -288,13 +288,13 @@ def test_a_damaged_run_is_refused_with_the_file(store: Path, own: Path) -> None:
     with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .*config.yaml"):
         changed_keys(oldest, newest)
     (oldest.folder / "config.yaml").touch()
-    with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .* holds no sections"):
+    with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .* has no sections"):
         changed_keys(oldest, newest)
     shown = dapo("runs", "show", "latest", "--store", own)  # of which the one before is not the subject
     assert f"Configuration against the run before it, {oldest.id}: one of the two cannot be read" in shown
     assert json.loads(dapo("runs", "show", "latest", "--store", own, "--json"))["changes"] is None
     (newest.folder / "report" / "report.json").write_text("{")
-    with pytest.raises(StoreError, match=r"report\.json is no report .*dapo stage compare"):
+    with pytest.raises(StoreError, match=r"report\.json is not a report .*dapo stage compare"):
         read_report(newest)
     sides = ("latest~1", newest.stages["evaluate_after"].artifact)
     with pytest.raises(ResultsError, match="/proc/no/where cannot be created: "):

@@ -184,7 +184,7 @@ def test_sets_of_several_graders_and_names_that_are_none_are_refused(tmp_path: P
         (mine, ["cflue", "math500"], "sets of several graders"),
         ("gsm9k", mine, "did you mean 'gsm8k'"),
         ("math500", mine, "math500 has no rows to train on"),
-        ({"set": mine, "path": mine}, mine, "is for registered sets"),
+        ({"set": mine, "path": mine}, mine, "applies to registered sets only"),
     ):
         with pytest.raises(ProblemsError, match=said):
             link_of(recipe(tmp_path, train, held_out), "prepare_data").key()

@@ -140,7 +140,7 @@ def test_damaged_results_are_asked_again(tmp_path: Path, caplog: pytest.LogCaptu
     (Path(artifact.path) / "arithmetic" / "results.jsonl").write_text("")
     other = recipe(tmp_path, SAMPLED)
     assert asked_of(other, prepared(other))[0].stored is None
-    assert "is not used again: arithmetic/results.jsonl" in caplog.text
+    assert "is not reused: arithmetic/results.jsonl" in caplog.text
 
 
 def test_lengths_are_those_of_the_longest_benchmark(tmp_path: Path) -> None:
