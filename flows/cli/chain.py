@@ -53,7 +53,7 @@ def init(
     from flows.tables import print_findings
     from tasks.preflight.finding import OK
     from tasks.preflight.run import examine
-    from tasks.recipes.first_data import columns_said
+    from tasks.recipes.first_data import parse_columns
     from tasks.recipes.first_recipe import Machine, first_recipe, model_keys
 
     if path.exists():
@@ -61,7 +61,7 @@ def init(
     if len(data) > 1:
         raise ConfigError(f"--data is given {len(data)} times; name one, and list the others in data.train later")
     keys = model_keys(model, chat_template)
-    text = first_recipe(path, keys, data[0], held_out, Machine.this(), columns_said(columns))
+    text = first_recipe(path, keys, data[0], held_out, Machine.this(), parse_columns(columns))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     findings = examine(load_config(path))

@@ -1,10 +1,10 @@
-"""A training by another trainer, from its rendered command to its last checkpoint: `dapo train` of such a recipe.
+"""Training with another trainer, from the rendered command to the last checkpoint (`dapo train`).
 
     supervisor -> dapo train -> supervisor -> the trainer, or the client of a Ray job
-                   |  ^------- its lines, from trainer/trainer.log
-                   +-- metrics.jsonl, trackers, progress: as of a training of our own
+                   |  ^------- its output, from trainer/trainer.log
+                   +-- metrics.jsonl, trackers, progress: as in our own training
 
-The trainer writes its checkpoints below checkpoints/ and continues from the newest by itself.
+The trainer writes checkpoints below checkpoints/ and resumes from the newest by itself.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from tasks.processes.child import ChildProcessFailed, background_command
 logger = logging.getLogger(__name__)
 
 COMMAND_FILE, LOG_FILE = "command.sh", "trainer.log"
-IDENTITY_FILE = "identity.json"  # beside what was rendered for the trainer
-MODEL_FILES_FOLDER = "model"  # configuration and tokenizer of the model, for a converter
-# The line of a traceback that says what happened, behind Ray's or torch's prefix.
+IDENTITY_FILE = "identity.json"  # beside the rendered files
+MODEL_FILES_FOLDER = "model"  # the model's configuration and tokenizer, for converters
+# The last line of a traceback, after Ray's or torch's prefix.
 _REASON = re.compile(r"(?:^|[\s)\]])(?:\w+\.)*(?P<name>\w+(?:Error|Exception|Interrupt|MandatoryValue))\b(?!\()")
-# A trainer that ends with one of these before its first step would do so again.
-_LASTING = re.compile(
+# Before the first step these errors are permanent.
+_PERMANENT = re.compile(
     r"(Assertion|Attribute|FileNotFound|HFValidation|Import|InterpolationKey|Key|ModuleNotFound|Name|NotImplemented|"
     r"Type|Validation)Error|MissingMandatoryValue|Config\w+"
 )
@@ -55,7 +55,7 @@ OnLine = Callable[[str], None]
 
 @dataclass(frozen=True)
 class OtherResult:
-    """Where training ended."""
+    """The last checkpoint and its step."""
 
     checkpoint: Path
     steps: int
@@ -64,12 +64,12 @@ class OtherResult:
 def train_with_other(
     config: ChainConfig, inputs: Inputs, on_step: OnStep | None = None, on_line: OnLine | None = None
 ) -> OtherResult:
-    """Have the trainer of train.backend train; metrics.jsonl and checkpoints are in `inputs.output`.
+    """Train with the trainer of train.backend; writes metrics.jsonl and checkpoints to `inputs.output`.
 
-    It continues from its newest complete checkpoint there. `on_step(step, metrics)` is called after each step,
-    `on_line` with each line that it writes. On SIGTERM or SIGINT it is ended, and TrainingStopped raised. Raises
-    ConfigError before it starts, ChildProcessFailed with its last lines when it fails, and CheckpointError when it
-    ends before its last step's checkpoint.
+    Resumes from the newest complete checkpoint there. Calls `on_step(step, metrics)` after each step and `on_line`
+    with each other line of output. SIGTERM or SIGINT stops the trainer and raises TrainingStopped. Raises
+    ConfigError before it starts, ChildProcessFailed with the last lines if it fails, and CheckpointError if it
+    ends without the checkpoint of the last step.
     """
     folder, total = inputs.output / CHECKPOINTS, config.train.total_steps
     kept_steps = {*config.checkpoint.keep_steps, *config.checkpoint_steps}
@@ -82,7 +82,7 @@ def train_with_other(
         with lock_checkpoints(folder):
             if config.checkpoint.resume == "never":
                 _set_aside(folder)
-                start = start_of(config, inputs)  # what is rendered depends on the checkpoints that are there
+                start = start_of(config, inputs)  # the launch depends on existing checkpoints
             refuse_own_checkpoints(folder)
             done = _newest(folder, total)
             if done is not None:
@@ -106,10 +106,9 @@ def train_with_other(
 
 
 class Progress:
-    """The lines of a trainer as steps.
+    """Turns the output lines of a trainer into steps.
 
-    A step of verl's is reported at once; one of MindSpeed's when another line follows it, since it may be wrapped
-    and grow with each line.
+    verl steps are reported at once; MindSpeed steps after the next line, since they may wrap over several lines.
     """
 
     def __init__(self, on_step: OnStep, on_line: OnLine | None = None) -> None:
@@ -117,30 +116,30 @@ class Progress:
         self._on_step = on_step
         self._on_line = on_line or (lambda line: None)
         self._parser = LogParser()
-        self._held: Record | None = None
+        self._pending: Record | None = None
 
     def feed(self, line: str) -> None:
-        """Take the next line; of a step's line, the numbers go on under our names."""
+        """Process the next line; metrics of a step are passed on under our names."""
         record = self._parser.feed(line)
-        if self._held is not None and (record is None or record.step != self._held.step):
+        if self._pending is not None and (record is None or record.step != self._pending.step):
             self.flush()
-        self._held = record
+        self._pending = record
         if record is None:
             self._on_line(line)
         elif record.trainer == "verl":  # minutes may pass before its next line
             self.flush()
 
     def flush(self) -> None:
-        """Report the step whose line came last."""
-        if (record := self._held) is not None:
-            self._held = None
+        """Report the pending step, if any."""
+        if (record := self._pending) is not None:
+            self._pending = None
             self.num_steps += record.step > 0
             self._on_line(format_step(record.step, record.metrics))
             self._on_step(record.step, record.metrics)
 
 
 def _run(config: ChainConfig, start: Start, inputs: Inputs, progress: Progress) -> None:
-    """Run the trainer to its end."""
+    """Run the trainer to completion."""
     place, backend = inputs.folder, config.train.backend
     start.write_files(inputs)
     copy_model_files(inputs.model, place / MODEL_FILES_FOLDER)
@@ -153,7 +152,7 @@ def _run(config: ChainConfig, start: Start, inputs: Inputs, progress: Progress) 
                 log_path=place / LOG_FILE,
                 label=backend,
                 env=env,
-                grace_seconds=config.flow.stop_seconds / 2,  # of the stage's own
+                grace_seconds=config.flow.stop_seconds / 2,  # half of the stage's time
                 cwd=config.external.source,
             ) as process,
         ):
@@ -166,68 +165,67 @@ def _run(config: ChainConfig, start: Start, inputs: Inputs, progress: Progress) 
 
 
 def explained(error: ChildProcessFailed, has_begun: bool) -> ChildProcessFailed:
-    """The error, its summary with the reason among its last lines; lasting where the next attempt would end so."""
+    """Add the reason from the last lines to the error's summary, and mark permanent errors as such."""
     lines = str(error).split("\n  | ")[1:]
     found = [(line, match["name"]) for line in lines if (match := _REASON.search(line))]
     if found:
         reason, name = found[-1]
         error.summary = f"{error.summary}: {reason.strip()}"
-        error.is_lasting |= not has_begun and (_LASTING.fullmatch(name) is not None)
+        error.is_lasting |= not has_begun and (_PERMANENT.fullmatch(name) is not None)
     return error
 
 
 def _newest(folder: Path, total: int) -> OtherCheckpoint | None:
-    """The checkpoint that the trainer continues from; its file names the newest that is there."""
+    """The checkpoint to resume from; corrects the trainer's pointer file if its checkpoint is missing."""
     found = newest_other(folder)
     if found is None:
         return None
     if found.step > total:
         raise ConfigError(
-            f"{found.path} is of training step {found.step}, and train.total_steps={total}: raise it, or name "
+            f"{found.path} is from step {found.step}, beyond train.total_steps={total}: raise it, or name "
             "another --output"
         )
     newest = folder / NEWEST_FILE
     if newest.read_text(encoding="ascii").strip() != str(found.step):
-        logger.warning("the checkpoint that %s names is gone; training continues from %s", newest, found.path.name)
+        logger.warning("the checkpoint named in %s is missing; training resumes from %s", newest, found.path.name)
         write_atomically(newest, str(found.step))
     return found
 
 
 def _require_finished(config: ChainConfig, output: Path) -> OtherCheckpoint:
-    """The checkpoint of the last step; raises CheckpointError where the trainer left none, or no metrics."""
+    """The checkpoint of the last step; raises CheckpointError if it or all metrics are missing."""
     backend, total = config.train.backend, config.train.total_steps
     newest = newest_other(output / CHECKPOINTS)
     if newest is None or newest.step < total:
         log = output / TRAINER_FOLDER / LOG_FILE
         if newest is None:
             raise CheckpointError(
-                f"{backend} ended with exit code 0 and no checkpoint before train.total_steps={total}; its "
-                f"lines are in {log}"
+                f"{backend} ended with exit code 0 but wrote no checkpoint up to train.total_steps={total}; its "
+                f"log is {log}"
             )
         raise CheckpointError(
-            f"{backend} ended with exit code 0 and its last checkpoint after step {newest.step}, not after "
-            f"train.total_steps={total}: lower it to what it trains (verl ends with its last epoch), "
-            f"or look at {log}"
+            f"{backend} ended with exit code 0, but its last checkpoint is from step {newest.step}, before "
+            f"train.total_steps={total}: lower it to the trained steps (verl ends with its last epoch), "
+            f"or check {log}"
         )
     if not read_json_lines(output / METRICS_FILE):
         raise CheckpointError(
-            f"{backend} wrote no line of metrics that is known (verl: step:N - name:value - ...), so that a "
-            f"report would show nothing of it: leave its console logger on, and look at "
-            f"{output / TRAINER_FOLDER / LOG_FILE}"
+            f"{backend} wrote no recognizable metrics (verl: step:N - name:value - ...), so the report "
+            f"would be empty: keep its console logger on, and check {output / TRAINER_FOLDER / LOG_FILE}"
         )
     return newest
 
 
 def _tidy(folder: Path, keep_last: int, kept_steps: set[int]) -> None:
-    """Remove complete checkpoints but the newest and those to keep."""
+    """Remove complete checkpoints except the newest and those to keep."""
     for other in other_checkpoints(folder)[:-keep_last]:
         if other.step not in kept_steps:
-            logger.info("checkpoint %s is removed", other.path.name)
-            shutil.rmtree(other.path, ignore_errors=True)  # the trainer may be removing it as well
+            logger.info("removing checkpoint %s", other.path.name)
+            shutil.rmtree(other.path, ignore_errors=True)  # the trainer may be removing it too
 
 
 def _set_aside(folder: Path) -> None:
-    """Move checkpoints, metrics and the record of trackers beside the new ones; metrics go last."""
+    """Move old checkpoints, tracker records and metrics aside; metrics last."""
     old = [path for path in folder.iterdir() if path.name != "lock"]
     others = [folder.parent / name for name in (TRACKERS_FILE, METRICS_FILE)]
     old += [path for path in others if path.exists()]
@@ -237,7 +235,7 @@ def _set_aside(folder: Path) -> None:
 def _continued_from(folder: Path, total: int) -> str | None:
     if (newest := newest_other(folder)) is None:
         return None
-    return f"; its newest checkpoint is {newest.path} of {total} steps; the same command continues from there"
+    return f"; its newest checkpoint is {newest.path} of {total} steps; the same command resumes from there"
 
 
 @dataclass(frozen=True)
@@ -246,7 +244,7 @@ class _Rows:
 
 
 def identity_of(config: ChainConfig, inputs: Inputs) -> dict[str, Any]:
-    """The values that all attempts of one training share: those of a training of our own, and the trainer's."""
+    """The values shared by all attempts of one training: those of our own training, and the trainer's."""
     external = config.external
     rows = {name: getattr(external, name) for name in ("train_rows", "held_out_rows")}
     return {
@@ -260,9 +258,9 @@ def identity_of(config: ChainConfig, inputs: Inputs) -> dict[str, Any]:
 def refuse_checkpoint_of_another(
     config: ChainConfig, inputs: Inputs, checkpoint: Path, identity: Mapping[str, Any]
 ) -> None:
-    """Raise CheckpointError if the output's checkpoint is of another training than `identity`.
+    """Raise CheckpointError if the checkpoint belongs to another training than `identity`.
 
-    checkpoint.allow_changed names what may differ. A checkpoint without a record was put there by a person.
+    Keys in checkpoint.allow_changed may differ. A checkpoint without a record was put there by the user.
     """
     record = inputs.folder / IDENTITY_FILE
     if not record.is_file():
@@ -273,21 +271,21 @@ def refuse_checkpoint_of_another(
 
 
 def refuse_own_checkpoints(folder: Path) -> None:
-    """Raise CheckpointError if the folder has checkpoints of our own trainer, which no other one continues."""
+    """Raise CheckpointError if the folder has checkpoints of our own trainer, which others cannot resume."""
     if own := step_folders(folder):
         raise CheckpointError(
-            f"{folder} has {len(own)} checkpoints of our own trainer, the newest {own[-1].name}, and another "
-            "trainer would start from the model beside them; name another --output, set train.backend=own to go "
-            "on, or checkpoint.resume=never to set them aside"
+            f"{folder} has {len(own)} checkpoints of our own trainer, the newest {own[-1].name}, which another "
+            "trainer cannot resume; name another --output, set train.backend=own to resume, or "
+            "checkpoint.resume=never to move them aside"
         )
 
 
 def record_identity(inputs: Inputs, identity: Mapping[str, Any]) -> None:
-    """Write what `refuse_checkpoint_of_another` compares with."""
+    """Write the record that `refuse_checkpoint_of_another` compares with."""
     inputs.folder.mkdir(parents=True, exist_ok=True)
     write_atomically(inputs.folder / IDENTITY_FILE, json.dumps(identity, indent=2))
 
 
 def _content(path: Path) -> str:
-    """The digest of a file; the path of a folder."""
+    """The digest of a file, or the path of a folder."""
     return file_digest(path) if path.is_file() else str(path)

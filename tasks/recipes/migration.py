@@ -1,4 +1,4 @@
-"""Another trainer's configuration as a recipe, and a recipe as a launch of another trainer."""
+"""Converts configurations of other trainers to recipes, and recipes to launches of other trainers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 
 ROWS = "num_train_rows"
-ENOUGH_ROWS = 1_000_000  # for any batch: --tiny has steps of its own
+ENOUGH_ROWS = 1_000_000  # enough for any batch; --tiny sets its own steps
 MEASURED_ON = "math500"
 
 
 def default_keys() -> dict[str, Any]:
-    """Our defaults by name."""
+    """The default values by key."""
     required = {"data": {"train": "arithmetic", "eval": "arithmetic"}, "model": {"source": "recipe"}}
     return by_name(ChainConfig.model_validate(required).model_dump(mode="json"))
 
@@ -37,9 +37,9 @@ def default_keys() -> dict[str, Any]:
 def account_of_files(
     files: Sequence[Path], given: dict[str, str], version: str | None, is_tiny: bool
 ) -> tuple[Reading, Account]:
-    """What the files say, and the account of it. `run.sh#2` names the second training of a script.
+    """Read the files and account for each setting. `run.sh#2` selects the second training in a script.
 
-    Raises ConfigError for files that cannot be read, and for what has to be given first.
+    Raises ConfigError for unreadable files and missing information.
     """
     rows = given.pop(ROWS, None)
     chosen = re.fullmatch(r"(.+)#(\d+)", str(files[0]))
@@ -59,12 +59,14 @@ def account_of_files(
 
 def _positive(rows: str) -> int:
     if not re.fullmatch(r"0*[1-9]\d*", rows):
-        raise ConfigError(f"--set-env {ROWS}={rows}: the rows of the training files are a number, such as 17917")
+        raise ConfigError(
+            f"--set-env {ROWS}={rows}: must be the number of rows in the training files, such as 17917"
+        )
     return int(rows)
 
 
 def num_rows_of(settings: Sequence[Setting]) -> int | None:
-    """The rows of the training files, where they are Parquet files on this machine; None where one is not."""
+    """The number of training rows; None unless all files are Parquet files on this machine."""
     import pyarrow.parquet
 
     paths = [Path(path).expanduser() for path in rows_of(settings)]
@@ -74,19 +76,19 @@ def num_rows_of(settings: Sequence[Setting]) -> int | None:
         return sum(pyarrow.parquet.read_metadata(path).num_rows for path in paths)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(
-            f"{paths[0]} is no Parquet file: {error}; name the rows with --set-env num_train_rows=N"
+            f"{paths[0]} is not a Parquet file: {error}; set the number of rows with --set-env num_train_rows=N"
         ) from None
 
 
 def recipe_from(account: Account, backend: str, env: Mapping[str, str], is_tiny: bool) -> Recipe:
-    """The keys of an account for the trainer that will train; tiny ones train with our core.
+    """The recipe for an account, for training with `backend`; a tiny one trains with our core.
 
-    Raises ConfigError where that is neither our core nor the trainer of the keys.
+    Raises ConfigError if `backend` is neither our core nor the trainer of the settings.
     """
     if backend not in ("own", account.trainer):
         raise ConfigError(
-            f"--backend {backend}: the keys are {account.trainer}'s, and {backend} reads others: "
-            f"--backend {account.trainer} has it train, no --backend our core"
+            f"--backend {backend}: the settings are {account.trainer}'s; use "
+            f"--backend {account.trainer}, or omit --backend to train with our core"
         )
     defaults = default_keys()
     if is_tiny:
@@ -94,7 +96,7 @@ def recipe_from(account: Account, backend: str, env: Mapping[str, str], is_tiny:
     recipe = recipe_of(account, defaults, backend, env)
     if account.trainer != "verl" and "data.eval" not in recipe.values:
         recipe.values["data.eval"] = MEASURED_ON
-        recipe.comments["data.eval"] = "MindSpeed measures on nothing: this import's choice, change it"
+        recipe.comments["data.eval"] = "MindSpeed has no evaluation set; chosen by the import, change as needed"
     return recipe
 
 
@@ -110,13 +112,13 @@ DEVICES_OF_NODE, DEVICES_OF_A3 = 8, 16
 def launch_of(
     trainer: str, config: ChainConfig, folder: Path, version: str | None, model: Path | None, nodes: int | None
 ) -> Launch:
-    """The start of a trainer with its files in `folder`. Raises ConfigError for what it cannot do."""
+    """Render the launch of a trainer into `folder`. Raises ConfigError for unsupported settings."""
     tree = config.model_dump(mode="json")
     tree["external"] = {**tree.get("external", {}), "num_nodes": nodes or _nodes(config)}
     named = model or config.model.path or config.model.id
     if named is None:
         raise ConfigError(
-            f"model.source={config.model.source} has no folder yet; name the output of "
+            f"model.source={config.model.source} has no folder yet; pass the output of "
             "dapo fetch-model with --model"
         )
     places = Places(folder, Path(named), folder / TRAIN_FILE, folder / EVAL_FILE, folder / "checkpoints")
@@ -124,36 +126,37 @@ def launch_of(
         launch = render(trainer, tree, places, version)
     except ForeignConfigError as error:
         raise ConfigError(str(error)) from error
-    own = {name: str(value) for name, value in config.external.env.items()}
-    return replace(launch, env={**launch.env, **own})
+    external_env = {name: str(value) for name, value in config.external.env.items()}
+    return replace(launch, env={**launch.env, **external_env})
 
 
 def unsaid_keys(path: Path, changes: Sequence[str], launch: Launch) -> list[str]:
-    """The keys of training that a recipe's file or its changes (`key=value`) set and a launch does not say."""
+    """Training keys set by a recipe or its `changes` (`key=value`) that the launch does not express."""
     sections = TrainingConfig.model_fields.keys() - {"run"}
     leaves = [
         name
         for name, value in by_name(overridden(read_tree(path), changes)).items()
         if not isinstance(value, Mapping)
     ]
-    of_plan = {"train.device_model"}  # which only our memory plan reads
-    return [name for name in leaves if name.partition(".")[0] in sections and name not in launch.said | of_plan]
+    plan_only = {"train.device_model"}  # read only by our memory plan
+    return [name for name in leaves if name.partition(".")[0] in sections and name not in launch.said | plan_only]
 
 
 def write_launch(launch: Launch, folder: Path, texts: Mapping[str, str], data: Path | None) -> None:
-    """Write the launch's files, the texts, and the rows of a prepare-data output.
+    """Write the launch's files, `texts`, and the rows of a prepare-data output.
 
-    Raises ConfigError, before anything is written, for a file that is there with another content: somebody's edit.
+    Raises ConfigError before writing if an existing file differs, since it may have been edited.
     """
     files = {folder / name: text for name, text in {**launch.files, **texts}.items()}
     edited = [path.name for path, text in files.items() if path.exists() and path.read_text("utf-8") != text]
     if edited:
         raise ConfigError(
-            f"{folder} has {', '.join(edited)} with another content; name another --output, or remove the folder"
+            f"{folder} already has {', '.join(edited)} with different content; name another "
+            "--output, or remove the folder"
         )
     rows = {} if data is None else {name: data / name for name in (TRAIN_FILE, EVAL_FILE)}
     if missing := [name for name, path in rows.items() if not path.is_file()]:
-        raise ConfigError(f"--data {data} has no {missing[0]}; name an output of dapo prepare-data")
+        raise ConfigError(f"--data {data} has no {missing[0]}; pass an output of dapo prepare-data")
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
@@ -162,7 +165,7 @@ def write_launch(launch: Launch, folder: Path, texts: Mapping[str, str], data: P
 
 
 def _nodes(config: ChainConfig) -> int:
-    """Nodes that the devices of a recipe fill, each with as many."""
+    """The smallest number of nodes with equal device counts for the recipe."""
     is_a3 = (config.train.device_model or "").upper().endswith("A3")
     devices, per_node = config.num_devices, DEVICES_OF_A3 if is_a3 else DEVICES_OF_NODE
     nodes = -(-devices // per_node)

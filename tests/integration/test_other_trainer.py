@@ -86,7 +86,7 @@ def test_an_error_of_the_configuration_is_not_tried_again(place: Path, tmp_path:
 
 def test_a_trainer_that_ends_early_is_no_success(place: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"verl ended with exit code 0 and its last checkpoint after step 2, n"
+        CheckpointError, match=r"verl ended with exit code 0, but its last checkpoint is from step 2, b"
     ):
         train_with_other(config_of(place, tmp_path, "light quit:4"), inputs(place, tmp_path / "t"))
 
@@ -209,11 +209,11 @@ def test_what_is_wrong_is_said_before_anything_starts(place: Path, tmp_path: Pat
         return str(caught.value)
 
     assert "external.python is not set: name the interpreter" in refused(python=None)
-    assert "external.python=nowhere/python is no program here" in refused(python="nowhere/python")
+    assert "external.python=nowhere/python is not a program here" in refused(python="nowhere/python")
     assert f"does not have verl: {sys.executable} -m pip install verl==0.9.1" in refused(version="0.9.1", env={})
     assert "has verl 0.9.1, and external.version=0.7.0" in refused(version="0.7.0")
     assert "train.total_steps" not in refused(overrides=["++trainer.total_training_steps=9"])
-    assert "external.overrides sets trainer.total_training_steps=9 (the recipe's own keys say 6)" in refused(
+    assert "external.overrides sets trainer.total_training_steps=9 (the recipe sets 6)" in refused(
         overrides=["++trainer.total_training_steps=9"]
     )
     with pytest.raises(ConfigError, match=r"external\.env\.HF_TOKEN is a secret"):
@@ -249,7 +249,7 @@ def test_the_versions_of_the_trainer_are_in_the_key(place: Path, tmp_path: Path)
     )
     assert re.fullmatch("[0-9a-f]{40}", trainer_versions(with_source)["verl commit"])
     missing = config.external.model_copy(update={"source": str(tmp_path / "nothing")})
-    with pytest.raises(TrainerMissing, match=r"external\.source=\S+nothing is no checkout"):
+    with pytest.raises(TrainerMissing, match=r"external\.source=\S+nothing is not a checkout"):
         trainer_versions(config.model_copy(update={"external": missing}))
 
 

@@ -225,7 +225,7 @@ def _misname_the_architecture(model_path: Path) -> ServeConfig:
         (
             _misspell_an_argument,
             "vllm: error: unrecognized arguments: --no-such-flag",
-            "Correct serve.extra_args; `vllm serve --help=all` lists what it takes",
+            "Correct serve.extra_args; `vllm serve --help=all` lists all arguments",
         ),
         (
             _misname_the_architecture,
@@ -246,7 +246,7 @@ def test_a_server_that_dies_says_why(
     message = str(caught.value)
     assert "vllm serve ended with exit code" in message
     assert str(tmp_path / "serve.log") in message
-    assert said in message.partition("vLLM says: ")[2]
+    assert said in message.partition("vLLM reports: ")[2]
     assert message.endswith(advice)
     assert ("Traceback" in message or "  | " in message) == (damage is _misname_the_architecture)
     assert new_descendants(before) == {}

@@ -28,7 +28,7 @@ from tasks.serve_model.failure import ServeError, ServerDied
 from tasks.serve_model.servers import Server, serve_model, serve_until_interrupted
 from tests.processes import wait_until
 
-# Arguments: behaviour, port. It says what vLLM says.
+# Arguments: behaviour, port. It writes what vLLM writes.
 STAND_IN = r"""
 import http.server, json, os, sys, threading, time
 
@@ -154,8 +154,8 @@ def test_all_servers_answer_are_recognised_and_are_gone_however_the_block_ends(
     ("behaviour", "message"),
     [
         ("refuses", r"^vllm serve 2 of 3 ended with exit code 1; its log is .*s-2\.log\n"
-         r"vLLM says: vllm: error: unrecognized arguments: --typo\nCorrect serve\.extra_args"),
-        ("breaks", r"^vLLM says: ValueError: no room\nvllm serve 2 of 3 ended with exit code 1\. Its last lines, "
+         r"vLLM reports: vllm: error: unrecognized arguments: --typo\nCorrect serve\.extra_args"),
+        ("breaks", r"^vLLM reports: ValueError: no room\nvllm serve 2 of 3 ended with exit code 1\. Its last lines, "
          r"from .*s-2\.log:\n(  \| .*\n)+The server ended before it was healthy"),
     ],
 )  # fmt: skip
@@ -178,7 +178,7 @@ def test_one_that_dies_is_named_with_its_words_and_ends_the_others(
     ("behaviour", "message"),
     [
         ("is killed", r"^vllm serve was killed by SIGKILL"),
-        ("finds its port taken", r"^vLLM says: OSError: \[Errno 98\] Address already in use"),
+        ("finds its port taken", r"^vLLM reports: OSError: \[Errno 98\] Address already in use"),
     ],
 )
 def test_one_that_is_killed_or_loses_its_port_may_do_better_next_time(

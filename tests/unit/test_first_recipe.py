@@ -18,7 +18,7 @@ from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.preflight.finding import OK, PreflightError
 from tasks.preflight.run import examine
 from tasks.recipes import first_data
-from tasks.recipes.first_data import columns_said, data_set, guessed_columns
+from tasks.recipes.first_data import data_set, guessed_columns, parse_columns
 from tasks.recipes.first_recipe import Machine, first_recipe, model_keys
 from tests.tiny_models import Architecture, build_tiny
 
@@ -131,10 +131,10 @@ def test_ids_of_hubs_and_registered_names_are_taken_as_they_are(folder: Path) ->
     assert model_keys("Qwen/Qwen3-8B") == {"source": "huggingface", "id": "Qwen/Qwen3-8B"}
     assert data_set("gsm8k", "data") == "gsm8k"
     assert data_set("openai/gsm8k", "data") == "hf:openai/gsm8k"
-    for bad, message in (("nosuch", "is no file or folder here"), ("a b/c", "is no file or folder here")):
+    for bad, message in (("nosuch", "is not a file or folder here"), ("a b/c", "is not a file or folder here")):
         with pytest.raises(ConfigError, match=message):
             data_set(bad, "data")
-    with pytest.raises(ConfigError, match="no folder here and no id of a hub"):
+    with pytest.raises(ConfigError, match="neither a folder here nor a hub id"):
         model_keys("nosuch")
 
 
@@ -154,15 +154,15 @@ def test_a_registered_form_is_recognised_and_a_part_of_it_does_not_bear_its_name
 
 def test_columns_are_named_by_their_names_or_the_option(folder: Path) -> None:
     Path("x.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match=r"has the columns a, b, none of which .* the problem; add --columns"):
+    with pytest.raises(ConfigError, match=r"has the columns a, b, and no name .* the problem; add --columns"):
         guessed_columns(Path("x.csv"))
-    assert data_set("x.csv", "data", columns_said("problem=a,answer=b")) == [
+    assert data_set("x.csv", "data", parse_columns("problem=a,answer=b")) == [
         {"set": "x.csv", "columns": {"problem": "a", "answer": "b"}}
     ]
     with pytest.raises(ConfigError, match="has no column c"):
-        guessed_columns(Path("x.csv"), columns_said("problem=c"))
+        guessed_columns(Path("x.csv"), parse_columns("problem=c"))
     with pytest.raises(ConfigError, match="is not problem=NAME"):
-        columns_said("question=a")
+        parse_columns("question=a")
     Path("excel.csv").write_text("question;answer\n1;2\n")
     with pytest.raises(ConfigError, match=r"excel\.csv is separated by ';'; save it with commas"):
         guessed_columns(Path("excel.csv"))
@@ -178,7 +178,7 @@ def test_a_held_out_file_may_have_columns_of_its_own(folder: Path) -> None:
     Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("same.jsonl").write_text(json.dumps({"Aufgabe": "Was ist 50 + 1?", "Ergebnis": "51"}) + "\n")
     Path("own.jsonl").write_text(json.dumps({"question": "What is 70 + 1?", "answer": "71", "id": "a"}) + "\n")
-    said = columns_said("problem=Aufgabe,answer=Ergebnis")
+    said = parse_columns("problem=Aufgabe,answer=Ergebnis")
     for held_out, columns in (("same.jsonl", ("Aufgabe", "Ergebnis")), ("own.jsonl", ("question", "answer"))):
         path = Path(f"{held_out}.yaml")
         text = first_recipe(path, model_keys("models/small"), "t.jsonl", held_out, CPU, said)
@@ -232,13 +232,13 @@ def test_rows_that_stay_are_chosen_in_one_reading_which_is_announced(
     begun = list[str]()
     reading = first_data.iterate_source
     monkeypatch.setattr(first_data, "iterate_source", lambda *what: begun.append(what[1].name) or reading(*what))
-    monkeypatch.setattr(first_data, "MUCH_BYTES", 1000)
+    monkeypatch.setattr(first_data, "LARGE_FILE_BYTES", 1000)
     monkeypatch.setattr(first_data, "BATCH_PROMPTS", 7)
     with caplog.at_level("INFO", "tasks.recipes.first_data"):
         first_recipe(Path("long.yaml"), model_keys("models/small"), "long.jsonl", None, CPU)
     assert begun == ["long.jsonl"]
     assert [text.partition(":")[0] for text in caplog.messages] == [
-        "reading all of long.jsonl, which has 11.9 kB",
+        "reading all of long.jsonl (11.9 kB)",
         "a prompt is too long for the model",
         "long.jsonl",
     ]

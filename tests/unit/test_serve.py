@@ -250,8 +250,12 @@ INDEX = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safet
     ("file", "content", "message"),
     [
         ("model.safetensors", None, r"lacks weights \(\*\.safetensors\)"),
-        ("model.safetensors", "cut", r"model\.safetensors is not a whole safetensors file \(.*\d+ bytes\)"),
-        ("model.safetensors", "version https://git-lfs.github.com/spec/v1\n", r"is not a whole safetensors file"),
+        ("model.safetensors", "cut", r"model\.safetensors is not a complete safetensors file \(.*\d+ bytes\)"),
+        (
+            "model.safetensors",
+            "version https://git-lfs.github.com/spec/v1\n",
+            r"is not a complete safetensors file",
+        ),
         ("model.safetensors.index.json", INDEX, r"lacks 1 of the 2 files .*model-2\.safetensors"),
         ("tokenizer.json", None, r"lacks a tokenizer"),
         ("config.json", "", r"config\.json is not JSON"),

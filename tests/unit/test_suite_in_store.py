@@ -18,7 +18,7 @@ from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.store import ArtifactStore
 from tasks.data.prepare import build_dataset
 from tasks.links import link_of
-from tasks.runs.suite import Asked, benchmarks_of, describe_asked, suite_metrics, take_stored
+from tasks.runs.suite import PlannedBenchmark, benchmarks_of, describe_asked, suite_metrics, take_stored
 from tasks.stages import EVALUATE_MODEL, evaluate_model_inputs
 from tests.configs import make_config
 from tests.evaluations import make_items, write_results
@@ -46,14 +46,14 @@ def prepared(config: Config) -> Artifact:
     return store.produce(key, lambda folder: build_dataset(config, folder))[0]
 
 
-def asked_of(config: Config, data: Artifact, model: str = "m") -> list[Asked]:
+def asked_of(config: Config, data: Artifact, model: str = "m") -> list[PlannedBenchmark]:
     merged = Artifact("merge_checkpoint", "k", "/nowhere", model)
     return benchmarks_of(
         ArtifactStore(config.store.path), EVALUATE_MODEL, config, evaluate_model_inputs(config, data, merged)
     )
 
 
-def evaluated(config: Config, data: Artifact, model: str = "m") -> tuple[Artifact, list[Asked]]:
+def evaluated(config: Config, data: Artifact, model: str = "m") -> tuple[Artifact, list[PlannedBenchmark]]:
     """The artifact of an evaluation, whose results are made up where the store has none."""
     asked = asked_of(config, data, model)
     key = link_of(config, "evaluate_before").key(data, Artifact("merge_checkpoint", "k", "/nowhere", model))

@@ -68,7 +68,7 @@ def test_the_reason_is_the_last_error_and_some_are_not_tried_again(
 def test_values_are_compared_as_numbers_and_words() -> None:
     ours = ["actor.lr=1e-06", "trainer.logger=[console]", "data.shuffle=True", "++reward.kwargs.len=8"]
     refuse_contradictions(["+actor.lr=0.000001", "data.shuffle=true", "other=1", "reward.kwargs.len='8'"], ours)
-    with pytest.raises(ConfigError, match=r"data\.shuffle=\(removed\) \(the recipe's own keys say True\)"):
+    with pytest.raises(ConfigError, match=r"data\.shuffle=\(removed\) \(the recipe sets True\)"):
         refuse_contradictions(["~data.shuffle"], ours)
-    with pytest.raises(ConfigError, match=r"actor\.lr=1e-5 \(the recipe's own keys say 1e-06\)"):
+    with pytest.raises(ConfigError, match=r"actor\.lr=1e-5 \(the recipe sets 1e-06\)"):
         refuse_contradictions(["++actor.lr=1e-5"], ours)
