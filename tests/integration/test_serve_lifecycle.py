@@ -155,8 +155,8 @@ def test_all_servers_answer_are_recognised_and_are_gone_however_the_block_ends(
     [
         ("refuses", r"^vllm serve 2 of 3 ended with exit code 1; its log is .*s-2\.log\n"
          r"vLLM reports: vllm: error: unrecognized arguments: --typo\nCorrect serve\.extra_args"),
-        ("breaks", r"^vLLM reports: ValueError: no room\nvllm serve 2 of 3 ended with exit code 1\. Its last lines, "
-         r"from .*s-2\.log:\n(  \| .*\n)+The server ended before it was healthy"),
+        ("breaks", r"^vLLM reports: ValueError: no room\nvllm serve 2 of 3 ended with exit code 1\. Its last "
+         r"lines, from .*s-2\.log:\n(  \| .*\n)+The server ended before it was healthy"),
     ],
 )  # fmt: skip
 def test_one_that_dies_is_named_with_its_words_and_ends_the_others(
