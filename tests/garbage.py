@@ -27,7 +27,7 @@ def nights(store: Path, *weights: str) -> list[Run]:
 
 
 def keys(items: list[Unused], is_left: bool = False) -> set[str]:
-    return {item.attempt.short_key for item in items if bool(item.left) == is_left}
+    return {item.attempt.short_key for item in items if bool(item.kept_reason) == is_left}
 
 
 def stored_keys(store: Path) -> set[str]:

@@ -193,7 +193,7 @@ def test_left_over_processes_of_a_good_command_are_ended_and_named(tmp_path: Pat
     lines: list[str] = []
     run_command(python(code), log_path=tmp_path / "log", label="leaver", on_line=lines.append)
     assert start_time_of(int(lines[0])) is None
-    assert lines[1].startswith("[supervisor] ending processes that were left over")
+    assert lines[1].startswith("[supervisor] ending leftover processes")
     assert lines[0] in lines[1]
 
 

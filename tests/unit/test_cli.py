@@ -388,7 +388,7 @@ def test_datasets_lists_the_registry_and_shows_rows_as_the_model_sees_them(tmp_p
     assert "mine.csv has no column hnt" in refusal(
         "datasets", "show", rows, *columns, "--set", "data.prompt_template='{problem} {hnt}'"
     )
-    assert "the prompt would show it" in refusal(
+    assert "which the prompt would reveal" in refusal(
         "datasets", "show", rows, *columns, "--set", "data.prompt_template='{problem} {result}'"
     )
     assert "lacks the columns" in refusal("datasets", "show", rows)

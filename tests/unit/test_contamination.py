@@ -149,7 +149,7 @@ def test_what_becomes_of_them(caplog: pytest.LogCaptureFixture) -> None:
     ]
     with pytest.raises(DataError, match=rf"{counted} \(row 4 is aime24 2; .*data\.contamination=remove"):
         rows_to_drop(hits, 9, "error")
-    with pytest.raises(DataError, match=r"2 of 2 .*none is left.*data\.contamination=warn"):
+    with pytest.raises(DataError, match=r"2 of 2 .*leaves none to train on.*data\.contamination=warn"):
         rows_to_drop(hits, 2, "remove")
 
 

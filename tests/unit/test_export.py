@@ -214,7 +214,7 @@ def test_a_collection_waits_until_the_model_is_copied(tmp_path: Path) -> None:
 
         num_bytes = export_run(run, tmp_path / "model", collect)
         assert progress[-1] == (num_bytes, num_bytes)
-        gone = {str(item.attempt.path) for item in collections[0].result(timeout=300) if not item.left}
+        gone = {str(item.attempt.path) for item in collections[0].result(timeout=300) if not item.kept_reason}
     assert run.stages["merge_checkpoint"].artifact in gone
     assert (num_bytes, (tmp_path / "model" / "weights").read_text()) == (3, "old")
 

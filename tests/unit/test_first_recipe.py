@@ -238,7 +238,7 @@ def test_rows_that_stay_are_chosen_in_one_reading_which_is_announced(
         first_recipe(Path("long.yaml"), model_keys("models/small"), "long.jsonl", None, CPU)
     assert begun == ["long.jsonl"]
     assert [text.partition(":")[0] for text in caplog.messages] == [
-        "reading all of long.jsonl (11.9 kB)",
+        "reading all of long.jsonl (11.9 kB); this may take a minute",
         "a prompt is too long for the model",
         "long.jsonl",
     ]
@@ -249,7 +249,7 @@ def test_files_of_the_users_stay_as_they_are(folder: Path) -> None:
     """Where a recipe needs files of its own, such as those of an earlier one, it is refused and they stay."""
     own = Path("a.eval.jsonl")
     own.write_text("mine")
-    with pytest.raises(ConfigError, match=r"a\.eval\.jsonl exists.* give it another name"):
+    with pytest.raises(ConfigError, match=r"a\.eval\.jsonl exists.* give the recipe another name"):
         first_recipe(Path("a.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
     assert own.read_text() == "mine"
     assert not Path("a.train.jsonl").exists()

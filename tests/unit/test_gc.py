@@ -196,11 +196,11 @@ def test_what_is_built_or_young_stays_and_says_why(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
     log_path = store.log_path("train_policy", trained.key)  # locked by a training that outlived its run
     log_path.parent.mkdir()
-    assert {item.left for item in collect_garbage(tmp_path, 1)} == {"younger than 60 min"}
+    assert {item.kept_reason for item in collect_garbage(tmp_path, 1)} == {"younger than 60 min"}
     with locked(log_path), locked(store.lock_path("merge_checkpoint", merged.key)):
         found = collect(tmp_path)
     assert keys(found, is_left=True) == {trained.key[:16], merged.key[:16]}
-    assert {item.left for item in found if item.left} == {"in use, or being built"}
+    assert {item.kept_reason for item in found if item.kept_reason} == {"in use, or being built"}
     assert keys(found) == own_of(first) - keys(found, is_left=True)
     assert {trained.key[:16], merged.key[:16]} <= stored_keys(tmp_path)
 

@@ -265,7 +265,9 @@ def test_what_a_stage_begins_from_is_named_with_the_command_that_makes_it(own: P
         ("merge_checkpoint", "merge-checkpoint CONFIG"),
     ):
         shutil.rmtree(artifacts[label].path)
-        with pytest.raises(StoreError, match=rf"no output of {label} .*make it with dapo stage {command}, or all"):
+        with pytest.raises(
+            StoreError, match=rf"no output of {label} .*build it with dapo stage {command}, or the"
+        ):
             require_outputs(config, (label,))
 
 

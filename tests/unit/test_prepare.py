@@ -117,7 +117,7 @@ def test_unusable_rows_are_counted_by_reason_up_to_a_share(tmp_path: Path) -> No
         prepare(recipe(tmp_path, path), tmp_path)
     (tmp_path / "prepared").rmdir()
     assert prepare(recipe(tmp_path, path, max_refused_ratio=0.3), tmp_path)[0]["train_rows"] == 6
-    with pytest.raises(ProblemsError, match=r"has no column hnt, which data\.prompt_template names"):
+    with pytest.raises(ProblemsError, match=r"has no column hnt, which data\.prompt_template uses"):
         build_dataset(recipe(tmp_path, path, prompt_template="{problem} {hnt}"), tmp_path)
 
 
@@ -181,7 +181,7 @@ def test_sets_with_numbers_and_words_for_the_same_detail_mix(tmp_path: Path) -> 
 def test_sets_of_several_graders_and_names_that_are_none_are_refused(tmp_path: Path) -> None:
     mine = write(tmp_path / "mine.jsonl", ROWS)
     for train, held_out, said in (
-        (mine, ["cflue", "math500"], "sets of several graders"),
+        (mine, ["cflue", "math500"], "data.eval have different graders"),
         ("gsm9k", mine, "did you mean 'gsm8k'"),
         ("math500", mine, "math500 has no rows to train on"),
         ({"set": mine, "path": mine}, mine, "applies to registered sets only"),

@@ -85,7 +85,7 @@ def test_a_limit_that_cannot_be_kept_beside_the_main_thread_is_said(caplog: pyte
     thread = threading.Thread(target=stage)
     thread.start()
     thread.join()
-    assert f"{KEY}=1 is not kept" in caplog.text
+    assert f"{KEY}=1 is not enforced" in caplog.text
 
 
 def test_an_alarm_that_a_finalizer_swallowed_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
