@@ -340,12 +340,10 @@ def _attempts_in(folder: Path) -> list[Attempt]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     found = [(path, match) for path in paths if (match := _ATTEMPT.fullmatch(path.name)) is not None]
-    attempts = [Attempt(path, int(match[1]), match[2]) for path, match in found if _is_folder(path)]
+    attempts = [
+        Attempt(path, int(match[1]), match[2]) for path, match in found if path.is_dir() and not path.is_symlink()
+    ]
     return sorted(attempts, key=lambda attempt: attempt.number)
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
 
 
 def _describe_space(path: Path) -> str:

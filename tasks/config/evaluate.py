@@ -304,7 +304,8 @@ class EvaluateConfig(Section):
     def _names_are_known(self) -> EvaluateConfig:
         names = [one.label for one in self.benchmarks]
         if self.headline is not None and self.headline not in names:
-            raise ValueError(f"evaluate.headline={self.headline} is none of evaluate.benchmarks: {_listed(names)}")
+            listed = ", ".join(names) or "which is empty"
+            raise ValueError(f"evaluate.headline={self.headline} is not in evaluate.benchmarks: {listed}")
         for gate in self.gates:
             parse_gate(gate, names, (BEFORE, *(one.name for one in self.baselines), LAST_NIGHT))
         return self
@@ -335,7 +336,3 @@ class EvaluateConfig(Section):
             own.setdefault("sampling", "settings")
         alone: dict[str, Any] = {"benchmarks": (), "headline": None, "gates": ()}
         return self.model_copy(update={name: value for name, value in own.items() if value is not None} | alone)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names) or "which is empty"

@@ -53,18 +53,10 @@ OnStep = Callable[[int, dict[str, float]], None]
 OnLine = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class OtherResult:
-    """The last checkpoint and its step."""
-
-    checkpoint: Path
-    steps: int
-
-
 def train_with_other(
     config: ChainConfig, inputs: Inputs, on_step: OnStep | None = None, on_line: OnLine | None = None
-) -> OtherResult:
-    """Train with the trainer of train.backend; writes metrics.jsonl and checkpoints to `inputs.output`.
+) -> OtherCheckpoint:
+    """Train with the trainer of train.backend and return its last checkpoint; outputs go to `inputs.output`.
 
     Resumes from the newest complete checkpoint there. Calls `on_step(step, metrics)` after each step and `on_line`
     with each other line of output. SIGTERM or SIGINT stops the trainer and raises TrainingStopped. Raises
@@ -102,7 +94,7 @@ def train_with_other(
                     _run(config, start, inputs, Progress(report, on_line))
             newest = _require_finished(config, inputs.output)
             _tidy(folder, 1, kept_steps)
-    return OtherResult(newest.path, newest.step)
+    return newest
 
 
 class Progress:

@@ -194,9 +194,14 @@ def _held_out(beside: Beside, held_out: str, columns: Mapping[str, str]) -> Any:
         columns = columns if any(row.keys() & {*columns.values()} for row in rows) else NO_COLUMNS
     value = data_set(held_out, "eval", columns)
     known = value[0]["set"] if isinstance(value, list) else ""
-    if known in SETS and SETS[known].num_items is not None and not _is_complete(path, SETS[known]):
-        return beside.write("eval", _solved_rows(path, SETS[known]))
-    return value
+    if known not in SETS or SETS[known].num_items is None:
+        return value
+    tried = iterate_problems(path, SETS[known].schemas)
+    problems = [problem for _, _, problem in tried if isinstance(problem, Problem)]
+    if len({problem.text for problem in problems}) == SETS[known].num_items:
+        return value
+    rows = [{"id": str(at), "problem": one.text, "answer": one.gold} for at, one in enumerate(problems)]
+    return beside.write("eval", rows)
 
 
 class Beside:
@@ -229,16 +234,3 @@ class Beside:
                 path.unlink(missing_ok=True)
             for folder in self._folders if self._written else ():
                 folder.rmdir()
-
-
-def _is_complete(path: Path, known: ProblemSet) -> bool:
-    texts = {
-        problem.text for _, _, problem in iterate_problems(path, known.schemas) if isinstance(problem, Problem)
-    }
-    return len(texts) == known.num_items
-
-
-def _solved_rows(path: Path, known: ProblemSet) -> list[dict[str, Any]]:
-    """The usable rows of a file in a registered set's schema, as {id, problem, answer}."""
-    found = [problem for _, _, problem in iterate_problems(path, known.schemas) if isinstance(problem, Problem)]
-    return [{"id": str(number), "problem": one.text, "answer": one.gold} for number, one in enumerate(found)]

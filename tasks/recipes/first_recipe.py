@@ -202,8 +202,12 @@ def render(tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bo
     }
     lines = [f"# Written by dapo init for {devices}, {model}{positions}."]
     lines += ["# Every other key has its default: dapo config explain KEY. Next: dapo plan, then dapo run."]
+    defaults = {
+        name: field.get_default(call_default_factory=True, validated_data={})
+        for name, field in known_fields(ChainConfig).items()
+    }
     for section, keys in tree.items():
-        chosen = {name: value for name, value in keys.items() if value != _default(section, name)}
+        chosen = {name: value for name, value in keys.items() if value != defaults.get(f"{section}.{name}")}
         text = yaml.dump({section: chosen}, Dumper=_Plain, sort_keys=False, allow_unicode=True)
         lines += [f"# {comments[section]}", text.rstrip()] if chosen else []
     return "\n".join(lines) + "\n"
@@ -214,8 +218,3 @@ class _Plain(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
-
-
-def _default(section: str, name: str) -> Any:
-    field = known_fields(ChainConfig).get(f"{section}.{name}")
-    return None if field is None else field.get_default(call_default_factory=True, validated_data={})

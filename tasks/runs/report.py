@@ -25,7 +25,6 @@ from eval.suite_report import Models, write_suite_report
 from redaction import redact
 from tasks.artifacts.artifact import Artifact, read_manifest
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
-from tasks.config import ChainConfig
 from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import benchmark_sources, eval_sources
 from tasks.links import BASELINE_EVALUATION
@@ -145,14 +144,15 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
     )
     given = by_children(row for rows in run.environment.values() for row in rows)
     environment = "; ".join(f"{children}: {words}" for children, words in given.items())
-    model = _model_name(run.config)
+    model = run.config.model
+    name = Path(str(model.path or model.id or f"{run.config.run.name} base")).name
     since = since_first_night(run.store.root, run.config.run.name, after.path) if run.flow == NIGHTLY else ""
     return Provenance(
         title=run.config.run.name,
         problems=", ".join(
             [*benchmark_sources(run.config)] or [source.name for source in eval_sources(run.config)]
         ),
-        models={"before": model, "after": f"{model}, {run.config.train.total_steps} steps"},
+        models={"before": name, "after": f"{name}, {run.config.train.total_steps} steps"},
         engine=engines["after"],
         data=manifests["before"]["inputs"].get("eval_data", ""),
         made={
@@ -176,11 +176,6 @@ def traces_of(training: Artifact) -> dict[str, str]:
     """Profiler traces of the training by name, as links relative to the report."""
     names = sorted(path.name for path in Path(training.path, PROFILES).glob("*.json"))
     return {name.removesuffix(".json"): f"../train_policy/{PROFILES}/{name}" for name in names}
-
-
-def _model_name(config: ChainConfig) -> str:
-    """A short name for the model."""
-    return Path(str(config.model.path or config.model.id or f"{config.run.name} base")).name
 
 
 def model_facts(run: Run) -> str:

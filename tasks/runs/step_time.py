@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
 from dapo_core.memory.devices import DEVICES, find_device
-from dapo_core.memory.rates import RATES, Rates, cpu_rates
+from dapo_core.memory.rates import RATES, cpu_rates
 from dapo_core.memory.shape import shape_of
 from dapo_core.memory.step_time import Machine, StepTime, assumed_lengths, calibrate, step_time
 from dapo_core.metrics import METRICS_FILE
@@ -41,13 +41,14 @@ def time_of(config: ChainConfig, gigabytes: float | None = None) -> StepTime:
             "report show the measured times of other trainers"
         )
     shape, machine = shape_of(model_config(config.model)), _machine(config, gigabytes)
-    for ran_with, steps in _trainings(config):
+    if (training := _last_training(config)) is not None:
+        ran_with, steps = training
         if found := calibrate(ran_with, shape, _machine(ran_with), steps):
             return step_time(config, shape, machine, *found)
     return step_time(config, shape, machine, assumed_lengths(config))
 
 
-def _trainings(config: ChainConfig) -> list[tuple[ChainConfig, list[Mapping[str, float]]]]:
+def _last_training(config: ChainConfig) -> tuple[ChainConfig, list[Mapping[str, float]]] | None:
     """Configuration and newest steps of the newest run of this name with the same model and devices, if any."""
     for run in read_runs(Path(config.store.path)):
         if run.name != config.run.name or TRAIN_POLICY.name not in run.stages:
@@ -55,8 +56,8 @@ def _trainings(config: ChainConfig) -> list[tuple[ChainConfig, list[Mapping[str,
         training, ran_with = artifact_of(run, TRAIN_POLICY.name), _config_of(run)
         if training is None or ran_with is None or _hardware(ran_with) != _hardware(config):
             continue
-        return [(ran_with, read_json_lines(Path(training.path) / METRICS_FILE)[-NUM_STEPS:])]
-    return []
+        return ran_with, read_json_lines(Path(training.path) / METRICS_FILE)[-NUM_STEPS:]
+    return None
 
 
 def _config_of(run: RecordedRun) -> ChainConfig | None:
@@ -71,13 +72,8 @@ def _config_of(run: RecordedRun) -> ChainConfig | None:
 
 def _hardware(config: ChainConfig) -> tuple[Any, ...]:
     """The settings that calibration factors are specific to."""
-    return (
-        config.train.backend,
-        config.model,
-        config.train.device,
-        config.train.device_model,
-        config.rollout.engine,
-    )
+    train = config.train
+    return train.backend, config.model, train.device, train.device_model, config.rollout.engine
 
 
 def _machine(config: TrainingConfig, gigabytes: float | None = None) -> Machine:
@@ -89,10 +85,6 @@ def _machine(config: TrainingConfig, gigabytes: float | None = None) -> Machine:
             f"the time of a step on train.device={train.device} depends on the device: set train.device_model to "
             f"one of {', '.join(DEVICES)}"
         )
-    rates = _rates(train.device_model)
+    size = find_device(train.device_model)
+    rates = next(RATES[name] for name, known in DEVICES.items() if known is size)
     return Machine(rates, rates, device_limit(config, gigabytes).num_bytes)
-
-
-def _rates(device_model: str) -> Rates:
-    size = find_device(device_model)
-    return next(RATES[name] for name, known in DEVICES.items() if known is size)

@@ -159,7 +159,11 @@ def _run_servers(
                 server = Server(base_url(settings.host, port), name, api_key, line, process)
                 running.append(_Running(server, process, _watch_health(server, is_over)))
             while pending := [one for one in running if not one.is_healthy.is_set()]:
-                _require_running(pending)
+                for one in pending:
+                    if one.process.poll() is not None:
+                        raise one.failure(
+                            "The server ended before it was healthy; correct serve.* or the model folder"
+                        )
                 if time.monotonic() >= deadline:
                     raise _too_late(pending, settings)
                 time.sleep(POLL_SECONDS)
@@ -200,12 +204,6 @@ def _answers(client: httpx.Client, server: Server) -> bool:
         return client.post(server.url("completions"), json=body).is_success
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return False
-
-
-def _require_running(pending: Sequence[_Running]) -> None:
-    for one in pending:
-        if one.process.poll() is not None:
-            raise one.failure("The server ended before it was healthy; correct serve.* or the model folder")
 
 
 def _too_late(pending: Sequence[_Running], settings: ServeConfig) -> ServeError:

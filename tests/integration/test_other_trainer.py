@@ -42,7 +42,7 @@ def test_it_is_started_followed_and_its_last_checkpoint_found(place: Path, tmp_p
     seen: dict[int, dict[str, float]] = {}
     lines: list[str] = []
     result = train_with_other(config, files, seen.__setitem__, lines.append)
-    assert (result.steps, result.checkpoint.name) == (5, "global_step_5")
+    assert (result.step, result.path.name) == (5, "global_step_5")
     assert list(seen) == steps(files.output) == [1, 2, 3, 4, 5]
     # One right and one empty answer to the first row: 1 and -1 by the rendered reward file.
     assert (seen[1]["critic/score/mean"], seen[1]["critic/score/max"]) == (0.0, 1.0)
@@ -59,7 +59,7 @@ def test_it_is_started_followed_and_its_last_checkpoint_found(place: Path, tmp_p
     before = (files.folder / LOG_FILE).read_text()
     assert train_with_other(config, files, seen.__setitem__) == result
     assert (files.folder / LOG_FILE).read_text() == before
-    assert train_with_other(config_of(place, tmp_path), files).steps == 6
+    assert train_with_other(config_of(place, tmp_path), files).step == 6
     assert steps(files.output) == [1, 2, 3, 4, 5, 6]
     assert "Found checkpoint: global_step_5" in (files.folder / LOG_FILE).read_text()
 
@@ -73,7 +73,7 @@ def test_a_crash_is_shown_with_its_traceback_and_the_next_attempt_goes_on(place:
     assert "Traceback" in str(caught.value)
     assert not caught.value.is_lasting
     assert steps(files.output) == [1, 2, 3]
-    assert train_with_other(config, files).steps == 6
+    assert train_with_other(config, files).step == 6
     assert steps(files.output) == [1, 2, 3, 4, 5, 6]  # 3 came twice: the checkpoint was of step 2
     assert (files.folder / LOG_FILE).read_text().count("Found checkpoint: global_step_2\n") == 1
 
@@ -112,8 +112,8 @@ def test_checkpoints_of_another_training_are_not_continued(place: Path, tmp_path
     with pytest.raises(CheckpointError, match=r"external\.overrides \[\] -> \['\+a=b'\]"):
         train_with_other(overridden, files)
     allowed = {"save_every": 2, "allow_changed": ["train.learning_rate"]}
-    assert train_with_other(config_of(place, tmp_path, train=slower, checkpoint=allowed), files).steps == 8
-    assert train_with_other(config_of(place, tmp_path, train=slower), files).steps == 8
+    assert train_with_other(config_of(place, tmp_path, train=slower, checkpoint=allowed), files).step == 8
+    assert train_with_other(config_of(place, tmp_path, train=slower), files).step == 8
 
 
 def test_a_training_of_our_own_is_not_written_over(place: Path, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_time_limit_ends_one_that_hangs(place: Path, tmp_path: Path) -> None:
     ):
         train_with_other(config_of(place, tmp_path, "light hang:4"), files)
     assert not [command for command in commands_below(os.getpid()) if "main_ppo" in command]
-    assert train_with_other(config_of(place, tmp_path), files).steps == 6
+    assert train_with_other(config_of(place, tmp_path), files).step == 6
 
 
 def below(pid: int) -> list[psutil.Process]:
@@ -229,7 +229,7 @@ def test_an_override_that_says_the_same_is_no_contradiction(place: Path, tmp_pat
     given = {"python": sys.executable, "env": {"PYTHONPATH": str(place / "site"), "STAND_IN": "light"}}
     config = config_of(place, tmp_path, external={**given, "overrides": overrides})
     files = inputs(place, tmp_path / "t")
-    assert train_with_other(config, files).steps == 6
+    assert train_with_other(config, files).step == 6
     assert (files.folder / "command.sh").read_text().endswith(" ".join(overrides) + "\n")
 
 
@@ -286,7 +286,7 @@ def test_a_job_of_a_cluster_is_followed_and_stopped_with_the_stage(place: Path, 
     submitted = re.fullmatch(r"job submit --address http://head:8265 --submission-id", asked[0])
     assert submitted
     assert re.fullmatch(r"job stop --address http://head:8265 dapo-\w+", asked[1])
-    assert train_with_other(config("light"), files).steps == 6
+    assert train_with_other(config("light"), files).step == 6
     assert len(log.read_text().splitlines()) == 4  # the job that failed is stopped again, lest it still runs
     assert not (files.folder / "job.json").exists()
     assert steps(files.output) == [1, 2, 3, 4, 5, 6]
@@ -312,12 +312,12 @@ def test_mindspeed_is_started_in_its_checkout_and_continues_from_its_own_weights
     files, seen = inputs(place, tmp_path / "t"), dict[int, dict[str, float]]()
     with pytest.raises(ChildProcessFailed, match="NCCL error in step 4"):
         train_with_other(config("crash:4"), files, seen.__setitem__)
-    assert train_with_other(config(""), files, seen.__setitem__).checkpoint.name == "iter_0000006"
+    assert train_with_other(config(""), files, seen.__setitem__).path.name == "iter_0000006"
     assert steps(files.output) == sorted(seen) == [1, 2, 3, 4, 5, 6]
     assert (seen[6]["critic/score/mean"], seen[6]["timing_s/step"]) == (0.6, 2.0)  # under our names
     assert "starting at 2" in (files.folder / LOG_FILE).read_text()
     assert list(trainer_versions(config(""))) == ["mindspeed_rl commit"]
     # From the beginning, it loads the weights of the recipe and not those that are set aside; its rows stay.
-    assert train_with_other(config("", "never"), files).steps == 6
+    assert train_with_other(config("", "never"), files).step == 6
     assert (files.folder / LOG_FILE).read_text().count("starting at 0") == 2
     assert (files.folder / LOG_FILE).read_text().count("preparing rows") == 1

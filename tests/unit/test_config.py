@@ -140,7 +140,7 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("evaluate.benchmarks=[{set: math500, name: pooled}]", r"'pooled' names a folder and a column"),
         (
             "evaluate.headline=math500",
-            r"evaluate\.headline=math500 is none of evaluate\.benchmarks: which is empty",
+            r"evaluate\.headline=math500 is not in evaluate\.benchmarks: which is empty",
         ),
         ("evaluate.gates=[math500 is good]", r"'math500 is good' is not of the form NAME"),
         ("evaluate.baselines=[{name: base, pth: x}]", r"evaluate\.baselines has no key pth; it has name, path"),
