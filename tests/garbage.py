@@ -1,4 +1,4 @@
-"""Runs of which a collection leaves some, and what it does."""
+"""Runs for garbage collection tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of child processes share: tiny commands, and whether a process is still the one it was."""
+"""Shared helpers for tests of child processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of the chain in a small store: real keys, data, manifests and reports; only the weights are words."""
+"""Runs of the chain in a small store: real keys, data, manifests and reports; only the weights are fake."""
 
 from __future__ import annotations
 

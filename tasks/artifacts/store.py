@@ -339,9 +339,10 @@ def _attempts_in(folder: Path) -> list[Attempt]:
         paths = list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(path, match) for path in paths if (match := _ATTEMPT.fullmatch(path.name)) is not None]
     attempts = [
-        Attempt(path, int(match[1]), match[2]) for path, match in found if path.is_dir() and not path.is_symlink()
+        Attempt(path, int(match[1]), match[2])
+        for path in paths
+        if (match := _ATTEMPT.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
     ]
     return sorted(attempts, key=lambda attempt: attempt.number)
 

@@ -159,11 +159,8 @@ def _run_servers(
                 server = Server(base_url(settings.host, port), name, api_key, line, process)
                 running.append(_Running(server, process, _watch_health(server, is_over)))
             while pending := [one for one in running if not one.is_healthy.is_set()]:
-                for one in pending:
-                    if one.process.poll() is not None:
-                        raise one.failure(
-                            "The server ended before it was healthy; correct serve.* or the model folder"
-                        )
+                if ended := [one for one in pending if one.process.poll() is not None]:
+                    raise ended[0].failure("It ended before it was healthy; correct serve.* or the model folder")
                 if time.monotonic() >= deadline:
                     raise _too_late(pending, settings)
                 time.sleep(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""Baselines and checkpoints through the tasks of the chain: asked once, cached, and absent one by one."""
+"""Baselines and checkpoints through the chain's tasks: evaluated once, cached, absent one by one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def ask(config: Config) -> tuple[Run, Columns]:
     return run, columns
 
 
-def test_each_column_is_asked_once_and_fails_alone(server: ArithmeticServer, tmp_path: Path) -> None:
+def test_each_column_is_evaluated_once_and_fails_alone(server: ArithmeticServer, tmp_path: Path) -> None:
     model = build_tiny_qwen3(tmp_path / "model", seed=1)
     entries = [
         {"name": "folder", "path": str(model)},
@@ -118,7 +118,7 @@ def test_each_column_is_asked_once_and_fails_alone(server: ArithmeticServer, tmp
     assert label_of(again, "evaluate_model", "theirs") == "evaluate_baseline_theirs"
 
 
-def test_a_baseline_of_a_hub_is_the_model_that_a_recipe_of_it_begins_from(tmp_path: Path) -> None:
+def test_a_hub_baseline_shares_the_artifact_of_a_recipe_model(tmp_path: Path) -> None:
     folder = build_tiny_qwen3(tmp_path / "tiny")
     with hub_of_this_machine(tmp_path) as hub:
         hub.model().commit({path.name: path.read_bytes() for path in folder.iterdir()})

@@ -1,4 +1,4 @@
-"""A detached command outlives its parent, is found again, and ends in order when it is stopped."""
+"""A detached command outlives its parent, is found again, and is stopped gracefully."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def run(stem: Path, command: list[str], options: DetachOptions = OPTIONS, **more
 @pytest.mark.parametrize(
     ("ending", "exit_code"), [(signal.SIGKILL, 0), (signal.SIGTERM, 3)], ids=["killed parent", "restarted worker"]
 )
-def test_the_next_run_attaches_to_what_outlived_its_parent(
+def test_the_next_run_attaches_to_a_command_that_outlived_its_parent(
     stem: Path, caplog: pytest.LogCaptureFixture, ending: signal.Signals, exit_code: int
 ) -> None:
     caplog.set_level(logging.INFO, logger="tasks.processes.detached")
@@ -167,14 +167,14 @@ def test_the_next_run_attaches_to_what_outlived_its_parent(
     assert run(stem, STARTED_AGAIN) == ["started again"]  # what has ended is not attached to
 
 
-def test_unwatched_it_stops_in_order_and_the_next_run_starts_it_again(stem: Path) -> None:
+def test_an_unwatched_command_is_stopped_gracefully(stem: Path) -> None:
     end(start_parent(stem, python(SAVER), unwatched_seconds=1.5), signal.SIGKILL)
     assert outcome_of(stem) == (supervisor.UNWATCHED, 143)
     assert "not watched for 1.5 s: stopping the command" in log_of(stem)
     assert "helper there" in log_of(stem)
 
 
-def test_a_run_that_slept_meanwhile_starts_it_again(stem: Path) -> None:
+def test_a_suspended_run_retries_its_stopped_command(stem: Path) -> None:
     """As after Ctrl-Z and fg."""
 
     def sleep(line: str) -> None:
@@ -186,7 +186,7 @@ def test_a_run_that_slept_meanwhile_starts_it_again(stem: Path) -> None:
     assert not is_lasting(caught.value)
 
 
-def test_watched_it_goes_on(stem: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watched_command_keeps_running(stem: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detached, "TOUCH_SECONDS", 0.1)
     record = stem.with_suffix(supervisor.RECORD_SUFFIX)
     code = """
@@ -214,7 +214,7 @@ def test_watched_it_goes_on(stem: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert watching.stopping == supervisor.UNWATCHED
 
 
-def test_with_no_time_unwatched_it_ends_with_its_parent(stem: Path) -> None:
+def test_without_unwatched_time_a_command_ends_with_its_parent(stem: Path) -> None:
     end(start_parent(stem, python(SAVER), unwatched_seconds=0.0), signal.SIGKILL)
     assert outcome_of(stem) == (supervisor.ORPHANED, 143)
 
@@ -231,7 +231,7 @@ def full_disk() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_attached", [False, True])
-def test_a_run_that_is_cancelled_stops_it_in_order_on_a_full_disk_too(stem: Path, is_attached: bool) -> None:
+def test_cancellation_stops_a_command_gracefully_even_on_a_full_disk(stem: Path, is_attached: bool) -> None:
     if is_attached:
         end(start_parent(stem, python(SAVER)), signal.SIGKILL)
     stack = contextlib.ExitStack()
@@ -247,7 +247,7 @@ def test_a_run_that_is_cancelled_stops_it_in_order_on_a_full_disk_too(stem: Path
 
 
 @pytest.mark.parametrize("target", ["the command", "its supervisor"])
-def test_a_signal_of_somebody_else_stops_it_and_no_retry_undoes_that(stem: Path, target: str) -> None:
+def test_a_foreign_signal_stops_a_command_without_a_retry(stem: Path, target: str) -> None:
     end(start_parent(stem, python(SAVER)), signal.SIGKILL)
     supervisor_pid = record_of(stem).pid
     pids = [supervisor_pid, *supervisor.descendants(supervisor_pid)]  # parents before children
@@ -267,14 +267,14 @@ def test_a_signal_of_somebody_else_stops_it_and_no_retry_undoes_that(stem: Path,
     assert (said in log_of(stem)) == (target == "its supervisor")
 
 
-def test_what_does_not_stop_in_time_is_killed(stem: Path) -> None:
+def test_a_command_that_does_not_stop_in_time_is_killed(stem: Path) -> None:
     with pytest.raises(Cancelled):
         run(stem, python(STUBBORN), DetachOptions(300.0, stop_seconds=2.0, grace_seconds=2.0), on_line=cancel)
     assert outcome_of(stem)[1] == -signal.SIGKILL
     assert log_of(stem).count("SIGTERM") >= 2  # alone, then with its process group
 
 
-def test_a_second_interrupt_kills_it(stem: Path) -> None:
+def test_a_second_interrupt_kills_a_command(stem: Path) -> None:
     parent = start_parent(stem, python(STUBBORN), stop_seconds=300.0, grace_seconds=300.0)
     parent.send_signal(signal.SIGINT)
     wait_until(lambda: "SIGTERM" in log_of(stem), "the request to arrive")
@@ -284,7 +284,7 @@ def test_a_second_interrupt_kills_it(stem: Path) -> None:
     assert outcome_of(stem)[1] == -signal.SIGKILL
 
 
-def test_what_takes_long_to_stop_is_left_to_its_supervisor_and_waited_for(
+def test_a_slow_stop_is_left_to_the_supervisor_and_the_next_run_waits(
     stem: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(detached, "STOP_WAIT_SECONDS", 0.1)
@@ -298,7 +298,7 @@ def test_what_takes_long_to_stop_is_left_to_its_supervisor_and_waited_for(
     assert 0 < log_of(stem).index("helper there") < log_of(stem).index("started again")
 
 
-def test_when_its_supervisor_is_killed_it_dies_and_another_attempt_may_mend_it(stem: Path) -> None:
+def test_a_command_dies_with_its_supervisor_and_is_retried(stem: Path) -> None:
     end(start_parent(stem, python(TICKER, stem.with_suffix(".never"), "0")), signal.SIGKILL)
     pids = [record_of(stem).pid]
 

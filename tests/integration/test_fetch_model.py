@@ -1,4 +1,4 @@
-"""The stage fetch_model with models of a hub: artifacts, cache hits, kills, templates, and without a network."""
+"""The stage fetch_model with hub models: artifacts, cache hits, kills, templates, and no network."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def names(artifact: Artifact) -> set[str]:
     return {entry["path"] for entry in artifact.manifest()["files"]}
 
 
-def test_what_training_reads_is_fetched_once_for_a_commit(hub: HubServer, tmp_path: Path, files: Files) -> None:
+def test_needed_files_are_fetched_once_per_commit(hub: HubServer, tmp_path: Path, files: Files) -> None:
     repo = hub.model()
     commit = repo.commit(files)
     config = recipe(tmp_path)
@@ -92,7 +92,7 @@ def test_what_training_reads_is_fetched_once_for_a_commit(hub: HubServer, tmp_pa
     assert fetched(recipe(tmp_path, f"model.revision={commit}")).digest == first.digest
 
 
-def test_without_a_network_a_run_goes_on_with_what_it_fetched_before(
+def test_a_run_without_a_network_uses_the_last_fetched_model(
     hub: HubServer, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub.model().commit(files)
@@ -123,7 +123,7 @@ def command(config: Config, output: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "flows.cli", "fetch-model", str(path), "--output", str(output), *options]
 
 
-def test_a_killed_download_asks_only_for_what_is_missing(hub: HubServer, tmp_path: Path, files: Files) -> None:
+def test_a_killed_download_resumes(hub: HubServer, tmp_path: Path, files: Files) -> None:
     weights = os.urandom(3_000_000)
     hub.model().commit({**files, "model.safetensors": weights})
     words = command(recipe(tmp_path), tmp_path / "out")
@@ -145,7 +145,7 @@ def test_a_killed_download_asks_only_for_what_is_missing(hub: HubServer, tmp_pat
     assert "download percent 100 of 100: 7 of 7 files, 3.0 MB of 3.0 MB" in done.stdout
 
 
-def test_weights_of_another_model_are_not_mixed_with_it(hub: HubServer, tmp_path: Path, files: Files) -> None:
+def test_weights_of_different_models_are_not_mixed(hub: HubServer, tmp_path: Path, files: Files) -> None:
     hub.model().commit(files)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/model-00001-of-00002.safetensors").touch()
@@ -154,7 +154,7 @@ def test_weights_of_another_model_are_not_mixed_with_it(hub: HubServer, tmp_path
     assert hub.contents() == []
 
 
-def test_a_commit_that_moved_under_way_is_refused(hub: HubServer, tmp_path: Path, files: Files) -> None:
+def test_a_commit_that_changed_during_the_run_is_refused(hub: HubServer, tmp_path: Path, files: Files) -> None:
     hub.model().commit(files)
     model = recipe(tmp_path, "model.source=modelscope").model
     with pytest.raises(ModelError, match=r"modelscope:org/tiny changed during the run"):
@@ -183,7 +183,7 @@ def test_a_chat_template_is_part_of_the_model(hub: HubServer, tmp_path: Path, fi
             fetch_model_files(config.model, tmp_path / "again")
 
 
-def test_python_files_come_only_when_they_may_run_and_the_report_says_so(
+def test_python_files_are_fetched_only_with_trust_remote_code(
     hub: HubServer, tmp_path: Path, files: Files
 ) -> None:
     commit = hub.model().commit(files)
@@ -201,7 +201,7 @@ class Runs:
         return os.system, ("touch it_ran",)
 
 
-def test_pickled_weights_are_converted_when_they_may_be_read(
+def test_pickled_weights_are_converted_if_allowed(
     hub: HubServer, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from safetensors.torch import load_file
@@ -225,7 +225,7 @@ def test_pickled_weights_are_converted_when_they_may_be_read(
     assert not (tmp_path / "it_ran").exists()
 
 
-def test_an_archive_of_a_web_server_becomes_a_model(hub: HubServer, tmp_path: Path, files: Files) -> None:
+def test_an_archive_from_a_web_server_becomes_a_model(hub: HubServer, tmp_path: Path, files: Files) -> None:
     source = tmp_path / "pack/tiny"
     source.mkdir(parents=True)
     for name, content in files.items():

@@ -37,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("other"))
 
 
-def test_it_is_started_followed_and_its_last_checkpoint_found(place: Path, tmp_path: Path) -> None:
+def test_a_trainer_is_followed_and_its_last_checkpoint_returned(place: Path, tmp_path: Path) -> None:
     config, files = config_of(place, tmp_path, train={**TRAIN, "total_steps": 5}), inputs(place, tmp_path / "t")
     seen: dict[int, dict[str, float]] = {}
     lines: list[str] = []
@@ -64,7 +64,7 @@ def test_it_is_started_followed_and_its_last_checkpoint_found(place: Path, tmp_p
     assert "Found checkpoint: global_step_5" in (files.folder / LOG_FILE).read_text()
 
 
-def test_a_crash_is_shown_with_its_traceback_and_the_next_attempt_goes_on(place: Path, tmp_path: Path) -> None:
+def test_a_crash_shows_its_traceback_and_the_next_attempt_resumes(place: Path, tmp_path: Path) -> None:
     config, files = config_of(place, tmp_path, "light crash:4"), inputs(place, tmp_path / "t")
     with pytest.raises(
         ChildProcessFailed, match=r"verl ended with exit code 1(?s:.*)NCCL error in step 4"
@@ -78,20 +78,20 @@ def test_a_crash_is_shown_with_its_traceback_and_the_next_attempt_goes_on(place:
     assert (files.folder / LOG_FILE).read_text().count("Found checkpoint: global_step_2\n") == 1
 
 
-def test_an_error_of_the_configuration_is_not_tried_again(place: Path, tmp_path: Path) -> None:
+def test_a_configuration_error_is_not_retried(place: Path, tmp_path: Path) -> None:
     with pytest.raises(ChildProcessFailed, match=r"KeyError: 'rollout\.modee'") as caught:
         train_with_other(config_of(place, tmp_path, "light typo:1"), inputs(place, tmp_path / "t"))
     assert caught.value.is_lasting
 
 
-def test_a_trainer_that_ends_early_is_no_success(place: Path, tmp_path: Path) -> None:
+def test_a_trainer_that_ends_early_fails_the_stage(place: Path, tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"verl ended with exit code 0, but its last checkpoint is from step 2, b"
     ):
         train_with_other(config_of(place, tmp_path, "light quit:4"), inputs(place, tmp_path / "t"))
 
 
-def test_never_sets_the_earlier_training_aside(place: Path, tmp_path: Path) -> None:
+def test_resume_never_moves_the_earlier_training_aside(place: Path, tmp_path: Path) -> None:
     files = inputs(place, tmp_path / "t")
     train_with_other(config_of(place, tmp_path), files)
     train_with_other(config_of(place, tmp_path, checkpoint={"save_every": 2, "resume": "never"}), files)
@@ -101,7 +101,7 @@ def test_never_sets_the_earlier_training_aside(place: Path, tmp_path: Path) -> N
     assert (files.folder / LOG_FILE).read_text().count("Training from scratch") == 2
 
 
-def test_checkpoints_of_another_training_are_not_continued(place: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_another_training_are_not_resumed(place: Path, tmp_path: Path) -> None:
     files = inputs(place, tmp_path / "t")
     train_with_other(config_of(place, tmp_path), files)
     slower = {**TRAIN, "total_steps": 8, "learning_rate": 5e-7}
@@ -116,7 +116,7 @@ def test_checkpoints_of_another_training_are_not_continued(place: Path, tmp_path
     assert train_with_other(config_of(place, tmp_path, train=slower), files).step == 8
 
 
-def test_a_training_of_our_own_is_not_written_over(place: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_our_own_trainer_are_not_overwritten(place: Path, tmp_path: Path) -> None:
     files = inputs(place, tmp_path / "t")
     (files.output / "checkpoints/step_000004").mkdir(parents=True)
     (files.output / "metrics.jsonl").write_text("kept\n")
@@ -125,7 +125,7 @@ def test_a_training_of_our_own_is_not_written_over(place: Path, tmp_path: Path) 
     assert (files.output / "metrics.jsonl").read_text() == "kept\n"
 
 
-def test_steps_to_keep_are_kept_and_no_others(place: Path, tmp_path: Path) -> None:
+def test_only_steps_to_keep_are_kept(place: Path, tmp_path: Path) -> None:
     given = {"save_every": 1, "keep_last": 1, "keep_steps": [2]}
     files = inputs(place, tmp_path / "t")
     seen: list[set[str]] = []
@@ -142,7 +142,7 @@ def test_steps_to_keep_are_kept_and_no_others(place: Path, tmp_path: Path) -> No
     assert max(map(len, seen)) <= 5  # removed as it goes, a step later
 
 
-def test_a_time_limit_ends_one_that_hangs(place: Path, tmp_path: Path) -> None:
+def test_a_time_limit_stops_a_hanging_trainer(place: Path, tmp_path: Path) -> None:
     files = inputs(place, tmp_path / "t")
     log = files.folder / LOG_FILE
 
@@ -174,7 +174,7 @@ def commands_below(pid: int) -> list[str]:
     return commands
 
 
-def test_sigterm_ends_the_trainer_and_names_what_it_continues_from(place: Path, tmp_path: Path) -> None:
+def test_sigterm_stops_the_trainer_and_names_the_checkpoint(place: Path, tmp_path: Path) -> None:
     config, files = tmp_path / "recipe.yaml", inputs(place, tmp_path / "t")
     config.write_text(config_of(place, tmp_path, "light hang:5").model_dump_json())
     words = ["--data", files.data, "--model", files.model, "--output", files.output, "--held-out", files.held_out]
@@ -201,7 +201,7 @@ def test_sigterm_ends_the_trainer_and_names_what_it_continues_from(place: Path, 
     assert not (files.output / "checkpoints/lock").exists()
 
 
-def test_what_is_wrong_is_said_before_anything_starts(place: Path, tmp_path: Path) -> None:
+def test_errors_are_reported_before_the_trainer_starts(place: Path, tmp_path: Path) -> None:
     def refused(**external: Any) -> str:
         given = {"python": sys.executable, "env": {"PYTHONPATH": str(place / "site")}, **external}
         with pytest.raises(ConfigError) as caught:
@@ -224,7 +224,7 @@ def test_what_is_wrong_is_said_before_anything_starts(place: Path, tmp_path: Pat
         config_of(place, tmp_path, train={**TRAIN, "backend": "own", "device": "cpu"}, external={"python": "p"})
 
 
-def test_an_override_that_says_the_same_is_no_contradiction(place: Path, tmp_path: Path) -> None:
+def test_an_override_with_the_same_value_is_accepted(place: Path, tmp_path: Path) -> None:
     overrides = ["trainer.total_training_steps=6", "+actor_rollout_ref.model.use_liger=True"]
     given = {"python": sys.executable, "env": {"PYTHONPATH": str(place / "site"), "STAND_IN": "light"}}
     config = config_of(place, tmp_path, external={**given, "overrides": overrides})
@@ -233,7 +233,7 @@ def test_an_override_that_says_the_same_is_no_contradiction(place: Path, tmp_pat
     assert (files.folder / "command.sh").read_text().endswith(" ".join(overrides) + "\n")
 
 
-def test_the_versions_of_the_trainer_are_in_the_key(place: Path, tmp_path: Path) -> None:
+def test_the_trainer_versions_are_in_the_key(place: Path, tmp_path: Path) -> None:
     install(tmp_path / "newer", "0.9.2")
     config = config_of(
         place,
@@ -292,9 +292,7 @@ def test_a_job_of_a_cluster_is_followed_and_stopped_with_the_stage(place: Path, 
     assert steps(files.output) == [1, 2, 3, 4, 5, 6]
 
 
-def test_mindspeed_is_started_in_its_checkout_and_continues_from_its_own_weights(
-    place: Path, tmp_path: Path
-) -> None:
+def test_mindspeed_starts_in_its_checkout_and_resumes_from_its_weights(place: Path, tmp_path: Path) -> None:
     install_mindspeed(tmp_path / "checkout")
 
     def config(orders: str, resume: str = "auto") -> Config:

@@ -110,7 +110,7 @@ def commands() -> list[str]:
     return commands
 
 
-def test_three_commands_lead_from_files_to_the_report(commands: list[str], tmp_path: Path) -> None:
+def test_the_three_readme_commands_lead_from_files_to_a_report(commands: list[str], tmp_path: Path) -> None:
     build_tiny(tmp_path / "models/Qwen3-0.6B", "qwen3", positions=4096)
     write_gsm8k(tmp_path / "questions.csv")
     (tmp_path / "reward.py").write_text(REWARD)
@@ -128,7 +128,7 @@ def test_three_commands_lead_from_files_to_the_report(commands: list[str], tmp_p
     ("architecture", "data", "write"),
     [("qwen2", "math.parquet", write_dapo_math), ("llama", "choices.json", write_choices)],
 )
-def test_other_files_and_models_plan_clean_and_train(
+def test_other_file_formats_and_models_plan_clean_and_train(
     commands: list[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""Prefect's page gets a limited number of lines per minute; the terminal and the log file get all."""
+"""The Prefect page gets a limited number of lines per minute; the terminal and the log file get all."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, **options: 
     return run
 
 
-def test_lines_over_the_limit_are_kept_from_the_page_only(
+def test_lines_over_the_limit_are_omitted_only_from_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="tasks")
@@ -105,7 +105,7 @@ def test_each_minute_has_its_own_lines(caplog: pytest.LogCaptureFixture) -> None
     assert caplog.messages == [f"... {n} lines omitted in this minute; all are in x.log" for n in (3, 1)]
 
 
-def test_lines_that_warn_have_a_limit_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_have_their_own_limit(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="tasks")
     page = PageLines(2, Path("x.log"), clock=lambda: 0.0)
     assert [page.admits("WARNING: hot") for _ in range(5)] == [True, True, False, False, False]

@@ -1,4 +1,4 @@
-"""A real `vllm serve`: it answers as the policy would, keeps its key, says why it failed, and leaves nothing."""
+"""A real `vllm serve`: matches the policy, protects its key, reports failures, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def client_of(serving: Serving, api_key: str | None = None) -> httpx.Client:
     return httpx.Client(base_url=serving.server.base_url, headers=headers, timeout=300, trust_env=False)
 
 
-def test_each_is_healthy_under_our_name_with_sockets_in_a_folder_of_its_own(serving: Serving) -> None:
+def test_each_server_is_healthy_with_its_own_name_and_socket_folder(serving: Serving) -> None:
     with client_of(serving) as client:
         assert client.get("/health").status_code == 200
         models = client.get("/v1/models").json()["data"]
@@ -97,7 +97,7 @@ def test_each_is_healthy_under_our_name_with_sockets_in_a_folder_of_its_own(serv
     assert all(any(path.is_socket() for path in folder.iterdir()) for folder in serving.folders)
 
 
-def test_a_wrong_key_is_refused_and_the_right_one_is_nowhere_to_be_read(serving: Serving) -> None:
+def test_a_wrong_key_is_refused_and_the_right_one_is_not_exposed(serving: Serving) -> None:
     request = {"model": serving.server.model, "prompt": "1", "max_tokens": 1}
     with client_of(serving, "guessed") as client:
         assert client.get("/v1/models").status_code == 401
@@ -122,7 +122,7 @@ def policy_log_probs(serving: Serving, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
 
 
-def test_log_probs_of_a_prompt_are_the_policy_s(serving: Serving) -> None:
+def test_prompt_log_probs_match_the_policy(serving: Serving) -> None:
     ids = [5, 6, 7, 40, 90, 200, 31, 8, 250, 17, 17, 64]
     choice = completion(serving, prompt=ids, max_tokens=1, prompt_logprobs=0, temperature=0)
     expected = policy_log_probs(serving, ids)
@@ -134,7 +134,7 @@ def test_log_probs_of_a_prompt_are_the_policy_s(serving: Serving) -> None:
         )
 
 
-def test_greedy_answers_are_the_policy_s_with_its_log_probs(serving: Serving) -> None:
+def test_greedy_answers_match_the_policy(serving: Serving) -> None:
     prompt_ids = [5, 6, 7, 40, 90]
     choice = completion(
         serving, prompt=prompt_ids, max_tokens=10, temperature=0, logprobs=0, return_token_ids=True
@@ -154,7 +154,7 @@ def num_answered(server: Server) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total"))
 
 
-def test_an_evaluation_is_shared_by_the_servers(serving: Serving, tmp_path: Path) -> None:
+def test_an_evaluation_is_spread_over_the_servers(serving: Serving, tmp_path: Path) -> None:
     items = [
         Item(f"sum-{number}", ({"role": "user", "content": f"What is {number} + 7?"},), str(number + 7))
         for number in range(NUM_ITEMS)
@@ -184,7 +184,7 @@ def test_an_evaluation_is_shared_by_the_servers(serving: Serving, tmp_path: Path
         assert row["response_tokens"] == len(response_ids)
 
 
-def test_options_are_weighed_by_the_policy_s_log_probs(serving: Serving, tmp_path: Path) -> None:
+def test_option_log_probs_match_the_policy(serving: Serving, tmp_path: Path) -> None:
     """As lm-eval weighs them: the tokens of the whole text beyond those of the prompt alone."""
     options = ("31", "a hundred and seven", "no")
     items = [Item(f"sum-{number}", f"{number} + 7 is:\n", options[0], options=options) for number in range(2)]
@@ -230,12 +230,12 @@ def _misname_the_architecture(model_path: Path) -> ServeConfig:
         (
             _misname_the_architecture,
             "  Value error, The checkpoint you are trying to load has model type `no_such_model`",
-            "The server ended before it was healthy; correct serve.* or the model folder",
+            "It ended before it was healthy; correct serve.* or the model folder",
         ),
     ],
     ids=["argument", "architecture"],
 )
-def test_a_server_that_dies_says_why(
+def test_a_failed_server_start_reports_the_reason(
     tmp_path: Path, damage: Callable[[Path], ServeConfig], said: str, advice: str
 ) -> None:
     model_path = build_tiny_qwen3(tmp_path / "model")

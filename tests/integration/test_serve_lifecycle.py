@@ -1,4 +1,4 @@
-"""Several servers start, fail and end together; a small stand-in for vLLM fails at will and at once."""
+"""Several servers start, fail and stop together; a small stand-in for vLLM fails on demand."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def has_no_listener(server: Server) -> bool:
     return False
 
 
-def test_all_servers_answer_are_recognised_and_are_gone_however_the_block_ends(
+def test_all_servers_answer_and_are_gone_after_the_block(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
 ) -> None:
     ports = stand_in(monkeypatch, "answers")
@@ -156,10 +156,10 @@ def test_all_servers_answer_are_recognised_and_are_gone_however_the_block_ends(
         ("refuses", r"^vllm serve 2 of 3 ended with exit code 1; its log is .*s-2\.log\n"
          r"vLLM reports: vllm: error: unrecognized arguments: --typo\nCorrect serve\.extra_args"),
         ("breaks", r"^vLLM reports: ValueError: no room\nvllm serve 2 of 3 ended with exit code 1\. Its last "
-         r"lines, from .*s-2\.log:\n(  \| .*\n)+The server ended before it was healthy"),
+         r"lines, from .*s-2\.log:\n(  \| .*\n)+It ended before it was healthy"),
     ],
 )  # fmt: skip
-def test_one_that_dies_is_named_with_its_words_and_ends_the_others(
+def test_a_server_that_fails_is_quoted_and_stops_the_others(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path, behaviour: str, message: str
 ) -> None:
     ports = stand_in(monkeypatch, "hangs", behaviour, "answers")
@@ -181,7 +181,7 @@ def test_one_that_dies_is_named_with_its_words_and_ends_the_others(
         ("finds its port taken", r"^vLLM reports: OSError: \[Errno 98\] Address already in use"),
     ],
 )
-def test_one_that_is_killed_or_loses_its_port_may_do_better_next_time(
+def test_a_killed_server_or_a_lost_port_is_retried(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path, behaviour: str, message: str
 ) -> None:
     stand_in(monkeypatch, behaviour)
@@ -194,7 +194,7 @@ def test_one_that_is_killed_or_loses_its_port_may_do_better_next_time(
     assert not is_lasting(caught.value)
 
 
-def test_an_evaluation_that_failed_because_a_server_ended_says_so(
+def test_an_evaluation_that_failed_with_a_server_reports_it(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
 ) -> None:
     stand_in(monkeypatch, "answers", "ends later")
@@ -273,7 +273,7 @@ def test_a_signal_ends_the_wait_for_servers_whenever_it_comes(
         signal.signal(signal.SIGTERM, before)
 
 
-def test_servers_in_the_foreground_end_with_the_first_that_ends(
+def test_foreground_servers_stop_when_one_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, model_path: Path, tmp_path: Path
 ) -> None:
     ports = stand_in(monkeypatch, "answers", "ends later")

@@ -1,4 +1,4 @@
-"""The stage evaluate_model of a suite: what is asked, what is taken from the store, and when nothing is served."""
+"""The stage evaluate_model for a suite: what is evaluated, reused, and when no server starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def evaluate(config: Config, *forced: str) -> Artifact:
     return artifact
 
 
-def test_only_what_the_store_lacks_is_asked_and_nothing_is_served_where_it_lacks_nothing(
+def test_only_missing_benchmarks_are_evaluated_and_no_server_starts_if_none_is(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:
     def config(benchmarks: str, *words: str) -> Config:

@@ -1,4 +1,4 @@
-"""Keys change with what changes the result; a damaged artifact is never a hit; a forced one replaces none."""
+"""Keys change with what changes the result; damaged artifacts are never hits; forced builds replace none."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def names(store: ArtifactStore) -> list[str]:
     return sorted(path.name for path in store.key_folder("train", PARTS.key).iterdir())
 
 
-def test_the_key_is_sha256_of_the_canonical_json_of_its_parts() -> None:
+def test_the_key_is_the_sha256_of_its_canonical_json() -> None:
     text = (
         '{"code_digest":"' + "c" * 64 + '","config":{"loss":{"clip_high":0.28,"clip_low":0.2},"steps":3},'
         '"inputs":{"data":"' + "b" * 64 + '","model":"' + "a" * 64 + '"},'
@@ -70,17 +70,17 @@ def test_the_key_is_sha256_of_the_canonical_json_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize("value", [{1, 2}, Path("x"), float("nan")])
-def test_a_value_without_one_canonical_text_is_refused(value: object) -> None:
+def test_values_without_canonical_json_are_refused(value: object) -> None:
     with pytest.raises((TypeError, ValueError)):
         _ = replace(PARTS, config={"key": value}).key
 
 
-def test_package_versions_name_what_is_absent() -> None:
+def test_missing_packages_are_recorded_as_absent() -> None:
     versions = package_versions(["numpy", "no-such-package"])
     assert versions == {"numpy": np.__version__, "no-such-package": "absent"}
 
 
-def test_the_first_run_builds_and_the_second_is_a_hit(store: ArtifactStore) -> None:
+def test_a_second_build_of_the_same_key_is_a_cache_hit(store: ArtifactStore) -> None:
     build = Builder(metrics={"loss": np.float32(0.5), "steps": np.int64(3), "name": "x"})
     made, was_cached = store.produce(PARTS, build)
     assert not was_cached
@@ -93,7 +93,7 @@ def test_the_first_run_builds_and_the_second_is_a_hit(store: ArtifactStore) -> N
     assert names(store) == ["1"]
 
 
-def test_the_manifest_has_files_key_parts_times_and_metrics(store: ArtifactStore) -> None:
+def test_the_manifest_records_files_key_parts_times_and_metrics(store: ArtifactStore) -> None:
     made, _ = store.produce(PARTS, Builder(metrics={"loss": np.float32(0.5), "steps": np.int64(3)}))
     manifest = made.manifest()
     assert manifest["files"] == [
@@ -108,7 +108,7 @@ def test_the_manifest_has_files_key_parts_times_and_metrics(store: ArtifactStore
     assert manifest["host"] == os.uname().nodename
 
 
-def test_the_digest_is_of_the_content_alone(tmp_path: Path) -> None:
+def test_the_digest_depends_only_on_the_content(tmp_path: Path) -> None:
     first, _ = ArtifactStore(tmp_path / "one").produce(PARTS, Builder())
     other_parts = replace(PARTS, config={"steps": 4})
     second, _ = ArtifactStore(tmp_path / "two").produce(other_parts, Builder(metrics={"loss": 9.0}))
@@ -154,7 +154,7 @@ def link(directory: Path) -> None:
         (link, r"tokens\.txt is neither a file nor a folder"),
     ],
 )
-def test_a_damaged_artifact_is_named_kept_and_built_again(
+def test_a_damaged_artifact_is_reported_kept_and_rebuilt(
     store: ArtifactStore, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], reason: str
 ) -> None:
     build = Builder()
@@ -177,7 +177,7 @@ def age(made: Artifact) -> None:
 
 
 @pytest.mark.slow
-def test_files_found_right_are_not_read_again_until_they_change(
+def test_verified_files_are_not_hashed_again_until_they_change(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
@@ -208,7 +208,7 @@ def test_files_found_right_are_not_read_again_until_they_change(
     assert hashed == ["weights.bin"]
 
 
-def test_a_lost_or_torn_stamp_only_costs_time(store: ArtifactStore) -> None:
+def test_a_corrupt_stamp_file_is_ignored(store: ArtifactStore) -> None:
     made, _ = store.produce(PARTS, Builder())
     stamp = Path(made.path).with_suffix(".verified")
     for content in ("{", "[]"):
@@ -216,7 +216,7 @@ def test_a_lost_or_torn_stamp_only_costs_time(store: ArtifactStore) -> None:
         assert store.lookup("train", PARTS.key) == made
 
 
-def test_a_failed_build_is_no_hit_and_stays_to_be_looked_at(
+def test_a_failed_build_is_not_a_hit_and_is_kept_for_inspection(
     store: ArtifactStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(work: Path) -> Mapping[str, Any]:
@@ -247,7 +247,7 @@ def train(stops: bool, steps: list[int]) -> Callable[[Path], Mapping[str, Any]]:
     return build
 
 
-def test_a_resumable_build_continues_where_the_failed_one_stopped(store: ArtifactStore) -> None:
+def test_a_resumable_build_continues_the_failed_attempt(store: ArtifactStore) -> None:
     steps: list[int] = []
     with pytest.raises(InterruptedError):
         store.produce(PARTS, train(True, steps), resumable=True)
@@ -258,7 +258,7 @@ def test_a_resumable_build_continues_where_the_failed_one_stopped(store: Artifac
     assert store.unfinished("train", PARTS.key) is None
 
 
-def test_a_forced_build_leaves_the_old_artifact_to_those_who_use_it(store: ArtifactStore) -> None:
+def test_a_forced_build_keeps_the_old_artifact(store: ArtifactStore) -> None:
     old, _ = store.produce(PARTS, Builder({"weights.bin": b"old"}))
 
     def build(work: Path) -> Mapping[str, Any]:
@@ -274,7 +274,7 @@ def test_a_forced_build_leaves_the_old_artifact_to_those_who_use_it(store: Artif
     assert store.produce(PARTS, Builder()) == (old, True)  # the newest attempt that verifies
 
 
-def test_a_forced_build_that_fails_leaves_a_hit_and_is_continued_by_force(store: ArtifactStore) -> None:
+def test_a_failed_forced_build_keeps_the_hit_and_resumes_when_forced(store: ArtifactStore) -> None:
     steps: list[int] = []
     old, _ = store.produce(PARTS, train(False, steps), resumable=True, force=True)  # as without force
     with pytest.raises(InterruptedError):
@@ -293,14 +293,14 @@ def test_a_forced_build_that_fails_leaves_a_hit_and_is_continued_by_force(store:
         (lambda work: (work / "a\nb").touch(), r"a\\nb' has a line break or another control character"),
     ],
 )  # fmt: skip
-def test_an_output_that_would_break_the_store_is_refused(
+def test_links_reserved_names_and_control_characters_are_refused(
     store: ArtifactStore, write: Callable[[Path], None], said: str
 ) -> None:
     with pytest.raises(StoreError, match=said):
         store.produce(PARTS, lambda work: {"wrote": write(work)})
 
 
-def test_a_manifest_holds_no_secret(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifests_contain_no_secrets(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "sk-very-secret")
     parts = replace(PARTS, config={"serve": {"extra_args": ("--header", "Bearer sk-very-secret")}})
     made, _ = store.produce(parts, Builder(metrics={"commands": ["curl -H sk-very-secret"], "n": 1}))
@@ -319,7 +319,7 @@ def hand_on(work: Path, digests: Mapping[str, str]) -> Output:
     return Output({"loss": 0.5}, digests)
 
 
-def test_a_digest_that_a_stage_hands_on_is_kept_and_compared_with_the_bytes_at_the_next_use(
+def test_digests_taken_while_writing_are_verified_on_the_next_use(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, _ = ArtifactStore(store.root / "other").produce(PARTS, lambda work: hand_on(work, {}).metrics)
@@ -343,14 +343,14 @@ def test_a_digest_that_a_stage_hands_on_is_kept_and_compared_with_the_bytes_at_t
 
 
 @pytest.mark.parametrize("digests", [{"absent": "sha256:0"}, {WEIGHTS: "md5:0"}])
-def test_a_digest_of_nothing_or_of_an_unknown_kind_is_refused(
+def test_digests_of_unwritten_files_or_unknown_algorithms_are_refused(
     store: ArtifactStore, digests: Mapping[str, str]
 ) -> None:
     with pytest.raises(StoreError, match="returned digests for files it did not write"):
         store.produce(PARTS, lambda work: hand_on(work, digests))
 
 
-def test_a_full_disk_under_a_build_names_space_and_key(store: ArtifactStore) -> None:
+def test_a_full_disk_during_a_build_names_free_space_and_key(store: ArtifactStore) -> None:
     def build(work: Path) -> Mapping[str, Any]:
         with open("/dev/full", "wb") as full:  # a real ENOSPC from a real write
             full.write(b"x")
@@ -364,7 +364,7 @@ def test_a_full_disk_under_a_build_names_space_and_key(store: ArtifactStore) -> 
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_a_store_below_a_file_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_a_store_path_below_a_file_is_refused_before_building(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     build = Builder()
     for root in (tmp_path / "file", tmp_path / "file" / "store"):
@@ -373,7 +373,7 @@ def test_a_store_below_a_file_is_refused_before_any_work(tmp_path: Path) -> None
     assert build.num_runs == 0
 
 
-def test_errors_that_are_not_about_the_store_stay_as_they_are(store: ArtifactStore, tmp_path: Path) -> None:
+def test_unrelated_errors_are_not_turned_into_store_errors(store: ArtifactStore, tmp_path: Path) -> None:
     def read_missing(work: Path) -> Mapping[str, Any]:
         return {"text": (work / "missing").read_text()}
 

@@ -1,4 +1,4 @@
-"""The links that baselines and checkpoints add to a chain, what their keys depend on, and absent columns."""
+"""Links that baselines and checkpoints add to a chain, their keys, and absent columns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_server(store: Path, server: ArithmeticServer, name: str = "m") -> Confi
     return small_config(store, f"evaluate.baselines=[{entry}]")
 
 
-def test_a_recipe_has_the_links_of_its_baselines_and_checkpoints(tmp_path: Path) -> None:
+def test_baselines_and_checkpoints_add_links(tmp_path: Path) -> None:
     entries = "{name: base-4B, id: org/base}, {name: theirs, base_url: 'http://h', model: m}"
     config = small_config(tmp_path, f"evaluate.baselines=[{entries}]", "evaluate.checkpoints=every 20")
     baselines = ("fetch_baseline_base-4B", "evaluate_baseline_base-4B", "evaluate_baseline_theirs")
@@ -47,7 +47,7 @@ def test_a_recipe_has_the_links_of_its_baselines_and_checkpoints(tmp_path: Path)
     assert link_of(config, baselines[2]).command == "dapo stage evaluate-model CONFIG --side theirs"
 
 
-def test_columns_change_no_key_of_the_others(tmp_path: Path) -> None:
+def test_columns_do_not_change_other_keys(tmp_path: Path) -> None:
     plain, wide = small_config(tmp_path), small_config(tmp_path, "evaluate.baselines=[{name: b, path: x}]", STEPS)
     model, data = (Artifact("stage", "k", str(tmp_path), digest) for digest in ("m", "d"))
     training = replace(model, digest="t")
@@ -62,7 +62,7 @@ def test_columns_change_no_key_of_the_others(tmp_path: Path) -> None:
     assert link_of(other, "merge_step_20").key(data).key != merges[0]
 
 
-def test_a_training_keeps_the_steps_that_are_evaluated_later(tmp_path: Path) -> None:
+def test_training_keeps_the_steps_to_evaluate(tmp_path: Path) -> None:
     config = small_config(tmp_path, STEPS, "checkpoint.keep_steps=[60]")
     assert keep_words(config) == ["--set", "checkpoint.keep_steps=[20, 40, 60]"]
     assert keep_words(small_config(tmp_path)) == []
@@ -77,7 +77,7 @@ def test_a_training_keeps_the_steps_that_are_evaluated_later(tmp_path: Path) -> 
         step_checkpoint(training, 30)
 
 
-def test_the_store_gives_the_columns_that_it_has(tmp_path: Path) -> None:
+def test_stored_columns_are_used_and_others_are_absent(tmp_path: Path) -> None:
     model = build_tiny_qwen3(tmp_path / "model")
     entries = f"{{name: base, path: {model}}}, {{name: gone, path: {tmp_path / 'none'}}}"
     config = small_config(tmp_path / "store", f"evaluate.baselines=[{entries}]", STEPS)
@@ -101,7 +101,7 @@ def test_the_store_gives_the_columns_that_it_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_served_baseline_expires_with_the_weights_that_its_server_shows(
+def test_a_served_baseline_is_evaluated_again_when_its_weights_change(
     server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ServeError, match=r"theirs reads its API key from THEIR_KEY, which is not set"):
@@ -137,7 +137,7 @@ def data(folder: Path) -> Artifact:
     )
 
 
-def test_a_server_that_is_away_or_has_another_model_is_named_by_its_entry(
+def test_an_unreachable_or_wrong_server_is_named_by_its_entry(
     server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THEIR_KEY", "secret-of-theirs")

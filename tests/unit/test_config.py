@@ -229,7 +229,7 @@ def test_references_of_a_model_are_checked_as_they_are_read() -> None:
         ),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused(recipe: Path, overrides: list[str], message: str) -> None:
+def test_contradicting_keys_are_refused(recipe: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(recipe, overrides)
 

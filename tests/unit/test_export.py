@@ -1,4 +1,4 @@
-"""What a run hands on: a folder that transformers loads, with a card that says what was measured and no more."""
+"""An exported run: a folder that transformers loads, with a card of the measured results."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def ignore(done: int, total: int) -> None:
     """No progress is shown."""
 
 
-def test_the_files_are_copies_beside_report_manifests_and_configuration(run: RecordedRun, exported: Path) -> None:
+def test_an_export_copies_model_report_manifests_and_configuration(run: RecordedRun, exported: Path) -> None:
     weights = exported / "weights"  # a merge's test has transformers load what it wrote
     original = Path(run.stages["merge_checkpoint"].artifact) / "weights"
     assert not os.path.samefile(weights, original)
@@ -80,7 +80,7 @@ def test_the_files_are_copies_beside_report_manifests_and_configuration(run: Rec
     assert [path.name for path in exported.parent.iterdir()] == ["model"]
 
 
-def test_no_file_reveals_where_it_was_made(run: RecordedRun, exported: Path) -> None:
+def test_exported_files_contain_no_local_paths_or_secrets(run: RecordedRun, exported: Path) -> None:
     store = run.folder.parent.parent
     texts = {path.name: path.read_text() for path in exported.rglob("*") if path.suffix}
     assert {"config.yaml", "README.md", "report.html", "report.json", "report.md", "train_policy.json"} <= set(
@@ -101,7 +101,7 @@ def test_no_file_reveals_where_it_was_made(run: RecordedRun, exported: Path) -> 
         load_config(exported / "config.yaml")
 
 
-def test_the_card_names_the_keys_of_files_that_the_recipe_needs(run: RecordedRun) -> None:
+def test_the_card_names_keys_with_user_files(run: RecordedRun) -> None:
     report = read_report(run)
     assert report is not None
     for config, said in (
@@ -114,7 +114,7 @@ def test_the_card_names_the_keys_of_files_that_the_recipe_needs(run: RecordedRun
         assert said in " ".join(model_card(run, config, report, {}).split())
 
 
-def test_the_card_says_what_was_measured(run: RecordedRun, exported: Path) -> None:
+def test_the_card_contains_the_measured_results(run: RecordedRun, exported: Path) -> None:
     card = (exported / "README.md").read_text()
     _, header, body = card.split("---\n", 2)
     about = yaml.safe_load(header)
@@ -149,7 +149,7 @@ def test_the_card_says_what_was_measured(run: RecordedRun, exported: Path) -> No
     assert "1 step took 2.5 s; 900 response tokens were trained on, of 1,200 generated." in flat
 
 
-def test_a_suite_has_a_score_of_each_registered_set(run: RecordedRun) -> None:
+def test_the_card_of_a_suite_has_a_score_per_registered_set(run: RecordedRun) -> None:
     report = read_report(run)
     assert report is not None
     report |= {
@@ -171,7 +171,7 @@ def test_a_suite_has_a_score_of_each_registered_set(run: RecordedRun) -> None:
     assert [line.split("|")[2].strip() for line in card.splitlines() if "| benchmark " in line] == ["mine"]
 
 
-def test_a_named_benchmark_is_a_score_of_the_front_matter(run: RecordedRun) -> None:
+def test_a_registered_benchmark_is_a_score_in_the_front_matter(run: RecordedRun) -> None:
     report = read_report(run)
     assert report is not None
     report["settings"]["benchmark"] = "math500"
@@ -182,7 +182,7 @@ def test_a_named_benchmark_is_a_score_of_the_front_matter(run: RecordedRun) -> N
     assert result["metrics"][0]["value"] == 0.75
 
 
-def test_an_export_that_fails_leaves_nothing_but_what_was_there(run: RecordedRun, tmp_path: Path) -> None:
+def test_a_failed_export_leaves_no_files(run: RecordedRun, tmp_path: Path) -> None:
     model = tmp_path / "model"
 
     def interrupt(done: int, total: int) -> None:
@@ -199,7 +199,7 @@ def test_an_export_that_fails_leaves_nothing_but_what_was_there(run: RecordedRun
 
 
 @pytest.mark.slow
-def test_a_collection_waits_until_the_model_is_copied(tmp_path: Path) -> None:
+def test_garbage_collection_waits_for_an_export(tmp_path: Path) -> None:
     old = record_run(small_config(tmp_path / "store"), Outcome(weights="old"))
     record_run(small_config(tmp_path / "store", "run.seed=5"), Outcome(weights="new"))
     run = find_run(old.store.root, old.folder.name)
@@ -219,7 +219,7 @@ def test_a_collection_waits_until_the_model_is_copied(tmp_path: Path) -> None:
     assert (num_bytes, (tmp_path / "model" / "weights").read_text()) == (3, "old")
 
 
-def test_what_keeps_an_export_from_beginning_is_said(run: RecordedRun, tmp_path: Path) -> None:
+def test_an_unwritable_destination_or_missing_configuration_is_reported(run: RecordedRun, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="/proc/no/where cannot be created: "):
         export_run(run, Path("/proc/no/where"), ignore)
     recorded = record_run(small_config(tmp_path / "store"))
@@ -232,7 +232,7 @@ def test_what_keeps_an_export_from_beginning_is_said(run: RecordedRun, tmp_path:
     assert seen == []
 
 
-def test_a_damaged_model_is_not_handed_on(tmp_path: Path) -> None:
+def test_a_damaged_model_is_not_exported(tmp_path: Path) -> None:
     recorded = record_run(small_config(tmp_path / "store"))
     run = find_run(recorded.store.root, "latest")
     weights = Path(run.stages["merge_checkpoint"].artifact) / "weights"
@@ -245,7 +245,7 @@ def test_a_damaged_model_is_not_handed_on(tmp_path: Path) -> None:
         export_run(run, tmp_path / "model", ignore)
 
 
-def test_a_run_of_one_stage_has_nothing_to_hand_on(tmp_path: Path) -> None:
+def test_a_run_without_a_model_cannot_be_exported(tmp_path: Path) -> None:
     recorded = record_run(small_config(tmp_path / "store"), labels=("prepare_data",), flow="prepare-data")
     with pytest.raises(
         StoreError, match=r"\(prepare-data, completed\) has no merge_checkpoint, only prepare_data"
@@ -289,7 +289,7 @@ def test_no_file_outside_the_artifact_is_read_or_written(tmp_path: Path, name: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["settings", "before"])
-def test_a_report_of_another_version_is_named(tmp_path: Path, key: str) -> None:
+def test_an_incomplete_report_is_reported(tmp_path: Path, key: str) -> None:
     recorded = record_run(small_config(tmp_path / "store"))
     run = find_run(recorded.store.root, "latest")
     report = run.folder / "report" / "report.json"
@@ -299,7 +299,7 @@ def test_a_report_of_another_version_is_named(tmp_path: Path, key: str) -> None:
         export_run(run, tmp_path / "model", ignore)
 
 
-def test_a_planted_record_or_report_leads_nowhere(tmp_path: Path) -> None:
+def test_manipulated_records_and_reports_are_refused(tmp_path: Path) -> None:
     recorded = record_run(small_config(tmp_path / "store"))
     run = find_run(recorded.store.root, "latest")
     page = run.folder / "report" / "report.html"
@@ -319,7 +319,7 @@ def test_a_planted_record_or_report_leads_nowhere(tmp_path: Path) -> None:
             find_run(run.store, run.id)
 
 
-def test_the_base_models_card_is_kept_beside_ours(tmp_path: Path) -> None:
+def test_the_base_model_card_is_kept(tmp_path: Path) -> None:
     recorded = record_run(small_config(tmp_path / "store"))
     run = find_run(recorded.store.root, "latest")
     run = republished(run, Path(run.stages["merge_checkpoint"].artifact), {"README.md": "the base model's"})
@@ -338,7 +338,7 @@ def test_the_base_models_card_is_kept_beside_ours(tmp_path: Path) -> None:
         ("local", "name", None),
     ],
 )
-def test_the_base_model_is_named_if_its_folder_names_it(
+def test_the_base_model_name_is_taken_from_its_folder(
     tmp_path: Path, folder: str, name: str | None, expected: str | None
 ) -> None:
     (model := tmp_path / folder).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""`dapo init`: the recipe for small files of one's own is that of configs/; what it cannot tell is refused."""
+"""`dapo init`: writes the recipe of configs/ for small files, and refuses what it cannot identify."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_recipe_in_configs_is_what_init_writes_for_small_files_and_nothing_is_in_its_way(folder: Path) -> None:
+def test_init_writes_the_recipe_in_configs_and_its_plan_is_clean(folder: Path) -> None:
     text = first_recipe(Path("own_cpu.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
     assert (PROJECT_ROOT / "configs/own_cpu.yaml").read_text() == text
     Path("own_cpu.yaml").write_text(text)
@@ -51,9 +51,7 @@ def test_the_recipe_in_configs_is_what_init_writes_for_small_files_and_nothing_i
     assert questions[0].isdisjoint(questions[1])
 
 
-def test_files_and_models_that_are_here_are_read_without_the_network(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_files_and_models_need_no_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: asked.append(host) or [])
     text = first_recipe(Path("own.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
@@ -64,14 +62,14 @@ def test_files_and_models_that_are_here_are_read_without_the_network(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_models_of_other_families_and_lengths_plan_clean_too(folder: Path, architecture: Architecture) -> None:
+def test_recipes_for_other_model_families_plan_clean(folder: Path, architecture: Architecture) -> None:
     build_tiny("models/other", architecture, positions=2048)
     text = first_recipe(Path("other.yaml"), model_keys("models/other"), "data/questions.csv", None, CPU)
     Path("other.yaml").write_text(text)
     assert {finding.status for finding in examine(load_config("other.yaml"))} == {OK}
 
 
-def test_a_base_model_takes_a_chat_template_of_the_users(folder: Path) -> None:
+def test_a_base_model_needs_a_chat_template(folder: Path) -> None:
     template = Path("models/small/chat_template.jinja").rename("chat.jinja")
     with pytest.raises(PreflightError, match=r"has no chat template; .* \(of dapo init: --chat-template\)"):
         first_recipe(Path("b/c/b.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
@@ -83,7 +81,7 @@ def test_a_base_model_takes_a_chat_template_of_the_users(folder: Path) -> None:
     assert {finding.status for finding in examine(config)} == {OK}
 
 
-def test_rows_of_an_unknown_data_source_get_the_scorer_of_own_problems(folder: Path) -> None:
+def test_an_unknown_data_source_gets_the_default_scorer(folder: Path) -> None:
     rows = [
         {
             "data_source": "school-2026",
@@ -99,7 +97,7 @@ def test_rows_of_an_unknown_data_source_get_the_scorer_of_own_problems(folder: P
     assert {finding.status for finding in examine(config)} == {OK}
 
 
-def test_devices_share_ranks_and_engines(folder: Path) -> None:
+def test_devices_are_split_between_ranks_and_engines(folder: Path) -> None:
     text = first_recipe(
         Path("npu.yaml"),
         model_keys("models/small"),
@@ -114,7 +112,7 @@ def test_devices_share_ranks_and_engines(folder: Path) -> None:
     assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= 512
 
 
-def test_one_device_is_shared(folder: Path) -> None:
+def test_a_single_device_is_colocated(folder: Path) -> None:
     data = "data/questions.csv"
     text = first_recipe(Path("one.yaml"), model_keys("models/small"), data, data, Machine("cuda", 1, 16))
     Path("one.yaml").write_text(text)
@@ -122,7 +120,7 @@ def test_one_device_is_shared(folder: Path) -> None:
     assert (config.train.placement, config.num_devices) == ("colocated", 1)
 
 
-def test_ids_of_hubs_and_registered_names_are_taken_as_they_are(folder: Path) -> None:
+def test_hub_ids_and_registered_names_are_accepted(folder: Path) -> None:
     assert model_keys("modelscope:Qwen/Qwen3-0.6B@main") == {
         "source": "modelscope",
         "id": "Qwen/Qwen3-0.6B",
@@ -138,7 +136,7 @@ def test_ids_of_hubs_and_registered_names_are_taken_as_they_are(folder: Path) ->
         model_keys("nosuch")
 
 
-def test_a_registered_form_is_recognised_and_a_part_of_it_does_not_bear_its_name(folder: Path) -> None:
+def test_a_registered_schema_is_recognized_but_a_part_does_not_use_its_name(folder: Path) -> None:
     rows = [{"question": f"How many? {n}", "answer": f"I count. #### {n}"} for n in range(20)]
     Path("g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert data_set("g.jsonl", "data") == [{"set": "gsm8k", "path": "g.jsonl"}]
@@ -152,7 +150,7 @@ def test_a_registered_form_is_recognised_and_a_part_of_it_does_not_bear_its_name
     assert row == {"id": "0", "problem": "How many? 0", "answer": "0"}
 
 
-def test_columns_are_named_by_their_names_or_the_option(folder: Path) -> None:
+def test_columns_are_guessed_or_given(folder: Path) -> None:
     Path("x.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match=r"has the columns a, b, and no name .* the problem; add --columns"):
         guessed_columns(Path("x.csv"))
@@ -173,7 +171,7 @@ def test_columns_are_named_by_their_names_or_the_option(folder: Path) -> None:
     assert guessed_columns(Path("y.csv")) == {"problem": "Prompt", "answer": "label"}
 
 
-def test_a_held_out_file_may_have_columns_of_its_own(folder: Path) -> None:
+def test_a_held_out_file_may_have_different_columns(folder: Path) -> None:
     rows = [{"Aufgabe": f"Was ist {n} + 1?", "Ergebnis": str(n + 1)} for n in range(20)]
     Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("same.jsonl").write_text(json.dumps({"Aufgabe": "Was ist 50 + 1?", "Ergebnis": "51"}) + "\n")
@@ -189,7 +187,7 @@ def test_a_held_out_file_may_have_columns_of_its_own(folder: Path) -> None:
         ]
 
 
-def test_a_file_of_whole_numbers_is_no_benchmark(folder: Path) -> None:
+def test_a_file_of_integer_answers_is_not_taken_for_a_benchmark(folder: Path) -> None:
     rows = "".join(f"What is {n} and {n}?,{2 * n}\n" for n in range(60))
     Path("own.csv").write_text("question,answer\n" + rows + 'How much in all?,"1,080"\n')
     assert data_set("own.csv", "data") == [
@@ -198,7 +196,7 @@ def test_a_file_of_whole_numbers_is_no_benchmark(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rows_without_an_answer_and_prompts_that_cannot_fit_are_left_out_and_counted(
+def test_unusable_rows_and_too_long_prompts_are_left_out_and_counted(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once 1 % of a file lacked answers, or one prompt was too long, there was no recipe and no key to set."""
@@ -222,7 +220,7 @@ def test_rows_without_an_answer_and_prompts_that_cannot_fit_are_left_out_and_cou
         first_recipe(Path("none.yaml"), model_keys("models/small"), "none.csv", None, CPU)
 
 
-def test_rows_that_stay_are_chosen_in_one_reading_which_is_announced(
+def test_a_large_file_is_read_once_and_announced(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [
@@ -245,7 +243,7 @@ def test_rows_that_stay_are_chosen_in_one_reading_which_is_announced(
     assert "1 of 40 rows, with a prompt of more than 256 tokens; row 5: " in caplog.messages[-1]
 
 
-def test_files_of_the_users_stay_as_they_are(folder: Path) -> None:
+def test_existing_files_are_not_overwritten(folder: Path) -> None:
     """Where a recipe needs files of its own, such as those of an earlier one, it is refused and they stay."""
     own = Path("a.eval.jsonl")
     own.write_text("mine")

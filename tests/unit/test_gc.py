@@ -1,4 +1,4 @@
-"""What a collection removes, what it leaves, and what its command says."""
+"""What garbage collection removes and keeps, and what the command reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.recorded_runs import Outcome, record_run, small_config
 
 
 @pytest.mark.slow
-def test_what_no_kept_run_uses_goes_and_the_rest_stays(tmp_path: Path) -> None:
+def test_only_artifacts_of_no_kept_run_are_removed(tmp_path: Path) -> None:
     first, second, third = nights(tmp_path, "one", "two", "three")
     store = ArtifactStore(tmp_path)
     before = stored_keys(tmp_path)
@@ -67,7 +67,7 @@ def test_what_no_kept_run_uses_goes_and_the_rest_stays(tmp_path: Path) -> None:
     assert not again.stages["train_policy"].cached
 
 
-def test_a_full_disk_is_made_room_on(tmp_path: Path) -> None:
+def test_collection_works_on_a_full_disk(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))  # each write to a file fails
@@ -79,7 +79,7 @@ def test_a_full_disk_is_made_room_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_in_progress_keeps_what_it_uses(tmp_path: Path) -> None:
+def test_a_run_in_progress_keeps_its_artifacts(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     with Run.start(first.config, "evaluate-model") as user:
         user.take("train_policy")
@@ -117,7 +117,7 @@ def test_a_long_training_keeps_its_inputs_for_a_day_after_its_last_change(tmp_pa
         ("cancelled", 1.1, False, False),
     ],
 )
-def test_a_run_without_a_report_is_kept_while_it_may_go_on(
+def test_a_run_without_a_report_is_kept_while_it_may_continue(
     tmp_path: Path, state: str, days: float, has_commands: bool, is_kept: bool
 ) -> None:
     run = record_run(small_config(tmp_path), labels=("prepare_data",), flow="prepare-data")
@@ -131,7 +131,7 @@ def test_a_run_without_a_report_is_kept_while_it_may_go_on(
 
 
 @pytest.mark.slow
-def test_what_force_replaced_goes_with_its_last_user(tmp_path: Path) -> None:
+def test_an_artifact_replaced_by_force_is_removed_with_its_last_run(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     old = record_run(config, Outcome(weights="old"))
     record_run(config, Outcome(weights="new"), ("train_policy",), "train-policy", ("train_policy",))
@@ -143,7 +143,7 @@ def test_what_force_replaced_goes_with_its_last_user(tmp_path: Path) -> None:
     assert (Path(current.path) / "weights").read_text() == "new"
 
 
-def test_what_is_damaged_goes_on_demand_and_what_a_killed_collection_left_at_once(tmp_path: Path) -> None:
+def test_damaged_artifacts_need_an_option_and_leftovers_of_a_killed_collection_do_not(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     store = ArtifactStore(tmp_path)
     key = StageKey("probe", {}, {}, "c", {})
@@ -160,7 +160,7 @@ def test_what_is_damaged_goes_on_demand_and_what_a_killed_collection_left_at_onc
 
 
 @pytest.mark.slow
-def test_what_was_not_continued_for_a_day_goes_on_demand(tmp_path: Path) -> None:
+def test_unfinished_attempts_older_than_a_day_need_an_option(tmp_path: Path) -> None:
     run = record_run(small_config(tmp_path))
     store = ArtifactStore(tmp_path)
     key = run.stages["train_policy"].key
@@ -190,7 +190,7 @@ def test_what_was_not_continued_for_a_day_goes_on_demand(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_what_is_built_or_young_stays_and_says_why(tmp_path: Path) -> None:
+def test_artifacts_in_use_or_recent_are_kept_with_a_reason(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     trained, merged = first.stages["train_policy"], first.stages["merge_checkpoint"]
     store = ArtifactStore(tmp_path)
@@ -206,7 +206,7 @@ def test_what_is_built_or_young_stays_and_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_takes_an_artifact_meanwhile_keeps_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_artifact_taken_during_a_collection_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, _ = nights(tmp_path, "one", "two")
     caplog.set_level("INFO", logger="tasks")
     found: list[Unused] = []
@@ -221,7 +221,7 @@ def test_a_run_that_takes_an_artifact_meanwhile_keeps_it(tmp_path: Path, caplog:
     assert keys(found) == own_of(first) - {first.stages["train_policy"].key[:16]}
 
 
-def test_a_folder_that_is_no_store_and_one_with_a_torn_record_are_left_alone(tmp_path: Path) -> None:
+def test_other_folders_and_stores_with_unreadable_records_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
@@ -235,7 +235,7 @@ def test_a_folder_that_is_no_store_and_one_with_a_torn_record_are_left_alone(tmp
         collect(tmp_path)
 
 
-def test_what_is_odd_in_a_store_is_left_alone(tmp_path: Path) -> None:
+def test_unrelated_files_in_a_store_are_not_touched(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     trained = Path(first.stages["train_policy"].artifact)
     key = trained.parent.name
@@ -262,7 +262,7 @@ def test_what_is_odd_in_a_store_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_says_what_it_frees(tmp_path: Path) -> None:
+def test_the_gc_command_reports_what_it_frees(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     make_old(*tmp_path.glob("*_*"))
     command = ["gc", "--keep-runs", "1", "--store", str(tmp_path)]
@@ -277,7 +277,7 @@ def test_the_command_says_what_it_frees(tmp_path: Path) -> None:
     assert stored_keys(tmp_path).isdisjoint(own_of(first))
 
 
-def test_a_narrow_table_cuts_nothing(
+def test_a_narrow_table_is_not_truncated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_id = "20260301T020000.000Z-12345"

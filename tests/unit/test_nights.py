@@ -1,4 +1,4 @@
-"""Last night's model as a baseline of tonight's run."""
+"""The last nightly model as a baseline of the next run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def night(store: Path, seed: int, *overrides: str, flow: str = NIGHTLY) -> Run:
 
 
 @pytest.mark.slow
-def test_last_nights_answers_are_taken_from_the_store(tmp_path: Path) -> None:
+def test_answers_of_the_last_nightly_run_are_reused(tmp_path: Path) -> None:
     store = tmp_path / "store"
     assert with_last_night(small_config(store)) == ()
     night(store, 1)
@@ -74,13 +74,13 @@ def test_last_nights_answers_are_taken_from_the_store(tmp_path: Path) -> None:
     assert link_of(other, "evaluate_baseline_last-night").key(data, model).key != asked.key
 
 
-def test_a_baseline_of_that_name_stays(tmp_path: Path) -> None:
+def test_a_baseline_named_last_night_is_kept(tmp_path: Path) -> None:
     night(tmp_path, 1)
     assert with_last_night(small_config(tmp_path, "evaluate.baselines=[{name: last-night, path: mine}]")) == ()
 
 
 @pytest.mark.slow
-def test_the_newest_night_outlives_a_collection_and_a_lost_one_is_named(
+def test_the_newest_nightly_model_survives_gc_and_a_lost_one_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, last = night(tmp_path, 1), night(tmp_path, 2)
@@ -96,7 +96,7 @@ def test_the_newest_night_outlives_a_collection_and_a_lost_one_is_named(
 
 
 @pytest.mark.slow
-def test_tonight_is_compared_with_the_first_night(tmp_path: Path) -> None:
+def test_a_nightly_run_is_compared_with_the_first_one(tmp_path: Path) -> None:
     nights = []
     for step, (before, after) in enumerate((("rwwwwwww", "rwwwwwww"), ("rwwwwwww", "rrrwwwww")), start=60):
         config = small_config(tmp_path, f"train.total_steps={step}")

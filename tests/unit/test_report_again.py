@@ -1,4 +1,4 @@
-"""A chain that is built: its report is written again, without a Prefect server and without drawing its plots."""
+"""A fully cached chain: its report is written again without a Prefect server and without drawing plots."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def built_again(folder: Path, *words: str | Path) -> subprocess.CompletedProcess
 
 
 @pytest.mark.slow
-def test_plots_of_equal_contents_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plots_with_equal_inputs_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
     monkeypatch.setattr(suite_report, "draw_plots", lambda *what: drawn.append(what) or draw_plots(*what))
     config = small_config(tmp_path / "store")
@@ -79,7 +79,7 @@ def test_a_failed_gate_is_recorded_named_and_exit_status_3(tmp_path: Path) -> No
     assert outcome(passed := {"is_failed": False}) is passed
 
 
-def test_a_chain_counts_as_built_with_every_output_in_its_place(tmp_path: Path) -> None:
+def test_a_chain_is_built_only_with_every_output_intact(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     assert not is_built(config)
     run = record_run(config)
@@ -111,7 +111,7 @@ def test_dapo_run_of_a_built_chain_starts_no_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dapo_stage_of_an_output_that_is_there_starts_no_server(tmp_path: Path) -> None:
+def test_dapo_stage_of_a_stored_output_starts_no_server(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     built = record_run(config)
     done = built_again(tmp_path, "stage", "evaluate-model", built.config_path, "--side", "before")
@@ -124,7 +124,7 @@ def test_dapo_stage_of_an_output_that_is_there_starts_no_server(tmp_path: Path) 
     assert not (tmp_path / "prefect" / "prefect.db").exists()
 
 
-def test_an_output_counts_as_there_when_it_is_whole_and_its_inputs_are(tmp_path: Path) -> None:
+def test_an_output_counts_as_stored_only_if_it_and_its_inputs_are_intact(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     run = record_run(config)
     assert has_output(config, "merge_checkpoint")

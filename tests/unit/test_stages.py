@@ -1,4 +1,4 @@
-"""What each stage's key depends on, what a plan says of it, and what a run records."""
+"""What each stage's key depends on, and what a run records."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ FIELDS = dict(leaves(CONFIG_TREE))
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_field_changes_the_keys_of_its_readers_only(name: str) -> None:
+def test_a_field_changes_only_the_keys_of_stages_that_read_it(name: str) -> None:
     readers = {stage for stage, prefixes in READS.items() if name.startswith(prefixes)}
     assert FIELDS[name] is not None, "declare it with key() or volatile()"
     is_silent = FIELDS[name] or name in BY_CONTENT
@@ -108,7 +108,7 @@ def test_a_field_changes_the_keys_of_its_readers_only(name: str) -> None:
     assert {s.name for s in STAGES if s.config_slice(other) != s.config_slice(CONFIG_TREE)} == expected
 
 
-def test_waiting_places_and_looks_are_volatile() -> None:
+def test_names_places_and_timeouts_are_volatile() -> None:
     silent = ("run.name", "store.path", "checkpoint.save_every", "train.num_ranks", "serve.port")
     assert all(FIELDS[name] for name in (*silent, "evaluate.concurrency"))
     assert not any(FIELDS[name] for name in ("train.total_steps", "train.device", "serve.dtype", "evaluate.seed"))
@@ -184,7 +184,7 @@ def test_a_changed_training_row_trains_again_but_is_not_evaluated_again(tmp_path
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_own_data_is_asked_as_its_file_is(tmp_path: Path, suffix: str) -> None:
+def test_own_held_out_data_is_evaluated_like_its_file(tmp_path: Path, suffix: str) -> None:
     held_out = math500_file(tmp_path / f"mine{suffix}")
     if suffix == ".parquet":
         write_parquet(generate_problems(16, 3, 1, 0)[1], held_out)
@@ -194,7 +194,7 @@ def test_own_data_is_asked_as_its_file_is(tmp_path: Path, suffix: str) -> None:
     assert (metrics["train_rows"], metrics["eval_rows"]) == (16, 3)
 
 
-def test_own_data_that_cannot_be_used_is_refused_and_named(tmp_path: Path) -> None:
+def test_unusable_own_data_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.eval\.0: .*gone\.jsonl is not a file"):
         link_of(files_config(tmp_path, tmp_path / "gone.jsonl"), "prepare_data").key()
     held_out = math500_file(tmp_path / "eval.jsonl")
@@ -208,7 +208,7 @@ def test_own_data_that_cannot_be_used_is_refused_and_named(tmp_path: Path) -> No
         prepared(files_config(tmp_path, math500_file(held_out)))
 
 
-def test_a_changed_scorer_of_the_user_trains_again(tmp_path: Path) -> None:
+def test_a_changed_custom_scorer_trains_again(tmp_path: Path) -> None:
     scorer = tmp_path / "mine.py"
     scorer.write_text("def compute_score(**_):\n    return 1\n")
     own = small_config(tmp_path / "store", f"custom_reward.path={scorer}")
@@ -224,7 +224,7 @@ def test_a_changed_scorer_of_the_user_trains_again(tmp_path: Path) -> None:
         inputs("train_policy", own, data, model)
 
 
-def test_another_content_of_the_reference_model_trains_again(tmp_path: Path) -> None:
+def test_a_changed_reference_model_trains_again(tmp_path: Path) -> None:
     folders = [build_tiny(tmp_path / name, "qwen3", seed=3) for name in ("here", "there")]
     own, moved = (
         small_config(tmp_path / "store", f"algorithm.kl.reference_path={folder}", "algorithm.kl.place=loss")
@@ -242,7 +242,7 @@ def test_another_content_of_the_reference_model_trains_again(tmp_path: Path) -> 
         inputs("train_policy", own, data, model)
 
 
-def test_data_without_a_scorer_is_refused_unless_the_configuration_names_one(tmp_path: Path) -> None:
+def test_data_without_a_scorer_is_refused_unless_configured(tmp_path: Path) -> None:
     rows = [{**row, "data_source": "mine"} for row in generate_problems(16, 4, 2, 0)[0]]
     write_parquet(rows, tmp_path / "train.parquet")
     held_out = math500_file(tmp_path / "eval.jsonl")
@@ -264,7 +264,7 @@ def model_config(folder: Path, model: Path) -> Config:
 
 
 @pytest.mark.slow
-def test_a_local_model_is_linked_not_copied_and_changes_are_seen(tmp_path: Path) -> None:
+def test_a_local_model_is_linked_and_changes_are_detected(tmp_path: Path) -> None:
     repository = tmp_path / "models--org--name"  # as in the cache of the Hugging Face hub
     source = build_tiny_qwen3(repository / "snapshots" / "abc")
     source.rename(repository / "blobs")
@@ -288,7 +288,7 @@ def test_a_local_model_is_linked_not_copied_and_changes_are_seen(tmp_path: Path)
     assert store.lookup(taken.stage, taken.key) == taken  # the old one is as it was
 
 
-def test_a_chat_template_leaves_the_folder_that_it_was_named_for_as_it_is(tmp_path: Path) -> None:
+def test_a_chat_template_does_not_modify_the_local_model(tmp_path: Path) -> None:
     source = build_tiny_qwen3(tmp_path / "model")
     theirs = (source / "chat_template.jinja").read_bytes()
     template = tmp_path / "mine.jinja"
@@ -306,7 +306,7 @@ def test_a_chat_template_leaves_the_folder_that_it_was_named_for_as_it_is(tmp_pa
         link_of(config, "fetch_model").key()
 
 
-def test_an_incomplete_model_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_an_incomplete_model_is_refused_before_the_run_starts(tmp_path: Path) -> None:
     source = build_tiny_qwen3(tmp_path / "model")
     (source / "config.json").unlink()
     config = model_config(tmp_path, source)
@@ -318,7 +318,7 @@ def test_an_incomplete_model_is_refused_before_any_work(tmp_path: Path) -> None:
     assert not Path(config.store.path).exists()
 
 
-def test_a_run_records_and_links_each_stage_as_it_ends(config: Config) -> None:
+def test_a_run_records_and_links_each_finished_stage(config: Config) -> None:
     run = Run.start(config)
     key = StageKey("probe", {}, {}, "code", {})
     stages_seen: list[str] = []
@@ -352,7 +352,7 @@ def test_a_failed_stage_is_not_recorded(config: Config) -> None:
     assert not (run.folder / "prepare_data").exists()
 
 
-def test_a_file_or_folder_in_the_way_of_a_run_is_named(config: Config) -> None:
+def test_a_path_that_blocks_the_run_folder_is_named(config: Config) -> None:
     store = Path(config.store.path)
     store.mkdir()
     (store / "runs").touch()

@@ -1,4 +1,4 @@
-"""Benchmarks of a recipe: prepared files, keys, what is taken from the store, and what a plan says of it."""
+"""Benchmarks of a recipe: prepared files, keys, reuse from the store, and plans."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def evaluated(config: Config, data: Artifact, model: str = "m") -> tuple[Artifac
     return ArtifactStore(config.store.path).produce(key, build)[0], asked
 
 
-def test_each_benchmark_is_prepared_in_a_file_of_its_own_and_held_out_of_the_training(tmp_path: Path) -> None:
+def test_each_benchmark_has_its_own_file_and_is_held_out_of_training(tmp_path: Path) -> None:
     mine = own_set(tmp_path)
     config = recipe(tmp_path, "arithmetic", SAMPLED, mine, prompt="bare")
     leaked = tmp_path / "train.json"
@@ -94,7 +94,7 @@ def test_each_benchmark_is_prepared_in_a_file_of_its_own_and_held_out_of_the_tra
     assert "## Benchmarks" in (Path(artifact.path) / "data_card.md").read_text()
 
 
-def test_answers_of_the_same_model_are_taken_from_the_store_and_the_rest_is_asked(tmp_path: Path) -> None:
+def test_stored_results_are_reused_and_the_rest_is_evaluated(tmp_path: Path) -> None:
     first = recipe(tmp_path, "arithmetic", SAMPLED)
     data = prepared(first)
     before, asked = evaluated(first, data)
@@ -121,7 +121,7 @@ def test_answers_of_the_same_model_are_taken_from_the_store_and_the_rest_is_aske
     assert all(one.earlier is not None for one in asked_of(more, data, "other model"))
 
 
-def test_a_benchmark_asked_alone_and_in_a_suite_is_the_same(tmp_path: Path) -> None:
+def test_a_benchmark_alone_and_in_a_suite_share_results(tmp_path: Path) -> None:
     alone = recipe(tmp_path)
     artifact, _ = evaluated(alone, prepared(alone))
     suite = recipe(tmp_path, "arithmetic", own_set(tmp_path))
@@ -133,7 +133,7 @@ def test_a_benchmark_asked_alone_and_in_a_suite_is_the_same(tmp_path: Path) -> N
     ]  # fmt: skip
 
 
-def test_damaged_results_are_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_results_are_evaluated_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = recipe(tmp_path, "arithmetic", SAMPLED)
     data = prepared(config)
     artifact, _ = evaluated(config, data)
@@ -143,7 +143,7 @@ def test_damaged_results_are_asked_again(tmp_path: Path, caplog: pytest.LogCaptu
     assert "is not reused: arithmetic/results.jsonl" in caplog.text
 
 
-def test_lengths_are_those_of_the_longest_benchmark(tmp_path: Path) -> None:
+def test_token_limits_follow_the_longest_benchmark(tmp_path: Path) -> None:
     message = r"data\.max_prompt_tokens \+ evaluate\.benchmarks\.sampled\.max_response_tokens = 3\d{4} is above"
     with pytest.raises(ValueError, match=message):
         recipe(tmp_path, "arithmetic", {**SAMPLED, "max_response_tokens": 30_000})

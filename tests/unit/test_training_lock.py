@@ -1,4 +1,4 @@
-"""The lock of a cluster's one training, with real processes: who waits, who is skipped, when it is free again."""
+"""The training lock, with real processes: who waits, who is skipped, when it is released."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def release_after_word(held: contextlib.ExitStack, caplog: pytest.LogCaptureFixt
     return thread
 
 
-def test_the_locks_are_in_the_store_or_where_the_configuration_says(tmp_path: Path) -> None:
+def test_locks_are_in_the_store_or_at_the_configured_path(tmp_path: Path) -> None:
     own = make_config(store={"path": str(tmp_path / "store")})
     assert training_lock_path(own) == tmp_path / "store" / ".locks" / "training.lock"
     shared = make_config(flow={"lock_path": str(tmp_path / "shared" / "npu.lock")})
@@ -81,7 +81,7 @@ def test_the_locks_are_in_the_store_or_where_the_configuration_says(tmp_path: Pa
     assert nightly_lock_path(shared) == tmp_path / "shared" / "nightly-npu.lock"
 
 
-def test_only_a_lock_that_is_held_has_a_holder(tmp_path: Path) -> None:
+def test_only_a_held_lock_has_a_holder(tmp_path: Path) -> None:
     path = tmp_path / "locks" / "training.lock"
     assert durable.find_holder(path) is None
     with hold(path, "run-1", KEY):
@@ -105,9 +105,7 @@ def test_a_run_that_waits_names_the_holder_once(tmp_path: Path, caplog: pytest.L
     assert f"), which holds the lock {path} (" in message
 
 
-def test_a_look_at_the_lock_does_not_skip_the_run_that_takes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inspecting_the_lock_does_not_skip_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "GRACE_SECONDS", DEADLINE_SECONDS)  # a look may be slow here
     path = tmp_path / "training.lock"
     with contextlib.ExitStack() as looking:
@@ -120,7 +118,7 @@ def test_a_look_at_the_lock_does_not_skip_the_run_that_takes_it(
 
 
 @pytest.mark.slow
-def test_the_lock_outlasts_a_flow_that_was_killed_and_skips_a_run_that_does_not_wait(tmp_path: Path) -> None:
+def test_the_lock_outlives_a_killed_flow_and_skips_other_runs(tmp_path: Path) -> None:
     path = tmp_path / "training.lock"
     with training(path) as flow:
         named = r"^The run was skipped because run run-7, stage key 0123456789abcdef \(pid "
@@ -133,7 +131,7 @@ def test_the_lock_outlasts_a_flow_that_was_killed_and_skips_a_run_that_does_not_
         pass
 
 
-def test_a_nightly_run_begins_beside_its_own_training_only(tmp_path: Path) -> None:
+def test_a_nightly_run_starts_only_beside_its_own_training(tmp_path: Path) -> None:
     run = Run.start(small_config(tmp_path / "store"))
     path = training_lock_path(run.config)
     check_free(path, run.config)
