@@ -1,4 +1,4 @@
-"""Serving without starting vLLM: command lines, devices, refused settings; and the reasons in a server's output."""
+"""Serving without starting vLLM: command lines, devices, refused settings, and reasons in a server's output."""
 
 from __future__ import annotations
 
