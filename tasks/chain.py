@@ -35,7 +35,7 @@ from tasks.processes.detached import DetachOptions
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import Columns, report_run, send_report
 from tasks.runs.run import Run
-from tasks.runs.suite import benchmarks_of, suite_metrics, take_stored
+from tasks.runs.suite import benchmarks_of, link_stored_results, suite_metrics
 from tasks.serve_model.command import served_name
 from tasks.serve_model.servers import Server, serve_model
 from tasks.stages import benchmark_files, validates
@@ -61,20 +61,20 @@ def fetch_model(run: Run, data: Artifact | None, label: str = "fetch_model") -> 
 
     def build(folder: Path) -> Mapping[str, Any]:
         if model.source == "path":
-            return take_model_folder(link.config, folder)
-        words: list[str | Path] = ["fetch-model", run.config_of(link), "--output", folder]
+            return link_model_folder(link.config, folder)
+        arguments: list[str | Path] = ["fetch-model", run.config_of(link), "--output", folder]
         if data is not None and model.source == "recipe":
-            words += ["--data", Path(data.path) / TRAIN_FILE]
+            arguments += ["--data", Path(data.path) / TRAIN_FILE]
         else:
-            words += ["--commit", key.inputs[COMMIT]]
+            arguments += ["--commit", key.inputs[COMMIT]]
             link_known_files(run.store, key.stage, key.inputs, folder)
-        run_dapo(words, run, key, on_line=StageProgress(run, label).on_line)
+        run_dapo(arguments, run, key, on_line=StageProgress(run, label).on_line)
         return {} if model.source == "recipe" else fetched_metrics(model, key.inputs, folder)
 
     return run.produce(label, key, build)
 
 
-def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
+def link_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
     """Hard-link the files of model.path into `folder`, or copy them where the file system cannot link.
 
     Symbolic links within a Hugging Face cache become files. Raises ModelError for links that lead elsewhere.
@@ -110,7 +110,7 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
         link_log(run, log_path)
         with run.store.in_use():
             suite = benchmarks_of(run.store, link.stage, link.config, key.inputs, label in run.forced)
-            take_stored(link.config, suite, folder)
+            link_stored_results(link.config, suite, folder)
         commands = []
         if any(one.stored is None for one in suite):
             with served(link, model, log_path) as (servers, digest, model_folder):
@@ -162,11 +162,11 @@ def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: boo
     key = link_of(run.config, "train_policy").key(data, model)
 
     def build(folder: Path) -> Output:
-        words: list[str | Path] = ["train", run.config_path]
-        words += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
+        arguments: list[str | Path] = ["train", run.config_path]
+        arguments += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
         if validates(run.config):
-            words += ["--held-out", Path(data.path) / EVAL_FILE]
-        words += [*resume_words(run.config.checkpoint.resume, attempt), *keep_words(run.config)]
+            arguments += ["--held-out", Path(data.path) / EVAL_FILE]
+        arguments += [*resume_options(run.config.checkpoint.resume, attempt), *keep_options(run.config)]
         detach = DetachOptions(
             unwatched_seconds=60 * run.config.flow.unwatched_minutes,
             stop_seconds=run.config.flow.stop_seconds,
@@ -175,13 +175,13 @@ def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: boo
                 training_lock_path(run.config), run.folder.name, key.key, skips_if_locked and attempt == 1
             ),
         )
-        run_dapo(words, run, key, detach=detach, on_line=StageProgress(run, "train_policy", folder).on_line)
+        run_dapo(arguments, run, key, detach=detach, on_line=StageProgress(run, "train_policy", folder).on_line)
         return Output(last_metrics(folder), checkpoint_digests(folder))
 
     return run.produce("train_policy", key, build)
 
 
-def resume_words(resume: str, attempt: int) -> list[str]:
+def resume_options(resume: str, attempt: int) -> list[str]:
     """Options that let a retry resume from the previous attempt although checkpoint.resume is `never`.
 
     A path needs no override: it is used only while the output has no checkpoint of its own.
@@ -189,7 +189,7 @@ def resume_words(resume: str, attempt: int) -> list[str]:
     return ["--set", "checkpoint.resume=auto"] if resume == "never" and attempt > 1 else []
 
 
-def keep_words(config: ChainConfig) -> list[str]:
+def keep_options(config: ChainConfig) -> list[str]:
     """Options that keep the checkpoints to be evaluated."""
     steps = sorted({*config.checkpoint.keep_steps, *config.checkpoint_steps})
     return ["--set", f"checkpoint.keep_steps={steps}"] if steps else []

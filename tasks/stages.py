@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Excluded from code digests because changes there do not affect outputs: configuration (already in the key),
 # errors, storage, reports, and the management of server processes.
-NOT_COUNTED = (
+EXCLUDED_CODE = (
     "dapo_core/config",
     "dapo_core/errors.py",
     "durable.py",
@@ -76,7 +76,7 @@ class Stage:
 
     name: str
     sections: tuple[str, ...]  # configuration sections, as dotted names
-    code: tuple[str, ...]  # source files and folders, without NOT_COUNTED
+    code: tuple[str, ...]  # source files and folders, without EXCLUDED_CODE
     packages: tuple[str, ...]  # distributions whose versions matter
     is_resumable: bool = False  # an attempt continues the previous unfinished one
     versions: Callable[[ChainConfig], Mapping[str, str]] = lambda _: {}  # versions from elsewhere
@@ -87,7 +87,7 @@ class Stage:
             stage=self.name,
             config=self.config_slice(config),
             inputs=inputs,
-            code_digest=code_digest(self.code, NOT_COUNTED),
+            code_digest=code_digest(self.code, EXCLUDED_CODE),
             versions={**package_versions(self.packages), **self.versions(config)},
         )
 
@@ -286,9 +286,10 @@ def benchmark_files(config: ChainConfig) -> dict[str, str]:
 def evaluation_files(config: ChainConfig) -> dict[str, str]:
     """Digests of the prompt, scorer and judge prompt files; for a suite, of each benchmark."""
     if config.evaluate.benchmarks:
-        alone = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()}
         return {
-            f"{key} {name}": digest for name, own in alone.items() for key, digest in evaluation_files(own).items()
+            f"{key} {name}": digest
+            for name, benchmark in config.evaluate.named.items()
+            for key, digest in evaluation_files(config.for_benchmark(benchmark)).items()
         }
     files = {}
     if config.evaluate.prompt not in (DEFAULT, *TEMPLATES):

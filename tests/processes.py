@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def once_the_clock_stops(act: Callable[[], object]) -> None:
+def once_the_limit_is_paused(act: Callable[[], object]) -> None:
     """Act when a stage's time limit is not counted, as while it waits for a lock; for a thread."""
     wait_until(lambda: signal.getitimer(signal.ITIMER_REAL)[0] == 0, "the clock to stop")
     act()

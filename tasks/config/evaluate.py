@@ -329,10 +329,12 @@ class EvaluateConfig(Section):
 
     def of(self, benchmark: BenchmarkConfig) -> EvaluateConfig:
         """The section for one benchmark alone."""
-        own = {
+        overrides = {
             name: getattr(benchmark, name) for name in type(self).model_fields.keys() & benchmark.model_fields_set
         }
-        if own.keys() & {"temperature", "top_p", "top_k"}:
-            own.setdefault("sampling", "settings")
-        alone: dict[str, Any] = {"benchmarks": (), "headline": None, "gates": ()}
-        return self.model_copy(update={name: value for name, value in own.items() if value is not None} | alone)
+        if overrides.keys() & {"temperature", "top_p", "top_k"}:
+            overrides.setdefault("sampling", "settings")
+        reset: dict[str, Any] = {"benchmarks": (), "headline": None, "gates": ()}
+        return self.model_copy(
+            update={name: value for name, value in overrides.items() if value is not None} | reset
+        )

@@ -81,7 +81,7 @@ def iterate_source(config: ChainConfig, source: Source, count: SetCount) -> Iter
     else:
         rows = iterate_problems(source.local(Path(config.store.path) / DOWNLOADS), source.schemas)
     for number, row, problem in rows:
-        if not number and (missing := [name for name in source.asking.columns if name not in row]):
+        if not number and (missing := [name for name in source.prompt_format.columns if name not in row]):
             raise ProblemsError(
                 f"{source.name} has no column {', '.join(missing)}, which data.prompt_template uses; it has "
                 f"{', '.join(sorted(row))}"
@@ -127,14 +127,14 @@ def to_row(source: Source, problem: Problem, row: Row) -> dict[str, Any]:
         info["index"] = problem.id
     return {
         "data_source": problem.data_source or source.data_source,
-        "prompt": source.asking.messages(problem, row),
+        "prompt": source.prompt_format.messages(problem, row),
         "ability": row.get("ability"),
         "reward_model": {"ground_truth": problem.gold, "style": "rule"},
         "extra_info": info,
         "problem": problem.text,
         "dataset": source.name,
         "weight": source.weight,
-        "template": source.asking.template_of(problem),
+        "template": source.prompt_format.template_of(problem),
         "grader": source.known.grader,
     }
 

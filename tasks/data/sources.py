@@ -24,7 +24,7 @@ from tasks.artifacts.references import log_earlier, resolve_once
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.config.data import ColumnsConfig, SetConfig
-from tasks.data.asking import Asking, find_asking
+from tasks.data.prompt_format import PromptFormat, find_prompt_format
 
 ARITHMETIC = "arithmetic"
 
@@ -40,7 +40,7 @@ class Source:
     reference: str | None  # to fetch it; None for local files and generated problems
     path: Path | None
     weight: float
-    asking: Asking
+    prompt_format: PromptFormat
     is_one_of_several: bool
     benchmark: str | None = None  # its name in evaluate.benchmarks, if it is one
 
@@ -53,7 +53,7 @@ class Source:
     def schemas(self) -> tuple[Schema, ...]:
         """Possible row schemas, with the columns that the prompt uses."""
         return tuple(
-            dataclasses.replace(schema, others=(*schema.others, *self.asking.columns))
+            dataclasses.replace(schema, others=(*schema.others, *self.prompt_format.columns))
             for schema in self.known.schemas
         )
 
@@ -69,7 +69,7 @@ class Source:
             "name": self.name,
             "weight": self.weight,
             "known": known,
-            "asking": dataclasses.asdict(self.asking),
+            "prompt_format": dataclasses.asdict(self.prompt_format),
         }
         return hashlib.sha256(
             canonical_json({**facts, "reference": self.reference, "several": self.is_one_of_several})
@@ -231,9 +231,11 @@ def _source(config: ChainConfig, given: SetConfig, key: str, split: Split, bench
             name = path.name
     if one.columns.is_set:
         known = dataclasses.replace(known, schemas=(mapped_schema(one.columns),))
-    asking = find_asking(one.prompt_template or DEFAULT, one.system_prompt, known.template, one.columns)
+    prompt_format = find_prompt_format(
+        one.prompt_template or DEFAULT, one.system_prompt, known.template, one.columns
+    )
     several = benchmark is None and len(config.data.train if split == "train" else config.data.eval) > 1
-    return Source(key, name, split, known, reference, path, one.weight, asking, several, benchmark)
+    return Source(key, name, split, known, reference, path, one.weight, prompt_format, several, benchmark)
 
 
 def mapped_schema(columns: ColumnsConfig) -> Schema:

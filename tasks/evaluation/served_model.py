@@ -29,7 +29,7 @@ from tasks.serve_model.servers import Server
 
 logger = logging.getLogger(__name__)
 
-NUM_ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 CLIENT_SECONDS = 60.0
 KNOWN_FOLDER = ".served"  # of a store
 
@@ -113,7 +113,7 @@ def _logprobs(server: Server) -> LogProbs | None:
 def _post(client: httpx.Client, url: str, body: Mapping[str, Any]) -> httpx.Response:
     """POST with retries while the server is busy or unreachable."""
     reason = ""
-    for attempt in range(NUM_ATTEMPTS):
+    for attempt in range(MAX_ATTEMPTS):
         time.sleep(attempt)
         try:
             answer = client.post(url, json=body)

@@ -86,7 +86,7 @@ def load_sets(config: ChainConfig, problems: str | None, name: str | None = None
     return found
 
 
-def asked_into(
+def benchmarks_into(
     output: Path, settings: EvaluateConfig, sets: Mapping[str, EvaluationSet], model_folder: Path | None
 ) -> list[Benchmark]:
     """Benchmarks for the sets of `load_sets`, each with its results folder; writes suite.json for a suite.

@@ -23,20 +23,20 @@ METRICS_LINE = "step:"  # metric lines go to the log file only
 WARNS = re.compile(r"\[supervisor\]|\b(?:WARNING|ERROR|CRITICAL|Traceback)\b|\w+Error:")
 
 
-def dapo_command(*words: str | Path) -> list[str]:
-    """`dapo WORDS` with this interpreter, wherever the console script is installed."""
-    return [sys.executable, "-m", "flows.cli", *map(str, words)]
+def dapo_command(*arguments: str | Path) -> list[str]:
+    """`dapo ARGUMENTS` with this interpreter, wherever the console script is installed."""
+    return [sys.executable, "-m", "flows.cli", *map(str, arguments)]
 
 
 def run_dapo(
-    words: Sequence[str | Path],
+    arguments: Sequence[str | Path],
     run: Run,
     key: StageKey,
     *,
     detach: DetachOptions | None = None,
     on_line: Callable[[str], None] | None = None,
 ) -> None:
-    """Run `dapo WORDS` to completion; its output goes to the stage's log file, linked from the run's folder.
+    """Run `dapo ARGUMENTS` to completion; output goes to the stage's log file, linked from the run's folder.
 
     Lines other than metrics are also logged here, and shown on the Prefect page as far as `PageLines` admits them;
     `on_line` gets every line. With `detach` the command may outlive this process; a running one is attached to.
@@ -53,7 +53,7 @@ def run_dapo(
         if on_line is not None:
             on_line(line)
 
-    command = dapo_command(*words)
+    command = dapo_command(*arguments)
     try:
         if detach is None:
             run_command(command, log_path=log_path, label=key.stage, on_line=forward)

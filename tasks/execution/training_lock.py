@@ -12,7 +12,7 @@ from pathlib import Path
 from durable import LockHeld, find_holder, locked
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 from tasks.config import ChainConfig
-from tasks.processes.time_limit import clock_stopped
+from tasks.processes.time_limit import time_limit_paused
 from tasks.runs.plan import plan_chain
 from tasks.runs.run import RunSkipped
 
@@ -42,7 +42,7 @@ def hold(path: Path, run: str, key: str = "", skips_if_locked: bool = False) -> 
     waiting = None if skips_if_locked else f"which holds the lock {path}"
     with contextlib.ExitStack() as stack:
         try:
-            with clock_stopped():
+            with time_limit_paused():
                 lock = stack.enter_context(locked(path, note=note, waiting=waiting))
         except LockHeld as error:
             raise RunSkipped(f"The run was skipped because {error}") from None

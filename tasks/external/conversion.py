@@ -56,7 +56,7 @@ def converted(
         with background_command(
             command, log_path=log_path, label="converter", env=env, cwd=external.source
         ) as process:
-            process.hand_lines_to(on_line)
+            process.forward_lines_to(on_line)
         yield [_converted_folder(other, folder)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -149,21 +149,21 @@ def _run(config: ChainConfig, start: Start, inputs: Inputs, progress: Progress) 
             ) as process,
         ):
             try:
-                process.hand_lines_to(progress.feed)
+                process.forward_lines_to(progress.feed)
             finally:
                 progress.flush()
     except ChildProcessFailed as error:
-        raise explained(error, progress.num_steps > 0) from None
+        raise with_reason(error, progress.num_steps > 0) from None
 
 
-def explained(error: ChildProcessFailed, has_begun: bool) -> ChildProcessFailed:
+def with_reason(error: ChildProcessFailed, has_started: bool) -> ChildProcessFailed:
     """Add the reason from the last lines to the error's summary, and mark permanent errors as such."""
     lines = str(error).split("\n  | ")[1:]
     found = [(line, match["name"]) for line in lines if (match := _REASON.search(line))]
     if found:
         reason, name = found[-1]
         error.summary = f"{error.summary}: {reason.strip()}"
-        error.is_lasting |= not has_begun and (_PERMANENT.fullmatch(name) is not None)
+        error.is_lasting |= not has_started and (_PERMANENT.fullmatch(name) is not None)
     return error
 
 

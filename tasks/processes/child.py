@@ -90,7 +90,7 @@ class RunningCommand(ABC):
         error.summary = f"{status}; its log is {self.log_path}"
         return error
 
-    def hand_lines_to(self, on_line: Callable[[str], None] | None) -> None:
+    def forward_lines_to(self, on_line: Callable[[str], None] | None) -> None:
         """Call `on_line` (default: log) with each line until the command ends.
 
         Raises ChildProcessFailed if the exit code is not 0.
@@ -177,7 +177,7 @@ def run_command(
     descendants before it propagates. Raises ChildProcessFailed if the exit code is not 0.
     """
     with background_command(command, log_path=log_path, label=label, grace_seconds=grace_seconds) as process:
-        process.hand_lines_to(on_line)
+        process.forward_lines_to(on_line)
 
 
 @contextlib.contextmanager

@@ -144,7 +144,7 @@ def attach_or_start(
     Raises ChildProcessFailed if the exit code is not 0.
     """
     with _find_or_start(command, prepare_log(log_path, label), label, options) as process:
-        process.hand_lines_to(on_line)
+        process.forward_lines_to(on_line)
 
 
 def read_record(log_path: Path) -> Record | None:

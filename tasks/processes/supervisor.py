@@ -98,7 +98,7 @@ class Supervisor:
         self.output = threading.Thread()  # copies the command's output
         self.wait_status: int | None = None
         self.stopping = ""
-        self.is_hurried = False
+        self.skips_grace = False
         self.libc = ctypes.CDLL(None, use_errno=True)
 
     def run(self) -> NoReturn:
@@ -108,7 +108,7 @@ class Supervisor:
         self._prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._prctl(PR_SET_PDEATHSIG, PARENT_MAY_BE_DEAD)
         self._write_record(pid=os.getpid(), host=os.uname().nodename, started_at=time.time())
-        self._look_for_parent()
+        self._check_parent()
         if not self.stopping:
             reader, writer = os.pipe()
             self.command_pid = os.fork()
@@ -119,7 +119,7 @@ class Supervisor:
             self.output.start()
             while self.wait_status is None and not self.stopping:
                 self._pause(POLL_SECONDS)
-            self._end_everything()
+            self._stop_all()
             self.output.join(LINGER_SECONDS)  # ends when the last process closes the pipe
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -162,20 +162,20 @@ class Supervisor:
         received = signal.sigtimedwait(AWAITED_SIGNALS, seconds)
         if received is not None and received.si_signo in STOP_SIGNALS:
             self._accept(received.si_signo, f"by {signal.Signals(received.si_signo).name} of {received.si_pid}")
-        self._look_for_parent()
+        self._check_parent()
         if self.stem is not None:
-            self._look_for_watchers(self.stem)
+            self._check_watchers(self.stem)
         with contextlib.suppress(ChildProcessError):
             while (reaped := os.waitpid(-1, os.WNOHANG))[0] != 0:
                 if reaped[0] == self.command_pid:
                     self.wait_status = reaped[1]
 
-    def _look_for_parent(self) -> None:
+    def _check_parent(self) -> None:
         if not self.stopping and self.unwatched_seconds <= 0 and os.getppid() != self.parent_pid:
             _log(f"parent process {self.parent_pid} is gone: ending the command")
             self.stopping = ORPHANED
 
-    def _look_for_watchers(self, stem: Path) -> None:
+    def _check_watchers(self, stem: Path) -> None:
         for request, suffix in REQUEST_SUFFIXES.items():
             if stem.with_suffix(suffix).exists():
                 self._accept(request, f"by a run that watched it, with {stem.with_suffix(suffix)}")
@@ -192,9 +192,9 @@ class Supervisor:
             self.stopping = REQUESTED
             if self.stem is not None:
                 _log(f"stop requested {origin}")
-        self.is_hurried |= request == KILL
+        self.skips_grace |= request == KILL
 
-    def _end_everything(self) -> None:
+    def _stop_all(self) -> None:
         """Stop all descendants: SIGTERM, `grace_seconds`, SIGKILL."""
         if self.wait_status is None:
             self._write_record(stopping=self.stopping)
@@ -236,7 +236,7 @@ class Supervisor:
     def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while not condition():
-            if self.is_hurried or time.monotonic() >= deadline:
+            if self.skips_grace or time.monotonic() >= deadline:
                 return False
             self._pause(SCAN_SECONDS)
         return True

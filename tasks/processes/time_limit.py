@@ -53,7 +53,7 @@ def time_limit(hours: float | None, key: str, afterwards: str) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def clock_stopped() -> Iterator[None]:
+def time_limit_paused() -> Iterator[None]:
     """Suspend the enclosing limit, for a block that waits for a lock."""
     if signal.getsignal(signal.SIGALRM) is not _raise_limit_reached:
         yield

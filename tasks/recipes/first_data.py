@@ -118,7 +118,7 @@ def _is_unmistakable(found: Sequence[tuple[Row, Problem]]) -> bool:
 
 
 def data_sets(
-    beside: Beside,
+    new_files: NewFiles,
     train: str,
     held_out: str | None,
     columns: Mapping[str, str] = NO_COLUMNS,
@@ -133,7 +133,7 @@ def data_sets(
     if held_out is None and train in SETS and SETS[train].test:
         return {"train": train, "eval": train}, SetCount(train)
     value, path = data_set(train, "data", columns), Path(train)
-    parts = {"train": value, "eval": value if held_out is None else _held_out(beside, held_out, columns)}
+    parts = {"train": value, "eval": value if held_out is None else _held_out(new_files, held_out, columns)}
     if not path.is_file() or path.stat().st_size > MAX_SPLIT_BYTES:
         if held_out is None:
             raise ConfigError(f"--data {train} has no held-out set; name one with --eval")
@@ -163,7 +163,7 @@ def data_sets(
         written = {"train": [row for at, row in enumerate(rows) if at % every], "eval": rows[::every]}
     one = {"set": train} if is_solved else one
     for name, part in written.items():
-        file = beside.write(name, part)
+        file = new_files.write(name, part)
         parts[name] = [{**one, "set": file}] if len(one) > 1 else file
     return parts, count
 
@@ -183,7 +183,7 @@ def _leave_out_long(
     return too_long
 
 
-def _held_out(beside: Beside, held_out: str, columns: Mapping[str, str]) -> Any:
+def _held_out(new_files: NewFiles, held_out: str, columns: Mapping[str, str]) -> Any:
     """The value of data.eval; a part of a registered set is written beside the recipe, without its name.
 
     --columns is ignored for files that have none of these columns.
@@ -201,10 +201,10 @@ def _held_out(beside: Beside, held_out: str, columns: Mapping[str, str]) -> Any:
     if len({problem.text for problem in problems}) == SETS[known].num_items:
         return value
     rows = [{"id": str(at), "problem": one.text, "answer": one.gold} for at, one in enumerate(problems)]
-    return beside.write("eval", rows)
+    return new_files.write("eval", rows)
 
 
-class Beside:
+class NewFiles:
     """Writes files beside a recipe; they and new folders are removed if the block raises."""
 
     def __init__(self, recipe: Path) -> None:
@@ -225,7 +225,7 @@ class Beside:
         path.write_text("".join(lines), encoding="utf-8")
         return str(path)
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> NewFiles:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

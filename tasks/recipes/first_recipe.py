@@ -26,7 +26,7 @@ from tasks.preflight.finding import Findings
 from tasks.preflight.inputs import inputs_here
 from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import longest_prompt
-from tasks.recipes.first_data import HUB_ID, NO_COLUMNS, Beside, data_sets
+from tasks.recipes.first_data import HUB_ID, NO_COLUMNS, NewFiles, data_sets
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,9 @@ def first_recipe(
     Data files that a recipe cannot use directly are converted beside it, and removed again on errors. Raises
     ConfigError for unknown names, and for files whose columns cannot be identified.
     """
-    with Beside(path) as beside:
+    with NewFiles(path) as new_files:
         facts = _facts(model)
-        data, count = data_sets(beside, train, held_out, columns, facts)
+        data, count = data_sets(new_files, train, held_out, columns, facts)
         tree: dict[str, Any] = {"data": data, "model": dict(model)}
         bounds, unknown = _bounds(tree, facts)
         lengths = sized_lengths(machine, bounds)

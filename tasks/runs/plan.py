@@ -19,7 +19,7 @@ from tasks.fetched_model import describe_fetch
 from tasks.links import Link, chain_of, link_of
 from tasks.runs.history import RecordedRun, artifact_of, differences_of, read_runs
 from tasks.runs.run import require_outputs
-from tasks.runs.suite import benchmarks_of, describe_asked
+from tasks.runs.suite import benchmarks_of, describe_benchmarks
 from tasks.serve_model.failure import ServeError
 from tasks.stages import EVALUATE_MODEL, FETCH_MODEL, PREPARE_DATA, Stage
 
@@ -113,7 +113,7 @@ def _describe_benchmarks(
     """Which benchmarks of a suite would be evaluated, and which are stored."""
     if link.stage.name != EVALUATE_MODEL.name or not link.config.evaluate.benchmarks:
         return ""
-    return describe_asked(benchmarks_of(store, link.stage, link.config, inputs), stored)
+    return describe_benchmarks(benchmarks_of(store, link.stage, link.config, inputs), stored)
 
 
 def _describe_fetch(link: Link) -> str:

@@ -31,7 +31,7 @@ from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore, Build
 from tasks.config import ChainConfig
 from tasks.data.sources import all_sources, source_files
 from tasks.links import Link, link_of
-from tasks.processes.time_limit import clock_stopped
+from tasks.processes.time_limit import time_limit_paused
 from tasks.runs.child_environment import Rows, child_environment, merge_stages
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
@@ -131,10 +131,10 @@ class Run:
                     build_with_environment,
                     resumable=link.stage.is_resumable,
                     force=is_forced,
-                    waiting=clock_stopped(),
+                    waiting=time_limit_paused(),
                 )
                 seconds = time.monotonic() - started
-                with clock_stopped(), self.store.in_use():
+                with time_limit_paused(), self.store.in_use():
                     is_kept = Path(artifact.path).exists()  # garbage collection may just have removed it
                     if is_kept:
                         self._keep(label, artifact, cached, seconds)

@@ -107,7 +107,7 @@ def _is_intact(path: Path, manifest: Mapping[str, Any]) -> bool:
     return True
 
 
-def take_stored(config: ChainConfig, asked: Sequence[PlannedBenchmark], output: Path) -> None:
+def link_stored_results(config: ChainConfig, asked: Sequence[PlannedBenchmark], output: Path) -> None:
     """Write suite.json and link stored results into the output, replacing unfinished ones."""
     settings = config.evaluate
     if settings.named:
@@ -146,9 +146,9 @@ def suite_metrics(config: ChainConfig, asked: Sequence[PlannedBenchmark], output
     return metrics
 
 
-def describe_asked(asked: Sequence[PlannedBenchmark], stored: str = "in the store") -> str:
+def describe_benchmarks(asked: Sequence[PlannedBenchmark], stored: str = "in the store") -> str:
     """Which benchmarks would be evaluated, and which are stored."""
-    groups = {"asks": [one for one in asked if not one.stored], stored: [one for one in asked if one.stored]}
+    groups = {"evaluates": [one for one in asked if not one.stored], stored: [one for one in asked if one.stored]}
     return "; ".join(
         f"{action} {', '.join(one.name for one in group)}" for action, group in groups.items() if group
     )

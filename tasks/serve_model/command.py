@@ -53,14 +53,14 @@ def serve_command(model_path: str | Path, settings: ServeConfig, port: int, name
     ]
 
 
-def with_known_dtype(settings: ServeConfig, model_path: str | Path) -> ServeConfig:
+def with_supported_dtype(settings: ServeConfig, model_path: str | Path) -> ServeConfig:
     """The settings, with float32 for `serve.dtype=auto` if this CPU cannot run the model's precision."""
     if settings.dtype != "auto" or vllm_device().kind != "cpu" or not is_half_precision(model_path):
         return settings
     return settings if runs_bfloat16() else settings.model_copy(update={"dtype": "float32"})
 
 
-def with_whole_prompts(settings: ServeConfig) -> ServeConfig:
+def without_chunked_prefill(settings: ServeConfig) -> ServeConfig:
     """The settings; on a CPU with arguments that disable chunked prefill.
 
     vLLM 0.32's CPU worker crashes on a chunked prompt with a seed: "CPU Generator does not use offset".

@@ -30,8 +30,8 @@ from tasks.serve_model.command import (
     serve_command,
     serve_environments,
     shell_line,
-    with_known_dtype,
-    with_whole_prompts,
+    with_supported_dtype,
+    without_chunked_prefill,
 )
 from tasks.serve_model.failure import ServeError, ServerDied, failure_of
 
@@ -68,7 +68,7 @@ def serve_model(
     because one ended.
     """
     require_servable(model_path, settings, os.environ)
-    settings = with_whole_prompts(with_known_dtype(settings, model_path))
+    settings = without_chunked_prefill(with_supported_dtype(settings, model_path))
     with _run_servers(model_path, settings, log_path, name, secrets.token_urlsafe(24)) as running:
         try:
             yield tuple(one.server for one in running)
@@ -88,7 +88,7 @@ def serve_until_interrupted(
     raised if one ends.
     """
     require_servable(model_path, settings, environment)
-    settings = with_whole_prompts(with_known_dtype(settings, model_path))
+    settings = without_chunked_prefill(with_supported_dtype(settings, model_path))
     api_key = environment.get(API_KEY_VARIABLE)
     if not api_key:
         api_key = secrets.token_urlsafe(24)

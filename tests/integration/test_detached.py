@@ -205,12 +205,12 @@ def test_a_watched_command_keeps_running(stem: Path, monkeypatch: pytest.MonkeyP
         watching = supervisor.Supervisor([], os.getpid(), 0.5, 10.0, None, detached_by)
         for touch in range(5):
             os.utime(record, ns=(touch, touch))
-            watching._look_for_watchers(stem)
+            watching._check_watchers(stem)
             clock.now += 1.4
-            watching._look_for_watchers(stem)
+            watching._check_watchers(stem)
             assert watching.stopping == ""
         clock.now += 0.2
-        watching._look_for_watchers(stem)
+        watching._check_watchers(stem)
     assert watching.stopping == supervisor.UNWATCHED
 
 

@@ -26,7 +26,7 @@ from dapo_core.stopping import TrainingStopped
 from eval import EvaluationError
 from eval.results import ResultsError
 from flows.cli import app, main
-from tasks.chain import resume_words
+from tasks.chain import resume_options
 from tasks.execution.retries import describe, exit_code_of
 from tasks.processes.child import ChildProcessFailed
 from tasks.serve_model.failure import ServeError
@@ -165,7 +165,7 @@ def test_the_status_says_whether_the_user_must_act(error: Exception, status: int
 def test_a_second_attempt_goes_on_from_the_first_or_from_where_that_began(
     resume: str, attempt: int, words: list[str]
 ) -> None:
-    assert resume_words(resume, attempt) == words
+    assert resume_options(resume, attempt) == words
 
 
 @pytest.mark.parametrize(("error", "status"), [(TypeError("a bug"), 2), (KeyError("passes on"), None)])

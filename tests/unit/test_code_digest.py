@@ -8,7 +8,7 @@ import pytest
 
 from tasks.artifacts.artifact import StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT, code_digest, code_files
-from tasks.stages import EVALUATE_MODEL, NOT_COUNTED, STAGES, TRAIN_POLICY, Stage
+from tasks.stages import EVALUATE_MODEL, EXCLUDED_CODE, STAGES, TRAIN_POLICY, Stage
 from tests.imports import files_imported
 
 CODE = ("core", "eval/answers", "durable.py")
@@ -61,7 +61,7 @@ def test_missing_code_is_named(project: Path) -> None:
 
 
 def files_of(stage: Stage) -> set[str]:
-    return {file.relative_to(PROJECT_ROOT).as_posix() for file in code_files(stage.code, NOT_COUNTED)}
+    return {file.relative_to(PROJECT_ROOT).as_posix() for file in code_files(stage.code, EXCLUDED_CODE)}
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_a_stage_declares_all_its_imports(stage: Stage) -> None:
         for name in declared
         if name.endswith(".py")
         for other in files_imported(name, with_strings=True) - declared
-        if not any(other == path or other.startswith(f"{path}/") for path in NOT_COUNTED)
+        if not any(other == path or other.startswith(f"{path}/") for path in EXCLUDED_CODE)
     }
     assert missing == set()
 

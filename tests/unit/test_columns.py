@@ -12,7 +12,7 @@ from dapo_core.errors import CheckpointError
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.references import forget_resolved
-from tasks.chain import keep_words, take_model_folder
+from tasks.chain import keep_options, link_model_folder
 from tasks.evaluation.served_model import served_model
 from tasks.links import chain_of, label_of, link_of, side_of, step_checkpoint
 from tasks.runs.history import read_run
@@ -64,8 +64,8 @@ def test_columns_do_not_change_other_keys(tmp_path: Path) -> None:
 
 def test_training_keeps_the_steps_to_evaluate(tmp_path: Path) -> None:
     config = small_config(tmp_path, STEPS, "checkpoint.keep_steps=[60]")
-    assert keep_words(config) == ["--set", "checkpoint.keep_steps=[20, 40, 60]"]
-    assert keep_words(small_config(tmp_path)) == []
+    assert keep_options(config) == ["--set", "checkpoint.keep_steps=[20, 40, 60]"]
+    assert keep_options(small_config(tmp_path)) == []
     folder = tmp_path / "checkpoints"
     for step in (10, 20, 30, 40, 50, 60):
         step_folder(folder, step).mkdir(parents=True)
@@ -85,7 +85,7 @@ def test_stored_columns_are_used_and_others_are_absent(tmp_path: Path) -> None:
     labels = [label for label in labels if "gone" not in label and "40" not in label]
     with Run.start(config) as run:
         fetched = link_of(config, "fetch_baseline_base")
-        run.produce("fetch_baseline_base", fetched.key(), lambda folder: take_model_folder(fetched.config, folder))
+        run.produce("fetch_baseline_base", fetched.key(), lambda folder: link_model_folder(fetched.config, folder))
         made = produce(run, Outcome(), [label for label in labels if label != "fetch_baseline_base"])
     assert set(read_run(run.folder).stages) == set(labels)
     with Run.start(config) as run:

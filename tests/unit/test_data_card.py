@@ -14,9 +14,9 @@ from eval.plots import prompt_length_plot
 from eval.problems.problem_set import Split
 from eval.problems.registry import OWN
 from eval.report import make_report, render_html, render_markdown
-from tasks.data.asking import Asking
 from tasks.data.card import CARD_JSON, CARD_MARKDOWN, answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit
+from tasks.data.prompt_format import PromptFormat
 from tasks.data.reading import MAX_EXAMPLES, SetCount
 from tasks.data.sources import Source
 from tests.evaluations import evaluation, make_items, no_plots
@@ -30,8 +30,8 @@ LENGTHS = {
 def entry(folder: Path, split: Split = "train", name: str = "my.jsonl") -> dict[str, Any]:
     path = folder / name
     path.write_text("{}", encoding="utf-8")
-    asking = Asking("given", True, "{problem}", ())
-    source = Source("data.train.0", name, split, OWN, None, path, 1.0, asking, is_one_of_several=False)
+    prompt_format = PromptFormat("given", True, "{problem}", ())
+    source = Source("data.train.0", name, split, OWN, None, path, 1.0, prompt_format, is_one_of_several=False)
     count = SetCount(name, read=100, kept=93)
     for row in range(MAX_EXAMPLES + 4):
         count.refuse(row, "no gold answer", {"problem": "a | `b`\nc", "answer": None})

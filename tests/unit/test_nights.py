@@ -13,7 +13,7 @@ import pytest
 from eval.compare import compare
 from eval.measured import Provenance
 from eval.report import make_report, render_markdown
-from tasks.chain import take_model_folder
+from tasks.chain import link_model_folder
 from tasks.links import link_of
 from tasks.runs.nights import LAST_NIGHT, NIGHTLY, describe_change, since_first_night, with_last_night
 from tasks.runs.run import Run
@@ -64,7 +64,7 @@ def test_answers_of_the_last_nightly_run_are_reused(tmp_path: Path) -> None:
     with Run.start(tonight, NIGHTLY) as run:
         [data] = produce(run, Outcome(), ["prepare_data"]).values()
         link = link_of(tonight, "fetch_baseline_last-night")
-        model = run.produce(link.label, link.key(), lambda folder: take_model_folder(link.config, folder))
+        model = run.produce(link.label, link.key(), lambda folder: link_model_folder(link.config, folder))
         assert model.digest == yesterday.stages["merge_checkpoint"].digest
         asked = run.take("evaluate_baseline_last-night")
     assert asked.key == yesterday.stages["evaluate_after"].key

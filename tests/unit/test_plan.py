@@ -256,17 +256,17 @@ def test_a_plan_lists_the_benchmarks_to_evaluate(tmp_path: Path) -> None:
     plan = planned(tmp_path, suite)
     assert states(plan)[:3] == ["cached", "cached", "stale"]
     before = plan["evaluate_before"]
-    assert before.note == "asks sampled; in the store arithmetic"
+    assert before.note == "evaluates sampled; in the store arithmetic"
     assert "evaluate.benchmarks.sampled.num_samples (unset) -> 2" in before.changes
     # A benchmark more: its problems are not prepared yet, and the model may depend on that.
     more = suite.replace("}]", "}, {set: arithmetic, name: cot, prompt: cot}]")
     plan = planned(tmp_path, more)
     assert plan["evaluate_before"].note == (
-        "waits for fetch_model; asks arithmetic, sampled, cot"  # the run before asked data.eval, alone
+        "waits for fetch_model; evaluates arithmetic, sampled, cot"  # the run before asked data.eval, alone
     )
     record_run(small_config(tmp_path, suite), labels=("prepare_data", "fetch_model", "evaluate_before"))
     plan = planned(tmp_path, more)
-    assert plan["evaluate_before"].note.endswith("asks sampled, cot; if the model changes also arithmetic")
+    assert plan["evaluate_before"].note.endswith("evaluates sampled, cot; if the model changes also arithmetic")
 
 
 def test_disk_space_is_required_only_for_remaining_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

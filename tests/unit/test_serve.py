@@ -28,7 +28,7 @@ from tasks.serve_model.command import (
     serve_environments,
     shell_line,
     vllm_device,
-    with_whole_prompts,
+    without_chunked_prefill,
 )
 from tasks.serve_model.failure import ServeError, death_of_process, raised_error, refused_argument
 from tests.tiny_models import build_tiny_qwen3
@@ -83,7 +83,7 @@ def test_a_cpu_server_disables_chunked_prefill_by_default(
 ) -> None:
     monkeypatch.setattr(serving, "vllm_device", lambda: device_for(kind))
     settings = ServeConfig(max_model_len=9000, extra_args=("--enable-chunked-prefill",))
-    words = with_whole_prompts(settings).extra_args
+    words = without_chunked_prefill(settings).extra_args
     assert words == (
         *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "9000")[:added],
         *settings.extra_args,

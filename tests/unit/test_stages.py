@@ -24,7 +24,7 @@ from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey
 from tasks.artifacts.store import ArtifactStore
-from tasks.chain import take_model_folder
+from tasks.chain import link_model_folder
 from tasks.config.data import ColumnsConfig
 from tasks.config.evaluate import BenchmarkConfig
 from tasks.data.layout import EVAL_FILE
@@ -275,7 +275,7 @@ def test_a_local_model_is_linked_and_changes_are_detected(tmp_path: Path) -> Non
     data = prepared(config)
     key = link_of(config, "fetch_model").key(data)
     store = ArtifactStore(config.store.path)
-    taken, _ = store.produce(key, lambda folder: take_model_folder(config, folder))
+    taken, _ = store.produce(key, lambda folder: link_model_folder(config, folder))
     weights = Path(taken.path) / "model.safetensors"
     assert os.path.samefile(weights, repository / "blobs" / "model.safetensors")
     assert not any(path.is_symlink() for path in Path(taken.path).iterdir())
@@ -295,7 +295,7 @@ def test_a_chat_template_does_not_modify_the_local_model(tmp_path: Path) -> None
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     config = make_config(source, model={"path": str(source), "chat_template": str(template)})
     (tmp_path / "taken").mkdir()
-    take_model_folder(config, tmp_path / "taken")
+    link_model_folder(config, tmp_path / "taken")
     assert (tmp_path / "taken/chat_template.jinja").read_bytes() == template.read_bytes()
     assert (source / "chat_template.jinja").read_bytes() == theirs
     first = link_of(config, "fetch_model").key()

@@ -18,7 +18,13 @@ from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.store import ArtifactStore
 from tasks.data.prepare import build_dataset
 from tasks.links import link_of
-from tasks.runs.suite import PlannedBenchmark, benchmarks_of, describe_asked, suite_metrics, take_stored
+from tasks.runs.suite import (
+    PlannedBenchmark,
+    benchmarks_of,
+    describe_benchmarks,
+    link_stored_results,
+    suite_metrics,
+)
 from tasks.stages import EVALUATE_MODEL, evaluate_model_inputs
 from tests.configs import make_config
 from tests.evaluations import make_items, write_results
@@ -59,7 +65,7 @@ def evaluated(config: Config, data: Artifact, model: str = "m") -> tuple[Artifac
     key = link_of(config, "evaluate_before").key(data, Artifact("merge_checkpoint", "k", "/nowhere", model))
 
     def build(folder: Path) -> Mapping[str, Any]:
-        take_stored(config, asked, folder)
+        link_stored_results(config, asked, folder)
         for one in asked:
             if one.stored is None:
                 (target := one.folder(folder)).mkdir(exist_ok=True)
@@ -98,12 +104,15 @@ def test_stored_results_are_reused_and_the_rest_is_evaluated(tmp_path: Path) -> 
     first = recipe(tmp_path, "arithmetic", SAMPLED)
     data = prepared(first)
     before, asked = evaluated(first, data)
-    assert ([one.stored for one in asked], describe_asked(asked)) == ([None, None], "asks arithmetic, sampled")
+    assert ([one.stored for one in asked], describe_benchmarks(asked)) == (
+        [None, None],
+        "evaluates arithmetic, sampled",
+    )
 
     more = recipe(tmp_path, SAMPLED, own_set(tmp_path), "arithmetic", headline="mine")
     data = prepared(more)
     after, asked = evaluated(more, data)
-    assert describe_asked(asked) == "asks mine; in the store sampled, arithmetic"
+    assert describe_benchmarks(asked) == "evaluates mine; in the store sampled, arithmetic"
     assert list(read_suite(after.path)) == ["sampled", "mine", "arithmetic"]
     for name in ("sampled", "arithmetic"):
         assert os.path.samefile(*(Path(one.path) / name / "results.jsonl" for one in (before, after)))
@@ -116,7 +125,7 @@ def test_stored_results_are_reused_and_the_rest_is_evaluated(tmp_path: Path) -> 
     # Another model, other sampling and other problems are asked; a changed weight is not.
     assert [one.stored for one in asked_of(more, data, "other model")] == [None] * 3
     hotter = recipe(tmp_path, {**SAMPLED, "temperature": 0.9}, {"set": "arithmetic", "weight": 7.0})
-    assert describe_asked(asked_of(hotter, data)) == "asks sampled; in the store arithmetic"
+    assert describe_benchmarks(asked_of(hotter, data)) == "evaluates sampled; in the store arithmetic"
     # How long answers get is known from any model's.
     assert all(one.earlier is not None for one in asked_of(more, data, "other model"))
 

@@ -18,7 +18,7 @@ import durable
 from tasks.execution.training_lock import hold
 from tasks.processes.child import run_command
 from tasks.processes.time_limit import StageTimedOut, time_limit
-from tests.processes import once_the_clock_stops
+from tests.processes import once_the_limit_is_paused
 
 SECOND = 1 / 3600
 FAR = 300.0  # seconds
@@ -57,7 +57,7 @@ def test_waiting_for_a_lock_does_not_count_towards_the_limit(tmp_path: Path) -> 
     path = tmp_path / "a.lock"
     with contextlib.ExitStack() as other:
         other.enter_context(durable.locked(path))
-        release = threading.Thread(target=once_the_clock_stops, args=(other.pop_all().close,))
+        release = threading.Thread(target=once_the_limit_is_paused, args=(other.pop_all().close,))
         with time_limit(FAR * SECOND, KEY, ""):
             release.start()
             with hold(path, "ours"):

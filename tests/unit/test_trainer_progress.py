@@ -6,7 +6,7 @@ import pytest
 
 from dapo_core.errors import ConfigError
 from tasks.external.launch import refuse_contradictions
-from tasks.external.training import Progress, explained
+from tasks.external.training import Progress, with_reason
 from tasks.processes.child import ChildProcessFailed
 
 
@@ -35,7 +35,7 @@ def test_a_mindspeed_step_is_reported_after_its_last_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "has_begun", "reason", "is_lasting"),
+    ("last", "has_started", "reason", "is_lasting"),
     [
         (["KeyError: 'rollout.modee'"], False, "KeyError: 'rollout.modee'", True),
         (["KeyError: 'rollout.modee'"], True, "KeyError: 'rollout.modee'", False),
@@ -52,13 +52,13 @@ def test_a_mindspeed_step_is_reported_after_its_last_line() -> None:
     ],
 )
 def test_the_last_error_is_the_reason_and_permanent_ones_are_not_retried(
-    last: list[str], has_begun: bool, reason: str | None, is_lasting: bool
+    last: list[str], has_started: bool, reason: str | None, is_lasting: bool
 ) -> None:
     error = ChildProcessFailed(
         "verl ended with exit code 1. Its last lines:\n" + "\n".join(f"  | {x}" for x in last)
     )
     error.summary = "verl ended with exit code 1; its log is L"
-    found = explained(error, has_begun)
+    found = with_reason(error, has_started)
     assert found.is_lasting is is_lasting
     assert found.summary == error.summary
     assert (reason is None) == found.summary.endswith("is L")

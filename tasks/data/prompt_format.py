@@ -17,7 +17,7 @@ _PLACE = re.compile(r"(?<![A-Za-z\\])\{([A-Za-z_][\w .-]*)\}")
 
 
 @dataclass(frozen=True)
-class Asking:
+class PromptFormat:
     """A prompt template and a system prompt."""
 
     template: str  # a name of evaluate.prompt, or "own"
@@ -46,14 +46,16 @@ class Asking:
         return "given" if is_own or (self.keeps_chat and problem.messages) else self.template
 
 
-def find_asking(prompt: str, system_prompt: str | None, default: str, columns: ColumnsConfig) -> Asking:
+def find_prompt_format(
+    prompt: str, system_prompt: str | None, default: str, columns: ColumnsConfig
+) -> PromptFormat:
     """Resolve data.prompt_template: `default`, a known template, a text with {problem}, or a file with one.
 
     Raises ProblemsError for a missing file, and for a text without {problem} or with the answer.
     """
     name = default if prompt == DEFAULT else prompt
     if name in TEMPLATES:
-        return Asking(
+        return PromptFormat(
             name, prompt == DEFAULT or name == "given", TEMPLATES[name].text, (), system_prompt, columns.system
         )
     text = prompt
@@ -72,6 +74,6 @@ def find_asking(prompt: str, system_prompt: str | None, default: str, columns: C
             "data.prompt_template contains a column that holds the answer, which the prompt would reveal; "
             "write \\boxed{...} for a box"
         )
-    return Asking(
+    return PromptFormat(
         "own", False, text, tuple(name for name in named if name != "problem"), system_prompt, columns.system
     )
