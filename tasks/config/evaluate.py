@@ -330,7 +330,9 @@ class EvaluateConfig(Section):
     def of(self, benchmark: BenchmarkConfig) -> EvaluateConfig:
         """The section for one benchmark alone."""
         overrides = {
-            name: getattr(benchmark, name) for name in type(self).model_fields.keys() & benchmark.model_fields_set
+            name: value
+            for name in type(self).model_fields.keys() & benchmark.model_fields_set
+            if (value := getattr(benchmark, name)) is not None
         }
         if overrides.keys() & {"temperature", "top_p", "top_k"}:
             overrides.setdefault("sampling", "settings")

@@ -46,9 +46,7 @@ class PromptFormat:
         return "given" if is_own or (self.keeps_chat and problem.messages) else self.template
 
 
-def find_prompt_format(
-    prompt: str, system_prompt: str | None, default: str, columns: ColumnsConfig
-) -> PromptFormat:
+def find_format(prompt: str, system_prompt: str | None, default: str, columns: ColumnsConfig) -> PromptFormat:
     """Resolve data.prompt_template: `default`, a known template, a text with {problem}, or a file with one.
 
     Raises ProblemsError for a missing file, and for a text without {problem} or with the answer.

@@ -24,7 +24,7 @@ from tasks.artifacts.references import log_earlier, resolve_once
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.config.data import ColumnsConfig, SetConfig
-from tasks.data.prompt_format import PromptFormat, find_prompt_format
+from tasks.data.prompt_format import PromptFormat, find_format
 
 ARITHMETIC = "arithmetic"
 
@@ -231,9 +231,7 @@ def _source(config: ChainConfig, given: SetConfig, key: str, split: Split, bench
             name = path.name
     if one.columns.is_set:
         known = dataclasses.replace(known, schemas=(mapped_schema(one.columns),))
-    prompt_format = find_prompt_format(
-        one.prompt_template or DEFAULT, one.system_prompt, known.template, one.columns
-    )
+    prompt_format = find_format(one.prompt_template or DEFAULT, one.system_prompt, known.template, one.columns)
     several = benchmark is None and len(config.data.train if split == "train" else config.data.eval) > 1
     return Source(key, name, split, known, reference, path, one.weight, prompt_format, several, benchmark)
 
