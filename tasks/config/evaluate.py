@@ -337,6 +337,4 @@ class EvaluateConfig(Section):
         if overrides.keys() & {"temperature", "top_p", "top_k"}:
             overrides.setdefault("sampling", "settings")
         reset: dict[str, Any] = {"benchmarks": (), "headline": None, "gates": ()}
-        return self.model_copy(
-            update={name: value for name, value in overrides.items() if value is not None} | reset
-        )
+        return self.model_copy(update=overrides | reset)
