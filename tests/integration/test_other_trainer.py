@@ -211,7 +211,7 @@ def test_errors_are_reported_before_the_trainer_starts(place: Path, tmp_path: Pa
     assert "external.python is not set: name the interpreter" in refused(python=None)
     assert "external.python=nowhere/python is not a program here" in refused(python="nowhere/python")
     assert f"does not have verl: {sys.executable} -m pip install verl==0.9.1" in refused(version="0.9.1", env={})
-    assert "has verl 0.9.1, and external.version=0.7.0" in refused(version="0.7.0")
+    assert "has verl 0.9.1, but external.version=0.7.0" in refused(version="0.7.0")
     assert "train.total_steps" not in refused(overrides=["++trainer.total_training_steps=9"])
     assert "external.overrides sets trainer.total_training_steps=9 (the recipe sets 6)" in refused(
         overrides=["++trainer.total_training_steps=9"]

@@ -149,9 +149,13 @@ def test_the_card_contains_the_measured_results(run: RecordedRun, exported: Path
     assert "1 step took 2.5 s; 900 response tokens were trained on, of 1,200 generated." in flat
 
 
-def test_the_card_of_a_suite_has_a_score_per_registered_set(run: RecordedRun) -> None:
+def test_the_card_has_a_score_per_registered_set(run: RecordedRun) -> None:
     report = read_report(run)
     assert report is not None
+    report["settings"]["benchmark"] = "math500"
+    card = model_card(run, load_config(run.folder / "config.yaml"), report, {})
+    [result] = yaml.safe_load(card.split("---\n", 2)[1])["model-index"][0]["results"]
+    assert (result["dataset"], result["metrics"][0]["value"]) == ({"name": "math500", "type": "math500"}, 0.75)
     report |= {
         "headline": "mine",
         "benchmarks": [
@@ -169,17 +173,6 @@ def test_the_card_of_a_suite_has_a_score_per_registered_set(run: RecordedRun) ->
         [{"type": "accuracy", "value": 0.25, "name": "accuracy (avg@16)"}],
     )
     assert [line.split("|")[2].strip() for line in card.splitlines() if "| benchmark " in line] == ["mine"]
-
-
-def test_a_registered_benchmark_is_a_score_in_the_front_matter(run: RecordedRun) -> None:
-    report = read_report(run)
-    assert report is not None
-    report["settings"]["benchmark"] = "math500"
-    card = model_card(run, load_config(run.folder / "config.yaml"), report, {})
-    about = yaml.safe_load(card.split("---\n", 2)[1])
-    [result] = about["model-index"][0]["results"]
-    assert result["dataset"] == {"name": "math500", "type": "math500"}
-    assert result["metrics"][0]["value"] == 0.75
 
 
 def test_a_failed_export_leaves_no_files(run: RecordedRun, tmp_path: Path) -> None:

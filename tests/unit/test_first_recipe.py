@@ -97,27 +97,19 @@ def test_an_unknown_data_source_gets_the_default_scorer(folder: Path) -> None:
     assert {finding.status for finding in examine(config)} == {OK}
 
 
-def test_devices_are_split_between_ranks_and_engines(folder: Path) -> None:
-    text = first_recipe(
-        Path("npu.yaml"),
-        model_keys("models/small"),
-        "data/questions.csv",
-        "data/questions.csv",
-        Machine("npu", 8, 64),
-    )
-    Path("npu.yaml").write_text(text)
-    config = load_config("npu.yaml")
-    assert (config.train.device, config.train.num_ranks, config.rollout.num_workers) == ("npu", 4, 4)
-    assert config.serve.num_servers == 8
+@pytest.mark.parametrize(
+    ("kind", "devices", "ranks", "workers", "placement"),
+    [("npu", 8, 4, 4, "separate"), ("cuda", 1, 1, 1, "colocated")],
+)
+def test_devices_are_split_between_ranks_and_engines(
+    folder: Path, kind: str, devices: int, ranks: int, workers: int, placement: str
+) -> None:
+    path, data = Path("r.yaml"), "data/questions.csv"
+    path.write_text(first_recipe(path, model_keys("models/small"), data, data, Machine(kind, devices, 64)))
+    config = load_config(path)
+    assert (config.train.device, config.train.num_ranks, config.rollout.num_workers) == (kind, ranks, workers)
+    assert (config.train.placement, config.num_devices, config.serve.num_servers) == (placement, devices, devices)
     assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= 512
-
-
-def test_a_single_device_is_colocated(folder: Path) -> None:
-    data = "data/questions.csv"
-    text = first_recipe(Path("one.yaml"), model_keys("models/small"), data, data, Machine("cuda", 1, 16))
-    Path("one.yaml").write_text(text)
-    config = load_config("one.yaml")
-    assert (config.train.placement, config.num_devices) == ("colocated", 1)
 
 
 def test_hub_ids_and_registered_names_are_accepted(folder: Path) -> None:
