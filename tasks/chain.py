@@ -120,7 +120,7 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
                 ]
                 urls = ", ".join(server.base_url for server in servers)
                 num_items = sum(len(one.evaluation_set.items) for one in missing)
-                logger.info("%s serves on %s; asking %d items", servers[0].model, urls, num_items)
+                logger.info("%s serves on %s; evaluating %d items", servers[0].model, urls, num_items)
                 on_progress = StageProgress(run, label).on_progress
                 evaluate_all(
                     missing,

@@ -90,7 +90,7 @@ def link_of(config: ChainConfig, label: str) -> Link:
     """The link with this label; raises ConfigError if the recipe has none."""
     links = {link.label: link for link in chain_of(config)}
     if label not in links:
-        raise ConfigError(f"the recipe has no {label}, but {', '.join(links)}")
+        raise ConfigError(f"the recipe has no stage {label}; it has {', '.join(links)}")
     return links[label]
 
 
@@ -112,7 +112,7 @@ def label_of(config: ChainConfig, stage: str, side: str | None) -> str:
     sides = ", ".join(filter(None, (side_of(link.label) for link in links))) or "none"
     raise ConfigError(
         f"{stage.replace('_', '-')} of this recipe has no side {side}; it has {sides}: evaluate.baselines and "
-        "evaluate.checkpoints add some"
+        "evaluate.checkpoints add more"
     )
 
 
@@ -172,7 +172,7 @@ def step_checkpoint(training: Artifact, step: int) -> Path:
     if not (path := others.get(step, step_folder(folder, step))).is_dir():
         kept = ", ".join(str(kept) for kept in others or map(named_step, checkpoint_folders(folder)))
         raise CheckpointError(
-            f"the training in the store kept checkpoints of steps {kept}, and evaluate.checkpoints names {step}; "
+            f"the training in the store kept checkpoints of steps {kept}, but evaluate.checkpoints names {step}; "
             "dapo stage train-policy CONFIG --force trains again and keeps it, or name one of these"
         )
     return path

@@ -213,7 +213,7 @@ def canonical_json(value: Any) -> bytes:
 
 def _require_same_names(expected: set[str], present: set[str]) -> None:
     if missing := sorted(expected - present):
-        raise DamagedArtifact(f"{missing[0]} is missing ({len(missing)} of {len(expected)} files are)")
+        raise DamagedArtifact(f"{missing[0]} is missing ({len(missing)} of {len(expected)} files)")
     if extra := sorted(present - expected):
         raise DamagedArtifact(f"{extra[0]} is not in the manifest ({len(extra)} such files)")
 

@@ -91,7 +91,9 @@ class BaselineConfig(Entry):
         given = [name for name in ("path", "id", "base_url") if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none"
-            raise ValueError(f"evaluate.baselines: {self.name} has {found} of path, id and base_url; name one")
+            raise ValueError(
+                f"evaluate.baselines: {self.name} sets {found} of path, id and base_url; set exactly one"
+            )
         for name in self.model_fields_set & _READ_WITH.keys():
             if given[0] not in _READ_WITH[name]:
                 raise ValueError(

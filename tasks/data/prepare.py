@@ -174,7 +174,7 @@ def schema_of(batches: Iterator[list[Row]]) -> Any:
             schemas = [pa.unify_schemas([*schemas, schema], promote_options="permissive")]
         except pa.ArrowException as error:
             raise DataError(
-                f"rows of data.train or data.eval have an extra_info of different types: {error}; correct them"
+                f"the rows of data.train or data.eval have conflicting types in extra_info: {error}; correct them"
             ) from None
     return schemas[0]
 

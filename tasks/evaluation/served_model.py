@@ -123,7 +123,7 @@ def _post(client: httpx.Client, url: str, body: Mapping[str, Any]) -> httpx.Resp
         if answer.status_code < 500 and answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
             return answer
         reason = f"HTTP {answer.status_code}"
-    raise ServerUnreachable(f"{url} does not answer to a fixed prompt: {reason}")
+    raise ServerUnreachable(f"{url} does not answer a fixed prompt: {reason}")
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class _WaitingProcess:
         self._kill_leftovers()
         if self.stop.signal is not None and code == -self.stop.signal:  # before its handlers were installed
             return 128 - code
-        raise WorkerDied(f"the training's driver (pid {child}) {describe_exit(code)}, without an error of its own")
+        raise WorkerDied(f"the training's driver (pid {child}) {describe_exit(code)} without reporting an error")
 
     def pause(self, seconds: float) -> None:
         """Sleep; a signal raises KeyboardInterrupt."""

@@ -48,7 +48,7 @@ def time_limit(hours: float | None, key: str, afterwards: str) -> Iterator[None]
             signal.signal(signal.SIGALRM, handler)
     except _LimitReached:
         raise StageTimedOut(
-            f"{key}={hours:g}: ended after {_duration(hours)}; raise it, or {afterwards}"
+            f"{key}={hours:g}: stopped after {_duration(hours)}; raise it, or {afterwards}"
         ) from None
 
 

@@ -340,7 +340,7 @@ def test_a_stage_that_takes_too_long_names_the_key(seen: Seen) -> None:
     assert (run["run_count"], run["state"]["name"], run["state"]["type"]) == (1, "TimedOut", "FAILED")
     for state in (run["state"], seen.flow_runs[3]["state"]):
         assert (
-            "flow.time_limits.train_policy_hours=0.0003: ended after 1.08 s; raise it, or run it"
+            "flow.time_limits.train_policy_hours=0.0003: stopped after 1.08 s; raise it, or run it"
             in state["message"]
         )
 

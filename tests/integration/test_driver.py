@@ -103,10 +103,10 @@ def test_a_dead_driver_is_restarted_after_its_processes_are_gone(tmp_path: Path)
     first, second, _ = command.drivers()
     restarts = "training restarts in 0 s from the beginning (restart {} of at most 2 without a new checkpoint)"
     assert output.splitlines() == [
-        f"the training's driver (pid {first}) ended with exit code 1, without an error of its own; "
+        f"the training's driver (pid {first}) ended with exit code 1 without reporting an error; "
         + restarts.format(1),
         f"the training's driver (pid {second}) was killed by SIGKILL (not by us; most often the kernel does this "
-        "when memory runs out), without an error of its own; " + restarts.format(2),
+        "when memory runs out) without reporting an error; " + restarts.format(2),
     ]
 
 

@@ -152,7 +152,7 @@ def test_a_time_limit_stops_a_hanging_trainer(place: Path, tmp_path: Path) -> No
 
     threading.Thread(target=expire_once_it_hangs).start()
     with (
-        pytest.raises(StageTimedOut, match=r"flow\.time_limits\.train_policy_hours=0\.1: ended after 6 min"),
+        pytest.raises(StageTimedOut, match=r"flow\.time_limits\.train_policy_hours=0\.1: stopped after 6 min"),
         time_limit(0.1, "flow.time_limits.train_policy_hours", "run it again"),
     ):
         train_with_other(config_of(place, tmp_path, "light hang:4"), files)

@@ -146,7 +146,7 @@ def link(directory: Path) -> None:
     [
         (flip_one_byte, r"weights\.bin has sha256 \w{64}, the manifest says 84d89877f0d4041efb6bf91a16f0248f"),
         (lambda made: os.truncate(made / "weights.bin", 9), r"weights\.bin has 9 bytes, the manifest says 10"),
-        (lambda made: (made / "sub/tokens.txt").unlink(), r"sub/tokens\.txt is missing \(1 of 2 files are\)"),
+        (lambda made: (made / "sub/tokens.txt").unlink(), r"sub/tokens\.txt is missing \(1 of 2 files\)"),
         (lambda made: (made / "stray.bin").touch(), r"stray\.bin is not in the manifest \(1 such files\)"),
         (lambda made: (made / "manifest.json").unlink(), r"manifest\.json is missing"),
         (lambda made: os.truncate(made / "manifest.json", 40), r"manifest\.json is not a manifest"),

@@ -73,7 +73,7 @@ def test_training_keeps_the_steps_to_evaluate(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["step_000020", "step_000040", "step_000060"]
     training = Artifact("train_policy", "k", str(tmp_path), "d")
     assert step_checkpoint(training, 20) == step_folder(folder, 20)
-    with pytest.raises(CheckpointError, match=r"kept checkpoints of steps 20, 40, 60, and .* names 30; .*--force"):
+    with pytest.raises(CheckpointError, match=r"kept checkpoints of steps 20, 40, 60, but .* names 30; .*--force"):
         step_checkpoint(training, 30)
 
 
@@ -97,7 +97,7 @@ def test_stored_columns_are_used_and_others_are_absent(tmp_path: Path) -> None:
     other = small_config(tmp_path / "store", "evaluate.checkpoints=[20, 60]")
     plan = {stage.label: stage for stage in plan_chain(other)}
     assert plan["evaluate_step_20"].state == "cached"
-    assert "kept checkpoints of steps 20, 40, and evaluate.checkpoints names 60" in plan["merge_step_60"].note
+    assert "kept checkpoints of steps 20, 40, but evaluate.checkpoints names 60" in plan["merge_step_60"].note
 
 
 @pytest.mark.slow

@@ -144,8 +144,8 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ),
         ("evaluate.gates=[math500 is good]", r"'math500 is good' is not of the form NAME"),
         ("evaluate.baselines=[{name: base, pth: x}]", r"evaluate\.baselines has no key pth; it has name, path"),
-        ("evaluate.baselines=[{name: base}]", r"base has none of path, id and base_url; name one"),
-        ("evaluate.baselines=[{name: b, path: x, id: o/n}]", r"b has path and id of path, id and base_url"),
+        ("evaluate.baselines=[{name: base}]", r"base sets none of path, id and base_url; set exactly one"),
+        ("evaluate.baselines=[{name: b, path: x, id: o/n}]", r"b sets path and id of path, id and base_url"),
         ("evaluate.baselines=[{name: b, path: x, model: m}]", r"model of b would be ignored by path"),
         ("evaluate.baselines=[{name: b, base_url: 'http://h'}]", r"b has base_url; set `model` to the name"),
         (

@@ -37,7 +37,7 @@ def test_a_timed_out_child_is_stopped_gracefully(tmp_path: Path) -> None:
         lines.append(line)
         signal.setitimer(signal.ITIMER_REAL, 0.01)
 
-    words = r"^flow\.time_limits\.train_policy_hours=0\.083\d*: ended after 5 min; .*go on"
+    words = r"^flow\.time_limits\.train_policy_hours=0\.083\d*: stopped after 5 min; .*go on"
     with pytest.raises(StageTimedOut, match=words), time_limit(FAR * SECOND, KEY, "go on"):
         run_command([sys.executable, "-S", "-c", code], log_path=tmp_path / "log", label="train", on_line=expire)
     assert not psutil.pid_exists(int(lines[0]))
