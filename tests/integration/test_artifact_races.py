@@ -163,7 +163,7 @@ def test_a_full_disk_is_reported_and_the_next_attempt_succeeds(small_disk: Path)
     store = ArtifactStore(small_disk / "store")
     other_parts = StageKey(stage="data", config={}, inputs={}, code_digest="c", versions={})
     made, _ = store.produce(other_parts, build_one_file)
-    with pytest.raises(StoreError, match=r"has no space left: .*0\.0 MiB of 1\.0 MiB are free .*set store\.path"):
+    with pytest.raises(StoreError, match=r"has no space left: .*0\.0 MiB of 1\.0 MiB are free.*set store\.path"):
         store.produce(PARTS, build_too_much)
     assert store.lookup("train", PARTS.key) is None
     assert store.lookup("data", other_parts.key) == made

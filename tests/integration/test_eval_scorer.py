@@ -139,7 +139,7 @@ def test_a_scorer_of_the_project_s_own_grades_and_the_report_has_its_scores(
             "math_verfy",
             r"evaluate\.scorer=math_verfy is not a scorer, FILE\.py.*did you mean math_verify\?",
         ),
-        ("score.txt", r"evaluate\.scorer=score\.txt is neither .*; scorers are choice, geo3k"),
+        ("score.txt", r"evaluate\.scorer=score\.txt is not .*; scorers are choice, geo3k"),
         ("absent.py", r"evaluate\.scorer=absent\.py cannot be read: No such file"),
         ("{}/score.py:other", r"evaluate\.scorer=other is not a top-level name of .*which has compute_score, os"),
     ],

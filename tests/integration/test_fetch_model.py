@@ -149,7 +149,7 @@ def test_weights_of_different_models_are_not_mixed(hub: HubServer, tmp_path: Pat
     hub.model().commit(files)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/model-00001-of-00002.safetensors").touch()
-    with pytest.raises(ModelError, match=r"out holds model-00001-of-00002\.safetensors, which the model to fetch"):
+    with pytest.raises(ModelError, match=r"out holds model-00001-of-00002\.safetensors, which is not part of the model"):
         fetch_model_files(recipe(tmp_path).model, tmp_path / "out")
     assert hub.contents() == []
 

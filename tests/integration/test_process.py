@@ -210,7 +210,7 @@ def test_the_error_reports_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
     usage = shutil.disk_usage(tmp_path)
     with pytest.raises(ChildProcessFailed) as caught:
         run_command(["false"], log_path=tmp_path / "log", label="train")
-    assert "full" not in caught.value.summary
+    assert "is full" not in caught.value.summary
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
     with pytest.raises(ChildProcessFailed) as caught:
         run_command(["false"], log_path=tmp_path / "log", label="train")
