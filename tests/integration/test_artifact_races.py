@@ -20,7 +20,7 @@ from tests.processes import DEADLINE_SECONDS, wait_until
 
 PARTS = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions={})
 
-# Builds PARTS: each build enters its pid in `builds`, then waits for the file `go`; prints what produce returned.
+# Builds PARTS: each build writes its pid to `builds`, waits for the file `go`, and prints the result of produce.
 BUILDER = """
 import logging, os, sys, time
 from pathlib import Path
@@ -76,7 +76,7 @@ def must_not_build(work: Path) -> Mapping[str, Any]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with room for one MiB; mounting it takes root."""
+    """A separate file system of one MiB; mounting it requires root."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(

@@ -35,7 +35,7 @@ REPLY = json.dumps({"choices": [{"message": {"content": "\\boxed{7}"}, "finish_r
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ArithmeticServer]:
-    """A server that stands for vLLM and for the one elsewhere; a merge that copies a model, made without torch."""
+    """A stand-in for vLLM and the remote server, and a merge that copies a model without torch."""
     merged = build_tiny_qwen3(tmp_path / "merged")
 
     @contextlib.contextmanager
@@ -60,7 +60,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Arithmet
 
 
 def ask(config: Config) -> tuple[Run, Columns]:
-    """A run that has a training with checkpoints of steps 20 and 60, and asks what its recipe adds."""
+    """A run with a training of checkpoints 20 and 60 that evaluates the recipe's columns."""
     forget_resolved()
     columns = Columns()
     with Run.start(config) as run:
@@ -98,7 +98,7 @@ def test_each_column_is_evaluated_once_and_fails_alone(server: ArithmeticServer,
     merged = Path(run.stages["merge_step_20"].artifact)
     assert (merged / "step").read_text() == "step_000020"
 
-    # A longer list costs what is new; a step that the training did not keep is absent, and says what to do.
+    # A longer list costs only new steps; a step that was not kept is absent, with advice.
     again = small_config(store, baselines, "evaluate.checkpoints=[20, 40, 60]")
     run, columns = ask(again)
     assert all(run.stages[label].cached for label in ("evaluate_baseline_theirs", "evaluate_step_20"))
@@ -109,7 +109,7 @@ def test_each_column_is_evaluated_once_and_fails_alone(server: ArithmeticServer,
         taken = take_columns(run)
     assert (taken.baselines, taken.checkpoints) == (columns.baselines, columns.checkpoints)
 
-    # Another model at the URL is asked again, and nothing else.
+    # Only the URL with another model is evaluated again.
     server.logprobs = {" it": -0.5, " we": -1.5, " the": -3.0}
     run, columns = ask(again)
     assert not run.stages["evaluate_baseline_theirs"].cached
@@ -139,5 +139,5 @@ def test_a_hub_baseline_shares_the_artifact_of_a_recipe_model(tmp_path: Path) ->
 
 
 def served_by(artifact: Artifact) -> list[str]:
-    """The commands of the servers that answered."""
+    """The commands of the servers used."""
     return list(artifact.manifest()["metrics"]["serve_commands"])

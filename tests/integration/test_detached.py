@@ -39,8 +39,8 @@ TICKER = """
     print("last words")
     sys.exit(int(sys.argv[2]))
 """
-# At SIGTERM says whether its helper, of the same process group, was left alone, and ends a little later, or once
-# the file exists.
+# On SIGTERM reports whether its helper in the same process group is alive, and exits a little later, or once the
+# file exists.
 SAVER = """
     import os, signal, sys, time
     if (helper := os.fork()) == 0:
@@ -63,7 +63,7 @@ STUBBORN = """
     while True:
         time.sleep(60)
 """
-# Leaves its command running at SIGTERM, and stops it at an interrupt.
+# Leaves its command running on SIGTERM, and stops it on an interrupt.
 PARENT = """
     import json, signal, sys
     from pathlib import Path
@@ -88,7 +88,7 @@ def cancel(line: str) -> None:
 
 @pytest.fixture
 def stem(tmp_path: Path) -> Iterator[Path]:
-    """Where the files of a command are; afterwards it is gone."""
+    """The path stem of a command's files; fails if the command is still running afterwards."""
     stem = tmp_path / "train-0123"
     yield stem
     if is_locked(stem.with_suffix(".log")):
@@ -97,7 +97,7 @@ def stem(tmp_path: Path) -> Iterator[Path]:
 
 
 def start_parent(stem: Path, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Starts a process that runs the command, and waits for its first line."""
+    """Start a process that runs the command, and wait for its first line."""
     options = {"unwatched_seconds": 300.0, "stop_seconds": 300.0, "grace_seconds": 0.5, **options}
     words = [str(stem), json.dumps(options), json.dumps(command)]
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT), *words], stderr=subprocess.PIPE)
@@ -126,7 +126,7 @@ def outcome_of(stem: Path) -> tuple[str | None, int | None]:
 
 
 def run(stem: Path, command: list[str], options: DetachOptions = OPTIONS, **more: Any) -> list[str]:
-    """Runs or attaches to the command; returns its lines."""
+    """Run or attach to the command; returns its lines."""
     lines: list[str] = []
     on_line = more.get("on_line", lines.append)
     attach_or_start(command, log_path=stem.with_suffix(".log"), label="train", options=options, on_line=on_line)
@@ -163,7 +163,7 @@ def test_the_next_run_attaches_to_a_command_that_outlived_its_parent(
     assert record_of(stem) == dataclasses.replace(first, exit_code=exit_code)
     assert not is_locked(stem.with_suffix(".cluster"))
     assert start_time_of(first.pid) is None
-    assert run(stem, STARTED_AGAIN) == ["started again"]  # what has ended is not attached to
+    assert run(stem, STARTED_AGAIN) == ["started again"]  # a finished command is not attached to
 
 
 def test_an_unwatched_command_is_stopped_gracefully(stem: Path) -> None:
@@ -206,7 +206,7 @@ def test_without_unwatched_time_a_command_ends_with_its_parent(stem: Path) -> No
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """Inside we cannot write a byte to any file."""
+    """No byte can be written to any file inside the block."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
@@ -228,7 +228,7 @@ def test_cancellation_stops_a_command_gracefully_even_on_a_full_disk(stem: Path,
     with stack, pytest.raises(Cancelled, match="up"):
         run(stem, STARTED_AGAIN if is_attached else python(SAVER), on_line=cancel_on_full_disk)
     assert outcome_of(stem) == (supervisor.REQUESTED, 143)
-    assert "helper there" in log_of(stem)  # all below it gets SIGTERM later than the command
+    assert "helper there" in log_of(stem)  # descendants get SIGTERM later than the command
 
 
 @pytest.mark.parametrize("target", ["the command", "its supervisor"])
@@ -279,7 +279,7 @@ def test_a_slow_stop_is_left_to_the_supervisor_and_the_next_run_waits(
         run(stem, STARTED_AGAIN, on_line=cancel)
     assert f"train ({record_of(stem)}) ends within flow.stop_seconds=300" in caplog.text
     threading.Timer(0.5, may_end.touch).start()
-    assert run(stem, STARTED_AGAIN) == ["started again"]  # does not attach to what is being stopped
+    assert run(stem, STARTED_AGAIN) == ["started again"]  # does not attach to a stopping command
     assert 0 < log_of(stem).index("helper there") < log_of(stem).index("started again")
 
 

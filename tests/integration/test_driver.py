@@ -40,7 +40,7 @@ READY = '(folder / f"driver-{number}").write_text(str(os.getpid()))'
 
 
 class Command:
-    """A process that waits for its drivers, which run the body."""
+    """A parent process whose drivers run the body."""
 
     def __init__(self, folder: Path, body: str, delay_seconds: float = 0.0) -> None:
         self.folder = folder
@@ -183,7 +183,7 @@ def test_a_driver_ends_with_its_parent(tmp_path: Path, started: list[Command]) -
 
 @pytest.mark.timeout(1800)  # three starts of Ray, on two busy cores
 def test_a_dead_raylet_causes_a_restart(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While ranks start, and in a step; Ray ends the driver, unless that learns of its ranks' death first."""
+    """During startup and in a step; Ray kills the driver unless it notices the death of its ranks first."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     crash = importlib.import_module("crash")
     recipe = tmp_path / "recipe.yaml"

@@ -36,7 +36,7 @@ TEMPLATE = "{% for message in messages %}Q: {{ message['content'] }}\n{% endfor 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """A tiny model as a repository has it: also a card, other formats, and code."""
+    """A tiny model repository, with a card, other formats and code."""
     folder = build_tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny")
     found = {path.name: path.read_bytes() for path in folder.iterdir()}
     extra = {"README.md": b"card", "onnx/model.onnx": b"onnx", "pytorch_model.bin": b"pickle", "LICENSE": b"MIT"}
@@ -49,7 +49,7 @@ def recipe(folder: Path, *overrides: str) -> Config:
 
 
 def fetched(config: Config) -> Artifact:
-    """The stage's output, as a run makes it."""
+    """The stage output of a run."""
     return run_of(config)[1]
 
 
@@ -149,7 +149,9 @@ def test_weights_of_different_models_are_not_mixed(hub: HubServer, tmp_path: Pat
     hub.model().commit(files)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/model-00001-of-00002.safetensors").touch()
-    with pytest.raises(ModelError, match=r"out holds model-00001-of-00002\.safetensors, which is not part of the model"):
+    with pytest.raises(
+        ModelError, match=r"out holds model-00001-of-00002\.safetensors, which is not part of the model"
+    ):
         fetch_model_files(recipe(tmp_path).model, tmp_path / "out")
     assert hub.contents() == []
 

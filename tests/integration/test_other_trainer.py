@@ -50,12 +50,12 @@ def test_a_trainer_is_followed_and_its_last_checkpoint_returned(place: Path, tmp
     assert [line for line in lines if line.startswith("step:4 - ")]
     assert not any("TaskRunner" in line for line in lines)
     assert "Training Progress: 5/5" in lines
-    # The last one and nothing before: nothing asks for step 2 or 4.
+    # Only the last one: nothing needs step 2 or 4.
     assert [path.name for path in (files.output / "checkpoints").glob("global_step_*")] == ["global_step_5"]
     assert {TRAIN_ROWS, HELD_OUT_ROWS, "command.sh", LOG_FILE, "reward_for_verl.py"} <= {
         path.name for path in files.folder.iterdir()
     }
-    # Done, it starts nothing; a longer one goes on.
+    # A finished training starts nothing; a longer one resumes.
     before = (files.folder / LOG_FILE).read_text()
     assert train_with_other(config, files, seen.__setitem__) == result
     assert (files.folder / LOG_FILE).read_text() == before
@@ -253,7 +253,7 @@ def test_the_trainer_versions_are_in_the_key(place: Path, tmp_path: Path) -> Non
         trainer_versions(config.model_copy(update={"external": missing}))
 
 
-# As `ray job`: runs what is submitted, and says what it is asked.
+# Like `ray job`: runs submitted commands and logs its arguments.
 RAY = """#!{python}
 import json, os, subprocess, sys
 words = sys.argv[1:]
@@ -315,7 +315,7 @@ def test_mindspeed_starts_in_its_checkout_and_resumes_from_its_weights(place: Pa
     assert (seen[6]["critic/score/mean"], seen[6]["timing_s/step"]) == (0.6, 2.0)  # under our names
     assert "starting at 2" in (files.folder / LOG_FILE).read_text()
     assert list(trainer_versions(config(""))) == ["mindspeed_rl commit"]
-    # From the beginning, it loads the weights of the recipe and not those that are set aside; its rows stay.
+    # From the beginning it loads the recipe's weights, not those moved aside; its rows are kept.
     assert train_with_other(config("", "never"), files).step == 6
     assert (files.folder / LOG_FILE).read_text().count("starting at 0") == 2
     assert (files.folder / LOG_FILE).read_text().count("preparing rows") == 1

@@ -27,13 +27,13 @@ KEY = StageKey(stage="talk", config={}, inputs={}, code_digest="c", versions={})
 
 @pytest.fixture(autouse=True)
 def _no_filters(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of the chain in this process has left its filter on every handler, pytest's too."""
+    """An earlier run in this process left its filter on every handler, including pytest's."""
     monkeypatch.setattr(caplog.handler, "filters", [])
 
 
 @contextmanager
 def prefect_page() -> Iterator[list[dict[str, Any]]]:
-    """What Prefect's own handler sends of our lines meanwhile."""
+    """The lines that Prefect's handler sends inside the block."""
     sent: list[dict[str, Any]] = []
     handler, run_id = APILogHandler(), uuid.uuid4()
 
@@ -53,7 +53,7 @@ def prefect_page() -> Iterator[list[dict[str, Any]]]:
 
 
 def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, **options: Any) -> Run:
-    """Runs the code as the command of a stage that may send three lines in a minute."""
+    """Run code as the command of a stage limited to three lines per minute."""
     config = load_config(ROOT / "configs" / "arith_cpu.yaml", ["flow.log_lines_per_minute=3"])
     run = Run(config, ArtifactStore(tmp_path / "store"), tmp_path / "run", "dapo-full")
     run.folder.mkdir(exist_ok=True)

@@ -27,7 +27,7 @@ from tasks.processes import supervisor
 from tasks.processes.child import ChildProcessFailed, background_command, run_command
 from tests.processes import DEADLINE_SECONDS, folder_of, python, start_time_of, wait_until
 
-# A tree with everything that escapes a plain killpg: each process writes "name pid start_time" into `members`.
+# A tree with everything that escapes a plain killpg; each process writes "name pid start_time" to `members`.
 TREE = textwrap.dedent(
     """
     import os, signal, subprocess, sys, time
@@ -79,7 +79,7 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 
 def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes]:
-    """Starts a process that runs TREE with a folder for sockets, and waits until the whole tree stands."""
+    """Start a process that runs TREE with a socket folder, and wait for the whole tree."""
     code = f"""
         import sys, time
         from tasks.processes.child import background_command
@@ -134,7 +134,7 @@ def test_an_interrupt_ends_the_tree_and_a_second_one_skips_the_grace_period(tmp_
     wait_until(lambda: all_gone(below), "all to end")
 
 
-# At SIGTERM ends in order, once a file exists.
+# On SIGTERM exits gracefully once a file exists.
 TIDY = """
     import os, signal, sys, time
     def tidy(*_):
@@ -168,7 +168,7 @@ INTERRUPTED = """
 
 @pytest.mark.parametrize("ends_anyway", [False, True])
 def test_an_interrupt_echo_neither_hurries_the_stop_nor_is_lost(tmp_path: Path, ends_anyway: bool) -> None:
-    """It may be the first one repeated; or, in a block that ends anyway, the first."""
+    """It may be an echo of the first, or the first one in a block that is ending anyway."""
     log, may_end = tmp_path / "log", tmp_path / "may_end"
     words = [str(log), json.dumps(python(TIDY, may_end)), *(["block"] if ends_anyway else [])]
     command = [sys.executable, "-c", textwrap.dedent(INTERRUPTED), *words]
@@ -304,7 +304,7 @@ def test_an_unusable_log_path_is_named(tmp_path: Path) -> None:
 
 
 def test_a_command_ignores_only_inherited_ignored_signals(tmp_path: Path) -> None:
-    """Python ignores SIGPIPE by itself; nohup has us, and so the command, ignore SIGHUP."""
+    """Python itself ignores SIGPIPE; under nohup this process, and so the command, ignores SIGHUP."""
     lines: list[str] = []
     command = ["grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status"]
     run_command(command, log_path=tmp_path / "log", label="asker", on_line=lines.append)
@@ -331,7 +331,7 @@ def test_a_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
 
 
 def test_a_killed_supervisor_takes_its_command_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its folder goes too; and the path of a socket in there fits, however long that of temporary files."""
+    """Its folder is removed too, and socket paths fit however long the temporary directory is."""
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))

@@ -37,7 +37,7 @@ MAX_RESPONSE_TOKENS = 12
 
 @dataclass(frozen=True)
 class Serving:
-    """Running servers, the model behind them and the processes below us that came with them."""
+    """Running servers, their model and their processes."""
 
     servers: tuple[Server, ...]
     model_path: Path
@@ -56,7 +56,7 @@ def new_descendants(before: dict[int, str]) -> dict[int, str]:
 
 
 def socket_folder(pid: int) -> Path | None:
-    """Where a process of vLLM makes its sockets; None for others."""
+    """The socket folder of a vLLM process; None for others."""
     environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return next(
         (Path(entry.partition("=")[2]) for entry in environment if entry.startswith(SOCKETS_VARIABLE)), None
@@ -116,7 +116,7 @@ def completion(serving: Serving, **parameters: Any) -> dict[str, Any]:
 
 
 def policy_log_probs(serving: Serving, ids: list[int]) -> torch.Tensor:
-    """Log-probs [T - 1, V] by plain transformers in float32 of what follows each token."""
+    """Next-token log-probs [T - 1, V] from plain transformers in float32."""
     model = AutoModelForCausalLM.from_pretrained(serving.model_path, dtype=torch.float32)
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
@@ -146,7 +146,7 @@ def test_greedy_answers_match_the_policy(serving: Serving) -> None:
 
 
 def num_answered(server: Server) -> float:
-    """Requests that the server has finished, from its own metrics."""
+    """Finished requests, from the server's metrics."""
     headers = {"Authorization": f"Bearer {server.api_key}"}
     lines = httpx.get(
         f"{server.base_url}/metrics", headers=headers, timeout=300, trust_env=False
@@ -185,7 +185,7 @@ def test_an_evaluation_is_spread_over_the_servers(serving: Serving, tmp_path: Pa
 
 
 def test_option_log_probs_match_the_policy(serving: Serving, tmp_path: Path) -> None:
-    """As lm-eval weighs them: the tokens of the whole text beyond those of the prompt alone."""
+    """As in lm-eval: the tokens of the whole text beyond those of the prompt alone."""
     options = ("31", "a hundred and seven", "no")
     items = [Item(f"sum-{number}", f"{number} + 7 is:\n", options[0], options=options) for number in range(2)]
     benchmark = Benchmark(

@@ -92,7 +92,7 @@ def everything_is_gone() -> object:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *behaviours: str) -> list[int]:
-    """Has the n-th start behave so, the last one all further ones; returns the ports, filled with each start."""
+    """Set the behaviour of each start (the last applies to all further ones); returns the ports used."""
     ports: list[int] = []
 
     def command(model_path: str | Path, settings: ServeConfig, port: int, name: str) -> list[str]:
@@ -169,7 +169,7 @@ def test_a_server_that_fails_is_quoted_and_stops_the_others(
         serve_model(model_path, settings(), tmp_path / "s.log"),
     ):
         pass
-    assert time.monotonic() - started < 300  # not the 600 s for which the first one's health request would wait
+    assert time.monotonic() - started < 300  # not the 600 s that the first health request would take
     assert len(ports) == 3  # nothing was started again
     assert ("  |" in str(caught.value)) == (behaviour == "breaks")
 
@@ -244,7 +244,7 @@ def test_the_deadline_holds_while_a_health_request_hangs(
 
 
 class Terminated(BaseException):
-    """What a signal handler raises, as Prefect's does."""
+    """Raised by a signal handler, like Prefect's."""
 
 
 def test_a_signal_ends_the_wait_for_servers_whenever_it_comes(

@@ -54,7 +54,7 @@ def store(tmp_path: Path) -> ArtifactStore:
 
 
 def names(store: ArtifactStore) -> list[str]:
-    """What lies in the folder of the key."""
+    """The entries in the folder of the key."""
     return sorted(path.name for path in store.key_folder("train", PARTS.key).iterdir())
 
 
@@ -129,7 +129,7 @@ def flip_one_byte(directory: Path) -> None:
 
 
 def edit_manifest(directory: Path) -> None:
-    # The file's new digest is entered too, but not the digest over all of them.
+    # The file's new digest is entered, but not the digest over all files.
     flip_one_byte(directory)
     old, new = (hashlib.sha256(content).hexdigest() for content in (b"0123456789", b"0123x56789"))
     text = (directory / "manifest.json").read_text()
@@ -171,7 +171,7 @@ def test_a_damaged_artifact_is_reported_kept_and_rebuilt(
 
 
 def age(made: Artifact) -> None:
-    """Waits until a write to the files could no longer leave their change time as it is."""
+    """Waits until a new write must change the files' change time."""
     newest = max(path.stat().st_ctime_ns for path in Path(made.path).rglob("*"))
     time.sleep(max(0.0, (newest + artifact_module.RACY_NANOSECONDS - time.time_ns()) / 1e9) + 0.01)
 
@@ -194,7 +194,7 @@ def test_verified_files_are_not_hashed_again_until_they_change(
     age(made)
     hashed.clear()
     assert store.lookup("train", PARTS.key) == made
-    assert sorted(hashed) == ["tokens.txt", "weights.bin"]  # too young to be trusted when they were published
+    assert sorted(hashed) == ["tokens.txt", "weights.bin"]  # too recent to be trusted when published
     hashed.clear()
     assert store.lookup("train", PARTS.key) == made
     assert hashed == []
@@ -234,7 +234,7 @@ def test_a_failed_build_is_not_a_hit_and_is_kept_for_inspection(
 
 
 def train(stops: bool, steps: list[int]) -> Callable[[Path], Mapping[str, Any]]:
-    """A resumable training, which enters in `steps` how many steps it found."""
+    """A resumable training that records in `steps` how many steps it found."""
 
     def build(work: Path) -> Mapping[str, Any]:
         checkpoint = work / "checkpoint"
@@ -313,7 +313,7 @@ def test_manifests_contain_no_secrets(store: ArtifactStore, monkeypatch: pytest.
 WEIGHTS = "model.safetensors"
 
 
-def hand_on(work: Path, digests: Mapping[str, str]) -> Output:
+def write_with_digests(work: Path, digests: Mapping[str, str]) -> Output:
     (work / WEIGHTS).write_bytes(b"0123456789")
     (work / "config.json").write_bytes(b"{}")
     return Output({"loss": 0.5}, digests)
@@ -322,12 +322,14 @@ def hand_on(work: Path, digests: Mapping[str, str]) -> Output:
 def test_digests_taken_while_writing_are_verified_on_the_next_use(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, _ = ArtifactStore(store.root / "other").produce(PARTS, lambda work: hand_on(work, {}).metrics)
+    plain, _ = ArtifactStore(store.root / "other").produce(
+        PARTS, lambda work: write_with_digests(work, {}).metrics
+    )
     sha256 = hashlib.sha256(b"{}").hexdigest()
     blake3 = digest_of([content_part(b"0123456789")])
     monkeypatch.setattr(artifact_module, "hash_file", lambda path, algorithm: pytest.fail(f"{path} was read"))
     digests = {WEIGHTS: f"blake3:{blake3}", "config.json": f"sha256:{sha256}"}
-    made, _ = store.produce(PARTS, lambda work: hand_on(work, digests))
+    made, _ = store.produce(PARTS, lambda work: write_with_digests(work, digests))
     monkeypatch.undo()
     assert made.digest == plain.digest  # as of files that the store hashed
     assert made.manifest()["metrics"] == {"loss": 0.5}
@@ -337,7 +339,7 @@ def test_digests_taken_while_writing_are_verified_on_the_next_use(
     ]
     assert store.lookup("train", PARTS.key) == made
     other = replace(PARTS, config={"steps": 4})
-    store.produce(other, lambda work: hand_on(work, {WEIGHTS: f"blake3:{'0' * 64}"}))
+    store.produce(other, lambda work: write_with_digests(work, {WEIGHTS: f"blake3:{'0' * 64}"}))
     assert store.lookup("train", other.key) is None
     assert f"{WEIGHTS} has blake3 {blake3}, the manifest says 0000" in caplog.text
 
@@ -347,7 +349,7 @@ def test_digests_of_unwritten_files_or_unknown_algorithms_are_refused(
     store: ArtifactStore, digests: Mapping[str, str]
 ) -> None:
     with pytest.raises(StoreError, match="returned digests for files it did not write"):
-        store.produce(PARTS, lambda work: hand_on(work, digests))
+        store.produce(PARTS, lambda work: write_with_digests(work, digests))
 
 
 def test_a_full_disk_during_a_build_names_free_space_and_key(store: ArtifactStore) -> None:

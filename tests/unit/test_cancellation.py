@@ -47,7 +47,7 @@ def test_an_unresponsive_server_counts_as_not_cancelled(
 
 
 class SlowServer(BaseHTTPRequestHandler):
-    """Says that it is busy, and a moment later in which state the flow run is."""
+    """Reports that it is busy, and later the state of the flow run."""
 
     state = "RUNNING"
     busy_until = 0.0

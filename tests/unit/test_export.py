@@ -35,7 +35,7 @@ KEY = "sk-4f8a1c93d2e7"  # in the environment when the run is exported
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """A run with a model, a difference that 4 items do not prove, and places of this machine all over."""
+    """A run with a model, a difference that 4 items cannot prove, and many local paths."""
     folder = tmp_path_factory.mktemp("a & b") / "store"
     files = ("--chat-template", f"{Path.home()}/t.jinja", "--config", f"{Path.home()}.yaml", KEY)
     config = small_config(folder, f"flow.webhook.url={SECRET}", f"serve.extra_args={json.dumps(files)}")
@@ -59,7 +59,7 @@ def exported(run: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def ignore(done: int, total: int) -> None:
-    """No progress is shown."""
+    """Show no progress."""
 
 
 def test_an_export_copies_model_report_manifests_and_configuration(run: RecordedRun, exported: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_run_without_a_model_cannot_be_exported(tmp_path: Path) -> None:
 
 
 def republished(run: RecordedRun, folder: Path, files: Mapping[str, str]) -> RecordedRun:
-    """The run with these files too in its merged model, listed as the merge would have listed them."""
+    """The run with extra files in its merged model, listed in the manifest."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for name, content in files.items():
         with contextlib.suppress(OSError):
@@ -265,7 +265,7 @@ def republished(run: RecordedRun, folder: Path, files: Mapping[str, str]) -> Rec
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["../../../../outside", "{}/outside", "link"])
 def test_no_file_outside_the_artifact_is_read_or_written(tmp_path: Path, name: str) -> None:
-    """A planted manifest or link, in a store that somebody else may write."""
+    """A manipulated manifest or link, in a store that others can write."""
     recorded = record_run(small_config(tmp_path / "store"))
     run = find_run(recorded.store.root, "latest")
     merged = Path(run.stages["merge_checkpoint"].artifact)

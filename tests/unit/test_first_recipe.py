@@ -27,7 +27,7 @@ CPU = Machine("cpu", 1, 2)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder, which is the current one, with a csv of questions and a model."""
+    """The current folder, with a CSV of questions and a model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     with (tmp_path / "data/questions.csv").open("w") as file:
@@ -191,7 +191,7 @@ def test_a_file_of_integer_answers_is_not_taken_for_a_benchmark(folder: Path) ->
 def test_unusable_rows_and_too_long_prompts_are_left_out_and_counted(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once 1 % of a file lacked answers, or one prompt was too long, there was no recipe and no key to set."""
+    """A few unusable rows or one long prompt must not prevent a recipe."""
     rows = [[f"What is {n} + 1?", " " if n % 8 == 0 else str(n + 1)] for n in range(40)]
     rows[5][0] = "word " * 2000 + rows[5][0]
     with Path("odd.csv").open("w", encoding="utf-8-sig") as file:
@@ -236,7 +236,7 @@ def test_a_large_file_is_read_once_and_announced(
 
 
 def test_existing_files_are_not_overwritten(folder: Path) -> None:
-    """Where a recipe needs files of its own, such as those of an earlier one, it is refused and they stay."""
+    """If files that the recipe would write exist, it is refused and they are kept."""
     own = Path("a.eval.jsonl")
     own.write_text("mine")
     with pytest.raises(ConfigError, match=r"a\.eval\.jsonl exists.* give the recipe another name"):

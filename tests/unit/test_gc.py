@@ -53,9 +53,9 @@ def test_only_artifacts_of_no_kept_run_are_removed(tmp_path: Path) -> None:
     assert stored_keys(tmp_path) == before - own_of(first)
     assert collect(tmp_path, keep_runs=2) == []
     left = " ".join(str(path) for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "runs"))
-    assert not any(key in left for key in own_of(first))  # logs, locks and stamps went along
+    assert not any(key in left for key in own_of(first))  # logs, locks and stamps are removed too
     assert all(key in left for key in own_of(second) | own_of(third))
-    # The run's folder stays, with its report, and names what is gone.
+    # The run's folder stays, with its report, and names removed artifacts.
     recorded = list(read_runs(tmp_path))[-1]
     assert (recorded.id, (recorded.folder / "report" / "report.json").exists()) == (first.folder.name, True)
     assert artifact_of(recorded, "train_policy") is None
@@ -89,7 +89,7 @@ def test_a_run_in_progress_keeps_its_artifacts(tmp_path: Path) -> None:
 
 
 def test_a_long_training_keeps_its_inputs_for_a_day_after_its_last_change(tmp_path: Path) -> None:
-    """Its run recorded nothing since the stage before, days ago."""
+    """Its run has recorded nothing for days, since the previous stage."""
     begun = ("prepare_data", "fetch_model", "evaluate_before")
     run = record_run(small_config(tmp_path), labels=begun, flow="train-policy")
     key = link_of(run.config, "train_policy").key(*map(run.take, begun[:2]))
@@ -174,7 +174,7 @@ def test_unfinished_attempts_older_than_a_day_need_an_option(tmp_path: Path) -> 
         file.touch()
     make_old(attempt, run.folder)
     record_run(small_config(tmp_path, "run.seed=5"))
-    assert key[:16] in keys(collect(tmp_path))  # the attempt does not keep what it was to replace
+    assert key[:16] in keys(collect(tmp_path))  # the attempt does not keep the artifact it should replace
     [kept] = collect(tmp_path, is_dry_run=True)
     assert (kept.attempt.path, kept.frees_bytes, kept.kept_reason) == (attempt, 1000, "--unfinished removes it")
     assert all(file.exists() for file in files)

@@ -174,7 +174,7 @@ def test_on_a_narrow_terminal_each_run_has_one_line(
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two nights that differ in a key of training."""
+    """Two runs that differ in a training key."""
     path = tmp_path_factory.mktemp("history") / "store"
     record_run(small_config(path), Outcome(after="rrww"))
     changed = ("algorithm.clip_ratio_high=0.3", "run.seed=1")
@@ -240,7 +240,7 @@ def test_runs_without_an_evaluation_cannot_be_compared(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own(store: Path, tmp_path: Path) -> Path:
-    """A copy of that store that a test may damage."""
+    """A copy of the store that a test may damage."""
     return Path(shutil.copytree(store, tmp_path / "own", symlinks=True))
 
 
@@ -272,7 +272,7 @@ def test_a_missing_upstream_output_names_the_command_that_builds_it(own: Path) -
 
 
 def test_a_removed_artifact_is_reported_with_the_path_in_a_copied_store(store: Path, own: Path) -> None:
-    """A copy's records name the store that it was copied from."""
+    """Records in a copied store name the original store."""
     newest, _ = read_runs(own)
     artifact = artifact_of(newest, "evaluate_after")
     assert artifact is not None

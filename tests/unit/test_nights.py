@@ -26,7 +26,7 @@ RESULT = {"before": 0.2, "after": 0.4, "difference": 0.2, "p": 0.01, "n": 8}
 
 
 def night(store: Path, seed: int, *overrides: str, flow: str = NIGHTLY) -> Run:
-    """A nightly run whose merged model is one that can be served."""
+    """A nightly run whose merged model can be served."""
     config = small_config(store, SAME_PROBLEMS, f"run.seed={seed}", *overrides)
     with Run.start(config, flow) as run:
         labels = ("prepare_data", "fetch_model", "evaluate_before", "train_policy")

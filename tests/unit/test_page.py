@@ -87,7 +87,7 @@ def test_responses_of_each_validation_are_shown_once(monkeypatch: pytest.MonkeyP
 
 
 class Api(ThreadingHTTPServer):
-    """Answers each request with the next of these statuses, and with an artifact's id."""
+    """Answers each request with the next status and an artifact id."""
 
     daemon_threads = True
 

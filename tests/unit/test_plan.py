@@ -30,12 +30,12 @@ from tests.recorded_runs import LABELS, SMALL, Outcome, record_run, small_config
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One run of the whole chain, for tests that leave it as it is."""
+    """One run of the whole chain, for tests that do not modify it."""
     return record_run(small_config(tmp_path_factory.mktemp("plan") / "store"))
 
 
 def copied(recorded: Run, folder: Path) -> Path:
-    """A store of our own with that run."""
+    """A copy of the store with that run."""
     return Path(shutil.copytree(recorded.store.root, folder / "store", symlinks=True))
 
 
@@ -84,7 +84,7 @@ def test_changed_inputs_are_named(recorded: Run) -> None:
 def test_changed_code_packages_and_inputs_are_named(
     recorded: Run, tmp_path: Path, part: str, value: Any, said: str
 ) -> None:
-    """As if an earlier version had built it: under another key, with other parts in its manifest."""
+    """Simulates an earlier version: another key, and other parts in the manifest."""
     store = copied(recorded, tmp_path)
     [manifest] = (store / "train_policy").glob("*/1/manifest.json")
     content = json.loads(manifest.read_text())
@@ -270,7 +270,7 @@ def test_a_plan_lists_the_benchmarks_to_evaluate(tmp_path: Path) -> None:
 
 
 def test_disk_space_is_required_only_for_remaining_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training that filled the disk continues once there is room for the rest, and so does what follows it."""
+    """A training that filled the disk continues once there is space for the rest, as do later stages."""
     config = small_config(tmp_path / "store")
     facts = ModelFacts(parameters=2**26)  # a checkpoint is 0.75 GiB, a merged model 0.125 or 0.25
     disk = disk_plan(config, facts.parameters)

@@ -26,7 +26,7 @@ from tests.webhooks import started_receiver
 
 
 def built_again(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """A command in a process without a Prefect server, whose PREFECT_HOME is in the folder."""
+    """Run a command in a process without a Prefect server, with PREFECT_HOME in the folder."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     return subprocess.run(
         [sys.executable, "-m", "flows.cli", *words],

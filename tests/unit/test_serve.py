@@ -119,7 +119,7 @@ def test_each_server_gets_a_port_and_an_unavailable_one_names_the_key() -> None:
 def places(
     monkeypatch: pytest.MonkeyPatch, kind: str, settings: ServeConfig, environment: dict[str, str]
 ) -> list[dict[str, str]]:
-    """What tells the servers' environments apart on a machine with vLLM for that kind of device."""
+    """The variables that differ between servers on a machine with vLLM for that device."""
     monkeypatch.setattr(serving, "vllm_device", lambda: device_for(kind))
     found = serve_environments(settings, environment)
     assert all(ALWAYS.items() <= server.items() for server in found)
@@ -328,7 +328,7 @@ def test_the_servers_error_is_found_in_its_output(
 
 
 def test_a_killed_vllm_process_is_named() -> None:
-    """vLLM ends with other errors after it, which say nothing."""
+    """vLLM raises other, uninformative errors after it."""
     lines = [
         "(EngineCore pid=71) INFO 11-22 13:00:00 [cpu.py:1] loading",
         "(EngineCore pid=71) ERROR 11-22 13:00:01 [multiproc_executor.py:315] Worker proc VllmWorker-0 died "

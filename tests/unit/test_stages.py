@@ -39,7 +39,7 @@ from tests.tiny_models import build_tiny, build_tiny_qwen3
 from tests.trainings import write_parquet
 
 CONFIG = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
-# The keys that each stage reads, by prefix; a change of any of them builds it again.
+# The keys that each stage reads, by prefix; changing any of them rebuilds it.
 READS = {
     "prepare_data": ("run.seed", "data.arithmetic.", "data.contamination", "data.max_refused_ratio"),
     "fetch_model": (  # of BUILD_MODEL and FETCH_MODEL
@@ -62,7 +62,7 @@ READS = {
     "merge_checkpoint": ("merge.", "external.converter"),
     "evaluate_model": ("serve.", "evaluate.", "model.trust_remote_code"),
 }
-# In the key by what they name or mean: the place does not count.
+# In the key by content: the path does not count.
 BY_CONTENT = {"data.train", "data.eval", "data.prompt_template", "data.system_prompt", "model.path"}
 BY_CONTENT |= {
     "custom_reward.path",
@@ -82,7 +82,7 @@ def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, bool | N
 
 
 def changed(section: Any, name: str) -> Any:
-    """The section with another value under the dotted name, whether or not it would be accepted."""
+    """The section with another value under the dotted name, valid or not."""
     head, _, rest = name.partition(".")
     value = getattr(section, head)
     if rest:
@@ -133,18 +133,18 @@ def config(tmp_path: Path) -> Config:
 
 
 def prepared(config: Config) -> Artifact:
-    """The data artifact of the configuration, built in its store when it is not there."""
+    """The data artifact of the configuration, built if missing."""
     key = link_of(config, "prepare_data").key()
     return ArtifactStore(config.store.path).produce(key, lambda folder: build_dataset(config, folder))[0]
 
 
 def inputs(label: str, config: Config, *artifacts: Artifact) -> Mapping[str, str]:
-    """What the stage's key has as its inputs."""
+    """The inputs in the stage's key."""
     return link_of(config, label).key(*artifacts).inputs
 
 
 def files_config(folder: Path, held_out: Path, *overrides: str) -> Config:
-    """A configuration with the user's own data: a training parquet in the folder, and a held-out file."""
+    """A configuration with own data: a training parquet in the folder, and a held-out file."""
     train_rows, _ = generate_problems(16, 4, 2, 0)
     if not (folder / "train.parquet").exists():
         write_parquet(train_rows, folder / "train.parquet")

@@ -60,7 +60,7 @@ def asked_of(config: Config, data: Artifact, model: str = "m") -> list[PlannedBe
 
 
 def evaluated(config: Config, data: Artifact, model: str = "m") -> tuple[Artifact, list[PlannedBenchmark]]:
-    """The artifact of an evaluation, whose results are made up where the store has none."""
+    """The artifact of an evaluation, with fake results for benchmarks that are not stored."""
     asked = asked_of(config, data, model)
     key = link_of(config, "evaluate_before").key(data, Artifact("merge_checkpoint", "k", "/nowhere", model))
 

@@ -11,7 +11,7 @@ from tasks.processes.child import ChildProcessFailed
 
 
 def feed(*lines: str) -> tuple[list[tuple[int, dict[str, float]]], list[str]]:
-    """Steps and lines so far; the last line may still be held."""
+    """Steps and lines so far; the last line may still be pending."""
     steps: list[tuple[int, dict[str, float]]] = []
     shown: list[str] = []
     progress = Progress(lambda step, metrics: steps.append((step, metrics)), shown.append)

@@ -29,7 +29,7 @@ from tests.configs import make_config
 from tests.processes import DEADLINE_SECONDS, wait_until
 from tests.recorded_runs import Outcome, produce, small_config
 
-# As a flow does: has a command that SIGTERM does not end hold the lock.
+# Like a flow: a command that ignores SIGTERM holds the lock.
 TRAIN = """
 import sys
 from pathlib import Path
@@ -42,12 +42,12 @@ options = DetachOptions(unwatched_seconds=0, stop_seconds=0, grace_seconds=300.0
 attach_or_start(stubborn, log_path=log, label="train", options=options)
 """
 KEY = "0123456789abcdef" * 4
-WAIT_SECONDS = 0.6  # longer than the patience of a run that does not wait
+WAIT_SECONDS = 0.6  # longer than a run that does not wait would try
 
 
 @contextlib.contextmanager
 def training(path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Another flow that trains, its command running."""
+    """Another flow whose training command is running."""
     log = path.with_name("train.log")
     flow = subprocess.Popen([sys.executable, "-c", TRAIN, str(path), KEY, str(log)])
     try:
@@ -61,7 +61,7 @@ def training(path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def release_after_word(held: contextlib.ExitStack, caplog: pytest.LogCaptureFixture) -> threading.Thread:
-    """A thread that lets go of a lock a while after somebody said to wait for it."""
+    """A thread that releases a lock some time after a waiter logged a message."""
 
     def release() -> None:
         wait_until(lambda: "waiting for" in caplog.text, "a word about the wait")
@@ -161,7 +161,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def train(run: Run, monkeypatch: pytest.MonkeyPatch, attempt: int) -> State[Artifact]:
-    """The state in which this attempt of a night ends."""
+    """The final state of this attempt of a nightly run."""
     monkeypatch.setenv("PREFECT__RUNTIME__TASK_RUN__RUN_COUNT", str(attempt))
     inputs = produce(run, Outcome(), ("prepare_data", "fetch_model"))
     function: Any = train_policy.fn
