@@ -79,13 +79,16 @@ def test_a_failed_gate_is_recorded_named_and_exit_status_3(tmp_path: Path) -> No
     assert outcome(passed := {"is_failed": False}) is passed
 
 
-def test_a_chain_is_built_only_with_every_output_intact(tmp_path: Path) -> None:
+def test_outputs_count_as_stored_only_if_intact(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     assert not is_built(config)
     run = record_run(config)
     assert is_built(config)
+    assert has_output(config, "merge_checkpoint")
+    assert not has_output(small_config(tmp_path / "store", "merge.dtype=float16"), "merge_checkpoint")
     (Path(run.stages["merge_checkpoint"].artifact) / "weights").write_text("something else")
-    assert not is_built(config)  # damaged
+    assert not is_built(config)
+    assert not has_output(config, "merge_checkpoint")
 
 
 @pytest.mark.slow
@@ -122,12 +125,3 @@ def test_dapo_stage_of_a_stored_output_starts_no_server(tmp_path: Path) -> None:
     assert (newest.flow, newest.state, newest.num_built) == ("evaluate-model", "completed", 0)
     assert newest.stages["evaluate_before"].cached
     assert not (tmp_path / "prefect" / "prefect.db").exists()
-
-
-def test_an_output_counts_as_stored_only_if_it_and_its_inputs_are_intact(tmp_path: Path) -> None:
-    config = small_config(tmp_path / "store")
-    run = record_run(config)
-    assert has_output(config, "merge_checkpoint")
-    assert not has_output(small_config(tmp_path / "store", "merge.dtype=float16"), "merge_checkpoint")
-    (Path(run.stages["merge_checkpoint"].artifact) / "weights").write_text("something else")
-    assert not has_output(config, "merge_checkpoint")
