@@ -19,7 +19,9 @@ from tasks.serve_model.command import API_KEY_VARIABLE, SOCKETS_VARIABLE, serve_
 from tasks.stages import EVALUATE_MODEL
 
 Rows = list[dict[str, Any]]
-COMMANDS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # set by every `dapo` command; includes weight loading
+COMMANDS = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1"
+}  # set by every `dapo` command; also hides the progress of weight loading
 
 
 def child_environment(link: Link, metrics: Mapping[str, Any], environment: Mapping[str, str]) -> Rows:
