@@ -1,1 +1,1 @@
-"""What the evaluation stage asks: settings, graders, and models served elsewhere."""
+"""What the evaluation stage uses: settings, sets, graders, and models served elsewhere."""
