@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.metrics import METRICS_FILE
 from durable import read_json_lines
+from tasks.execution.command import dapo_command
 from tasks.processes import supervisor
 from tasks.processes.child import SupervisedProcess, background_command, run_command
-from tasks.stage_command import dapo_command
 
 if TYPE_CHECKING:
     import torch

@@ -122,8 +122,8 @@ def _train(
 def _produce(store: ArtifactStore, key: StageKey, job: Job, words: Any, resumable: bool = False) -> Artifact:
     """The artifact of the key, made if need be by the `dapo` command that `words(folder)` gives."""
     from flows.progress import STEP_LINE
+    from tasks.execution.command import METRICS_LINE, dapo_command
     from tasks.processes.child import run_command
-    from tasks.stage_command import METRICS_LINE, dapo_command
 
     def tell(line: str) -> None:
         step = STEP_LINE.match(line)

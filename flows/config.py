@@ -14,8 +14,7 @@ from pydantic import Field, field_validator
 from dapo_core.config import loading
 from dapo_core.config.fields import Section, volatile
 from redaction import add_secret_url
-from tasks import config as tasks_config
-from tasks.config import ChainConfig
+from tasks.config import ChainConfig, chain
 
 
 class WebhookConfig(Section):
@@ -36,7 +35,7 @@ class WebhookConfig(Section):
         return url
 
 
-class FlowConfig(tasks_config.FlowConfig):
+class FlowConfig(chain.FlowConfig):
     """Locks, time limits, logging and notification of a run."""
 
     webhook: WebhookConfig = Field(default_factory=WebhookConfig)

@@ -14,7 +14,7 @@ QUIET_LOGGERS = (
     "prefect._internal",
     "APILogWorker",
     "EventsWorker",
-    "tasks.stage_command.page",
+    "tasks.execution.command.page",
 )
 STAGE_WIDTH = 16
 

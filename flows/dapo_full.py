@@ -11,7 +11,7 @@ from tasks.artifacts.artifact import Artifact
 from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
 from tasks.links import BASELINE_EVALUATION, BASELINE_MODEL
 from tasks.preflight.run import require_fetched, require_ready
-from tasks.runs.columns import Columns
+from tasks.runs.report import Columns
 from tasks.runs.run import Run
 
 

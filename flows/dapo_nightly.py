@@ -11,10 +11,10 @@ from pydantic import Field
 from flows.config import load_config
 from flows.dapo_full import outcome, run_chain
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow, scheduled_night
+from tasks.execution.training_lock import check_free, hold, nightly_lock_path, training_lock_path
 from tasks.preflight.run import require_ready
 from tasks.runs.nights import with_last_night
 from tasks.runs.run import Run, RunSkipped
-from tasks.training_lock import check_free, hold, nightly_lock_path, training_lock_path
 
 logger = logging.getLogger(__name__)
 

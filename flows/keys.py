@@ -16,9 +16,8 @@ from dapo_core.config.fields import is_section, is_volatile
 from dapo_core.config.loading import nearest
 from dapo_core.errors import ConfigError
 from flows.config import Config
-from tasks.baseline_config import BaselineConfig
-from tasks.data_config import SetConfig
-from tasks.evaluate_config import BenchmarkConfig
+from tasks.config.data import SetConfig
+from tasks.config.evaluate import BaselineConfig, BenchmarkConfig
 from tasks.stages import STAGES
 
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}

@@ -14,7 +14,7 @@ from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
 from flows.notify import report_failure
-from tasks.page import wait_until_sent
+from tasks.execution.page import wait_until_sent
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,8 +6,8 @@ from flows.config import load_config
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, Side, recipe_flow
 from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
 from tasks.links import label_of, link_of
-from tasks.runs.columns import take_columns
 from tasks.runs.history import REPORT_FOLDER
+from tasks.runs.report import take_columns
 from tasks.runs.run import Run
 
 

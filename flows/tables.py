@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from eval.problems.rows import ProblemSet
     from interop.account import Account
     from tasks.config import ChainConfig
-    from tasks.data.reading import SetCount
-    from tasks.data.showing import Shown
+    from tasks.data.reading import SetCount, Shown
     from tasks.preflight.finding import Finding
     from tasks.runs.collect_garbage import Unused
     from tasks.runs.history import Difference, RecordedRun
@@ -249,7 +248,7 @@ def print_run(
 
     `changes` is None when a configuration cannot be read.
     """
-    from tasks.child_environment import by_children
+    from tasks.runs.child_environment import by_children
     from tasks.runs.history import artifact_of
 
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -299,7 +298,7 @@ def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[
     )
     gone = "would go" if is_dry_run else "removed"
     for item in found:
-        outcome = f"stays: {item.left}" if item.left else gone
+        outcome = f"stays: {item.kept_reason}" if item.kept_reason else gone
         table.add_row(
             Text(f"{item.attempt.short_key}/{item.attempt.path.name}"),
             item.attempt.stage,
@@ -309,7 +308,7 @@ def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[
         )
     if found:
         print_table(table)
-    going = [item for item in found if not item.left]
+    going = [item for item in found if not item.kept_reason]
     total = sum(item.frees_bytes for item in going)
     plural = "" if len(going) == 1 else "s"
     Console(highlight=False, soft_wrap=True).print(f"{len(going)} folder{plural} {gone}, {total:,} bytes in all")

@@ -1,1 +1,1 @@
-"""The stages of the chain, the artifact store, runs, child processes and serving."""
+"""The stages of the chain: chain.py runs them, links.py orders them, stages.py declares what they depend on."""

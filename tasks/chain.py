@@ -1,4 +1,4 @@
-"""The stages of the chain as Prefect tasks: each takes its output from the store, or has it made there."""
+"""The stages of the chain as Prefect tasks. Each returns its artifact, from the store or newly built."""
 
 from __future__ import annotations
 
@@ -18,69 +18,66 @@ from dapo_core.model_folder import MERGE_MANIFEST, require_model_folder
 from durable import link_or_copy, read_json_lines
 from eval.run import evaluate_all
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output, algorithm_for
+from tasks.artifacts.references import COMMIT
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.data.prepare import build_dataset
-from tasks.evaluation_settings import served_folder
+from tasks.evaluation.served_model import served_folder, served_model
+from tasks.evaluation.settings import limits_of
+from tasks.execution.command import link_log, run_dapo
+from tasks.execution.page import StageProgress, show_report
+from tasks.execution.task import retried_task, stage_task
+from tasks.execution.training_lock import hold, training_lock_path
 from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
-from tasks.graders import limits_of
 from tasks.links import Link, baseline_of, link_of, step_checkpoint
-from tasks.page import StageProgress, show_report
 from tasks.processes.cancellation import is_worker_restart
 from tasks.processes.detached import DetachOptions
-from tasks.references import COMMIT
-from tasks.runs.columns import Columns
 from tasks.runs.history import REPORT_FOLDER
-from tasks.runs.report import report_run
+from tasks.runs.report import Columns, report_run, send_report
 from tasks.runs.run import Run
-from tasks.runs.tracked_results import send_report
+from tasks.runs.suite import benchmarks_of, link_stored_results, suite_metrics
 from tasks.serve_model.command import served_name
 from tasks.serve_model.servers import Server, serve_model
-from tasks.served_baseline import served_model
-from tasks.stage_command import link_log, run_dapo
-from tasks.stage_task import retried_task, stage_task
 from tasks.stages import benchmark_files, validates
-from tasks.suite import benchmarks_of, suite_metrics, take_stored
-from tasks.training_lock import hold, training_lock_path
 
 logger = logging.getLogger(__name__)
 
 
 @stage_task("prepare-data")
 def prepare_data(run: Run) -> Artifact:
-    """The training and held-out problems: train.parquet and eval.parquet."""
+    """Prepare the training and held-out problems: train.parquet and eval.parquet."""
     key = link_of(run.config, "prepare_data").key()
     return run.produce("prepare_data", key, lambda folder: build_dataset(run.config, folder))
 
 
 @stage_task("fetch-model", task_run_name="{label}")
 def fetch_model(run: Run, data: Artifact | None, label: str = "fetch_model") -> Artifact:
-    """The model to improve or a baseline, a Hugging Face folder: built, taken from a local folder, or fetched.
+    """Build, link or fetch a Hugging Face model folder, for the policy or a baseline.
 
-    Only a built one needs the data. A cut download is continued by the next attempt.
+    Only a model that is built needs `data`. The next attempt resumes an interrupted download.
     """
     link = link_of(run.config, label)
     key, model = link.key(*([] if data is None else [data])), link.config.model
 
     def build(folder: Path) -> Mapping[str, Any]:
         if model.source == "path":
-            return take_model_folder(link.config, folder)
-        words: list[str | Path] = ["fetch-model", run.config_of(link), "--output", folder]
+            return link_model_folder(link.config, folder)
+        arguments: list[str | Path] = ["fetch-model", run.config_of(link), "--output", folder]
         if data is not None and model.source == "recipe":
-            words += ["--data", Path(data.path) / TRAIN_FILE]
+            arguments += ["--data", Path(data.path) / TRAIN_FILE]
         else:
-            words += ["--commit", key.inputs[COMMIT]]
+            arguments += ["--commit", key.inputs[COMMIT]]
             link_known_files(run.store, key.stage, key.inputs, folder)
-        run_dapo(words, run, key, on_line=StageProgress(run, label).on_line)
+        run_dapo(arguments, run, key, on_line=StageProgress(run, label).on_line)
         return {} if model.source == "recipe" else fetched_metrics(model, key.inputs, folder)
 
     return run.produce(label, key, build)
 
 
-def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
-    """Bring the files of model.path into the folder, as hard links where the file system allows, else copies.
+def link_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
+    """Hard-link the files of model.path into `folder`, or copy them where the file system cannot link.
 
-    Links within a Hugging Face cache become files. Raises ModelError for links that lead elsewhere.
+    Symbolic links within a Hugging Face cache become files. Raises ModelError for links that lead elsewhere.
     """
     source = Path(str(config.model.path))
     require_model_folder(source)
@@ -89,7 +86,7 @@ def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
         target = folder / path.relative_to(source)
         if path.is_dir():
             target.mkdir()
-        elif path.name != MANIFEST_NAME:  # which the folder has if it is an artifact of a store
+        elif path.name != MANIFEST_NAME:  # present if the folder is itself an artifact
             num_bytes += path.stat().st_size
             link_or_copy(path.resolve(), target)
     if config.model.chat_template is not None:
@@ -97,15 +94,13 @@ def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
     return {"bytes": num_bytes}
 
 
-@stage_task("evaluate-model", task_run_name="{label}", afterwards="run it again: it asks only for what is missing")
+@stage_task("evaluate-model", task_run_name="{label}", afterwards="run it again: finished answers are kept")
 def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str) -> Artifact:
-    """The results of one model, a folder or a suite of them (eval/suite.py), recorded as `label`.
+    """Evaluate one model: a results folder, or a suite of them (eval/suite.py), recorded as `label`.
 
-    Without `model`, those of a baseline which is served elsewhere.
-
-    A failed attempt keeps its answers; the next one with the same key asks only for what is missing. Benchmarks
-    that the store has of the same model are taken from there unless the stage is forced. If it has all, nothing is
-    served.
+    Without `model`, evaluates a baseline that is served elsewhere. A failed attempt keeps its answers, and the
+    next one with the same key asks only the missing items. Stored results of single benchmarks are reused unless
+    the stage is forced; if the store has all of them, no server is started.
     """
     link = link_of(run.config, label)
     key = link.key(data, *([] if model is None else [model]))
@@ -115,7 +110,7 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
         link_log(run, log_path)
         with run.store.in_use():
             suite = benchmarks_of(run.store, link.stage, link.config, key.inputs, label in run.forced)
-            take_stored(link.config, suite, folder)
+            link_stored_results(link.config, suite, folder)
         commands = []
         if any(one.stored is None for one in suite):
             with served(link, model, log_path) as (servers, digest, model_folder):
@@ -125,7 +120,7 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
                 ]
                 urls = ", ".join(server.base_url for server in servers)
                 num_items = sum(len(one.evaluation_set.items) for one in missing)
-                logger.info("%s serves on %s; asking %d items", servers[0].model, urls, num_items)
+                logger.info("%s serves on %s; evaluating %d items", servers[0].model, urls, num_items)
                 on_progress = StageProgress(run, label).on_progress
                 evaluate_all(
                     missing,
@@ -144,7 +139,7 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
 def served(
     link: Link, model: Artifact | None, log_path: Path
 ) -> Iterator[tuple[Sequence[Server], str, Path | None]]:
-    """The servers of a model, what identifies it, and its folder; without a model, of the baseline at its URL."""
+    """Yield servers, digest and folder of a model; without `model`, those of the baseline behind `base_url`."""
     if model is None:
         baseline = served_model(link.config, baseline_of(link))
         baseline.remember()
@@ -157,51 +152,51 @@ def served(
 
 @stage_task("train-policy", afterwards="run it again: it continues from its last checkpoint")
 def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: bool = False) -> Artifact:
-    """The training output: checkpoints/step_NNNNNN, or as another trainer names them, and metrics.jsonl.
+    """Train: writes metrics.jsonl and checkpoints/step_NNNNNN (other trainers use their own names).
 
-    The next attempt with the same key continues a failed or killed one from its last checkpoint, and attaches to a
-    training that still runs. Waits while another training holds the cluster's lock; with `skips_if_locked` the
-    first attempt raises RunSkipped instead (a later one would lose hours of work).
+    The next attempt with the same key attaches to a training that is still running, or resumes from its last
+    checkpoint. Waits while another training holds the lock. With `skips_if_locked` the first attempt raises
+    RunSkipped instead; later attempts wait, so that no progress is lost.
     """
     attempt = task_run.run_count or 1
     key = link_of(run.config, "train_policy").key(data, model)
 
     def build(folder: Path) -> Output:
-        words: list[str | Path] = ["train", run.config_path]
-        words += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
+        arguments: list[str | Path] = ["train", run.config_path]
+        arguments += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
         if validates(run.config):
-            words += ["--held-out", Path(data.path) / EVAL_FILE]
-        words += [*resume_words(run.config.checkpoint.resume, attempt), *keep_words(run.config)]
+            arguments += ["--held-out", Path(data.path) / EVAL_FILE]
+        arguments += [*resume_options(run.config.checkpoint.resume, attempt), *keep_options(run.config)]
         detach = DetachOptions(
             unwatched_seconds=60 * run.config.flow.unwatched_minutes,
             stop_seconds=run.config.flow.stop_seconds,
-            goes_on_after=is_worker_restart,
+            survives=is_worker_restart,
             lock=lambda: hold(
                 training_lock_path(run.config), run.folder.name, key.key, skips_if_locked and attempt == 1
             ),
         )
-        run_dapo(words, run, key, detach=detach, on_line=StageProgress(run, "train_policy", folder).on_line)
+        run_dapo(arguments, run, key, detach=detach, on_line=StageProgress(run, "train_policy", folder).on_line)
         return Output(last_metrics(folder), checkpoint_digests(folder))
 
     return run.produce("train_policy", key, build)
 
 
-def resume_words(resume: str, attempt: int) -> list[str]:
-    """Options for a later attempt to continue the one before, which checkpoint.resume=never would move aside.
+def resume_options(resume: str, attempt: int) -> list[str]:
+    """Options that let a retry resume from the previous attempt although checkpoint.resume is `never`.
 
-    A path stays: without a checkpoint of its own, the next attempt begins from it again.
+    A path needs no override: it is used only while the output has no checkpoint of its own.
     """
     return ["--set", "checkpoint.resume=auto"] if resume == "never" and attempt > 1 else []
 
 
-def keep_words(config: ChainConfig) -> list[str]:
-    """Options for a training to keep the checkpoints that are evaluated afterwards."""
+def keep_options(config: ChainConfig) -> list[str]:
+    """Options that keep the checkpoints to be evaluated."""
     steps = sorted({*config.checkpoint.keep_steps, *config.checkpoint_steps})
     return ["--set", f"checkpoint.keep_steps={steps}"] if steps else []
 
 
 def checkpoint_digests(folder: Path) -> dict[str, str]:
-    """Digests of the training's shards, which its ranks took while they wrote them, by path in the output."""
+    """Digests of the checkpoint shards by relative path, taken by the ranks while writing."""
     return {
         (checkpoint / name).relative_to(folder).as_posix(): f"blake3:{digest}"
         for checkpoint in checkpoint_folders(folder / CHECKPOINTS)
@@ -210,7 +205,7 @@ def checkpoint_digests(folder: Path) -> dict[str, str]:
 
 
 def last_metrics(folder: Path) -> dict[str, float]:
-    """The last step's headline numbers, for the manifest."""
+    """Headline metrics of the last step, for the manifest."""
     last = read_json_lines(folder / METRICS_FILE)[-1]
     names = ("step", "critic/score/mean", "sampler/accuracy", "response_length/mean", "perf/throughput")
     return {name: last[name] for name in names if name in last}
@@ -220,7 +215,7 @@ def last_metrics(folder: Path) -> dict[str, float]:
 def merge_checkpoint(
     run: Run, training: Artifact, label: str = "merge_checkpoint", step: int | None = None
 ) -> Artifact:
-    """The trained model, or that of one step, as a Hugging Face folder that transformers and vLLM load."""
+    """Merge the final checkpoint, or that of one step, into a Hugging Face folder for transformers and vLLM."""
     key = link_of(run.config, label).key(training)
     source = Path(training.path) if step is None else step_checkpoint(training, step)
 
@@ -246,7 +241,7 @@ def merge_checkpoint(
 def write_report(
     run: Run, before: Artifact, after: Artifact, training: Artifact, columns: Columns
 ) -> dict[str, Any]:
-    """The before/after report, written to the run's folder and shown on Prefect's page."""
+    """Write the before/after report to the run's folder, show it on the Prefect page and send it to trackers."""
     report = report_run(run, before, after, training, columns)
     show_report(run, run.folder / REPORT_FOLDER, report["verdict"])
     send_report(run, report, training)

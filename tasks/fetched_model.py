@@ -1,4 +1,4 @@
-"""The model of a recipe that comes from a hub or a web server: its reference, its files, and how they get here."""
+"""Models from a hub or a web server: reference, files, and fetching."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dapo_core.errors import ModelError
 from dapo_core.model_folder import files_to_fetch, require_model_folder
 from downloads.snapshot import OnProgress, Snapshot
 from downloads.urls import is_archive
+from tasks.artifacts.references import COMMIT, FILE, inputs_of, resolve_once
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ModelConfig
-from tasks.references import COMMIT, FILE, inputs_of, resolve_once
 
-CHAT_TEMPLATE = "chat_template.jinja"  # which transformers and vLLM prefer to that of tokenizer_config.json
+CHAT_TEMPLATE = "chat_template.jinja"  # takes precedence over tokenizer_config.json in transformers and vLLM
 SCHEMES = {"huggingface": "hf", "modelscope": "modelscope"}
 PROBE = "How many apples are left?"
 
 
 def reference_of(model: ModelConfig, revision: str | None = None) -> str | tuple[str, ...]:
-    """The reference that the section stands for, at another revision if one is given."""
+    """The download reference of the section; `revision` overrides model.revision."""
     if model.source == "url":
         return model.urls
     revision = revision or model.revision
@@ -37,13 +37,13 @@ def reference_of(model: ModelConfig, revision: str | None = None) -> str | tuple
 
 
 def fetched_inputs(model: ModelConfig) -> dict[str, str]:
-    """Commit and digests of the files to fetch, as the hub has them now. Raises DownloadError and ModelError."""
+    """The current commit and digests of the files to fetch. Raises DownloadError and ModelError."""
     snapshot = resolve_once(reference_of(model), "model")
     return inputs_of(snapshot, _chosen(model, snapshot))
 
 
 def describe_fetch(model: ModelConfig) -> str:
-    """What a run would fetch, or why that is not known now."""
+    """What a run would fetch, or why that is unknown."""
     try:
         snapshot = resolve_once(reference_of(model), "model")
     except downloads.Unreachable as error:
@@ -55,9 +55,9 @@ def describe_fetch(model: ModelConfig) -> str:
 
 
 def link_known_files(store: ArtifactStore, stage: str, inputs: Mapping[str, str], folder: Path) -> None:
-    """Link files that the stage's artifacts have under the same name and digest; the fetch compares them again.
+    """Hard-link files with the same name and digest from earlier artifacts; fetching verifies them again.
 
-    A new commit often changes no more than a model card.
+    A new commit often changes only the model card.
     """
     for earlier, manifest in store.finished(stage):
         for name, digest in inputs.items():
@@ -70,7 +70,7 @@ def link_known_files(store: ArtifactStore, stage: str, inputs: Mapping[str, str]
 
 
 def fetched_metrics(model: ModelConfig, inputs: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """What the manifest of a fetched model shows."""
+    """Manifest metrics of a fetched model."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {
         "source": model_name(model),
@@ -83,25 +83,25 @@ def fetched_metrics(model: ModelConfig, inputs: Mapping[str, str], folder: Path)
 def fetch_model_files(
     model: ModelConfig, folder: Path, commit: str | None = None, on_progress: OnProgress | None = None
 ) -> Snapshot:
-    """Bring the model's files into the folder, as its keys say; returns what they are of.
+    """Fetch the model's files into `folder` and return the snapshot they belong to.
 
-    With `commit` any other one is refused. Raises DownloadError and ModelError.
+    Any commit other than `commit`, if given, is refused. Raises DownloadError and ModelError.
     """
-    pinned = commit if model.source == "huggingface" else None  # ModelScope's commits cannot be asked for
+    pinned = commit if model.source == "huggingface" else None  # ModelScope cannot resolve a commit
     snapshot = downloads.resolve(reference_of(model, pinned))
     if commit not in (None, snapshot.commit):
         raise ModelError(
-            f"{model_name(model)} changed while the run was under way: its commit was {commit} and is "
-            f"{snapshot.commit}; run it again for the new one"
+            f"{model_name(model)} changed during the run: its commit was {commit} and is now "
+            f"{snapshot.commit}; run again to use the new one"
         )
     chosen = _chosen(model, snapshot)
     if not _is_archive(snapshot):
-        _require_no_strangers(folder, chosen)
+        _require_no_other_weights(folder, chosen)
     downloads.fetch(snapshot, folder, chosen, on_progress)
     if _is_archive(snapshot):
-        there = [path for path in folder.rglob("*") if path.is_file()]
-        kept = _files_to_fetch(model, [path.relative_to(folder).as_posix() for path in there])
-        for path in there:
+        unpacked = [path for path in folder.rglob("*") if path.is_file()]
+        kept = _files_to_fetch(model, [path.relative_to(folder).as_posix() for path in unpacked])
+        for path in unpacked:
             if path.relative_to(folder).as_posix() not in kept:
                 path.unlink()
     if any(folder.glob("pytorch_model*.bin")):
@@ -115,11 +115,11 @@ def fetch_model_files(
 
 
 def place_chat_template(template: Path, folder: Path, trust_remote_code: bool = False) -> None:
-    """Give the folder's tokenizer the chat template. Raises ModelError unless it renders a message."""
+    """Install a chat template in the model folder. Raises ModelError if it does not render a message."""
     from dapo_core.pretrained import load_tokenizer
 
     target = folder / CHAT_TEMPLATE
-    target.unlink(missing_ok=True)  # perhaps a hard link to the file of another folder
+    target.unlink(missing_ok=True)  # it may be a hard link into another folder
     shutil.copyfile(template, target)
     tokenizer = load_tokenizer(folder, trust_remote_code)
     question = [{"role": "user", "content": PROBE}]
@@ -130,11 +130,11 @@ def place_chat_template(template: Path, folder: Path, trust_remote_code: bool = 
             f"model.chat_template={template} cannot be rendered: {error}; correct the file"
         ) from error
     if PROBE not in text:
-        raise ModelError(f"model.chat_template={template} leaves out what the user says: it renders {text!r}")
+        raise ModelError(f"model.chat_template={template} drops the user message: it renders {text!r}")
 
 
 def _chosen(model: ModelConfig, snapshot: Snapshot) -> list[str]:
-    """The files to fetch; of an archive they are known when it is unpacked."""
+    """The files to fetch; an archive is filtered after unpacking."""
     paths = [file.path for file in snapshot.files]
     return paths if _is_archive(snapshot) else _files_to_fetch(model, paths)
 
@@ -146,14 +146,14 @@ def _files_to_fetch(model: ModelConfig, paths: Sequence[str]) -> list[str]:
         raise ModelError(f"{model_name(model)} cannot be trained: {error}") from None
 
 
-def _require_no_strangers(folder: Path, chosen: Sequence[str]) -> None:
-    """Raise ModelError for weights in the folder that are not of the model: loading would find both."""
-    there = {path.name for path in folder.glob("*.safetensors")}
+def _require_no_other_weights(folder: Path, chosen: Sequence[str]) -> None:
+    """Raise ModelError if the folder holds weights of another model, since loading would pick up both."""
+    present = {path.name for path in folder.glob("*.safetensors")}
     converted = {path.replace("pytorch_model", "model").replace(".bin", ".safetensors") for path in chosen}
-    if strangers := sorted(there - converted):
+    if others := sorted(present - converted):
         raise ModelError(
-            f"{folder} holds {strangers[0]}, which the model to fetch has not: it is of another model or commit; "
-            "name a new folder"
+            f"{folder} holds {others[0]}, which is not part of the model to fetch: it belongs to another model or "
+            "commit; name a new folder"
         )
 
 

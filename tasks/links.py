@@ -1,4 +1,4 @@
-"""The chain of a recipe as data: its stages in order, and what each of them needs."""
+"""The chain of a recipe as data: its stages in order, with the inputs of each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dapo_core.checkpoint.others import other_checkpoints
 from dapo_core.errors import CheckpointError, ConfigError
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import StageKey
-from tasks.baseline_config import BaselineConfig
 from tasks.config import ChainConfig, ModelConfig
+from tasks.config.evaluate import BaselineConfig
 from tasks.data.sources import source_files
 from tasks.stages import (
     BUILD_MODEL,
@@ -38,29 +38,29 @@ BASELINE_MODEL, BASELINE_EVALUATION = "fetch_baseline_", "evaluate_baseline_"
 
 @dataclass(frozen=True)
 class Link:
-    """A stage at its place in a recipe's chain, where `label` names its output: in run.json, links and tables."""
+    """A stage at its position in the chain; `label` names its output in run.json, links and tables."""
 
     label: str
     stage: Stage
-    config: ChainConfig  # that the stage reads
-    needs: tuple[str, ...]  # labels of the artifacts that `inputs` takes after the configuration
-    inputs: Callable[..., dict[str, str]]  # digests from the configuration and these artifacts
-    files: Callable[[ChainConfig], dict[str, str]] = lambda _: {}  # of files that the configuration names
+    config: ChainConfig  # read by the stage
+    needs: tuple[str, ...]  # labels of the upstream artifacts, passed to `inputs` after the configuration
+    inputs: Callable[..., dict[str, str]]  # (config, *artifacts) -> digests
+    files: Callable[[ChainConfig], dict[str, str]] = lambda _: {}  # digests of files named in the configuration
 
     @property
     def command(self) -> str:
-        """The command that makes it."""
+        """The command that runs this stage alone."""
         side = side_of(self.label)
         return f"dapo stage {self.stage.name.replace('_', '-')} CONFIG" + (f" --side {side}" if side else "")
 
     def key(self, *artifacts: Artifact) -> StageKey:
-        """The key of its output, given those of the links it needs, in their order."""
+        """The key of the output, given the upstream artifacts in the order of `needs`."""
         inputs = self.inputs(self.config, *artifacts[: len(self.needs)])
         return self.stage.key(self.config, {**inputs, **self.files(self.config)})
 
 
 def chain_of(config: ChainConfig) -> tuple[Link, ...]:
-    """The links of a recipe, each after those that it needs."""
+    """The links of a recipe in topological order."""
     return (
         Link("prepare_data", PREPARE_DATA, config, (), lambda _: {}, source_files),
         _model(config),
@@ -87,15 +87,15 @@ def chain_of(config: ChainConfig) -> tuple[Link, ...]:
 
 
 def link_of(config: ChainConfig, label: str) -> Link:
-    """The link of that label. Raises ConfigError when the recipe has none."""
+    """The link with this label; raises ConfigError if the recipe has none."""
     links = {link.label: link for link in chain_of(config)}
     if label not in links:
-        raise ConfigError(f"the recipe has no {label}, but {', '.join(links)}")
+        raise ConfigError(f"the recipe has no stage {label}; it has {', '.join(links)}")
     return links[label]
 
 
 def side_of(label: str) -> str | None:
-    """What `--side` calls a link: before, after, a baseline's name, step_N; None for the links of every recipe."""
+    """The `--side` of a link: before, after, a baseline's name or step_N; None for stages without sides."""
     for prefix in (BASELINE_EVALUATION, BASELINE_MODEL, "evaluate_", "merge_step_"):
         if label.startswith(prefix):
             return label.removeprefix("merge_" if prefix == "merge_step_" else prefix)
@@ -103,7 +103,7 @@ def side_of(label: str) -> str | None:
 
 
 def label_of(config: ChainConfig, stage: str, side: str | None) -> str:
-    """The label of the link that a stage and a side name. Raises ConfigError when the recipe has none."""
+    """The label for a stage name and a side; raises ConfigError if the recipe has no such link."""
     links = [link for link in chain_of(config) if link.stage.name == stage]
     default = "after" if stage == EVALUATE_MODEL.name else None
     for link in links:
@@ -112,17 +112,17 @@ def label_of(config: ChainConfig, stage: str, side: str | None) -> str:
     sides = ", ".join(filter(None, (side_of(link.label) for link in links))) or "none"
     raise ConfigError(
         f"{stage.replace('_', '-')} of this recipe has no side {side}; it has {sides}: evaluate.baselines and "
-        "evaluate.checkpoints add some"
+        "evaluate.checkpoints add more"
     )
 
 
 def baseline_of(link: Link) -> BaselineConfig:
-    """The entry of evaluate.baselines that the link is of."""
+    """The entry of evaluate.baselines that this link evaluates."""
     return next(one for one in link.config.evaluate.baselines if one.name == side_of(link.label))
 
 
 def _baseline(config: ChainConfig, baseline: BaselineConfig) -> tuple[Link, ...]:
-    """A model that is fetched and served, or one that is only asked."""
+    """The links of a baseline: fetch and evaluate, or evaluate only if it is served elsewhere."""
     asked, fetched = f"{BASELINE_EVALUATION}{baseline.name}", f"{BASELINE_MODEL}{baseline.name}"
     if baseline.base_url is None:
         recipe = config.model_copy(update={"model": model_of(baseline)})
@@ -133,7 +133,7 @@ def _baseline(config: ChainConfig, baseline: BaselineConfig) -> tuple[Link, ...]
         )
 
     def inputs(recipe: ChainConfig, data: Artifact) -> dict[str, str]:
-        from tasks.served_baseline import served_model  # imports HTTP clients
+        from tasks.evaluation.served_model import served_model  # imports HTTP clients
 
         return evaluate_model_inputs(recipe, data, served_model(recipe, baseline))
 
@@ -141,7 +141,7 @@ def _baseline(config: ChainConfig, baseline: BaselineConfig) -> tuple[Link, ...]
 
 
 def model_of(baseline: BaselineConfig) -> ModelConfig:
-    """The baseline as the model of a recipe, as which it is fetched and served; not for a base_url."""
+    """The baseline as a `model` section, for fetching and serving; not for baselines with base_url."""
     return ModelConfig(
         source="path" if baseline.path is not None else baseline.source,
         path=baseline.path,
@@ -156,7 +156,7 @@ def _checkpoint(config: ChainConfig, step: int) -> tuple[Link, Link]:
     merged = f"merge_step_{step}"
 
     def inputs(_: ChainConfig, training: Artifact) -> dict[str, str]:
-        step_checkpoint(training, step)  # raises unless it was kept
+        step_checkpoint(training, step)  # raises if it was not kept
         return {"training": training.digest, "step": str(step)}
 
     return (
@@ -166,20 +166,20 @@ def _checkpoint(config: ChainConfig, step: int) -> tuple[Link, Link]:
 
 
 def step_checkpoint(training: Artifact, step: int) -> Path:
-    """The checkpoint of a step in a training's output. Raises CheckpointError when it was not kept."""
+    """The checkpoint folder of a step; raises CheckpointError if it was not kept."""
     folder = Path(training.path) / CHECKPOINTS
     others = {other.step: other.path for other in other_checkpoints(folder)}
     if not (path := others.get(step, step_folder(folder, step))).is_dir():
         kept = ", ".join(str(kept) for kept in others or map(named_step, checkpoint_folders(folder)))
         raise CheckpointError(
-            f"the training in the store kept checkpoints of steps {kept}, and evaluate.checkpoints names {step}; "
+            f"the training in the store kept checkpoints of steps {kept}, but evaluate.checkpoints names {step}; "
             "dapo stage train-policy CONFIG --force trains again and keeps it, or name one of these"
         )
     return path
 
 
 def _model(config: ChainConfig) -> Link:
-    """The model to improve: only one that is built needs the data."""
+    """The policy's model; only a model built from model.recipe needs the data."""
     if config.model.source == "recipe":
         return Link("fetch_model", BUILD_MODEL, config, ("prepare_data",), model_inputs, model_files)
     return Link("fetch_model", FETCH_MODEL, config, (), model_inputs, model_files)

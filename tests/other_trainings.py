@@ -1,4 +1,4 @@
-"""Trainings by another trainer for tests: the stand-in for verl, a tiny model, prepared data, a recipe to vary."""
+"""Trainings with another trainer: a stand-in for verl, a tiny model, prepared data and a recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAIN = {"backend": "verl", "device": "cuda", "train_prompts": 8, "mini_prompts"
 
 
 def make_place(folder: Path) -> Path:
-    """A folder with a model, prepared data, and an environment that has the stand-in."""
+    """A folder with a model, prepared data, and an environment with the stand-in."""
     install(folder / "site")
     build_tiny(folder / "model", "qwen3", positions=512)
     with Run.start(config_of(folder, folder / "store"), flow="prepare-data") as run:
@@ -41,14 +41,7 @@ def config_of(place: Path, store: Path, orders: str = "light", **changes: dict[s
         "reward": {"overlong": {"buffer_tokens": 8}},
         "rollout": {"max_response_tokens": 32, "group_size": 4},
         "sampler": {"gen_prompts": 8},
-        "train": {
-            "backend": "verl",
-            "device": "cuda",
-            "total_steps": 6,
-            "train_prompts": 8,
-            "mini_prompts": 4,
-            "micro_batch_tokens": 512,
-        },
+        "train": {**TRAIN, "total_steps": 6},
         "checkpoint": {"save_every": 2},
         "external": {
             "python": sys.executable,

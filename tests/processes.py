@@ -1,4 +1,4 @@
-"""What tests of child processes share: tiny commands, and whether a process is still the one it was."""
+"""Shared helpers for tests of child processes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def once_the_clock_stops(act: Callable[[], object]) -> None:
-    """Act when a stage's time limit is not counted, as while it waits for a lock; for a thread."""
+def once_the_limit_is_paused(act: Callable[[], object]) -> None:
+    """Act while the time limit is paused, as when waiting for a lock; for use in a thread."""
     wait_until(lambda: signal.getitimer(signal.ITIMER_REAL)[0] == 0, "the clock to stop")
     act()
 
@@ -37,7 +37,7 @@ def python(code: str, *arguments: str | Path) -> list[str]:
 
 
 def folder_of(pid: int, variable: str = "PLACE") -> Path:
-    """What the variable says in the environment of a process."""
+    """The path in an environment variable of a process."""
     entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
     [value] = [entry.partition("=")[2] for entry in entries if entry.startswith(f"{variable}=")]
     return Path(value)

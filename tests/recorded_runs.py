@@ -1,4 +1,4 @@
-"""Runs of the chain in a small store: real keys, data, manifests and reports; only the weights are words."""
+"""Runs of the chain in a small store: real keys, data, manifests and reports; only the weights are fake."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def small_config(store: Path, *overrides: str) -> Config:
-    """The default recipe with little data, in this store."""
+    """The default recipe with little data, in the given store."""
     path = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
     return load_config(path, [*SMALL, f"store.path={store}", *overrides])
 
@@ -53,7 +53,7 @@ def record_run(
     flow: str = "dapo-full",
     forced: Collection[str] = (),
 ) -> Run:
-    """A run that ended; of the whole chain with its report."""
+    """A finished run, with a report if it covers the whole chain."""
     with Run.start(config, flow, forced) as run:
         artifacts = produce(run, outcome or Outcome(), labels)
         if len(labels) == len(LABELS):
@@ -62,7 +62,7 @@ def record_run(
 
 
 def write_report(run: Run, artifacts: Mapping[str, Artifact]) -> None:
-    """The run's report but for the page, whose plots take a second."""
+    """The run's report without report.html, whose plots take a second."""
     comparison = compare(artifacts["evaluate_before"].path, artifacts["evaluate_after"].path)
     steps = read_training_metrics(Path(artifacts["train_policy"].path) / METRICS_FILE)
     places = {label: stage.artifact for label, stage in run.stages.items()}
@@ -75,7 +75,7 @@ def write_report(run: Run, artifacts: Mapping[str, Artifact]) -> None:
 
 
 def produce(run: Run, outcome: Outcome, labels: Collection[str]) -> dict[str, Artifact]:
-    """The artifacts of these stages, built where the store lacks them; those before them are taken from it."""
+    """The artifacts of these stages, built if missing; upstream artifacts come from the store."""
     artifacts: dict[str, Artifact] = {}
     for label in labels:
         link = link_of(run.config, label)
@@ -85,7 +85,7 @@ def produce(run: Run, outcome: Outcome, labels: Collection[str]) -> dict[str, Ar
 
 
 def builder(config: Config, label: str, outcome: Outcome) -> Callable[[Path], Mapping[str, Any]]:
-    """What builds the stage."""
+    """The build function of a stage."""
 
     def build(folder: Path) -> Mapping[str, Any]:
         if label == "prepare_data":

@@ -115,7 +115,7 @@ def main() -> None:
     from eval import EvaluationError
     from flows.console import print_messages
     from redaction import redact
-    from tasks.retries import LASTING_ERRORS, LASTING_EXIT_CODE, describe, exit_code_of
+    from tasks.execution.retries import LASTING_ERRORS, LASTING_EXIT_CODE, describe, exit_code_of
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also those of loading a model's weights
     print_messages()

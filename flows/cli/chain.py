@@ -51,17 +51,17 @@ def init(
     from dapo_core.errors import ConfigError
     from flows.config import load_config
     from flows.tables import print_findings
-    from tasks.first_data import columns_said
-    from tasks.first_recipe import Machine, first_recipe, model_keys
     from tasks.preflight.finding import OK
     from tasks.preflight.run import examine
+    from tasks.recipes.first_data import parse_columns
+    from tasks.recipes.first_recipe import Machine, first_recipe, model_keys
 
     if path.exists():
         raise ConfigError(f"{path} exists; name another file, or remove it")
     if len(data) > 1:
         raise ConfigError(f"--data is given {len(data)} times; name one, and list the others in data.train later")
     keys = model_keys(model, chat_template)
-    text = first_recipe(path, keys, data[0], held_out, Machine.this(), columns_said(columns))
+    text = first_recipe(path, keys, data[0], held_out, Machine.this(), parse_columns(columns))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     findings = examine(load_config(path))
@@ -284,8 +284,8 @@ def plan_devices(settings: Config, gigabytes: float | None, is_memory: bool, is_
     from dataclasses import asdict
 
     from flows.tables import print_json, print_memory, print_time
+    from tasks.execution.retries import LASTING_EXIT_CODE
     from tasks.preflight.memory import change_that_fits, plan_of
-    from tasks.retries import LASTING_EXIT_CODE
     from tasks.runs.step_time import time_of
 
     content: dict[str, Any] = {}

@@ -51,7 +51,7 @@ def show(
     from eval.problems.registry import SETS
     from flows.config import load_config_or_defaults
     from flows.tables import print_rows, print_set
-    from tasks.data.showing import show_rows, source_to_show
+    from tasks.data.reading import show_rows, source_to_show
 
     known = SETS.get(name)
     is_training = use == "train" or (use is None and (known is None or bool(known.train) or not known.test))

@@ -63,20 +63,15 @@ def evaluate(
     from eval.endpoint import Endpoint
     from eval.run import evaluate_all
     from flows.config import load_config_or_defaults
-    from tasks.evaluation_settings import (
-        asked_into,
-        load_sets,
-        served_folder,
-        served_model_identity,
-    )
-    from tasks.graders import limits_of
+    from tasks.evaluation.served_model import served_folder, served_model_identity
+    from tasks.evaluation.settings import benchmarks_into, limits_of, load_sets
     from tasks.serve_model.command import API_KEY_VARIABLE
 
     recipe = load_config_or_defaults(config, [*(overrides or ()), *_chosen(dataset, data, suite)])
     settings, sets = recipe.evaluate, load_sets(recipe, data, dataset)
     servers = [Endpoint(url, model_name, os.environ.get(API_KEY_VARIABLE, "")) for url in base_url]
     identity, folder = served_model_identity(servers), served_folder(servers[0])
-    benchmarks = asked_into(output, settings, sets, folder)
+    benchmarks = benchmarks_into(output, settings, sets, folder)
     summaries = evaluate_all(benchmarks, servers, limits=limits_of(settings), model_digest=identity)
     for one, summary in zip(benchmarks, summaries, strict=True):
         _print_summary(one.output_dir, summary)

@@ -68,7 +68,7 @@ def import_config(
     """
     from dapo_core.errors import ConfigError
     from flows.tables import print_account
-    from tasks.importing import account_of_files, default_keys, recipe_from, write_recipe
+    from tasks.recipes.migration import account_of_files, default_keys, recipe_from, write_recipe
 
     if output is not None and output.exists():
         raise ConfigError(f"{output} exists; name another file, or remove it")
@@ -181,7 +181,7 @@ def export_config(
     """
     from flows.config import load_config
     from interop.render.script import script_of
-    from tasks.exporting import launch_of, unsaid_keys, write_launch
+    from tasks.recipes.migration import launch_of, unsaid_keys, write_launch
 
     settings = load_config(config, overrides or ())
     folder = (output or Path(f"{config.stem}-{trainer}")).absolute()

@@ -148,10 +148,10 @@ def _lint_variables(config: Path | None, overrides: Sequence[str], is_export: bo
     """Print what environment variables do to a recipe, or to a training on the devices that are here."""
     from flows.config import load_config_or_defaults
     from flows.tables import print_json, print_variables
-    from tasks.first_recipe import Machine
     from tasks.nodes.on_node import DEVICE_FILES
     from tasks.preflight.environment import STATUSES, exports, lint
     from tasks.preflight.finding import FAIL
+    from tasks.recipes.first_recipe import Machine
 
     device = [] if config is not None else [f"train.device={Machine.this().kind}"]
     settings = load_config_or_defaults(config, [*device, *overrides])

@@ -113,7 +113,7 @@ def train(
             data.absolute(), model.absolute(), _folder(output).absolute(), (held_out or data).absolute()
         )
         other = train_with_other(settings, files, on_step, typer.echo)
-        typer.echo(f"{other.checkpoint}: {other.steps} training steps of {settings.train.backend}")
+        typer.echo(f"{other.path}: {other.step} training steps of {settings.train.backend}")
         return
     from tasks.processes.driver import forked_driver
 

@@ -1,1 +1,1 @@
-"""The artifact store: which stages are done, and their outputs."""
+"""The artifact store: finished stages and their outputs."""

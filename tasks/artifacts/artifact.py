@@ -1,4 +1,4 @@
-"""A finished stage output: the handle that tasks pass on, its manifest, and the check of its files."""
+"""A finished stage output: the handle passed between tasks, its manifest, and verification of its files."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from dapo_core.errors import DapoError
 from durable import write_atomically
 
 MANIFEST_NAME = "manifest.json"
-# A write within the clock's granularity of our check could leave the same times: such files are read again.
+# A file written within the clock's granularity of a check could keep its times: such files are hashed again.
 RACY_NANOSECONDS = 1_000_000_000
-STAMP_SUFFIX = ".verified"  # of the file beside an artifact that records which digests its files had, and when
+STAMP_SUFFIX = ".verified"  # file beside an artifact that records verified digests with file times
 
 
 class StoreError(DapoError, OSError):
-    """The artifact store cannot be written, lacks something, or a stage wrote what cannot be kept."""
+    """The artifact store cannot be written, an artifact is missing, or a stage output cannot be stored."""
 
 
 class DamagedArtifact(Exception):
-    """An artifact is not what its manifest says; the message names the first file that is wrong, and how."""
+    """An artifact does not match its manifest; the message names the first wrong file."""
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A verified output of a stage; small and picklable, so it is what tasks hand to each other."""
+    """A verified stage output. Small and picklable, so that tasks can pass it on."""
 
     stage: str
     key: str  # 64 hexadecimal digits
     path: str  # absolute directory
-    digest: str  # of the content: equal bytes under equal names give equal digests
+    digest: str  # of names and contents
 
     def manifest(self) -> dict[str, Any]:
         """Returns manifest.json: files, inputs, config, code_digest, versions, host, times, metrics."""
         return read_manifest(Path(self.path))
 
     def entries(self) -> list[FileEntry]:
-        """Returns the files that the manifest lists.
+        """Returns the files listed in the manifest.
 
-        Raises DamagedArtifact unless they are the files that are there, and the ones that `digest` is of.
+        Raises DamagedArtifact unless exactly these files exist and `digest` matches them.
         """
         with _as_damage():
             entries = [FileEntry.from_row(row) for row in self.manifest()["files"]]
             if content_digest(entries) != self.digest:
-                raise DamagedArtifact(f"{MANIFEST_NAME} is of another artifact, or was edited")
+                raise DamagedArtifact(f"{MANIFEST_NAME} belongs to another artifact or was edited")
             _require_same_names({entry.path for entry in entries}, set(content_files(Path(self.path))))
         return entries
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a stage returns that hashed files while it wrote them, so that the store does not read them again."""
+    """The result of a stage that hashed files while writing them, so that the store need not read them again."""
 
     metrics: Mapping[str, Any]
     digests: Mapping[str, str]  # relative path -> "ALGORITHM:HEX"
@@ -69,7 +69,7 @@ class Output:
 
 @dataclass(frozen=True, order=True)
 class FileEntry:
-    """One content file as the manifest lists it."""
+    """One content file as listed in the manifest."""
 
     path: str  # relative, with forward slashes
     size: int
@@ -85,7 +85,7 @@ class FileEntry:
 
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> FileEntry:
-        """The entry that `row` stands for; raises ValueError without exactly one known algorithm."""
+        """The entry for a manifest row; raises ValueError unless it has exactly one known algorithm."""
         [algorithm] = row.keys() & ALGORITHMS.keys()
         return FileEntry(row["path"], row["size"], f"{algorithm}:{row[algorithm]}")
 
@@ -94,12 +94,12 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """Returns the parsed manifest.json. Raises OSError or ValueError when it is missing or not JSON."""
     manifest = json.loads((directory / MANIFEST_NAME).read_bytes())
     if not isinstance(manifest, dict):
-        raise ValueError(f"{directory / MANIFEST_NAME} holds no JSON object")
+        raise ValueError(f"{directory / MANIFEST_NAME} is not a JSON object")
     return manifest
 
 
 def artifact_at(directory: Path) -> Artifact | None:
-    """Returns the artifact that the manifest describes, its files unchecked; None without a readable manifest."""
+    """Returns the artifact described by the manifest without checking files; None if it is not readable."""
     try:
         manifest = read_manifest(directory)
         artifact = Artifact(manifest["stage"], manifest["key"], str(directory), manifest["digest"])
@@ -115,9 +115,9 @@ def content_digest(entries: Sequence[FileEntry]) -> str:
 
 
 def content_files(directory: Path) -> Iterator[str]:
-    """Yields the relative path of every file but the manifest.
+    """Yields the relative path of every file except the manifest.
 
-    Raises StoreError on links, devices, and names with control characters.
+    Raises StoreError for links, devices, and names with control characters.
     """
     for folder, folder_names, file_names in os.walk(directory, onerror=_raise):
         folder_names.sort()
@@ -130,40 +130,37 @@ def content_files(directory: Path) -> Iterator[str]:
                     yield relative
             elif not stat.S_ISDIR(mode):
                 raise StoreError(
-                    f"{path} is neither a file nor a folder: a link's target could change or vanish unseen, "
-                    "so an artifact holds copies (or hard links) only"
+                    f"{path} is neither a file nor a folder: the target of a link could change or vanish "
+                    "unnoticed, so an artifact holds only copies or hard links"
                 )
             if not name.isprintable():
                 raise StoreError(f"{str(path)!r} has a line break or another control character in its name")
 
 
 def verify_directory(directory: Path, stage: str, key: str) -> Artifact:
-    """Returns the artifact in `directory` when each file has the size and digest its manifest lists.
-
-    Raises DamagedArtifact.
-    """
+    """Returns the artifact in `directory`; raises DamagedArtifact unless every size and digest matches."""
     with _as_damage():
         manifest = read_manifest(directory)
         artifact = Artifact(stage, key, str(directory), manifest["digest"])
         if (manifest["stage"], manifest["key"]) != (stage, key):
-            raise DamagedArtifact(f"{MANIFEST_NAME} is of another artifact, or was edited")
+            raise DamagedArtifact(f"{MANIFEST_NAME} belongs to another artifact or was edited")
         listed = artifact.entries()
         for entry, found in zip(sorted(listed), list_files(directory, listed), strict=True):
             if found.size != entry.size:
                 raise DamagedArtifact(f"{entry.path} has {found.size} bytes, the manifest says {entry.size}")
             if found.digest != entry.digest:
-                said, is_now = (each.digest.partition(":")[2] for each in (entry, found))
-                raise DamagedArtifact(f"{entry.path} has {entry.algorithm} {is_now}, the manifest says {said}")
+                expected, actual = (each.digest.partition(":")[2] for each in (entry, found))
+                raise DamagedArtifact(f"{entry.path} has {entry.algorithm} {actual}, the manifest says {expected}")
     return artifact
 
 
 def list_files(
     directory: Path, listed: Iterable[FileEntry] = (), digests: Mapping[str, str] = MappingProxyType({})
 ) -> list[FileEntry]:
-    """Returns size and digest of each content file, sorted by path.
+    """Returns the size and digest of each content file, sorted by path.
 
-    A file is hashed with the algorithm of its entry in `listed`, else with `algorithm_for` its name. It is not
-    read if it is in `digests`, or if its size, times and inode are those of an earlier call.
+    The algorithm comes from the entry in `listed`, else from `algorithm_for` the name. A file is not read if it is
+    in `digests`, or if its size, times and inode are unchanged since an earlier call.
     """
     stamp_path = directory.with_suffix(STAMP_SUFFIX)
     known = _read_stamp(stamp_path)
@@ -185,13 +182,13 @@ def list_files(
             stamp[relative] = {"identity": identity, "digest": digest}
         entries.append(FileEntry(relative, status.st_size, digest))
     if stamp != known:
-        with contextlib.suppress(OSError):  # a stamp only saves time: a store that cannot be written is still read
+        with contextlib.suppress(OSError):  # the stamp only saves time; read-only stores still work
             write_atomically(stamp_path, json.dumps(stamp))
     return entries
 
 
 def sha256_of(path: Path) -> str:
-    """Returns the sha256 of a file, read block by block."""
+    """Returns the sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -200,7 +197,7 @@ ALGORITHMS: Mapping[str, Callable[[Path], str]] = {"sha256": sha256_of, "blake3"
 
 
 def algorithm_for(name: str) -> str:
-    """Returns the algorithm for a file of this name: weights and checkpoints are large, and blake3 is quick."""
+    """Returns the digest algorithm for a file name: blake3 for weights and checkpoints, which are large."""
     return "blake3" if name.endswith((".safetensors", ".distcp")) else "sha256"
 
 
@@ -210,20 +207,20 @@ def hash_file(path: Path, algorithm: str) -> str:
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one JSON text of a value: keys sorted, no spaces, ASCII. Raises ValueError for not-a-number."""
+    """Canonical JSON: sorted keys, no spaces, ASCII. Raises ValueError for NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def _require_same_names(expected: set[str], present: set[str]) -> None:
     if missing := sorted(expected - present):
-        raise DamagedArtifact(f"{missing[0]} is missing ({len(missing)} of {len(expected)} files are)")
+        raise DamagedArtifact(f"{missing[0]} is missing ({len(missing)} of {len(expected)} files)")
     if extra := sorted(present - expected):
         raise DamagedArtifact(f"{extra[0]} is not in the manifest ({len(extra)} such files)")
 
 
 @contextlib.contextmanager
 def _as_damage() -> Iterator[None]:
-    """Turns what an artifact that is not whole raises into DamagedArtifact."""
+    """Turns errors of an incomplete artifact into DamagedArtifact."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The key of a stage's output: everything that can change its bytes, and nothing else."""
+"""The key of a stage output: everything that can change its bytes, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ SHORT_KEY_LENGTH = 16
 
 @dataclass(frozen=True)
 class StageKey:
-    """The parts a stage's key is made of, kept apart so that a changed key can be explained."""
+    """The parts of a key, kept separate so that changes can be explained."""
 
     stage: str
-    config: Mapping[str, Any]  # the stage's own slice, JSON values only, volatile fields left out
-    inputs: Mapping[str, str]  # input name -> content digest of its artifact
+    config: Mapping[str, Any]  # the stage's slice, JSON values, without volatile fields
+    inputs: Mapping[str, str]  # name -> content digest
     code_digest: str
-    versions: Mapping[str, str]  # package -> version, of the packages that matter to this stage
+    versions: Mapping[str, str]  # package -> version
 
     @property
     def key(self) -> str:
-        """sha256 over the canonical JSON of the parts. Raises TypeError on values JSON cannot hold."""
+        """sha256 over the canonical JSON of the parts. Raises TypeError for values that are not JSON."""
         return hashlib.sha256(canonical_json(asdict(self))).hexdigest()
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Returns {distribution: version}, without importing any; "absent" for one that is not installed."""
-    from importlib import metadata  # a third of this module's import time, and `dapo --help` needs no version
+    """Returns {distribution: version} without imports; "absent" if not installed."""
+    from importlib import metadata  # slow to import, and `dapo --help` needs no versions
 
     versions = {}
     for name in names:
@@ -54,10 +54,9 @@ def code_digest(paths: tuple[str, ...], without: tuple[str, ...] = (), root: Pat
 
 
 def code_files(paths: tuple[str, ...], without: tuple[str, ...] = (), root: Path = PROJECT_ROOT) -> list[Path]:
-    """Returns the files at `paths`, which are files or folders with everything below them, sorted.
+    """Returns all files at and below `paths`, sorted.
 
-    A path in `without` is left out of the folder that holds it, unless `paths` names it.
-    Raises StoreError for a path in `paths` that does not exist.
+    Paths in `without` are excluded unless `paths` names them. Raises StoreError if one of `paths` does not exist.
     """
     return sorted({file for path in paths for file in _files_at(path, without, root)})
 
@@ -66,8 +65,8 @@ def _files_at(path: str, without: tuple[str, ...], root: Path) -> Iterator[Path]
     start = root / path
     if not start.exists():
         raise StoreError(f"{path}, which a stage declares as its code, does not exist in {root}")
-    left_out = [root / other for other in without if other != path and (root / other).is_relative_to(start)]
+    excluded = [root / other for other in without if other != path and (root / other).is_relative_to(start)]
     for file in [start] if start.is_file() else start.rglob("*"):
         is_code = file.is_file() and "__pycache__" not in file.parts
-        if is_code and not any(file.is_relative_to(other) for other in left_out):
+        if is_code and not any(file.is_relative_to(other) for other in excluded):
             yield file

@@ -1,14 +1,14 @@
-"""The store of stage outputs: finds a finished one, or has it built once and publishes it in one step.
+"""The store of stage outputs: returns a finished output, or builds it once and publishes it atomically.
 
 ROOT/STAGE/KEY16/3          the third attempt at a key: content and manifest.json, finished, verified on each use
 ROOT/STAGE/KEY16/3.partial  being built; the next attempt of a resumable stage continues it
-ROOT/STAGE/KEY16/3.damaged  found to be other than its manifest says, or without one; never used, never continued
-ROOT/STAGE/KEY16/3.removed  being deleted by a garbage collection
-ROOT/STAGE/KEY16/3.verified which of its files were found right, and when
-ROOT/.locks  ROOT/.logs     locks of builders and users of the store; output of the stages' commands
-ROOT/.served                weights that servers of baselines have shown
+ROOT/STAGE/KEY16/3.damaged  failed verification or has no manifest; never used or continued
+ROOT/STAGE/KEY16/3.removed  being deleted by garbage collection
+ROOT/STAGE/KEY16/3.verified files that passed verification, with their times
+ROOT/.locks  ROOT/.logs     locks of builders and users of the store; output of stage commands
+ROOT/.served                weights observed behind served baselines
 
-The newest finished attempt is the artifact of the key. Earlier ones stay for the runs that link to them.
+The newest finished attempt is the artifact of the key. Earlier ones are kept for the runs that link to them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ logger = logging.getLogger(__name__)
 Build = Callable[[Path], Mapping[str, Any] | Output]
 
 UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
-NO_FOLDER_ERRORS = (errno.EEXIST, errno.ENOENT)  # from mkdir: a file of that name, or a file system like /proc
+NO_FOLDER_ERRORS = (
+    errno.EEXIST,
+    errno.ENOENT,
+)  # from mkdir: a file has that name, or the file system is like /proc
 PROBE_BYTES = 64 * 1024
 FINISHED, PARTIAL, DAMAGED, REMOVED = "", ".partial", ".damaged", ".removed"
 _ATTEMPT = re.compile(r"(\d+)(|\.partial|\.damaged|\.removed)")
@@ -61,11 +64,11 @@ _KEY_FOLDER = re.compile(rf"\w+/[0-9a-f]{{{SHORT_KEY_LENGTH}}}")
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt at an artifact: a folder in the folder of its key."""
+    """One attempt at an artifact: a numbered folder below its key."""
 
     path: Path
     number: int
-    state: str  # FINISHED, PARTIAL, DAMAGED or REMOVED: what its name ends with
+    state: str  # FINISHED, PARTIAL, DAMAGED or REMOVED; the suffix of its name
 
     @property
     def stage(self) -> str:
@@ -77,28 +80,28 @@ class Attempt:
 
 
 class ArtifactStore:
-    """Artifacts under one directory, which several processes and hosts may share."""
+    """Artifacts in one directory, which several processes and hosts may share."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
 
     def key_folder(self, stage: str, key: str) -> Path:
-        """Returns where the attempts at this key are."""
+        """Returns the folder with the attempts at a key."""
         return self.root / stage / key[:SHORT_KEY_LENGTH]
 
     def log_path(self, stage: str, key: str) -> Path:
-        """Returns where the commands of a stage log: outside the content, since a log would change its digest.
+        """Returns the log file of a stage's commands, outside the content, since logs would change the digest.
 
-        It is the same for each attempt at a key, so that run_command there waits for what a killed one left.
+        All attempts at a key share it, so that a new command waits for processes left by a killed one.
         """
         return self.root / ".logs" / f"{stage}-{key[:SHORT_KEY_LENGTH]}.log"
 
     def lock_path(self, stage: str, key: str) -> Path:
-        """Returns the lock that is held while the key is built."""
+        """Returns the lock held while the key is built."""
         return self.root / ".locks" / f"{stage}-{key[:SHORT_KEY_LENGTH]}.lock"
 
     def check_writable(self) -> None:
-        """Writes and removes a small file in the store; raises StoreError when that cannot be done."""
+        """Writes and removes a small file in the store; raises StoreError if that fails."""
         with self.disk_errors(NO_FOLDER_ERRORS):
             locks = self.root / ".locks"
             locks.mkdir(parents=True, exist_ok=True)
@@ -110,7 +113,7 @@ class ArtifactStore:
                 probe.unlink(missing_ok=True)
 
     def lookup(self, stage: str, key: str) -> Artifact | None:
-        """Returns the finished, verified artifact, or None; a damaged one is named in the log."""
+        """Returns the finished, verified artifact, or None; logs a damaged one."""
         try:
             return self.check(stage, key)
         except DamagedArtifact as damage:
@@ -118,7 +121,7 @@ class ArtifactStore:
             return None
 
     def check(self, stage: str, key: str) -> Artifact | None:
-        """As `lookup`, but raises DamagedArtifact for a damaged one."""
+        """Like `lookup`, but raises DamagedArtifact for a damaged artifact."""
         directory = self._newest(stage, key)
         if directory is None:
             return None
@@ -127,20 +130,20 @@ class ArtifactStore:
         except DamagedArtifact:
             if directory.exists():
                 raise
-            return None  # a garbage collection removed it
+            return None  # removed by garbage collection
 
     def builder(self, stage: str, key: str) -> str | None:
-        """Returns who builds the artifact of this key, as "pid 12 on node3 since TIME", or None."""
+        """Returns the builder of this key, as "pid 12 on node3 since TIME", or None."""
         return find_holder(self.lock_path(stage, key))
 
     def unfinished(self, stage: str, key: str) -> Path | None:
-        """Returns what the newest attempt at the key left, when it did not finish."""
+        """Returns the folder of the newest attempt at the key if it is unfinished."""
         attempts = _attempts_in(self.key_folder(stage, key))
         begun = [attempt for attempt in attempts if attempt.state in (FINISHED, PARTIAL)]
         return begun[-1].path if begun and begun[-1].state == PARTIAL else None
 
     def attempts(self) -> list[Attempt]:
-        """Returns every attempt at every key. Links and what else lies in the store are left out."""
+        """Returns every attempt at every key, ignoring links and unrelated files."""
         folders = [
             folder
             for folder in sorted(self.root.glob("*/*"))
@@ -151,11 +154,11 @@ class ArtifactStore:
         return [attempt for folder in folders for attempt in _attempts_in(folder)]
 
     def finished(self, stage: str) -> list[tuple[Path, dict[str, Any]]]:
-        """The folders and manifests of the stage's finished attempts, newest first, unchecked."""
+        """Returns the folders and manifests of a stage's finished attempts, newest first, without verification."""
         found = []
         for attempt in self.attempts():
             if (attempt.stage, attempt.state) == (stage, FINISHED):
-                with contextlib.suppress(OSError, ValueError):  # damaged: a lookup names it
+                with contextlib.suppress(OSError, ValueError):  # damaged; a lookup logs it
                     found.append((attempt.path, read_manifest(attempt.path)))
         return sorted(found, key=lambda pair: pair[1]["ended_at"], reverse=True)
 
@@ -168,14 +171,14 @@ class ArtifactStore:
         force: bool = False,
         waiting: AbstractContextManager[None] | None = None,
     ) -> tuple[Artifact, bool]:
-        """Returns the artifact of this key and whether it was there already; else has `build` make it.
+        """Returns the artifact of this key and whether it was cached; calls `build` if it is missing.
 
-        `build` writes its files into the directory it is given and returns the metrics to keep in the manifest, or
-        these with the digests of files that it hashed while writing; the next use compares them with the bytes.
-        It runs in one process at a time: others wait, inside `waiting`, and find its result. With `force` it runs
-        although there is an artifact, which stays as an earlier attempt. A `resumable` build gets the directory
-        that the newest attempt left unfinished, any other one an empty directory.
-        Raises StoreError when the store is full or cannot be written, and whatever `build` raises.
+        `build` writes its files into the given directory and returns the metrics for the manifest, or an Output
+        with the digests of files it hashed while writing; these are verified on the next use. Only one process
+        builds a key: others wait, inside `waiting`, and use its result. `force` builds even if an artifact exists,
+        which is kept as an earlier attempt. A `resumable` build gets the directory of an unfinished newest
+        attempt, otherwise the directory is empty.
+        Raises StoreError if the store is full or not writable, and whatever `build` raises.
         """
         stage, key = parts.stage, parts.key
         if not force and (artifact := self.lookup(stage, key)) is not None:
@@ -183,8 +186,8 @@ class ArtifactStore:
         self.check_writable()
         with self.disk_errors(), contextlib.ExitStack() as lock:
             with waiting or contextlib.nullcontext():
-                what = f"which builds {stage} {key[:SHORT_KEY_LENGTH]}"
-                lock.enter_context(locked(self.lock_path(stage, key), waiting=what))
+                purpose = f"which builds {stage} {key[:SHORT_KEY_LENGTH]}"
+                lock.enter_context(locked(self.lock_path(stage, key), waiting=purpose))
             if not force and (artifact := self._lookup_or_set_aside(stage, key)) is not None:
                 return artifact, True
             partial = self._open_attempt(stage, key, resumable)
@@ -195,17 +198,17 @@ class ArtifactStore:
             return self._publish(parts, partial, output, times), False
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Keeps garbage collection out for the block, so that what is found can be recorded or copied."""
+        """Blocks garbage collection, so that artifacts can be recorded or copied."""
         return self._store_locked(True, "which collects garbage")
 
     def collecting(self) -> AbstractContextManager[None]:
-        """Waits until no process is in `in_use`, and keeps others out of it for the block."""
+        """Waits until no process is inside `in_use`, and keeps others out meanwhile."""
         return self._store_locked(False, "or for exports and runs that use the store")
 
     def remove(self, attempt: Attempt) -> bool:
-        """Deletes an attempt, with all else of its key if it is the last one; inside `collecting`.
+        """Deletes an attempt, and everything else of its key if it is the last one. Call inside `collecting`.
 
-        Returns False when it stays because its key is being built, be it by a command that outlived its run.
+        Returns False if the key is being built, possibly by a command that outlived its run.
         """
         stage, key = attempt.stage, attempt.short_key
         with self.disk_errors():
@@ -225,37 +228,37 @@ class ArtifactStore:
 
     @contextlib.contextmanager
     def disk_errors(self, further_errors: tuple[int, ...] = ()) -> Iterator[None]:
-        """Turns errors of the block that say that the store is full or cannot be written into StoreError."""
+        """Turns errors about a full or read-only store into StoreError."""
         try:
             yield
         except OSError as error:
             codes = (*FULL_DISK_ERRORS, *UNWRITABLE_ERRORS, *further_errors)
             if isinstance(error, StoreError) or error.errno not in codes or not self._is_about_store(error):
                 raise
-            what = "has no room left" if error.errno in FULL_DISK_ERRORS else "cannot be written"
+            problem = "has no space left" if error.errno in FULL_DISK_ERRORS else "cannot be written"
             raise StoreError(
-                f"the artifact store {self.root} {what}: {error}. {_describe_space(self.root)}. "
-                "Finished artifacts are untouched. Make room (dapo gc removes what no run needs), correct the "
+                f"the artifact store {self.root} {problem}: {error}. {_describe_space(self.root)}. "
+                "Finished artifacts are untouched. Free space (dapo gc removes unused artifacts), correct the "
                 "permissions, or set store.path to another directory"
             ) from error
 
     def _forget(self, stage: str, key: str) -> None:
-        """Deletes folder, logs and lock of a locked key without attempts."""
-        with contextlib.suppress(OSError):  # something else lies there
+        """Deletes the folder, logs and lock of a locked key without attempts."""
+        with contextlib.suppress(OSError):  # not empty
             self.key_folder(stage, key).rmdir()
         log_path = self.log_path(stage, key)
-        for path in log_path.parent.glob(f"{log_path.stem}*"):  # and how its commands are watched
+        for path in log_path.parent.glob(f"{log_path.stem}*"):  # also the records of its commands
             if not is_locked(path):
                 path.unlink()
         self.lock_path(stage, key).unlink()
 
     def _newest(self, stage: str, key: str) -> Path | None:
-        """Where the newest finished attempt is."""
+        """The folder of the newest finished attempt."""
         attempts = _attempts_in(self.key_folder(stage, key))
         return next((attempt.path for attempt in reversed(attempts) if attempt.state == FINISHED), None)
 
     def _lookup_or_set_aside(self, stage: str, key: str) -> Artifact | None:
-        """The newest attempt that verifies; what is damaged gets a name that says so."""
+        """The newest attempt that passes verification; damaged ones are renamed."""
         while (directory := self._newest(stage, key)) is not None:
             try:
                 return verify_directory(directory, stage, key)
@@ -268,13 +271,13 @@ class ArtifactStore:
     def _open_attempt(self, stage: str, key: str, resumable: bool) -> Path:
         left = self.unfinished(stage, key)
         if left is not None and resumable:
-            logger.info("%s resumes what an earlier attempt left in %s", stage, left)
+            logger.info("%s resumes an earlier attempt in %s", stage, left)
             (left / MANIFEST_NAME).unlink(missing_ok=True)
             return left
         if left is not None:
             aside = left.with_suffix(DAMAGED)
             left.rename(aside)
-            logger.warning("renamed %s to %s: the attempt that made it did not finish", left, aside.name)
+            logger.warning("renamed %s to %s: the attempt did not finish", left, aside.name)
         folder = self.key_folder(stage, key)
         number = 1 + max((attempt.number for attempt in _attempts_in(folder)), default=0)
         partial = folder / f"{number}{PARTIAL}"
@@ -282,14 +285,14 @@ class ArtifactStore:
         return partial
 
     def _publish(self, parts: StageKey, partial: Path, output: Output, times: Mapping[str, Any]) -> Artifact:
-        """Gives the directory its final name, durably and in one step, with a manifest of its files."""
+        """Writes the manifest and renames the directory to its final name, durably and atomically."""
         if (partial / MANIFEST_NAME).exists():
-            raise StoreError(f"stage {parts.stage} wrote {partial / MANIFEST_NAME}, a name the store needs itself")
+            raise StoreError(f"stage {parts.stage} wrote {partial / MANIFEST_NAME}, a name reserved for the store")
         entries = list_files(partial, digests=output.digests)
         unwritten = output.digests.keys() - {entry.path for entry in entries}
         if unwritten or any(entry.algorithm not in ALGORITHMS for entry in entries):
             raise StoreError(
-                f"stage {parts.stage} has digests of files that it did not write, or of an unknown algorithm: "
+                f"stage {parts.stage} returned digests for files it did not write, or with an unknown algorithm: "
                 f"{dict(output.digests)}"
             )
         digest = content_digest(entries)
@@ -307,10 +310,10 @@ class ArtifactStore:
             "environment": list(output.environment),
             "metrics": redacted(output.metrics),
         }
-        (partial / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, default=_number) + "\n")
+        (partial / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, default=_plain_number) + "\n")
         final = partial.with_suffix(FINISHED)
         publish(partial, final)
-        for folder in (final.parent.parent, self.root):  # names that are new
+        for folder in (final.parent.parent, self.root):  # may hold new names
             sync(folder)
         return Artifact(parts.stage, parts.key, str(final), digest)
 
@@ -325,38 +328,37 @@ class ArtifactStore:
 
     def _is_about_store(self, error: OSError) -> bool:
         if error.filename is None:
-            return error.errno in FULL_DISK_ERRORS  # write() on an open file does not say which
+            return error.errno in FULL_DISK_ERRORS  # write() on an open file does not name it
         place = Path(os.fsdecode(error.filename))
         return place.is_relative_to(self.root) or self.root.is_relative_to(place)
 
 
 def _attempts_in(folder: Path) -> list[Attempt]:
-    """The attempts in the folder of a key by number; none where there is no such folder."""
+    """The attempts in the folder of a key, by number; empty if there is no such folder."""
     try:
         paths = list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(path, match) for path in paths if (match := _ATTEMPT.fullmatch(path.name)) is not None]
-    attempts = [Attempt(path, int(match[1]), match[2]) for path, match in found if _is_folder(path)]
+    attempts = [
+        Attempt(path, int(match[1]), match[2])
+        for path in paths
+        if (match := _ATTEMPT.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
+    ]
     return sorted(attempts, key=lambda attempt: attempt.number)
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
 
 
 def _describe_space(path: Path) -> str:
     existing = next(parent for parent in (path, *path.parents) if parent.is_dir())
     usage = shutil.disk_usage(existing)
-    return f"{describe_bytes(usage.free)} of {describe_bytes(usage.total)} are free there"
+    return f"{describe_bytes(usage.free)} of {describe_bytes(usage.total)} are free"
 
 
 def _utc_now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
 
 
-def _number(value: Any) -> Any:
-    """Returns a NumPy or torch scalar among the metrics as the number it holds."""
+def _plain_number(value: Any) -> Any:
+    """Converts a NumPy or torch scalar to a plain number."""
     if callable(item := getattr(value, "item", None)):
         return item()
     raise TypeError(f"a metric of type {type(value).__name__} cannot be written to {MANIFEST_NAME}")

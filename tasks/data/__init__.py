@@ -1,1 +1,1 @@
-"""Preparation of a recipe's data: training and held-out files, contamination, the data card."""
+"""Data preparation: training and held-out files, contamination checks, the data card."""

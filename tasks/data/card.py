@@ -1,4 +1,4 @@
-"""The data card: what a recipe's problems are, where they came from, and what became of every row."""
+"""The data card: the problems of a recipe, their sources, and what happened to each row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CARD_JSON, CARD_MARKDOWN = "data_card.json", "data_card.md"
 MAX_HITS = 50
 MAX_TEXT_CHARS = 300
 
-_KINDS = {  # the first that matches the whole answer
+_KINDS = {  # the first full match applies
     "whole number": re.compile(r"[-+]?\d+(?:,\d{3})*"),
     "decimal": re.compile(r"[-+]?\d*\.\d+"),
     "fraction": re.compile(r"[-+]?(?:\d+\s*/\s*\d+|\\[dt]?frac\s*(?:\{\d+\}|\d)\s*(?:\{\d+\}|\d))"),
@@ -30,7 +30,7 @@ _FORMULA = re.compile(r"[\d\\^_=<>{}()\[\]+*/|]|^[A-Za-z]$")
 
 
 def set_entry(source: Source, count: SetCount) -> dict[str, Any]:
-    """What the card says of one set: of the rows read, unusable ones are refused, others removed or kept."""
+    """The card entry of one set. Rows read are refused (unusable), removed, or kept."""
 
     def by_reason(counts: Mapping[str, int]) -> dict[str, Any]:
         return {
@@ -53,9 +53,9 @@ def set_entry(source: Source, count: SetCount) -> dict[str, Any]:
 
 
 def make_card(sets: Sequence[Mapping[str, Any]], hits: Sequence[Hit], mode: Mode) -> dict[str, Any]:
-    """The content of data_card.json: entries of sets, and the training problems that are in evaluation sets.
+    """The content of data_card.json: set entries, and training problems found in evaluation sets.
 
-    Prompt lengths are not in it, as they need the model's tokenizer: a training measures them.
+    Prompt lengths need the model's tokenizer, so training adds them later.
     """
     found: dict[str, list[Hit]] = {}
     for hit in hits:
@@ -69,11 +69,11 @@ def make_card(sets: Sequence[Mapping[str, Any]], hits: Sequence[Hit], mode: Mode
             "rows": len({(hit.train_set, hit.row) for hit in hits}),
             "sets": {
                 name: {
-                    "items": len({hit.item for hit in ours}),
-                    "rows": len({(hit.train_set, hit.row) for hit in ours}),
-                    "equal_rows": len({(hit.train_set, hit.row) for hit in ours if hit.is_equal}),
+                    "items": len({hit.item for hit in set_hits}),
+                    "rows": len({(hit.train_set, hit.row) for hit in set_hits}),
+                    "equal_rows": len({(hit.train_set, hit.row) for hit in set_hits if hit.is_equal}),
                 }
-                for name, ours in found.items()
+                for name, set_hits in found.items()
             },
             "hits": [
                 {**asdict(hit), "train_text": _shortened(hit.train_text), "item_text": _shortened(hit.item_text)}
@@ -81,19 +81,19 @@ def make_card(sets: Sequence[Mapping[str, Any]], hits: Sequence[Hit], mode: Mode
             ],
         },
     }
-    return json.loads(json.dumps(card))  # as a reader of the file gets it: tuples become lists
+    return json.loads(json.dumps(card))  # as read from the file: tuples become lists
 
 
 def write_card(card: Mapping[str, Any], folder: Path) -> None:
-    """Write data_card.json and data_card.md; a training adds `prompt_lengths` (dapo_core.tokenizing) to a card."""
+    """Write data_card.json and data_card.md; training adds `prompt_lengths` (dapo_core.tokenizing)."""
     text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
-    # A row may contain a lone surrogate, which UTF-8 cannot encode.
+    # Rows may contain lone surrogates, which UTF-8 cannot encode.
     (folder / CARD_JSON).write_bytes(text.encode(errors="replace"))
     (folder / CARD_MARKDOWN).write_bytes(render("data_card.md.j2", card=card).encode(errors="replace"))
 
 
 def answer_kind(gold: str) -> str:
-    """What a gold answer is: a number, options of a choice, an expression, or words."""
+    """Classifies a gold answer: a kind of number, choice options, an expression, or words."""
     plain = gold.strip().strip("$").strip()
     for name, pattern in _KINDS.items():
         if pattern.fullmatch(plain):

@@ -1,10 +1,10 @@
-r"""Training problems that are also in an evaluation set: as equal texts, or as texts that share runs of 13 words.
+r"""Finds training problems that are also in an evaluation set, by equal texts or shared runs of 13 words.
 
-A text is compared by its words (letters, numbers, LaTeX commands, single Chinese characters) and its signs,
-without layout, drawings, and sentences that many problems of a set share, which are instructions. Two problems are
-the same if words and signs are equal, also in shared sentences, which a template may have filled in, or if runs of
-13 words that both have cover most of the evaluation problem and all of its numbers and signs are in the training
-problem: runs alone find variants such as z^4 + z^2 + 1 and z^4 - z^2 + 1. docs/data.md has what the rule finds in
+Texts are compared by words (letters, numbers, LaTeX commands, single Chinese characters) and signs, ignoring
+layout, drawings and instructions, that is, sentences shared by many problems of a set. Two problems match if all
+words and signs are equal (including shared sentences, which a template may have filled in), or if common runs of
+13 words cover most of the evaluation problem and the training problem contains all of its numbers and signs. Runs
+alone would match variants such as z^4 + z^2 + 1 and z^4 - z^2 + 1. docs/data.md shows what the rule finds in
 published sets.
 """
 
@@ -32,13 +32,13 @@ Mode = Literal["remove", "warn", "error"]
 
 RUN_WORDS = 13  # GPT-3, arXiv:2005.14165, appendix C
 MIN_OVERLAP = 0.6  # of the evaluation problem's words
-SHARED_SHARE, SHARED_ROWS = 0.001, 3  # a sentence in that many problems of a set may be an instruction
-WIDELY_SHARED_SHARE = 0.2  # in that many it is, and its numbers do not count
-SAMPLED_ROWS = 20_000  # at most, among which such sentences are looked for
+SHARED_SHARE, SHARED_ROWS = 0.001, 3  # a sentence in this many problems of a set may be an instruction
+WIDELY_SHARED_SHARE = 0.2  # in this many it is one, and its numbers do not count
+SAMPLED_ROWS = 20_000  # at most this many are searched for such sentences
 BATCH_ROWS = 10_000
 
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
-# A hyphen between two words is no sign.
+# A hyphen between two words is not a sign.
 _TOKEN = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+|\d+|(?<![a-z]{{2}})-|-(?![a-z]{{2}})|[+*/^=<>!|]")
 _SIGNS = frozenset("+-=<>")
 _DRAWING = re.compile(r"\[asy\].*?\[/asy\]", re.DOTALL)
@@ -59,7 +59,7 @@ class Hit:
     evaluation_set: str
     item: str  # its id there
     is_equal: bool  # in all words and signs
-    overlap: float  # share of the item's words in runs that both have; 1.0 for equal texts
+    overlap: float  # share of the item's words in common runs; 1.0 for equal texts
     train_text: str
     item_text: str
 
@@ -67,10 +67,10 @@ class Hit:
 def find_hits(
     train_set: str, texts: Callable[[], Iterator[str]], sets: Mapping[str, Sequence[Problem]]
 ) -> list[Hit]:
-    """The problems of a training set that are also in one of the evaluation sets, by row and then by set.
+    """The problems of a training set that are also in an evaluation set, ordered by row, then by set.
 
-    `texts`, called twice, gives those of its distinct problems. Memory is that of the evaluation sets and of
-    BATCH_ROWS texts.
+    `texts` is called twice and yields the texts of the distinct problems. Memory use is bounded by the evaluation
+    sets and BATCH_ROWS texts.
     """
     found = [shared_sentences(texts())]
     found += [shared_sentences(problem.text for problem in problems) for problems in sets.values()]
@@ -84,29 +84,29 @@ def find_hits(
 
 
 def rows_to_drop(hits: Sequence[Hit], num_rows: int, mode: Mode) -> set[int]:
-    """The rows of one training set's hits under `remove`, none under `warn`.
+    """The rows to drop from one training set: all hits for `remove`, none for `warn`.
 
-    Raises DataError for any hit under `error`, and when nothing would be left.
+    Raises DataError for any hit with `error`, and if no rows would be left.
     """
     rows = {hit.row for hit in hits}
     if not rows:
         return rows
-    words = f"{len(rows)} of {num_rows} training problems of {hits[0].train_set} are also in {_counts(hits)}"
+    finding = f"{len(rows)} of {num_rows} training problems of {hits[0].train_set} are also in {_counts(hits)}"
     if mode == "error":
         first = "; ".join(f"row {hit.row} is {hit.evaluation_set} {hit.item}" for hit in hits[:3])
         raise DataError(
-            f"{words} ({first}): accuracy would measure memory. Set data.contamination=remove to train without "
-            "them, or warn to keep them"
+            f"{finding} ({first}): accuracy would measure memorization. Set data.contamination=remove to train "
+            "without them, or warn to keep them"
         )
     if mode == "warn":
-        logger.warning("%s; they stay: accuracy there will partly measure memory", words)
+        logger.warning("%s; they are kept: accuracy there will partly measure memorization", finding)
         return set()
     if len(rows) == num_rows:
         raise DataError(
-            f"{words}, so none is left to train on. Name another data.train or data.eval, or set "
-            "data.contamination=warn to train on the evaluation set all the same"
+            f"{finding}, which leaves none to train on. Change data.train or data.eval, or set "
+            "data.contamination=warn to train on the evaluation set anyway"
         )
-    logger.warning("%s; they are left out", words)
+    logger.warning("%s; they are left out", finding)
     return rows
 
 
@@ -116,9 +116,9 @@ def _counts(hits: Sequence[Hit]) -> str:
 
 
 def shared_sentences(texts: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Sentences and lines that SHARED_SHARE and that WIDELY_SHARED_SHARE of the texts have.
+    """Sentences and lines that occur in SHARED_SHARE, and in WIDELY_SHARED_SHARE, of the texts.
 
-    Of more than SAMPLED_ROWS texts, as many are looked at, evenly spread.
+    Looks at no more than SAMPLED_ROWS texts, evenly spread.
     """
     sample, step = list[str](), 1
     for row, text in enumerate(texts):
@@ -132,10 +132,10 @@ def shared_sentences(texts: Iterable[str]) -> tuple[frozenset[str], frozenset[st
     return often, widely
 
 
-def tokens_of(text: str, *left_out: Set[str]) -> list[str]:
-    """The words and signs of a text without its sentences in the first of `left_out` that leaves any."""
+def tokens_of(text: str, *excluded: Set[str]) -> list[str]:
+    """The words and signs of a text, without the first set of `excluded` sentences that leaves any text."""
     sentences = _sentences(text)
-    for shared in left_out:
+    for shared in excluded:
         if kept := [sentence for sentence in sentences if sentence not in shared]:
             sentences = kept
             break
@@ -158,23 +158,23 @@ def _words(tokens: Sequence[str]) -> list[str]:
 
 
 def _marks(tokens: Sequence[str]) -> Counter[str]:
-    """Numbers and signs, which tell a problem from its variants."""
+    """Numbers and signs, which distinguish a problem from its variants."""
     return Counter(token for token in tokens if token in _SIGNS or token.isdigit())
 
 
-def _has_in_order(tokens: Iterable[str], wanted: Iterable[str]) -> bool:
+def _has_in_order(tokens: Iterable[str], expected: Iterable[str]) -> bool:
     rest = iter(tokens)
-    return all(token in rest for token in wanted)
+    return all(token in rest for token in expected)
 
 
 class _Items:
-    """The evaluation problems, as tokens and as hashes of their runs."""
+    """The evaluation problems, as tokens and as hashes of word runs."""
 
     def __init__(self, sets: Mapping[str, Sequence[Problem]], often: Set[str], widely: Set[str]) -> None:
         self.items = [(name, problem) for name, problems in sets.items() for problem in problems]
         self.shared = (often, widely)
         self.tokens = [tokens_of(problem.text, often, widely) for _, problem in self.items]
-        # Templated problems share the sentences in which they differ: only those of instructions do not count.
+        # Templated problems differ within shared sentences, so only instructions are excluded here.
         self.asked = [tokens_of(problem.text, widely) for _, problem in self.items]
         self.marks = [_marks(tokens) for tokens in self.asked]
         self.by_tokens: dict[tuple[str, ...], list[int]] = {}
@@ -188,7 +188,7 @@ class _Items:
         weights = np.random.default_rng(0).integers(1, 2**63, len(self.vocabulary) + 1, dtype=np.uint64)
         self.weights = weights * np.uint64(2) + np.uint64(1)
         hashes, rows = self._run_hashes(words)
-        self.places: dict[int, list[tuple[int, int]]] = {}  # hash of a run -> (item, its first word) of each
+        self.places: dict[int, list[tuple[int, int]]] = {}  # hash of a run -> [(item, index of its first word)]
         firsts = np.cumsum([0, *(length + 1 for length in self.num_words)])
         for place in np.flatnonzero(hashes).tolist():
             item = int(rows[place])
@@ -196,7 +196,7 @@ class _Items:
         self.known = np.unique(hashes[hashes != 0])
 
     def find(self, train_set: str, start: int, texts: Sequence[str]) -> Iterator[Hit]:
-        """The hits of consecutive training rows, the first of which is row `start`."""
+        """The hits of consecutive training rows, beginning with row `start`."""
         tokens = [tokens_of(text, *self.shared) for text in texts]
         overlaps = self._overlaps([_words(row) for row in tokens])
         for row, text in enumerate(texts):
@@ -213,7 +213,7 @@ class _Items:
                 yield Hit(train_set, start + row, name, problem.id, is_equal, overlap, text, problem.text)
 
     def _overlaps(self, words: Sequence[Sequence[str]]) -> dict[int, dict[int, float]]:
-        """{row: {item: share of the item's words in runs that the row has too}}."""
+        """{row: {item: share of the item's words in runs shared with the row}}."""
         hashes, rows = self._run_hashes(words)
         covered: dict[tuple[int, int], set[int]] = {}
         for place in np.flatnonzero(np.isin(hashes, self.known)).tolist():
@@ -225,7 +225,7 @@ class _Items:
         return overlaps
 
     def _run_hashes(self, words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
-        """(a hash for each run of words, 0 where a word is in no item or the row ends, and the run's row)."""
+        """A hash per run of words (0 if a word is in no item or the row ends), and the row of each run."""
         known = self.vocabulary.get
         numbers = np.array([known(word, 0) for row in words for word in (*row, "")], dtype=np.int64)
         rows = np.repeat(np.arange(len(words)), [len(row) + 1 for row in words])

@@ -1,4 +1,4 @@
-"""The training and held-out files of a recipe, from the sets that it names."""
+"""Writes the training and held-out files of a recipe from its sets."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ Counted = tuple[Source, SetCount]
 
 
 def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
-    """Write the problems' files and the data card into the folder; returns the files' row counts.
+    """Write the problem files and the data card into the folder; returns row counts.
 
-    Memory is that of the held-out sets, a digest of each training problem and one batch of rows. Raises DataError
-    or ProblemsError for unusable rows of the user's files, and what require_scorers raises.
+    Memory use is bounded by the held-out sets, a digest per training problem and one batch of rows. Raises
+    DataError or ProblemsError for unusable rows, and whatever require_scorers raises.
     """
     with tempfile.TemporaryDirectory(dir=folder) as work:
         evaluated = {
             name: write_held_out(config, sources, Path(work) / name)
             for name, sources in held_out_files(config).items()
         }
-        held_out: dict[str, dict[str, Problem]] = {}  # of each set, by text: a benchmark may be of data.eval too
+        held_out: dict[str, dict[str, Problem]] = {}  # by set, then text: a benchmark may also be in data.eval
         for name in evaluated:
             for problem in read_held_out(Path(work) / name).problems:
                 held_out.setdefault(problem.dataset, {}).setdefault(problem.text, problem)
@@ -62,13 +62,13 @@ def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
 
 
 def held_out_files(config: ChainConfig) -> dict[str, list[Source]]:
-    """The sets of each file to evaluate or validate with: those of data.eval in one, each benchmark in its own."""
+    """The sets of each held-out file: all of data.eval in one file, each benchmark in its own."""
     benchmarks = {benchmark_file(name): [source] for name, source in benchmark_sources(config).items()}
     return {EVAL_FILE: eval_sources(config), **benchmarks}
 
 
 def write_held_out(config: ChainConfig, sources: Sequence[Source], path: Path) -> list[Counted]:
-    """Write sets to evaluate with as one file, every row of them."""
+    """Write all rows of the given evaluation sets to one file."""
     counts, rows = list[Counted](), list[Row]()
     path.parent.mkdir(exist_ok=True)
     for source in sources:
@@ -76,12 +76,12 @@ def write_held_out(config: ChainConfig, sources: Sequence[Source], path: Path) -
         counts.append((source, count))
         found = [to_row(source, *pair) for pair in iterate_source(config, source, count)]
         count.answers.update(answer_kind(row["reward_model"]["ground_truth"]) for row in found)
-        count.require_usable(0.0, "An evaluation set is complete: correct the rows or data.columns.")
+        count.require_usable(0.0, "Evaluation sets must be complete: correct the rows or data.columns.")
         num_distinct = len({json.dumps(row["prompt"]) for row in found})
         if source.known.num_items not in (None, num_distinct):
             raise ProblemsError(
-                f"{source.key}: {source.name} has {num_distinct} problems, but {source.known.num_items} when "
-                "complete: accuracy would not compare with published figures; use the complete file"
+                f"{source.key}: {source.name} has {num_distinct} problems, but the complete set has "
+                f"{source.known.num_items}: accuracy would not match published figures; use the complete file"
             )
         rows += found
     write_rows(iter([rows]), schema_of(iter([rows])), path)
@@ -91,10 +91,10 @@ def write_held_out(config: ChainConfig, sources: Sequence[Source], path: Path) -
 def write_training(
     config: ChainConfig, path: Path, held_out: Mapping[str, Sequence[Problem]]
 ) -> tuple[list[Counted], list[Hit]]:
-    """Write the usable, distinct problems of data.train; returns what became of rows, and those held out too."""
+    """Write the usable, distinct problems of data.train; returns row counts and contamination hits."""
     counts, seen, data_sources, ends = list[Counted](), Seen(), set[str](), list[int]()
     with tempfile.TemporaryFile("w+", dir=path.parent, encoding="utf-8") as spool:
-        owners = list[SetCount]()  # of each kept row
+        owners = list[SetCount]()  # the set of each kept row
         for source in train_sources(config):
             count = SetCount(source.name)
             counts.append((source, count))
@@ -111,13 +111,13 @@ def write_training(
         require_scorers(data_sources, config.reward, config.custom_reward)
         for number in seen.contradicted:
             owners[number].remove(CONTRADICTED, f"row {number} of the distinct problems")
-        hits, left_out = _find_held_out(config, spool, ends, counts, held_out, seen.contradicted)
-        if len(left_out) == len(owners):
-            raise DataError(f"no training problem is left of data.train: {describe([one for _, one in counts])}")
+        hits, dropped = _find_held_out(config, spool, ends, counts, held_out, seen.contradicted)
+        if len(dropped) == len(owners):
+            raise DataError(f"no training problems are left in data.train: {describe([one for _, one in counts])}")
 
         def kept(is_last: bool) -> Iterator[Row]:
             for number, row in _reread(spool):
-                if number not in left_out:
+                if number not in dropped:
                     owners[number].answers[answer_kind(row["reward_model"]["ground_truth"])] += is_last
                     yield row
 
@@ -134,7 +134,7 @@ def _find_held_out(
     held_out: Mapping[str, Sequence[Problem]],
     left_out: Set[int],
 ) -> tuple[list[Hit], set[int]]:
-    """The problems that are also held out, and the numbers of all rows left out; `ends` are those of the sets."""
+    """Contamination hits, and the numbers of all dropped rows; `ends` are the end rows of the sets."""
     hits, left_out = list[Hit](), set(left_out)
     for (source, count), (first, end) in zip(counts, itertools.pairwise([0, *ends]), strict=True):
 
@@ -143,7 +143,7 @@ def _find_held_out(
 
         sets = dict(held_out)
         if source.is_generated:
-            sets.pop(ARITHMETIC, None)  # disjoint by its operands
+            sets.pop(ARITHMETIC, None)  # disjoint by construction
         found = find_hits(count.name, texts, sets) if sets and end > first else []
         dropped = {first + row for row in rows_to_drop(found, end - first, config.data.contamination)}
         for number, hit in {first + hit.row: hit for hit in found}.items():
@@ -155,7 +155,7 @@ def _find_held_out(
 
 
 def describe(counts: list[SetCount]) -> str:
-    """What became of the rows of each set, on one line."""
+    """Row counts of each set, on one line."""
     return "; ".join(
         f"{one.name}: {one.read} rows read, {one.kept} kept"
         + "".join(f", {number} with {reason}" for reason, number in (one.refused + one.removed).items())
@@ -164,7 +164,7 @@ def describe(counts: list[SetCount]) -> str:
 
 
 def schema_of(batches: Iterator[list[Row]]) -> Any:
-    """The Arrow schema that holds all rows. Raises DataError when two have a column of different types."""
+    """The Arrow schema for all rows. Raises DataError if a column has conflicting types."""
     import pyarrow as pa
 
     schemas: list[Any] = []
@@ -174,13 +174,13 @@ def schema_of(batches: Iterator[list[Row]]) -> Any:
             schemas = [pa.unify_schemas([*schemas, schema], promote_options="permissive")]
         except pa.ArrowException as error:
             raise DataError(
-                f"rows of data.train or data.eval have an extra_info of different types: {error}; correct them"
+                f"the rows of data.train or data.eval have conflicting types in extra_info: {error}; correct them"
             ) from None
     return schemas[0]
 
 
 def write_rows(batches: Iterator[list[Row]], schema: Any, path: Path) -> None:
-    """Write batches of rows as one parquet."""
+    """Write batches of rows to one Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Rows of a set as prepared rows: unusable ones counted by reason, problems on several rows taken once."""
+"""Reads the rows of a set into prepared rows; counts unusable and repeated problems by reason."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.arithmetic import generate_problems
 from dapo_core.errors import DataError
+from dapo_core.reward.routing import routes, scorer_name
 from eval.problems import ProblemsError
 from eval.problems.files import iterate_problems
 from eval.problems.items import Problem
 from eval.problems.rows import Row, Unusable, read_chat
 from tasks.config import ChainConfig
-from tasks.data.sources import Source
+from tasks.data.sources import Source, eval_sources, train_sources
 
-DOWNLOADS = ".downloads"  # in the store: files of remote sets, by commit
-DETAILS = {"index", "unique_id", "id", "idx", "subject", "level"}  # of extra_info
-MAX_EXAMPLES = 3  # of each reason
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DOWNLOADS = ".downloads"  # folder in the store with files of remote sets, by commit
+DETAILS = {"index", "unique_id", "id", "idx", "subject", "level"}  # in extra_info
+MAX_EXAMPLES = 3  # per reason
 EXAMPLE_CHARACTERS = 300
 REPEATED = "the same problem again"
 CONTRADICTED = "a problem that other rows answer otherwise"
@@ -31,15 +35,15 @@ HELD_OUT = "a problem of an evaluation set"
 
 @dataclass
 class SetCount:
-    """What became of the rows of one set."""
+    """Row counts of one set."""
 
     name: str
     read: int = 0
     kept: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # by reason
-    removed: Counter[str] = field(default_factory=Counter)  # usable, left out: by reason
+    removed: Counter[str] = field(default_factory=Counter)  # usable but left out, by reason
     examples: dict[str, list[str]] = field(default_factory=dict)  # by reason: `row 7: ...`
-    answers: Counter[str] = field(default_factory=Counter)  # of kept rows, by kind
+    answers: Counter[str] = field(default_factory=Counter)  # kept rows by kind of answer
 
     def refuse(self, number: int, reason: str, row: Row) -> None:
         """Count an unusable row."""
@@ -53,13 +57,13 @@ class SetCount:
         self.show(reason, example)
 
     def show(self, reason: str, example: str) -> None:
-        """Keep one of the first examples of a reason."""
+        """Store an example, up to MAX_EXAMPLES per reason."""
         examples = self.examples.setdefault(reason, [])
         if len(examples) < MAX_EXAMPLES:
             examples.append(example[:EXAMPLE_CHARACTERS])
 
     def require_usable(self, max_refused_ratio: float, advice: str) -> None:
-        """Raise DataError, which ends in the advice, when too large a share is unusable or nothing is left."""
+        """Raise DataError with `advice` if too many rows are unusable or none is left."""
         num_refused = self.refused.total()
         if num_refused > max_refused_ratio * self.read or num_refused == self.read:
             found = "; ".join(f"{count} with {reason}" for reason, count in self.refused.most_common())
@@ -70,16 +74,16 @@ class SetCount:
 
 
 def iterate_source(config: ChainConfig, source: Source, count: SetCount) -> Iterator[tuple[Problem, Row]]:
-    """The usable problems of a set with their rows, in its order. Raises ProblemsError."""
+    """Yield the usable problems of a set with their rows, in order. Raises ProblemsError."""
     rows: Iterator[tuple[int, Row, Problem | Unusable]]
     if source.is_generated:
         rows = ((number, row, read_chat(row)) for number, row in enumerate(_generated(config, source)))
     else:
         rows = iterate_problems(source.local(Path(config.store.path) / DOWNLOADS), source.schemas)
     for number, row, problem in rows:
-        if not number and (absent := [name for name in source.asking.columns if name not in row]):
+        if not number and (missing := [name for name in source.prompt_format.columns if name not in row]):
             raise ProblemsError(
-                f"{source.name} has no column {', '.join(absent)}, which data.prompt_template names; it has "
+                f"{source.name} has no column {', '.join(missing)}, which data.prompt_template uses; it has "
                 f"{', '.join(sorted(row))}"
             )
         count.read += 1
@@ -90,28 +94,28 @@ def iterate_source(config: ChainConfig, source: Source, count: SetCount) -> Iter
             yield problem, row
 
 
-def read_source(config: ChainConfig, source: Source, most: int | None = None) -> list[Problem]:
-    """The usable problems of a set as they are asked; with `most`, those that come first.
+def read_source(config: ChainConfig, source: Source, limit: int | None = None) -> list[Problem]:
+    """The usable problems of a set as prompts; with `limit`, the first ones only.
 
-    Raises DataError or ProblemsError as preparation does; of the first ones, only if nothing is usable.
+    Raises DataError or ProblemsError as preparation does; with `limit`, only if no row is usable.
     """
     count = SetCount(source.name)
-    found = itertools.islice(iterate_source(config, source, count), most)
+    found = itertools.islice(iterate_source(config, source, count), limit)
     problems = [read_chat(to_row(source, *one)) for one in found]
-    if most is None or not problems:
+    if limit is None or not problems:
         count.require_usable(config.data.max_refused_ratio, advice_for(config))
     return problems
 
 
 def advice_for(config: ChainConfig) -> str:
-    """What to do about too many unusable training rows."""
+    """Advice for too many unusable training rows."""
     return f"Correct the rows or data.columns, or raise data.max_refused_ratio={config.data.max_refused_ratio:g}."
 
 
 def to_row(source: Source, problem: Problem, row: Row) -> dict[str, Any]:
-    """A problem in DAPO-Math-17k's schema, with its bare text, its set and how it is asked and graded.
+    """A row in DAPO-Math-17k's schema, plus the bare problem, its set, template and grader.
 
-    Of several sets the usual details are texts, since one set may have numbers where another has words.
+    In a mixture, the usual details become strings, since their types may differ between sets.
     """
     info = dict(problem.extra_info)
     if source.is_one_of_several:
@@ -123,27 +127,27 @@ def to_row(source: Source, problem: Problem, row: Row) -> dict[str, Any]:
         info["index"] = problem.id
     return {
         "data_source": problem.data_source or source.data_source,
-        "prompt": source.asking.messages(problem, row),
+        "prompt": source.prompt_format.messages(problem, row),
         "ability": row.get("ability"),
         "reward_model": {"ground_truth": problem.gold, "style": "rule"},
         "extra_info": info,
         "problem": problem.text,
         "dataset": source.name,
         "weight": source.weight,
-        "template": source.asking.template_of(problem),
+        "template": source.prompt_format.template_of(problem),
         "grader": source.known.grader,
     }
 
 
 class Seen:
-    """The problems met so far, by digest: 100 bytes each, however long they are."""
+    """The problems seen so far, by digest: about 100 bytes each, whatever their length."""
 
     def __init__(self) -> None:
-        self._first: dict[bytes, tuple[int, bytes]] = {}  # number of the first row and digest of its answer
-        self.contradicted: set[int] = set()  # numbers of first rows that a later one answers otherwise
+        self._first: dict[bytes, tuple[int, bytes]] = {}  # digest -> (first row, digest of its answer)
+        self.contradicted: set[int] = set()  # first rows whose answer a later row contradicts
 
     def add(self, problem: Problem, number: int) -> str | None:
-        """None for a new problem, else why its row is left out; `number` is that of the kept row."""
+        """Record a problem; returns None if it is new, else the reason to leave it out. `number`: the kept row."""
         history = [message["content"] for message in (problem.messages or ())[:-1] if message["role"] != "system"]
         key = hashlib.blake2b("\0".join([*history, problem.text.strip()]).encode(), digest_size=16).digest()
         answer = hashlib.blake2b(problem.gold.strip().encode(), digest_size=8).digest()
@@ -164,6 +168,46 @@ def _generated(config: ChainConfig, source: Source) -> list[Row]:
 
 
 def batched(rows: Iterator[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
-    """The rows in lists of that size, the last one shorter."""
+    """Yield lists of `size` rows; the last one may be shorter."""
     while batch := list(itertools.islice(rows, size)):
         yield batch
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A prepared row for display: prompt text, its tokens if a tokenizer was given, and the answer."""
+
+    id: str
+    prompt: str
+    num_tokens: int | None
+    gold: str
+    data_source: str
+    scorer: str
+
+
+def source_to_show(config: ChainConfig, is_training: bool) -> Source:
+    """The first set of data.train, or of data.eval."""
+    return (train_sources(config) if is_training else eval_sources(config))[0]
+
+
+def show_rows(
+    config: ChainConfig, source: Source, num_rows: int, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[list[Shown], SetCount]:
+    """The first usable rows, and the counts of rows read so far. Raises whatever preparation raises."""
+    table, count = routes(config.reward.scorers), SetCount(source.name)
+    rows = []
+    for problem, row in itertools.islice(iterate_source(config, source, count), num_rows):
+        prepared = to_row(source, problem, row)
+        text, num_tokens = _rendered(prepared["prompt"], tokenizer, config.rollout.chat_template_kwargs)
+        scorer = scorer_name(prepared["data_source"], table)
+        rows.append(Shown(problem.id, text, num_tokens, problem.gold, prepared["data_source"], scorer))
+    return rows, count
+
+
+def _rendered(
+    chat: list[Any], tokenizer: PreTrainedTokenizerBase | None, template_kwargs: Mapping[str, Any]
+) -> tuple[str, int | None]:
+    if tokenizer is None:
+        return "\n".join(f"{message['role']}: {message['content']}" for message in chat), None
+    text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **template_kwargs))
+    return text, len(tokenizer(text, add_special_tokens=False).input_ids)

@@ -1,1 +1,1 @@
-"""Another trainer (train.backend) as the training stage: started, followed, stopped, its checkpoint converted."""
+"""Another trainer (train.backend) as the training stage: launch, progress, resume, conversion of checkpoints."""

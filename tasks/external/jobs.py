@@ -1,4 +1,4 @@
-"""Where a trainer's command runs: here, or as a job of a Ray cluster through the client `ray job submit`."""
+"""Runs a trainer's command as a job of a Ray cluster, through `ray job submit`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dapo_core.errors import ConfigError
+from tasks.config.external import ExternalConfig
 from tasks.external.environment import interpreter
 from tasks.external.launch import Start, job_server
-from tasks.external_config import ExternalConfig
 
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 60.0
-JOB_FILE = "job.json"  # beside the command: the job that runs it
+JOB_FILE = "job.json"  # beside the command: its current job
 
 
 @contextmanager
 def as_job(
     external: ExternalConfig, start: Start, command_file: Path
 ) -> Iterator[tuple[Sequence[str], Mapping[str, str]]]:
-    """The command to run here and what its environment gets: the trainer's own, or that of the client of a job.
+    """Yield the local command and its extra environment: the trainer itself, or the client of a Ray job.
 
-    A job that an earlier attempt left is stopped first; leaving the block with an error stops this one. The client
-    ends with status 1 when the job fails. Every node must see the training's output.
+    Stops a job left by an earlier attempt first; an error in the block stops the new job. The client exits with 1
+    if the job fails. Every node must see the training output.
     """
     if (address := job_server(external)) is None:
         yield start.argv, start.env
@@ -42,15 +42,23 @@ def as_job(
         _stop([*client, "stop", *server, json.loads(record.read_text(encoding="utf-8"))["id"]])
     job = f"dapo-{secrets.token_hex(6)}"
     record.write_text(json.dumps({"id": job, "server": address}), encoding="utf-8")
-    words = ["bash", str(command_file)]
+    entrypoint = ["bash", str(command_file)]
     if external.source is not None:
-        words = ["env", f"--chdir={Path(external.source).absolute()}", *words]
+        entrypoint = ["env", f"--chdir={Path(external.source).absolute()}", *entrypoint]
     with tempfile.TemporaryDirectory(prefix="dapo-job-") as folder:
-        runtime = (
-            Path(folder) / "runtime_env.json"
-        )  # a file of ours alone: the command line is everybody's to read
+        runtime = Path(folder) / "runtime_env.json"  # a private file, since everybody can read command lines
         runtime.write_text(json.dumps({"env_vars": dict(start.env)}), encoding="utf-8")
-        submit = [*client, "submit", *server, "--submission-id", job, "--runtime-env", str(runtime), "--", *words]
+        submit = [
+            *client,
+            "submit",
+            *server,
+            "--submission-id",
+            job,
+            "--runtime-env",
+            str(runtime),
+            "--",
+            *entrypoint,
+        ]
         try:
             yield submit, {}
         except BaseException:
@@ -60,13 +68,13 @@ def as_job(
 
 
 def _client(external: ExternalConfig) -> list[str]:
-    """`ray job` of the trainer's environment, whose Ray is that of the cluster."""
+    """`ray job` from the trainer's environment, which has the cluster's Ray version."""
     ray = Path(interpreter(external)).with_name("ray")
     if not ray.is_file() or not os.access(ray, os.X_OK):
         found = shutil.which("ray")
         if found is None:
             raise ConfigError(
-                f"a Ray job needs the command ray, and neither {ray} nor the PATH has "
+                f"a Ray job needs the command ray, but neither {ray} nor the PATH has "
                 'it: pip install "ray[default]" there, in the version of the cluster'
             )
         ray = Path(found)
@@ -74,7 +82,7 @@ def _client(external: ExternalConfig) -> list[str]:
 
 
 def _stop(command: Sequence[str]) -> None:
-    """Stop a job; what the server answers of one that has ended is only logged."""
+    """Stop a job; errors for a job that has already ended are only logged."""
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=STOP_SECONDS)
-    said = (done.stdout + done.stderr).strip().splitlines()
-    logger.info("%s: %s", " ".join(command[-4:]), said[-1] if said else f"exit code {done.returncode}")
+    output = (done.stdout + done.stderr).strip().splitlines()
+    logger.info("%s: %s", " ".join(command[-4:]), output[-1] if output else f"exit code {done.returncode}")

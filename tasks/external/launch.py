@@ -1,4 +1,4 @@
-"""How another trainer is started for a recipe: its command, its environment, and the files it reads."""
+"""How another trainer is launched for a recipe: command, environment and files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from interop.errors import ForeignConfigError
 from interop.render import rows, trainers
 from interop.render.verl import Places
 from tasks.config import ChainConfig
+from tasks.config.external import ExternalConfig
 from tasks.external.environment import interpreter, trainer_env, trainer_versions
-from tasks.external_config import ExternalConfig
 
-TRAINER_FOLDER = "trainer"  # in the training's output: what was rendered, and the trainer's own log
+TRAINER_FOLDER = "trainer"  # in the training output: rendered files and the trainer's log
 TRAIN_ROWS, HELD_OUT_ROWS = "train.parquet", "held_out.parquet"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The files that the training stage is given, and its output."""
+    """Inputs and output of the training stage."""
 
     data: Path
     model: Path
@@ -33,21 +33,21 @@ class Inputs:
 
     @property
     def folder(self) -> Path:
-        """Where what is rendered goes."""
+        """The folder for rendered files."""
         return self.output / TRAINER_FOLDER
 
 
 @dataclass(frozen=True)
 class Start:
-    """A trainer's command, what its environment gets, and the files to write before, by their paths."""
+    """A trainer's command, extra environment, and the files to write first, by path."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     files: Mapping[Path, str]
-    said: frozenset[str]  # our keys that all of it says
+    said: frozenset[str]  # our keys that the launch expresses
 
     def write_files(self, inputs: Inputs) -> None:
-        """Write the files, and the rows in the form that the trainer reads."""
+        """Write the files, and the rows in the trainer's format."""
         for path, text in self.files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
@@ -57,9 +57,9 @@ class Start:
 
 
 def start_of(config: ChainConfig, inputs: Inputs) -> Start:
-    """What starts the trainer that is installed.
+    """Render the launch of the installed trainer.
 
-    Raises TrainerMissing where external.python or external.source lack it, and ConfigError for what it cannot do.
+    Raises TrainerMissing if it is not installed, and ConfigError for settings that it does not support.
     """
     versions, external = trainer_versions(config), config.external
     version = versions.get(config.train.backend) or external.version
@@ -68,18 +68,18 @@ def start_of(config: ChainConfig, inputs: Inputs) -> Start:
 
 
 def own_ray(external: ExternalConfig) -> dict[str, str]:
-    """Variables for a trainer without a Ray address: it starts its own Ray, and joins none that runs here."""
+    """Variables that make a trainer start its own Ray instead of joining a local one."""
     return {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS") or "local"} if job_server(external) is None else {}
 
 
 def planned_start(config: ChainConfig) -> Start:
-    """The same without the trainer at hand, before data and model are there: for plans and checks."""
+    """The launch with placeholders, without the trainer, data or model: for plans and checks."""
     inputs = Inputs(Path("DATA/train.parquet"), Path("MODEL"), Path("OUTPUT"), Path("DATA/eval.parquet"))
     return _rendered(config, inputs, config.external.version, config.external.python or "python")
 
 
 def job_server(external: ExternalConfig) -> str | None:
-    """The job server that runs the trainer: external.job_server, or a RAY_ADDRESS that is one."""
+    """The Ray job server: external.job_server, or RAY_ADDRESS if it is one."""
     inherited = os.environ.get("RAY_ADDRESS", "")
     return external.job_server or (inherited if inherited.startswith(("http://", "https://")) else None)
 
@@ -88,9 +88,11 @@ def _rendered(config: ChainConfig, inputs: Inputs, version: str | None, python: 
     tree = config.model_dump(mode="json")
     checkpoints = inputs.output / CHECKPOINTS
     if (checkpoints / NEWEST_FILE).is_file() or config.checkpoint.resume == "never":
-        tree["checkpoint"]["resume"] = "auto"  # its own checkpoint comes first; `never` has moved it aside
+        tree["checkpoint"]["resume"] = "auto"  # its own checkpoint takes precedence; `never` moved it aside
     if config.checkpoint.keep_steps or config.checkpoint_steps:
-        tree["checkpoint"]["keep_last"] = None  # all: it would remove those too; the stage removes the others
+        tree["checkpoint"]["keep_last"] = (
+            None  # keep all, since the trainer would remove these too; the stage removes the rest
+        )
     external = config.external
     places = Places(
         folder=inputs.folder,
@@ -101,31 +103,31 @@ def _rendered(config: ChainConfig, inputs: Inputs, version: str | None, python: 
     )
     try:
         launch = trainers.render(config.train.backend, tree, places, version)
-        alone = trainers.own_overrides(config.train.backend, tree, places, version)
+        ours = trainers.own_overrides(config.train.backend, tree, places, version)
     except ForeignConfigError as error:
         raise ConfigError(f"train.backend={config.train.backend}: {error}") from error
-    refuse_contradictions(config.external.overrides, alone)
+    refuse_contradictions(config.external.overrides, ours)
     files = {inputs.folder / name: text for name, text in launch.files.items()}
     return Start((python, *launch.argv), launch.env, files, launch.said)
 
 
 def _rows(own: str | None, prepared: Path) -> Path:
-    """The rows that the trainer reads: the recipe's own in its schema, or the prepared ones."""
+    """The rows for the trainer: the recipe's own file, or the prepared ones."""
     return prepared if own is None else Path(own).absolute()
 
 
 def refuse_contradictions(overrides: Sequence[str], ours: Sequence[str]) -> None:
-    """Raise ConfigError for overrides of what our keys say, with both values; `ours` are those of our keys."""
-    said = dict(map(_parsed, ours))
+    """Raise ConfigError for overrides that contradict `ours`, the overrides rendered from recipe keys."""
+    expected = dict(map(_parsed, ours))
     wrong = [
-        f"{name}={value} (the recipe's own keys say {said[name]})"
+        f"{name}={value} (the recipe sets {expected[name]})"
         for name, value in map(_parsed, overrides)
-        if name in said and _plain(value) != _plain(said[name])
+        if name in expected and _plain(value) != _plain(expected[name])
     ]
     if wrong:
         raise ConfigError(
-            f"external.overrides sets {', '.join(wrong)}: change the recipe's key, which docs/from-verl.md "
-            "names, and remove the override"
+            f"external.overrides sets {', '.join(wrong)}: change the recipe's key (docs/from-verl.md "
+            "names it) and remove the override"
         )
 
 
@@ -135,7 +137,7 @@ def _parsed(override: str) -> tuple[str, str]:
 
 
 def _plain(value: str) -> Any:
-    """The value as numbers and words compare: 1e-6 is 1e-06, True is true, 'a' is a."""
+    """The value normalized for comparison: 1e-6 is 1e-06, True is true, 'a' is a."""
     text = value.strip().strip("'\"").lower()
     try:
         return float(text)

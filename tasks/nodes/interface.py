@@ -11,7 +11,7 @@ import psutil
 
 from dapo_core.errors import DapoError
 from dapo_core.ports import is_ipv6
-from tasks.interfaces import is_virtual
+from tasks.preflight.interfaces import is_virtual
 
 ELSEWHERE = "203.0.113.1"  # of no machine (TEST-NET-3): the default route leads there
 ANY_PORT = 9  # of a datagram socket, which sends nothing when it connects

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.config.training import TrainingConfig
-from tasks.interfaces import INTERFACE_VARIABLES
 from tasks.nodes.inventory import Host, Inventory
 from tasks.nodes.reach import ANSWER_SECONDS, Answer, ClusterError, ask
 from tasks.nodes.record import ClusterRecord, cluster_key
 from tasks.preflight.environment import wanted_alike
+from tasks.preflight.interfaces import INTERFACE_VARIABLES
 
 logger = logging.getLogger(__name__)
 

@@ -87,7 +87,7 @@ def _setup_of_cann(environ: Mapping[str, str]) -> str | None:
 
 def _devices_here(kind: str | None, environ: Mapping[str, str]) -> tuple[str, int]:
     """The kind of the devices if it is not known, and how many of them this machine has; 0 if it has none."""
-    from tasks.first_recipe import Machine
+    from tasks.recipes.first_recipe import Machine
 
     machine = Machine.this()
     if kind in (None, machine.kind):

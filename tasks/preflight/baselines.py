@@ -9,12 +9,12 @@ from downloads import DownloadError, Unreachable
 from eval import EvaluationError
 from eval.gates import LAST_NIGHT
 from tasks.config import ChainConfig
+from tasks.evaluation.served_model import served_model
 from tasks.fetched_model import describe_fetch, fetched_inputs
 from tasks.links import model_of
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 from tasks.serve_model.checks import require_servable
 from tasks.serve_model.failure import ServerUnreachable
-from tasks.served_baseline import served_model
 
 ADVICE = "the run goes on without this column if it is still so then"
 

@@ -22,8 +22,8 @@ from packaging.version import Version
 from dapo_core.config.loading import TEMPLATE_WORDS
 from dapo_core.config.training import TrainingConfig
 from dapo_core.versions import installed
-from tasks.interfaces import INTERFACE_VARIABLES, is_virtual
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
+from tasks.preflight.interfaces import INTERFACE_VARIABLES, is_virtual
 
 TABLE = Path(__file__).parent / "environment.yaml"
 INTERFACE = "INTERFACE"  # stands for the node's interface that reaches the others

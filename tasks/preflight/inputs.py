@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from eval.problems.files import read_problems
 from eval.problems.rows import CHAT
 from tasks.config import ChainConfig
+from tasks.config.evaluate import BenchmarkConfig, EvaluateConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
 from tasks.data.prepare import held_out_files, write_held_out
 from tasks.data.reading import read_source
 from tasks.data.sources import Source, benchmark_sources, eval_sources, train_sources
-from tasks.evaluate_config import BenchmarkConfig, EvaluateConfig
-from tasks.evaluation_settings import set_of
+from tasks.evaluation.settings import set_of
 from tasks.fetched_model import model_name
 from tasks.preflight.finding import Findings
 

@@ -16,9 +16,9 @@ from dapo_core.tokenizing import require_template_reads
 from eval.answers.grading import GRADERS
 from eval.answers.pool import CallFailed, Pool, StartFailed
 from tasks.config import ChainConfig
-from tasks.evaluate_config import EvaluateConfig
-from tasks.graders import grader_for
-from tasks.lengths import bounds_of, explain
+from tasks.config.evaluate import EvaluateConfig
+from tasks.config.lengths import bounds_of, explain
+from tasks.evaluation.settings import grader_for
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from eval.problems.prompts import find_template
 from tasks.artifacts.artifact import Artifact
 from tasks.config import ChainConfig
 from tasks.data.sources import all_sources, train_sources
-from tasks.graders import judge_for, scorer_file
+from tasks.evaluation.settings import judge_for, scorer_file
 from tasks.preflight.baselines import check_baselines
 from tasks.preflight.finding import FAIL, OK, WARN, Findings, describe
 from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here, inputs_later

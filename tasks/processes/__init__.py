@@ -1,1 +1,1 @@
-"""Child processes: supervised, watched, limited in time, and the stages among them."""
+"""Child processes: supervised, optionally detached, under time limits; and the driver of a training."""

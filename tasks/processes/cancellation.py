@@ -1,4 +1,4 @@
-"""Whether a flow run was cancelled, or only its process has to end."""
+"""Distinguishes a cancelled flow run from a worker that shuts down."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 logger = logging.getLogger(__name__)
 
-WORKER_VARIABLE = "PREFECT__FLOW_RUN_ID"  # set by a worker for the process that executes a flow run
-ANSWER_SECONDS = 15.0  # a worker that cancels kills us after 30
+WORKER_VARIABLE = "PREFECT__FLOW_RUN_ID"  # set by a worker in the process of a flow run
+ANSWER_SECONDS = 15.0  # a cancelling worker kills the process after 30
 RETRY_SECONDS = 0.5
 
 
 def is_worker_restart(error: BaseException) -> bool:
-    """Whether the error is the SIGTERM of a worker that ends, not that of a person or of a cancelled flow run.
+    """True if the error is a SIGTERM from a worker that shuts down, not from a person or a cancellation.
 
-    Without an answer from the server within ANSWER_SECONDS the flow run counts as not cancelled.
+    If the server does not answer within ANSWER_SECONDS, the flow run counts as not cancelled.
     """
     if not isinstance(error, TerminationSignal) or WORKER_VARIABLE not in os.environ:
         return False

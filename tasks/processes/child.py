@@ -1,12 +1,12 @@
-"""Child processes that never outlive us: run a command to its end, or keep a server for the length of a block.
+"""Child processes that never outlive this one: commands run to completion, and servers for the length of a block.
 
-(A command that may outlive us is in detached.py.)
+(For commands that may outlive this process, see detached.py.)
 
-    our process -> supervisor.py (own session, subreaper) -> command -> whatever the command starts
-                        |   ^------ a pipe with the output ------+
-                        +-- log file without secrets, which we follow: no child holds a pipe or a terminal of ours
+    this process -> supervisor.py (own session, subreaper) -> command -> whatever the command starts
+                        |   ^------ a pipe with the output ------+ +-- log file without secrets, followed from
+                        here; children hold none of our pipes or terminals
 
-Only Linux has the parent-death signal and subreapers this rests on; elsewhere starting a command is refused.
+Linux only, because it needs the parent-death signal and subreapers.
 """
 
 from __future__ import annotations
@@ -36,48 +36,48 @@ from tasks.processes.supervisor import KILL, STOP
 
 logger = logging.getLogger(__name__)
 
-OUTPUT_AT_ONCE = {"PYTHONUNBUFFERED": "1"}  # else Python keeps the last lines in a buffer
+OUTPUT_AT_ONCE = {"PYTHONUNBUFFERED": "1"}  # otherwise Python buffers the last lines
 GRACE_SECONDS = 10.0
 POLL_SECONDS = 0.1
 NUM_ERROR_LINES = 20
 FULL_DISK_BYTES = 64 * 1024
 MAX_LINE_BYTES = 64 * 1024
-MAX_TEMPORARY_CHARS = 50  # the path of a socket in a folder below has less than 108
+MAX_TEMPORARY_CHARS = 50  # paths of sockets below must stay under 108
 STOP_MARGIN_SECONDS = supervisor.KILL_SECONDS + 5.0
-# The user must act (2, as of a usage error), or has stopped the command, which another attempt must not undo.
+# The user must act (2, as for usage errors), or stopped the command, which a retry must not undo.
 LASTING_EXIT_CODES = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 
 
 class ChildProcessFailed(DapoError, RuntimeError):
-    """A child process ended with an error; the message has its exit status, last lines and log path."""
+    """A child process failed; the message has its exit status, last lines and log path."""
 
     is_lasting = False
-    exit_code: int | None = None  # minus the signal that killed it; None when it never ran
-    summary: str = ""  # the message without the last lines, for where these were shown already
+    exit_code: int | None = None  # negative: the signal that killed it; None if it never ran
+    summary: str = ""  # the message without the last lines, for places that already show them
 
 
 class RunningCommand(ABC):
-    """A command with its output in a log: it can be followed and stopped."""
+    """A command that logs to a file; it can be followed and stopped."""
 
     def __init__(self, label: str, log_path: Path, log_offset: int) -> None:
         self.label = label
         self.log_path = log_path
-        self.log_offset = log_offset  # where its lines begin
+        self.log_offset = log_offset  # where its output begins
 
     @abstractmethod
     def poll(self) -> int | None:
-        """None while the command runs, then its exit code, or minus the signal that killed it."""
+        """None while the command runs, then its exit code; negative if a signal killed it."""
 
     @abstractmethod
     def request(self, request: signal.Signals) -> None:
-        """Have the supervisor STOP or KILL the command and everything below it."""
+        """Ask the supervisor to STOP or KILL the command and all its descendants."""
 
     def tail(self, num_lines: int) -> list[str]:
-        """The last lines this command wrote; lines of earlier commands in the same log are not shown."""
+        """The last lines of this command, without those of earlier commands in the same log."""
         return durable.tail(self.log_path, num_lines, self.log_offset)
 
     def failure(self) -> ChildProcessFailed:
-        """The error to raise for a command that ended: exit status, last lines, path of the log."""
+        """The error for a command that ended: exit status, last lines, path of the log."""
         exit_code = self.poll()
         assert exit_code is not None
         lines = self.tail(NUM_ERROR_LINES) or ["(it wrote nothing)"]
@@ -90,10 +90,10 @@ class RunningCommand(ABC):
         error.summary = f"{status}; its log is {self.log_path}"
         return error
 
-    def hand_lines_to(self, on_line: Callable[[str], None] | None) -> None:
-        """Call `on_line` (default: our log) with each line until the command has ended.
+    def forward_lines_to(self, on_line: Callable[[str], None] | None) -> None:
+        """Call `on_line` (default: log) with each line until the command ends.
 
-        Raises ChildProcessFailed when it does not end with exit code 0.
+        Raises ChildProcessFailed if the exit code is not 0.
         """
         for line in self._follow():
             if on_line is not None:
@@ -104,20 +104,20 @@ class RunningCommand(ABC):
             raise self.failure()
 
     def stop(self, wait_seconds: float = math.inf) -> None:
-        """End the command and everything below it: SIGTERM, a grace period to clean up, SIGKILL.
+        """Stop the command and its descendants: SIGTERM, a grace period, SIGKILL.
 
-        A second interrupt meanwhile skips the grace period. One that comes within a second counts as the first,
-        since some wrappers repeat what the terminal sent, and is raised at the end.
+        A second interrupt skips the grace period. One within a second of the first only counts as its echo,
+        because some wrappers repeat the terminal's signal; it is raised at the end.
         """
-        began, echo = time.monotonic(), None
+        started, echo = time.monotonic(), None
         while True:
             try:
-                if self.poll() is not None or time.monotonic() >= began + wait_seconds:
+                if self.poll() is not None or time.monotonic() >= started + wait_seconds:
                     break
                 self.request(STOP)
                 time.sleep(POLL_SECONDS)
             except BaseException as error:
-                if isinstance(error, Exception) or time.monotonic() >= began + ECHO_SECONDS:
+                if isinstance(error, Exception) or time.monotonic() >= started + ECHO_SECONDS:
                     self.request(KILL)
                     raise
                 echo = error
@@ -125,25 +125,25 @@ class RunningCommand(ABC):
             raise echo
 
     def _follow(self) -> Iterator[str]:
-        """Yield the command's lines until it has ended; invalid UTF-8 is replaced, never an error."""
+        """Yield the lines of the command until it ends; invalid UTF-8 is replaced."""
         pending, is_over = b"", False
         with self.log_path.open("rb") as log:
             log.seek(self.log_offset)
             while not is_over:
-                is_over = self.poll() is not None  # asked before reading: what it wrote last is then in the file
-                if os.fstat(log.fileno()).st_size < log.tell():  # cut by a rotation of logs
+                is_over = self.poll() is not None  # polled before reading, so that the last output is not missed
+                if os.fstat(log.fileno()).st_size < log.tell():  # truncated by log rotation
                     self.log_offset = log.seek(0)
                 *lines, pending = (pending + log.read()).split(b"\n")
                 if pending and (is_over or len(pending) > MAX_LINE_BYTES):
                     lines, pending = [*lines, pending], b""
-                for line in lines:  # of a progress bar, which rewrites its line with \r, the last state
+                for line in lines:  # a progress bar rewrites its line with \r: keep the last state
                     yield line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", errors="replace")
                 if not is_over:
                     time.sleep(POLL_SECONDS)
 
 
 class SupervisedProcess(RunningCommand):
-    """A command that ends with us; use it through `background_command` or `run_command`."""
+    """A command that ends with this process; use `background_command` or `run_command`."""
 
     def __init__(self, label: str, log_path: Path, log_offset: int, popen: subprocess.Popen[bytes]) -> None:
         super().__init__(label, log_path, log_offset)
@@ -151,15 +151,15 @@ class SupervisedProcess(RunningCommand):
 
     @property
     def pid(self) -> int:
-        """The supervisor's pid; the command and all it starts are below it."""
+        """The pid of the supervisor, the ancestor of the command."""
         return self._popen.pid
 
     def poll(self) -> int | None:
-        """None while the command runs, then its exit code, or minus the signal that killed it."""
+        """None while the command runs, then its exit code; negative if a signal killed it."""
         return self._popen.poll()
 
     def request(self, request: signal.Signals) -> None:
-        """Have the supervisor STOP or KILL the command and everything below it."""
+        """Ask the supervisor to STOP or KILL the command and all its descendants."""
         self._popen.send_signal(request)
 
 
@@ -171,14 +171,13 @@ def run_command(
     on_line: Callable[[str], None] | None = None,
     grace_seconds: float = GRACE_SECONDS,
 ) -> None:
-    """Run a command to its end and hand each line it writes to `on_line` (default: our log).
+    """Run a command to completion and pass each line of output to `on_line` (default: log).
 
-    Output is appended to `log_path`. Whatever interrupts us here, cancellation included, ends the command and
-    everything below it before it is raised again.
-    Raises ChildProcessFailed when the command does not end with exit code 0.
+    Output is appended to `log_path`. Any interruption, including cancellation, stops the command and its
+    descendants before it propagates. Raises ChildProcessFailed if the exit code is not 0.
     """
     with background_command(command, log_path=log_path, label=label, grace_seconds=grace_seconds) as process:
-        process.hand_lines_to(on_line)
+        process.forward_lines_to(on_line)
 
 
 @contextlib.contextmanager
@@ -192,12 +191,11 @@ def background_command(
     folder_variable: str | None = None,
     cwd: str | None = None,
 ) -> Iterator[SupervisedProcess]:
-    """Yield a running command that is ended, with everything below it, when the block is left in any way.
+    """Yield a running command that is stopped, with its descendants, when the block exits.
 
-    Our own death, SIGKILL included, ends it as well. `env` is added to our own environment, or taken from it where
-    a value is None; output is appended to `log_path`. The environment variable `folder_variable` gets the path of
-    a new folder for sockets, which is removed afterwards. Raises ChildProcessFailed when a command of an earlier
-    attempt still writes to the same log.
+    It also ends if this process dies, even by SIGKILL. `env` updates the environment; None removes a variable.
+    Output is appended to `log_path`. The variable `folder_variable` is set to a new folder for sockets, which is
+    removed afterwards. Raises ChildProcessFailed if a command of an earlier attempt still writes to the log.
     """
     path = prepare_log(log_path, label)
     with contextlib.ExitStack() as stack:
@@ -217,9 +215,9 @@ def background_command(
 
 
 def prepare_log(log_path: str | os.PathLike[str], label: str) -> Path:
-    """The absolute path of a log that can be appended to.
+    """Create a log file and return its absolute path.
 
-    Raises ChildProcessFailed where it cannot, and elsewhere than on Linux.
+    Raises ChildProcessFailed if it cannot be opened, and on systems other than Linux.
     """
     if sys.platform != "linux":
         raise ChildProcessFailed(f"{label}: child processes are only supervised on Linux, not on {sys.platform}")
@@ -228,7 +226,9 @@ def prepare_log(log_path: str | os.PathLike[str], label: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-        failure = ChildProcessFailed(f"{label}: its log {path} cannot be opened: {error}; move away what is there")
+        failure = ChildProcessFailed(
+            f"{label}: its log {path} cannot be opened: {error}; move the existing file or folder away"
+        )
         failure.is_lasting = True
         raise failure from None
     return path
@@ -237,10 +237,10 @@ def prepare_log(log_path: str | os.PathLike[str], label: str) -> Path:
 def lock_log(
     path: Path, label: str, patience_seconds: float, should_stop_waiting: Callable[[], bool] = lambda: False
 ) -> int | None:
-    """Lock a log for a supervisor, which holds the lock until everything below it has ended.
+    """Lock a log for a supervisor, which holds the lock until all its descendants have ended.
 
-    Otherwise an attempt after our SIGKILL would start beside processes that are still being ended. Returns None
-    once `should_stop_waiting`. Raises ChildProcessFailed when patience is over.
+    Without it, an attempt after a SIGKILL of this process could start beside processes that are still ending.
+    Returns None once `should_stop_waiting()`. Raises ChildProcessFailed after `patience_seconds`.
     """
     deadline, is_logged = time.monotonic() + patience_seconds, False
     while (lock := durable.try_lock(path)) is None and not should_stop_waiting():
@@ -264,16 +264,16 @@ def start_supervisor(
     env: Mapping[str, str | None] | None = None,
     cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the command under a supervisor, which inherits the locks, with `env` as for `background_command`.
+    """Start the command under a supervisor that inherits the locks; `env` as for `background_command`.
 
-    Prefect's credentials stay with us: no stage talks to its server.
+    Prefect credentials are not passed on, because no stage talks to its server.
     """
-    own = {name: value for name, value in os.environ.items() if not _is_prefect_secret(name, value)}
-    environment = {**OUTPUT_AT_ONCE, **own, **(env or {})}
-    words = json.dumps({"parent_pid": os.getpid(), **settings})
+    inherited = {name: value for name, value in os.environ.items() if not _is_prefect_secret(name, value)}
+    environment = {**OUTPUT_AT_ONCE, **inherited, **(env or {})}
+    arguments = json.dumps({"parent_pid": os.getpid(), **settings})
     with log_path.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", supervisor.__file__, words, *map(os.fspath, command)],
+            [sys.executable, "-I", "-S", supervisor.__file__, arguments, *map(os.fspath, command)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -289,7 +289,7 @@ def _is_prefect_secret(name: str, value: str) -> bool:
 
 
 def describe_exit(exit_code: int) -> str:
-    """An exit status in words, such as "ended with exit code 3", from a Popen return code."""
+    """Describe a Popen return code, such as "ended with exit code 3"."""
     if exit_code - 128 in (signal.SIGINT, signal.SIGTERM):
         return f"ended with exit code {exit_code}: stopped by {signal.Signals(exit_code - 128).name}, not by us"
     if exit_code >= 0:

@@ -1,6 +1,6 @@
-"""A command that may outlive the process that started it: it runs while it is watched, and is found by its log.
+"""Commands that may outlive the process that started them: they run while watched and are found by their log.
 
-Its files, by which another host can watch and stop it too, are described in supervisor.py.
+Their files, through which other hosts can also watch and stop them, are described in supervisor.py.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ STOP_WAIT_SECONDS = 20.0  # Prefect kills a cancelled flow process after 30
 
 @dataclass(frozen=True)
 class DetachOptions:
-    """How a command goes on without the process that started it, and how it is stopped."""
+    """When a command outlives the process that started it, and how it is stopped."""
 
-    unwatched_seconds: float  # 0: it ends with the process that started it
-    stop_seconds: float  # for the command alone to end in order, before all below it get SIGTERM
-    goes_on_after: Callable[[BaseException], bool] = lambda error: False  # although this error ends us
-    lock: Callable[[], AbstractContextManager[int | None]] = contextlib.nullcontext  # to hold while it runs
+    unwatched_seconds: float  # lifetime without a watcher; 0: it ends with the process that started it
+    stop_seconds: float  # for the command to stop by itself, before its descendants get SIGTERM
+    survives: Callable[[BaseException], bool] = lambda error: False  # True: this error leaves it running
+    lock: Callable[[], AbstractContextManager[int | None]] = contextlib.nullcontext  # held while it runs
     grace_seconds: float = GRACE_SECONDS
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the supervisor of a detached command says of it."""
+    """The record that the supervisor writes about a detached command."""
 
     pid: int  # the supervisor's
     host: str
     started_at: float
     unwatched_seconds: float
-    stopping: str | None = None  # why, from the moment it is being stopped
-    exit_code: int | None = None  # minus the signal that killed it; None while it runs
+    stopping: str | None = None  # the reason, once it is being stopped
+    exit_code: int | None = None  # negative: the signal that killed it; None while it runs
 
     def __str__(self) -> str:
         since = datetime.datetime.fromtimestamp(self.started_at, datetime.timezone.utc)
@@ -65,7 +65,7 @@ class Record:
 
 
 class DetachedProcess(RunningCommand):
-    """A detached command that we started, or attached to; an error that leaves the block stops it or not."""
+    """A detached command that was started or attached to; an error in the block stops it unless it `survives`."""
 
     def __init__(
         self,
@@ -89,38 +89,38 @@ class DetachedProcess(RunningCommand):
         if error is None or self.poll() is not None:
             return
         unwatched_minutes, stop_seconds = self.options.unwatched_seconds / 60, self.options.stop_seconds
-        fate = (
-            f"goes on for flow.unwatched_minutes={unwatched_minutes:g}: the next run with its key attaches to it"
+        outcome = (
+            f"continues for flow.unwatched_minutes={unwatched_minutes:g}: the next run with its key attaches to it"
         )
-        if not (unwatched_minutes > 0 and self.options.goes_on_after(error)):
+        if not (unwatched_minutes > 0 and self.options.survives(error)):
             self.stop(STOP_WAIT_SECONDS)
-            fate = f"ends within flow.stop_seconds={stop_seconds:g}: the next run with its key waits for it"
+            outcome = f"ends within flow.stop_seconds={stop_seconds:g}: the next run with its key waits for it"
         if self.poll() is None:
-            logger.warning("%s (%s) %s", self.label, read_record(self.log_path), fate)
+            logger.warning("%s (%s) %s", self.label, read_record(self.log_path), outcome)
 
     def poll(self) -> int | None:
-        """None while the command runs, which keeps it watched; -SIGKILL when it died with its supervisor."""
+        """None while the command runs (this counts as watching it); -SIGKILL if it died with its supervisor."""
         if self._started is not None:
             exit_code = self._started.poll()
         elif durable.is_locked(self.log_path):
             exit_code = None
         else:
-            record = read_record(self.log_path)  # written before the lock was released
-            outcome = record.exit_code if record is not None else None
-            exit_code = -signal.SIGKILL if outcome is None else outcome
+            record = read_record(self.log_path)  # written before the lock is released
+            recorded = record.exit_code if record is not None else None
+            exit_code = -signal.SIGKILL if recorded is None else recorded
         if exit_code is None:
             self._touch()
         return exit_code
 
     def failure(self) -> ChildProcessFailed:
-        """As for any command, but retried if it was stopped because this process was suspended, as by Ctrl-Z."""
+        """The error of the command; retried if it was stopped because this process was suspended, as by Ctrl-Z."""
         error, record = super().failure(), read_record(self.log_path)
         if record is not None and record.stopping == UNWATCHED:
             error.is_lasting = False
         return error
 
     def request(self, request: signal.Signals) -> None:
-        """Have the supervisor STOP or KILL the command, by an empty file: that works on a full disk too."""
+        """Ask the supervisor to STOP or KILL the command, through an empty file, which works on a full disk."""
         self.log_path.with_suffix(REQUEST_SUFFIXES[request]).touch()
 
     def _touch(self) -> None:
@@ -138,24 +138,24 @@ def attach_or_start(
     options: DetachOptions,
     on_line: Callable[[str], None] | None = None,
 ) -> None:
-    """Run a command to its end, or attach to the one that already writes to this log; hand on each line.
+    """Run a command to completion, or attach to the one that already writes to this log; pass on each line.
 
-    Whatever interrupts us stops the command, unless `options.goes_on_after` it; then the next run attaches.
-    Raises ChildProcessFailed when the command does not end with exit code 0.
+    An interruption stops the command unless `options.survives` it; then the next run attaches to it.
+    Raises ChildProcessFailed if the exit code is not 0.
     """
     with _find_or_start(command, prepare_log(log_path, label), label, options) as process:
-        process.hand_lines_to(on_line)
+        process.forward_lines_to(on_line)
 
 
 def read_record(log_path: Path) -> Record | None:
-    """What the supervisor of the log's last detached command left, if anything."""
+    """The record of the last detached command of this log, if any."""
     with contextlib.suppress(FileNotFoundError):
         return Record(**json.loads(log_path.with_suffix(RECORD_SUFFIX).read_text(encoding="utf-8")))
     return None
 
 
 def find_running(log_path: Path) -> Record | None:
-    """The record of the detached command that writes to this log, unless it is being stopped."""
+    """The record of the detached command that is writing to this log, unless it is being stopped."""
     if not durable.is_locked(log_path) or (record := read_record(log_path)) is None:
         return None
     is_requested = any(log_path.with_suffix(suffix).exists() for suffix in REQUEST_SUFFIXES.values())
@@ -167,14 +167,14 @@ def _find_or_start(command: Sequence[str], path: Path, label: str, options: Deta
     lock = lock_log(path, label, patience_seconds, should_stop_waiting=lambda: find_running(path) is not None)
     if lock is not None:
         return _start(command, path, lock, label, options)
-    logger.info("%s already runs: attached to %s; its output is in %s", label, find_running(path), path)
+    logger.info("%s is already running: attached to %s; its output is in %s", label, find_running(path), path)
     return DetachedProcess(label, path, path.stat().st_size, options)
 
 
 def _start(
     command: Sequence[str], path: Path, log_lock: int, label: str, options: DetachOptions
 ) -> DetachedProcess:
-    """Start the command; the supervisor inherits the lock of its log."""
+    """Start the command; the supervisor inherits the lock of the log."""
     for suffix in (RECORD_SUFFIX, *REQUEST_SUFFIXES.values()):
         path.with_suffix(suffix).unlink(missing_ok=True)
     settings = {

@@ -1,8 +1,8 @@
-"""A training's driver as a child process, which is forked again when it dies without an error of its own.
+"""Runs the training driver in a child process, and forks a new one if it dies without reporting an error.
 
-    dapo train -> driver (own process group) -> Ray and what it starts
+    dapo train -> driver (own process group) -> Ray and its processes
 
-Ray ends the process that uses it when its raylet dies, and the kernel kills one when memory runs out.
+Ray kills the driver when its raylet dies, and the kernel may kill it when memory runs out.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def forked_driver(config: TrainingConfig, output: Path) -> Iterator[Restarts]:
-    """Run the block in a child process; this process passes SIGTERM and SIGINT on, and ends as the child does.
+    """Run the block in a child process; the parent forwards SIGTERM and SIGINT, and exits like the child.
 
-    A child that dies inside the block is followed by another, as `Restarts` has it. None outlives this process.
-    Call it while there is no other thread.
+    A child that dies inside the block is restarted as `Restarts` allows. No child outlives the parent.
+    Call it before any other thread exists.
     """
     waiting = _WaitingProcess(stop := StopRequest())
-    # Not before: numpy starts threads, which would take the signals that this one blocks.
+    # Imported here because numpy starts threads, which would receive the signals that this thread blocks.
     from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
     from dapo_core.checkpoint.resume import MODES
     from dapo_core.restarts import Restarts, continued_from
@@ -68,7 +68,7 @@ def forked_driver(config: TrainingConfig, output: Path) -> Iterator[Restarts]:
 
 
 class _WaitingProcess:
-    """This process, which takes signals only where it waits."""
+    """The parent process, which receives signals only while waiting."""
 
     restarts: Restarts
 
@@ -81,11 +81,11 @@ class _WaitingProcess:
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*self.signals, signal.SIGCHLD})
 
     def fork(self) -> int | None:
-        """None in a child; here its exit status, once it has ended. Raises WorkerDied when it just died."""
+        """None in the child, its exit code in the parent. Raises WorkerDied if it died without an error."""
         sys.stdout.flush()
         parent = os.getpid()
         if (child := os.fork()) == 0:
-            os.setpgid(0, 0)  # a terminal signals this process, which passes it on
+            os.setpgid(0, 0)  # the terminal signals the parent, which forwards
             self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
                 os._exit(1)
@@ -94,13 +94,13 @@ class _WaitingProcess:
         code = os.waitstatus_to_exitcode(self._wait_for(child))
         if self.restarts.shared.has_ended:
             return code if code >= 0 else 128 - code
-        self._end_what_is_left()
-        if self.stop.signal is not None and code == -self.stop.signal:  # before it listened
+        self._kill_leftovers()
+        if self.stop.signal is not None and code == -self.stop.signal:  # before its handlers were installed
             return 128 - code
-        raise WorkerDied(f"the training's driver (pid {child}) {describe_exit(code)}, without an error of its own")
+        raise WorkerDied(f"the training's driver (pid {child}) {describe_exit(code)} without reporting an error")
 
     def pause(self, seconds: float) -> None:
-        """Wait; a signal raises KeyboardInterrupt."""
+        """Sleep; a signal raises KeyboardInterrupt."""
         received = signal.sigtimedwait(self.signals, seconds)
         if received is not None:
             self.stop.signal = signal.Signals(received.si_signo)
@@ -116,11 +116,11 @@ class _WaitingProcess:
                 if reaped[0] == child:
                     return reaped[1]
 
-    def _end_what_is_left(self) -> None:
-        """End what the child leaves to us, unless it ends by itself: another child needs its memory."""
-        began = time.monotonic()
-        while (left := descendants(os.getpid())) and time.monotonic() < began + KILL_SECONDS:
-            if time.monotonic() > began + LINGER_SECONDS:
+    def _kill_leftovers(self) -> None:
+        """Kill descendants that do not exit by themselves, because the next child needs their memory."""
+        started = time.monotonic()
+        while (left := descendants(os.getpid())) and time.monotonic() < started + KILL_SECONDS:
+            if time.monotonic() > started + LINGER_SECONDS:
                 for pid in left:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -129,7 +129,7 @@ class _WaitingProcess:
 
 
 def _reap() -> tuple[int, int]:
-    """Pid and status of a child that has ended; 0 and 0 if there is none."""
+    """Pid and status of a child that has ended; (0, 0) if there is none."""
     try:
         return os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:

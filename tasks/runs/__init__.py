@@ -1,1 +1,1 @@
-"""Runs of the chain: the one in progress, recorded ones, and what the next one would do."""
+"""Runs of the chain: the current run, its report, recorded runs, plans, export and garbage collection."""

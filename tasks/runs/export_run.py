@@ -1,4 +1,4 @@
-"""One folder to hand on: a run's merged model with its report, manifests, configuration and a model card."""
+"""Exports a run to one folder: merged model, report, manifests, configuration and model card."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact
 
 MODEL_LABEL = "merge_checkpoint"
 CARD_FILE = "README.md"
-BASE_CARD_FILE = "BASE_MODEL_README.md"  # the card of the model that training began from
+BASE_CARD_FILE = "BASE_MODEL_README.md"  # the card of the base model
 MANIFESTS_FOLDER = "manifests"
 TAGS = ("dapo", "reinforcement-learning", "grpo", "dapo-pipeline")
 _HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
@@ -38,16 +38,15 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 BLOCK_BYTES = 1024 * 1024
 
-OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
+OnProgress = Callable[[int, int], None]  # (bytes done, total bytes)
 
 
 def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> int:
-    """Copy a run's model to the new folder `destination`, with its report, manifests and card; returns its bytes.
+    """Export a run's model, report, manifests and card to a new folder; returns the size of the model in bytes.
 
-    Everything is copied, so that an edit there changes no artifact. In the texts ${STORE} and ${HOME} stand for
-    folders of this machine. The folder appears complete or not at all.
-    Raises StoreError if it already exists, if the run has no model or report, if its model was removed from the
-    store, or if a file differs from its manifest.
+    Files are copied, so that edits do not affect artifacts. In text files ${STORE} and ${HOME} replace local
+    paths. The folder appears atomically. Raises StoreError if `destination` exists, if the run has no model or
+    report, if its model was removed from the store, or if a file does not match its manifest.
     """
     with ArtifactStore(run.store).in_use():
         model = require_artifact(run, MODEL_LABEL)
@@ -58,23 +57,26 @@ def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> 
             )
         if destination.exists() or destination.is_symlink():
             raise StoreError(f"{destination} already exists; name a new folder")
-        # How the run was operated is specific to this machine, and may hold an address with a secret.
+        # Operating settings are specific to this machine, and may contain a URL with a secret.
         config = resolve(ChainConfig, read_tree(run.folder / CONFIG_FILE) | {"flow": {}, "store": {}})
         with _published(destination) as folder:
             num_bytes = _copy_model(model, folder, on_progress)
-            _write_beside(folder, run, config, report)
+            _write_documents(folder, run, config, report)
     return num_bytes
 
 
-def _write_beside(folder: Path, run: RecordedRun, config: ChainConfig, report: Mapping[str, Any]) -> None:
-    """Write report, configuration, manifests and card beside the model."""
+def _write_documents(folder: Path, run: RecordedRun, config: ChainConfig, report: Mapping[str, Any]) -> None:
+    """Write the report, configuration, manifests and card next to the model."""
     portable = _portable_text(run)
     found = {label: artifact_of(run, label) for label in run.stages}
     manifests = {label: artifact.manifest() for label, artifact in found.items() if artifact is not None}
     for name in (REPORT_FOLDER, MANIFESTS_FOLDER):
         (folder / name).mkdir()
     report_folder = run.folder / REPORT_FOLDER
-    for path in (*report_folder.rglob("report.*"), *report_folder.glob("data_card.*")):  # each benchmark's too
+    for path in (
+        *report_folder.rglob("report.*"),
+        *report_folder.glob("data_card.*"),
+    ):  # including each benchmark's
         copied = folder / REPORT_FOLDER / path.relative_to(report_folder)
         copied.parent.mkdir(exist_ok=True)
         copied.write_text(portable(_read_report(run, path)), "utf-8")
@@ -91,26 +93,26 @@ def _write_beside(folder: Path, run: RecordedRun, config: ChainConfig, report: M
     except (KeyError, TypeError, ValueError, AttributeError, UndefinedError) as error:
         path = run.folder / REPORT_FOLDER / REPORT_JSON
         raise StoreError(
-            f"{path} is no whole report ({error!r}); dapo stage compare {run.folder / CONFIG_FILE} makes it again"
+            f"{path} is incomplete ({error!r}); dapo stage compare {run.folder / CONFIG_FILE} writes it again"
         ) from error
     (folder / CARD_FILE).write_text(portable(card), "utf-8")
 
 
 def _read_report(run: RecordedRun, path: Path) -> str:
-    """The text of a file of the report. Raises StoreError if it is none, or a link, which may lead anywhere."""
+    """The text of a report file. Raises StoreError if it is not text, or a link, which could lead anywhere."""
     try:
         if not path.is_symlink():
             return path.read_text("utf-8")
         problem = "is a link"
     except (OSError, UnicodeDecodeError) as error:
         problem = f"cannot be read: {error}"
-    raise StoreError(f"{path} {problem}; dapo stage compare {run.folder / CONFIG_FILE} makes the report again")
+    raise StoreError(f"{path} {problem}; dapo stage compare {run.folder / CONFIG_FILE} writes the report again")
 
 
 def model_card(
     run: RecordedRun, config: ChainConfig, report: Mapping[str, Any], manifests: Mapping[str, Mapping[str, Any]]
 ) -> str:
-    """README.md as the Hugging Face Hub reads it: data, recipe, scores with their intervals, versions."""
+    """README.md for the Hugging Face Hub: data, recipe, scores with intervals, versions."""
     versions = {name: version for manifest in manifests.values() for name, version in manifest["versions"].items()}
     base_model, benchmark = base_model_of(config), _benchmark(config, report)
     return render(
@@ -122,7 +124,7 @@ def model_card(
         report=report,
         manifests=manifests,
         base_model=base_model,
-        own_paths=_own_paths(config),
+        own_paths=_user_paths(config),
         data_rows=_data_rows(manifests),
         trained_on=[source.name for source in train_sources(config)],
         evaluated_with=[*benchmark_sources(config)] or [source.name for source in eval_sources(config)],
@@ -131,7 +133,7 @@ def model_card(
 
 
 def _data_rows(manifests: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """Rows of each file of the prepared data."""
+    """Row counts of the prepared data files."""
     if "prepare_data" not in manifests:
         return {}
     metrics = manifests["prepare_data"]["metrics"]
@@ -140,7 +142,7 @@ def _data_rows(manifests: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
 
 
 def base_model_of(config: ChainConfig) -> str | None:
-    """The base model's name on the Hugging Face Hub, from the path of its folder or its config.json, if known."""
+    """The base model's name on the Hugging Face Hub, from model.id, its path or config.json; None if unknown."""
     if config.model.source == "huggingface":
         return config.model.id
     if config.model.source != "path":
@@ -150,29 +152,29 @@ def base_model_of(config: ChainConfig) -> str | None:
         return f"{match[1]}/{match[2]}"
     try:
         name = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("_name_or_path")
-    except (FileNotFoundError, ValueError):  # moved since the training
+    except (FileNotFoundError, ValueError):  # moved since training
         return None
     return name if isinstance(name, str) and _HUB_NAME.fullmatch(name) else None
 
 
 def _portable_text(run: RecordedRun) -> Callable[[str], str]:
-    """A function that replaces secrets, the run's store by ${STORE}, and the home folder by ${HOME}.
+    """A function that redacts secrets and replaces the store by ${STORE} and the home folder by ${HOME}.
 
-    It finds paths in plain text, HTML and JSON. `dapo run` refuses a configuration with such a name in it.
+    It handles paths in plain text, HTML and JSON. `dapo run` refuses configurations that contain these names.
     """
     homes, stores = {Path.home(), Path.home().resolve()}, {run.store, run.store.resolve()}
-    stores |= {Path(stage.artifact).parents[2] for stage in run.stages.values()}  # perhaps under another mount
+    stores |= {Path(stage.artifact).parents[2] for stage in run.stages.values()}  # possibly under another mount
     named = [(path, "${HOME}") for path in homes if path != Path("/")] + [(path, "${STORE}") for path in stores]
     names = {
         form: name for path, name in named for form in (str(path), str(escape(path)), json.dumps(str(path))[1:-1])
     }
     paths = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    pattern = re.compile(rf"(?<![\w.-])(?:{paths})(?![\w-]|\.\w)")  # whole names of folders
+    pattern = re.compile(rf"(?<![\w.-])(?:{paths})(?![\w-]|\.\w)")  # whole folder names only
     return lambda text: redact(pattern.sub(lambda match: names[match[0]], text))
 
 
-def _own_paths(config: ChainConfig) -> list[str]:
-    """The keys that name the user's own files."""
+def _user_paths(config: ChainConfig) -> list[str]:
+    """The keys that name files of the user."""
     model, scorer, prompt = config.model, config.custom_reward, config.evaluate.prompt
     paths = {
         **{source.key: source.path for source in all_sources(config)},
@@ -191,12 +193,12 @@ def _own_paths(config: ChainConfig) -> list[str]:
 
 
 def _benchmark(config: ChainConfig, report: Mapping[str, Any]) -> str:
-    own = "generated problems" if config.data.eval[0].set == "arithmetic" else "a set of the user's own"
-    return report.get("headline") or report["settings"]["benchmark"] or own
+    default = "generated problems" if config.data.eval[0].set == "arithmetic" else "a set of the user's own"
+    return report.get("headline") or report["settings"]["benchmark"] or default
 
 
 def _header(run: RecordedRun, config: ChainConfig, report: Mapping[str, Any], base_model: str | None) -> str:
-    """The front matter; it has a score only for a benchmark with a name, since a score must name its dataset."""
+    """The front matter, with scores of named benchmarks only, since a score must name its dataset."""
     from huggingface_hub import EvalResult, ModelCardData
 
     settings = report["settings"]
@@ -234,14 +236,14 @@ def _header(run: RecordedRun, config: ChainConfig, report: Mapping[str, Any], ba
 
 @contextmanager
 def _published(destination: Path) -> Iterator[Path]:
-    """A new folder beside the destination that takes its name when the block ends, or is removed on an error."""
+    """Yield a temporary folder that is renamed to the destination at the end, or removed after an error."""
     destination = destination.absolute()
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
     except OSError as error:
-        raise StoreError(f"{destination} cannot be made: {error.strerror}; name another folder") from None
+        raise StoreError(f"{destination} cannot be created: {error.strerror}; name another folder") from None
     try:
         yield partial
         publish(partial, destination)
@@ -250,10 +252,10 @@ def _published(destination: Path) -> Iterator[Path]:
     except OSError as error:
         if destination.exists():
             raise StoreError(
-                f"{destination} was written meanwhile, as by another export; name a new folder"
+                f"{destination} was created meanwhile, perhaps by another export; name a new folder"
             ) from None
         raise StoreError(
-            f"the export to {destination} failed: {error}; make room there, or name another folder"
+            f"the export to {destination} failed: {error}; free some space there, or name another folder"
         ) from None
     finally:
         if partial.exists():
@@ -261,11 +263,11 @@ def _published(destination: Path) -> Iterator[Path]:
 
 
 def _copy_model(model: Artifact, folder: Path, on_progress: OnProgress) -> int:
-    """Copy the artifact's files and compare the copies with its manifest; returns their bytes."""
+    """Copy the artifact's files and verify the copies against its manifest; returns their size."""
     try:
         entries = model.entries()
     except DamagedArtifact as damage:
-        raise StoreError(f"the artifact {model.path} is damaged: {damage}; dapo run makes it again") from None
+        raise StoreError(f"the artifact {model.path} is damaged: {damage}; dapo run builds it again") from None
     total, done = sum(entry.size for entry in entries), 0
     for entry in entries:
         target = folder / entry.path
@@ -278,6 +280,6 @@ def _copy_model(model: Artifact, folder: Path, on_progress: OnProgress) -> int:
         if (found := hash_file(target, entry.algorithm)) != entry.digest:
             raise StoreError(
                 f"{Path(model.path, entry.path)} has {found}, its manifest says {entry.digest}: the artifact is "
-                "damaged, dapo run makes it again"
+                "damaged; dapo run builds it again"
             )
     return done

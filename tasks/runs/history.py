@@ -1,4 +1,4 @@
-"""Recorded runs: reading them, finding one by a part of its id, and what it used."""
+"""Recorded runs: reading them, finding one by part of its id, and listing what it used."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 RECORD_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 REPORT_FOLDER = "report"
-STEPS_FILE = "metrics.jsonl"  # METRICS_FILE of dapo_core.metrics, which loads torch
-NUM_NAMED_RUNS = 5  # in an error
+STEPS_FILE = "metrics.jsonl"  # METRICS_FILE of dapo_core.metrics, without importing it
+NUM_NAMED_RUNS = 5  # listed in errors
 MIN_SHORT_ID = 4
 MAX_VALUE_CHARS = 40
-NUM_SHARED_CHARS = 15  # of these before the place where two long values begin to differ
-SECRET_KEYS = ("flow.webhook.url",)  # whoever knows the address may write to the chat
+NUM_SHARED_CHARS = 15  # shown before the first difference of two long values
+SECRET_KEYS = ("flow.webhook.url",)  # anyone who knows the address can post to the chat
 _PLACE = re.compile(r"\w+/\w+/\d+")
 _LABEL = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 _LATEST = re.compile(r"latest(?:~(\d+))?")
@@ -38,43 +38,45 @@ _LATEST = re.compile(r"latest(?:~(\d+))?")
 
 @dataclass(frozen=True)
 class StageRecord:
-    """What a run did about one stage, as run.json has it."""
+    """One stage of a run, as recorded in run.json."""
 
     cached: bool
     seconds: float
-    artifact: str  # its path when it was recorded; the store may have moved since
+    artifact: str  # path when recorded; the store may have moved since
     key: str
     digest: str
 
     def __post_init__(self) -> None:
         if not _PLACE.fullmatch(self.place.as_posix()):
-            raise ValueError(f"{self.artifact!r} is no place of an artifact")
+            raise ValueError(f"{self.artifact!r} is not the path of an artifact")
 
     @property
     def place(self) -> Path:
-        """Where the artifact is in its store: STAGE/KEY16/NUMBER."""
+        """The artifact's path in the store: STAGE/KEY16/NUMBER."""
         return Path(*Path(self.artifact).parts[-3:])
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as its run.json describes it, with its current state."""
+    """A run as recorded in run.json, with its current state."""
 
     folder: Path
     name: str  # run.name
     flow: str
     host: str
     pid: int
-    state: str  # running, completed, failed, cancelled, skipped; interrupted: its process or worker is gone
+    state: str  # running, completed, failed, cancelled, skipped, or interrupted (process or worker gone)
     started_at: float  # seconds since the epoch
-    seconds: float  # until its end, or until its last record
+    seconds: float  # until it ended or was last recorded
     stages: Mapping[str, StageRecord]
     error: str | None
     report: Mapping[str, Any] | None  # the headline: before, after, difference, p, n
-    environment: Sequence[Mapping[str, Any]] = ()  # set for child processes: name, value, children, why, stages
+    environment: Sequence[
+        Mapping[str, Any]
+    ] = ()  # variables of child processes: name, value, children, why, stages
 
     def __post_init__(self) -> None:
-        if not all(map(_LABEL.fullmatch, self.stages)):  # they also name files of an export
+        if not all(map(_LABEL.fullmatch, self.stages)):  # they name files in exports
             raise ValueError(f"{[*self.stages]} are not labels of stages")
 
     @property
@@ -84,61 +86,60 @@ class RecordedRun:
 
     @property
     def store(self) -> Path:
-        """The folder of the store that it is recorded in."""
+        """The root of the store that contains the run."""
         return self.folder.parent.parent
 
     @property
     def num_cached(self) -> int:
-        """Stages whose artifact was in the store."""
+        """Stages taken from the store."""
         return sum(stage.cached for stage in self.stages.values())
 
     @property
     def num_built(self) -> int:
-        """Stages that it built."""
+        """Stages built by this run."""
         return len(self.stages) - self.num_cached
 
-    def has(self, what: str) -> bool:
-        """Whether it has the output of a stage, by its label, or its "report"."""
-        return what in self.stages or (what == "report" and self.report is not None)
+    def has(self, output: str) -> bool:
+        """True if it has this output: the label of a stage, or "report"."""
+        return output in self.stages or (output == "report" and self.report is not None)
 
     def uses(self, attempt: Attempt) -> bool:
-        """Whether it took or made this artifact."""
+        """True if it took or built this artifact."""
         place = attempt.path.relative_to(attempt.path.parents[2])
         return any(stage.place == place for stage in self.stages.values())
 
 
 def require_store(store: Path) -> None:
-    """Raise StoreError when there is no folder of that name."""
+    """Raise StoreError if the store does not exist."""
     if not store.is_dir():
         raise StoreError(f"there is no store {store}; name it with --store")
 
 
 def read_runs(store: Path) -> Iterator[RecordedRun]:
-    """The runs recorded under a store, newest first.
+    """Yield the runs recorded in a store, newest first.
 
-    A folder without a record, left by a run that was killed at its start, is left out. So is a record that cannot
-    be read, which is named in the log.
+    Skips folders without a record (the run was killed at its start), and unreadable records, which are logged.
     """
     for folder in run_folders(store):
         try:
             yield read_run(folder)
         except StoreError as error:
-            logger.warning("left out: %s", error)
+            logger.warning("run skipped: %s", error)
 
 
 def run_folders(store: Path) -> list[Path]:
-    """Folders of runs that have a record, newest first."""
+    """Run folders that have a record, newest first."""
     folders = sorted((store / "runs").glob("*Z-*"), reverse=True)
     return [folder.absolute() for folder in folders if (folder / RECORD_FILE).is_file()]
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """The run of a folder. Raises StoreError when its record is not one."""
+    """Read the run of a folder. Raises StoreError if its record is invalid."""
     path = folder / RECORD_FILE
     try:
-        is_going_on = is_locked(run_lock_path(folder))  # asked first: if it is free, the record is the last one
+        is_active = is_locked(run_lock_path(folder))  # checked first: once free, the record is final
         record = json.loads(path.read_text(encoding="utf-8"))
-        state = "interrupted" if record["state"] == "running" and not is_going_on else record["state"]
+        state = "interrupted" if record["state"] == "running" and not is_active else record["state"]
         return RecordedRun(
             folder=folder,
             **{name: record[name] for name in ("name", "flow", "host", "pid")},
@@ -156,45 +157,46 @@ def read_run(folder: Path) -> RecordedRun:
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
-            f"{path} is not the record of a run ({error!r}): a run of another version wrote it, or it was edited; "
-            "move the run's folder away to do without it and what only it used"
+            f"{path} is not a valid run record ({error!r}): another version wrote it, or it was edited; "
+            "move the run's folder away to continue without it and without what only it used"
         ) from None
 
 
 def run_lock_path(folder: Path) -> Path:
-    """The lock that a run holds until it ends."""
+    """The lock a run holds while it is in progress."""
     return folder / ".lock"
 
 
 def artifact_of(run: RecordedRun, label: str) -> Artifact | None:
-    """The artifact that the run took or made as `label`, its files unchecked; None if it was removed."""
+    """The artifact of a run's stage, without verification; None if it was removed."""
     stage = run.stages[label]
     artifact = artifact_at(run.store / stage.place)
     return artifact if artifact is not None and artifact.digest == stage.digest else None
 
 
 def require_artifact(run: RecordedRun, label: str) -> Artifact:
-    """As `artifact_of`, but raises StoreError with the reason if there is none."""
+    """Like `artifact_of`, but raises StoreError with the reason if there is none."""
     if label not in run.stages:
+        stages = ", ".join(run.stages) or "no stages"
         raise StoreError(
-            f"the run {run.id} ({run.flow}, {run.state}) has no {label}, but {', '.join(run.stages) or 'no stage'}"
+            f"the run {run.id} ({run.flow}, {run.state}) has no {label}, only {stages}"
             + (f"; it ended with {run.error}" if run.error else "")
         )
     artifact = artifact_of(run, label)
     if artifact is None:
         raise StoreError(
             f"{label} of the run {run.id} is no longer in the store: {run.store / run.stages[label].place} was "
-            f"removed, as dapo gc does; dapo run {run.folder / CONFIG_FILE} --set store.path={run.store} makes it "
-            "again"
+            f"removed, perhaps by dapo gc; dapo run {run.folder / CONFIG_FILE} --set store.path={run.store} "
+            "rebuilds it"
         )
     return artifact
 
 
 def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
-    """The run of the folder `text`, or whose id begins or ends with it; `latest~2` is the one two before `latest`.
+    """Find a run by its folder, a prefix or suffix of its id, `latest`, or `latest~2` (two before the latest).
 
-    With `needs`, the label of a stage or "report", these two count only the runs that have it.
-    Raises StoreError without such a store and, naming the runs there are, when none matches or more than one.
+    With `needs`, a stage label or "report", `latest` counts only runs that have it. Raises StoreError if the store
+    does not exist, or if no run or several runs match; the message lists the candidates.
     """
     if (Path(text) / RECORD_FILE).is_file():
         return read_run(Path(text).absolute())
@@ -210,17 +212,16 @@ def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
     if len(found) == 1:
         return read_run(found[0])
     if found:
-        raise StoreError(f"{text} is the beginning or end of {len(found)} runs in {store}: {_names(found)}")
+        raise StoreError(f"{text} matches {len(found)} runs in {store}: {_names(found)}")
     which = f" with {needs}" if needs is not None and match else ""
     there = f"the newest{which} are {_names(folders)}" if folders else f"no run{which} is recorded there"
     raise StoreError(f"no run {text} in {store}; {there}")
 
 
 def find_evaluation(store: Path, text: str) -> tuple[Path, RecordedRun | None]:
-    """The results folder that `text` names, and the run that it belongs to, if any.
+    """The results folder for `text`, and its run, if any.
 
-    A folder is taken as it is. A run, named by its folder or as for `find_run`, stands for its evaluation after
-    training.
+    `text` is a results folder, or a run as for `find_run`, which stands for its evaluation after training.
     """
     path = Path(text)
     if path.exists() and not (path / RECORD_FILE).is_file():
@@ -228,12 +229,12 @@ def find_evaluation(store: Path, text: str) -> tuple[Path, RecordedRun | None]:
     try:
         run = find_run(store, text, "evaluate_after")
     except StoreError as error:
-        raise StoreError(f"{text} is no results folder, and {error}") from None
+        raise StoreError(f"{text} is not a results folder, and {error}") from None
     return Path(require_artifact(run, "evaluate_after").path), run
 
 
 def find_training_log(store: Path, text: str) -> Path:
-    """The file with the training steps that `text` names: a log, a folder of `dapo train`, or a run."""
+    """The training metrics for `text`: a log file, an output folder of `dapo train`, or a run."""
     path = Path(text)
     if path.is_file():
         return path
@@ -242,9 +243,7 @@ def find_training_log(store: Path, text: str) -> Path:
     try:
         run = find_run(store, text, "train_policy")
     except StoreError as error:
-        raise StoreError(
-            f"{text} is neither a log of a training nor a folder with its {STEPS_FILE}, and {error}"
-        ) from None
+        raise StoreError(f"{text} is neither a training log nor a folder with {STEPS_FILE}, and {error}") from None
     return Path(require_artifact(run, "train_policy").path) / STEPS_FILE
 
 
@@ -255,7 +254,7 @@ def _names(folders: Sequence[Path]) -> str:
 
 
 def short_ids(store: Path) -> dict[str, str]:
-    """Per run id, its shortest suffix that is unique among the beginnings and ends of all ids in the store."""
+    """Map each run id to its shortest suffix that is unique among the prefixes and suffixes of all ids."""
     ids = [folder.name for folder in run_folders(store)]
     lengths = range(MIN_SHORT_ID, max(map(len, ids), default=0))
     uses = collections.Counter(
@@ -264,35 +263,35 @@ def short_ids(store: Path) -> dict[str, str]:
     short = {}
     for run_id in ids:
         ends = (run_id[-length:] for length in lengths)
-        # An end that begins with a dash would be taken for an option.
+        # A suffix that starts with a dash would look like an option.
         short[run_id] = next((end for end in ends if uses[end] == 1 and not end.startswith("-")), run_id)
     return short
 
 
 def run_before(run: RecordedRun) -> RecordedRun | None:
-    """The newest run of the same name that began before this one."""
+    """The previous run of the same name."""
     return next((other for other in read_runs(run.store) if other.id < run.id and other.name == run.name), None)
 
 
 def changed_keys(before: RecordedRun, after: RecordedRun) -> list[Difference]:
-    """Configuration keys with another value in `after`. Raises StoreError when one cannot be read."""
+    """Configuration keys that differ between two runs. Raises StoreError if a configuration is unreadable."""
     return differences_of(read_config(before), read_config(after))
 
 
 def read_config(run: RecordedRun) -> dict[str, Any]:
-    """The sections of the run's config.yaml. Raises StoreError when it cannot be read."""
+    """The content of the run's config.yaml. Raises StoreError if it is unreadable."""
     path = run.folder / CONFIG_FILE
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise StoreError(f"the configuration of the run {run.id} cannot be read: {error}") from None
     if not isinstance(tree, dict):  # a power cut may leave an empty file
-        raise StoreError(f"the configuration of the run {run.id} cannot be read: {path} holds no sections")
+        raise StoreError(f"the configuration of the run {run.id} cannot be read: {path} has no sections")
     return tree
 
 
 def read_report(run: RecordedRun) -> dict[str, Any] | None:
-    """The content of the run's report.json; None when it has no report. Raises StoreError when it is not JSON."""
+    """The content of the run's report.json; None if it has no report. Raises StoreError if it is not JSON."""
     path = run.folder / REPORT_FOLDER / REPORT_JSON
     if run.report is None or not path.is_file():
         return None
@@ -300,12 +299,12 @@ def read_report(run: RecordedRun) -> dict[str, Any] | None:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise StoreError(
-            f"{path} is no report ({error}); dapo stage compare {run.folder / CONFIG_FILE} makes it again"
+            f"{path} is not a report ({error}); dapo stage compare {run.folder / CONFIG_FILE} writes it again"
         ) from None
 
 
 def describe_run(run: RecordedRun) -> dict[str, Any]:
-    """A run as plain values, with the path of each artifact; None for a removed one."""
+    """A run as plain values, with the path of each artifact (None if removed)."""
     stages = {}
     for label, stage in run.stages.items():
         artifact = artifact_of(run, label)
@@ -322,7 +321,7 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Difference:
-    """One key with its two values, as text."""
+    """A key with its old and new value, as text."""
 
     key: str
     before: str
@@ -335,7 +334,7 @@ class Difference:
 
 
 def differences_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
-    """Keys, dotted, with different values, in the order of `after`; those that only `before` has come last."""
+    """Dotted keys with different values, in the order of `after`; removed keys come last."""
     return [Difference(key, _text(key, old), _text(key, new)) for key, old, new in differences(before, after)]
 
 
@@ -348,7 +347,7 @@ def _text(key: str, value: Any) -> str:
 
 
 def _shortened(text: str, shared: int) -> str:
-    """The part of a long text where it begins to differ from another one, after `shared` characters."""
+    """The part of a long text around its first difference, after `shared` characters."""
     if len(text) <= MAX_VALUE_CHARS:
         return text
     start = max(0, shared - NUM_SHARED_CHARS)

@@ -1,4 +1,4 @@
-"""Earlier nights of a recipe: the model of the last one is a baseline of tonight's run."""
+"""Earlier nightly runs of a recipe; the model of the last one is a baseline of the next."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tasks.runs.history import RecordedRun, artifact_of, read_runs
 
 logger = logging.getLogger(__name__)
 
-NIGHTLY = "dapo-nightly"  # the name of the flow
+NIGHTLY = "dapo-nightly"  # name of the flow
 MODEL_LABEL = "merge_checkpoint"
 
 
 def describe_change(change: Mapping[str, Any], than: str) -> str:
-    """The change in words, with figures: better or worse only where p is below 0.05."""
+    """Describe a change with figures; "better" or "worse" only if p < 0.05."""
     word = "better than" if change["difference"] > 0 else "worse than"
     if change["p"] >= SIGNIFICANCE:
         word = "not significantly different from"
@@ -32,9 +32,9 @@ def describe_change(change: Mapping[str, Any], than: str) -> str:
 
 
 def since_first_night(store: Path, recipe: str, after: str) -> str:
-    """In words, how the evaluation `after` compares with that of the recipe's first night on the headline.
+    """Describe how the headline of the evaluation `after` compares with the recipe's first nightly run.
 
-    Empty on the first night, with other problems or settings, and where both are one measurement.
+    Empty for the first run, for different problems or settings, and if both are the same measurement.
     """
     nights = [night for night in read_runs(store) if is_night(night) and night.name == recipe]
     if not nights:
@@ -42,21 +42,21 @@ def since_first_night(store: Path, recipe: str, after: str) -> str:
     try:
         history = make_history([nights[-1].folder, after], describe_suite(after).headline)
     except EvaluationError as error:
-        logger.warning("the first night %s cannot be compared with: %s", nights[-1].id, error)
+        logger.warning("cannot compare with the first nightly run %s: %s", nights[-1].id, error)
         return ""
-    # Answers that are older than that night say nothing since then.
+    # A series that starts before that run does not describe the change since.
     pairs = (series for series in history if series.points[0].label == nights[-1].id)
     change = next((series.to_first[-1] for series in pairs), None)
     return "" if change is None else describe_change(vars(change), f"the first night, {nights[-1].id[:8]}")
 
 
 def is_night(run: RecordedRun) -> bool:
-    """Whether it is a nightly run with a report."""
+    """True for a nightly run with a report."""
     return run.flow == NIGHTLY and run.report is not None
 
 
 def last_nights(runs: Iterable[RecordedRun]) -> dict[str, RecordedRun]:
-    """Of runs, newest first, each recipe's newest nightly one with a report, by the recipe's name."""
+    """The newest nightly run with a report of each recipe, by name; `runs` are newest first."""
     found: dict[str, RecordedRun] = {}
     for run in runs:
         if is_night(run):
@@ -65,22 +65,22 @@ def last_nights(runs: Iterable[RecordedRun]) -> dict[str, RecordedRun]:
 
 
 def with_last_night(config: ChainConfig) -> tuple[str, ...]:
-    """The override that adds the model of the recipe's last night to its baselines.
+    """The override that adds the model of the last nightly run to the baselines.
 
-    Empty, and the log says why, when there is none. A baseline of the recipe's own with that name stays.
+    Empty if there is none (the reason is logged), or if the recipe defines a baseline of that name.
     """
     given = [one.model_dump(exclude_unset=True) for one in config.evaluate.baselines]
     if any(one["name"] == LAST_NIGHT for one in given):
         return ()
     night = last_nights(read_runs(Path(config.store.path).absolute())).get(config.run.name)
     if night is None:
-        logger.info("no column %s: the store has no finished night of %s", LAST_NIGHT, config.run.name)
+        logger.info("no column %s: the store has no finished nightly run of %s", LAST_NIGHT, config.run.name)
         return ()
     model = artifact_of(night, MODEL_LABEL)
     if model is None:
         logger.warning(
             "no column %s: the merged model of the run %s is no longer in the store; dapo gc keeps that of the "
-            "newest night",
+            "newest nightly run",
             LAST_NIGHT,
             night.id,
         )

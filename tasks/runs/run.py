@@ -1,4 +1,4 @@
-"""One run of the chain: its folder, its log files, and the record of what each stage did."""
+"""One run of the chain: its folder, log links, and the record of each stage."""
 
 from __future__ import annotations
 
@@ -25,48 +25,48 @@ from durable import locked, write_atomically
 from eval.problems.prompts import find_template
 from redaction import redacted
 from tasks.artifacts.artifact import Artifact, Output, StoreError
+from tasks.artifacts.references import forget_resolved
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
 from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore, Build
-from tasks.child_environment import Rows, child_environment, of_stages
 from tasks.config import ChainConfig
 from tasks.data.sources import all_sources, source_files
 from tasks.links import Link, link_of
-from tasks.references import forget_resolved
+from tasks.processes.time_limit import time_limit_paused
+from tasks.runs.child_environment import Rows, child_environment, merge_stages
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
-from tasks.time_limit import clock_stopped
 
 logger = logging.getLogger(__name__)
 
-current_stage: ContextVar[str] = ContextVar("current_stage", default="")  # read by formatters of log lines
+current_stage: ContextVar[str] = ContextVar("current_stage", default="")  # read by log formatters
 
 
 class RunSkipped(DapoError, RuntimeError):
-    """The run was skipped: it started too late, or another run holds a lock that it needs."""
+    """The run was skipped: it started too late, or another run holds a required lock."""
 
 
 @dataclass
 class Run:
-    """A folder of links to artifacts, the resolved configuration, and run.json, kept current as stages finish.
+    """A folder with links to artifacts, the resolved configuration, and run.json, updated as stages finish.
 
-    As a context it records how the run ended: completed, skipped, failed with the error, cancelled, or interrupted
-    when its worker ends. It holds a lock until then, so that others see that it is in progress.
+    As a context manager it records the outcome: completed, skipped, failed (with the error), cancelled, or
+    interrupted (its worker shut down). A lock marks the run as in progress until then.
     """
 
     config: ChainConfig
     store: ArtifactStore
     folder: Path
-    flow: str  # dapo-full, or the name of the one stage that is run
-    forced: frozenset[str] = frozenset()  # labels of stages that are built although the store has them
+    flow: str  # dapo-full, or the name of a single stage
+    forced: frozenset[str] = frozenset()  # labels of stages to build even if stored
     stages: dict[str, StageRecord] = field(default_factory=dict)
-    environment: dict[str, Rows] = field(default_factory=dict)  # by stage, also of a cached one
+    environment: dict[str, Rows] = field(default_factory=dict)  # by stage, cached ones included
     started_at: float = field(default_factory=time.time)
     outcome: dict[str, Any] = field(default_factory=lambda: {"state": "running"})
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     @staticmethod
     def start(config: ChainConfig, flow: str = "dapo-full", forced: Collection[str] = ()) -> Run:
-        """A new run under the store of the configuration; raises what `check_start` raises."""
+        """Create a run in the store of the configuration; raises whatever `check_start` raises."""
         forget_resolved()
         check_start(config)
         store = ArtifactStore(config.store.path)
@@ -93,14 +93,14 @@ class Run:
             except OSError as problem:
                 if error is None:
                     raise
-                logger.error("how the run ended could not be recorded in %s: %s", self.folder, problem)
+                logger.error("the outcome of the run could not be recorded in %s: %s", self.folder, problem)
 
     @property
     def config_path(self) -> Path:
         return self.folder / CONFIG_FILE
 
     def config_of(self, link: Link) -> Path:
-        """The file of the configuration that a link's stage reads."""
+        """The configuration file for the stage of a link."""
         if link.config is self.config:
             return self.config_path
         path = self.folder / f"{link.label}.yaml"
@@ -113,39 +113,36 @@ class Run:
         key: StageKey,
         build: Build,
     ) -> Artifact:
-        """The artifact of the key, from the store or built now, recorded and linked under `label`.
-
-        Raises what `ArtifactStore.produce` raises.
-        """
+        """Return the artifact of the key, cached or built, and record and link it under `label`."""
         started = time.monotonic()
         is_forced = label in self.forced and label not in self.stages
         link = link_of(self.config, label)
 
-        def build_and_list(folder: Path) -> Output:
+        def build_with_environment(folder: Path) -> Output:
             built = build(folder)
             output = built if isinstance(built, Output) else Output(built, {})
             return replace(output, environment=child_environment(link, output.metrics, os.environ))
 
-        with _speaking_of(label):
+        with _logging_as(label):
             is_kept = False
             while not is_kept:
                 artifact, cached = self.store.produce(
                     key,
-                    build_and_list,
+                    build_with_environment,
                     resumable=link.stage.is_resumable,
                     force=is_forced,
-                    waiting=clock_stopped(),
+                    waiting=time_limit_paused(),
                 )
                 seconds = time.monotonic() - started
-                with clock_stopped(), self.store.in_use():
-                    is_kept = Path(artifact.path).exists()  # else a garbage collection removed it a moment ago
+                with time_limit_paused(), self.store.in_use():
+                    is_kept = Path(artifact.path).exists()  # garbage collection may just have removed it
                     if is_kept:
                         self._keep(label, artifact, cached, seconds)
             _log_stage(artifact, cached, seconds)
         return artifact
 
     def take(self, label: str) -> Artifact:
-        """The artifact of a stage that ran before, recorded as cached; raises StoreError if it is missing."""
+        """Return the stored artifact of a stage, recorded as cached; raises StoreError if it is missing."""
         link = link_of(self.config, label)
         key = link.key(*map(self.take, link.needs))
         with self.store.in_use():
@@ -153,21 +150,21 @@ class Run:
             if label in self.stages:
                 return artifact
             self._keep(label, artifact, True, 0.0)
-        with _speaking_of(label):
+        with _logging_as(label):
             _log_stage(artifact, True, 0.0)
         return artifact
 
     def _keep(self, label: str, artifact: Artifact, cached: bool, seconds: float) -> None:
         """Record and link the artifact, so that garbage collection keeps it."""
         self.stages[label] = StageRecord(cached, seconds, artifact.path, artifact.key, artifact.digest)
-        self.environment[label] = artifact.manifest().get("environment", [])  # none of an earlier version
+        self.environment[label] = artifact.manifest().get("environment", [])  # absent in older artifacts
         link = self.folder / label
-        link.unlink(missing_ok=True)  # of an attempt that was removed
-        link.symlink_to(os.path.relpath(artifact.path, self.folder))  # so that a store can be moved
+        link.unlink(missing_ok=True)  # left by a removed attempt
+        link.symlink_to(os.path.relpath(artifact.path, self.folder))  # relative, so that the store can be moved
         self.record()
 
     def record(self, **outcome: Any) -> None:
-        """Bring run.json up to date; `outcome` adds to it."""
+        """Update run.json, with the fields of `outcome` added."""
         self.outcome |= redacted(outcome)
         record = {
             "name": self.config.run.name,
@@ -178,7 +175,7 @@ class Run:
             "started_at": self.started_at,
             "seconds": time.time() - self.started_at,
             "stages": {label: vars(stage) for label, stage in self.stages.items()},
-            "environment": of_stages(self.environment),
+            "environment": merge_stages(self.environment),
             **self.outcome,
         }
         write_atomically(self.folder / RECORD_FILE, json.dumps(record, indent=2))
@@ -193,7 +190,7 @@ def _log_stage(artifact: Artifact, cached: bool, seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def _speaking_of(label: str) -> Iterator[None]:
+def _logging_as(label: str) -> Iterator[None]:
     token = current_stage.set(label)
     try:
         yield
@@ -202,7 +199,7 @@ def _speaking_of(label: str) -> Iterator[None]:
 
 
 def require_outputs(config: ChainConfig, labels: Iterable[str]) -> dict[str, Artifact]:
-    """The outputs of these stages in the store, by label; raises StoreError if one is missing."""
+    """The stored outputs of these stages by label; raises StoreError if one is missing."""
     store = ArtifactStore(config.store.path)
     found: dict[str, Artifact] = {}
     for label in labels:
@@ -217,14 +214,14 @@ def _require(store: ArtifactStore, link: Link, key: StageKey) -> Artifact:
     if artifact is None:
         raise StoreError(
             f"the store {store.root} has no output of {link.label} for this configuration (key "
-            f"{key.key[:SHORT_KEY_LENGTH]}), which this stage begins from; make it with {link.command}, "
-            "or all of the chain with dapo run CONFIG; dapo plan CONFIG shows what it has"
+            f"{key.key[:SHORT_KEY_LENGTH]}), which this stage needs; build it with {link.command}, "
+            "or the whole chain with dapo run CONFIG; dapo plan CONFIG shows what the store has"
         )
     return artifact
 
 
 def _end(error: BaseException | None) -> dict[str, str]:
-    """How the record describes a run that this error ended."""
+    """The outcome to record for a run that ended with this error."""
     if error is None:
         return {"state": "completed"}
     if isinstance(error, RunSkipped):
@@ -238,8 +235,9 @@ def _end(error: BaseException | None) -> dict[str, str]:
 
 
 def check_start(config: ChainConfig) -> None:
-    """Raise early what would end the run later: for files that the configuration names and that are missing or
-    unusable ConfigError, DataError or ModelError, ProblemsError for a prompt; StoreError for the store.
+    """Check what would otherwise fail later: files named in the configuration, prompts, and the store.
+
+    Raises ConfigError, DataError, ModelError, ProblemsError or StoreError.
     """
     source_files(config)
     require_scorers((), config.reward, config.custom_reward)

@@ -1,4 +1,4 @@
-"""The estimated time of a recipe's training step, corrected by the newest run of the same name."""
+"""Estimates the time of a training step, calibrated by the newest run of the same name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
 from dapo_core.memory.devices import DEVICES, find_device
-from dapo_core.memory.rates import RATES, Rates, cpu_rates
+from dapo_core.memory.rates import RATES, cpu_rates
 from dapo_core.memory.shape import shape_of
 from dapo_core.memory.step_time import Machine, StepTime, assumed_lengths, calibrate, step_time
 from dapo_core.metrics import METRICS_FILE
@@ -25,59 +25,55 @@ from tasks.stages import TRAIN_POLICY
 
 logger = logging.getLogger(__name__)
 
-NUM_STEPS = 50  # of a run, its newest
+NUM_STEPS = 50  # newest steps of a run to use
 
 
 def time_of(config: ChainConfig, gigabytes: float | None = None) -> StepTime:
-    """The estimate; where a run of the same run.name trained, with its lengths and its phases' factors.
+    """Estimate the step time; an earlier training of the same run.name provides lengths and correction factors.
 
-    A factor compares that run with the estimate for the configuration that it ran with. gigabytes: GiB of a device
-    in place of its model's. Raises ConfigError for an accelerator without train.device_model, and what
-    `model_config` and `shape_of` raise.
+    The factors compare that run with the estimate for its own configuration. `gigabytes` overrides the device
+    memory in GiB. Raises ConfigError for an accelerator without train.device_model, and whatever `model_config`
+    and `shape_of` raise.
     """
     if config.train.backend != "own":
         raise ConfigError(
-            f"train.backend={config.train.backend}: the estimate is of our own trainer; `dapo compare` and the "
-            "report show another one's seconds"
+            f"train.backend={config.train.backend}: the estimate covers our own trainer; `dapo compare` and the "
+            "report show the measured times of other trainers"
         )
     shape, machine = shape_of(model_config(config.model)), _machine(config, gigabytes)
-    for ran_with, steps in _trainings(config):
+    if (training := _last_training(config)) is not None:
+        ran_with, steps = training
         if found := calibrate(ran_with, shape, _machine(ran_with), steps):
             return step_time(config, shape, machine, *found)
     return step_time(config, shape, machine, assumed_lengths(config))
 
 
-def _trainings(config: ChainConfig) -> list[tuple[ChainConfig, list[Mapping[str, float]]]]:
-    """Configuration and newest steps of the newest run of this name on the same model and devices; at most one."""
+def _last_training(config: ChainConfig) -> tuple[ChainConfig, list[Mapping[str, float]]] | None:
+    """Configuration and newest steps of the newest run of this name with the same model and devices, if any."""
     for run in read_runs(Path(config.store.path)):
         if run.name != config.run.name or TRAIN_POLICY.name not in run.stages:
             continue
         training, ran_with = artifact_of(run, TRAIN_POLICY.name), _config_of(run)
         if training is None or ran_with is None or _hardware(ran_with) != _hardware(config):
             continue
-        return [(ran_with, read_json_lines(Path(training.path) / METRICS_FILE)[-NUM_STEPS:])]
-    return []
+        return ran_with, read_json_lines(Path(training.path) / METRICS_FILE)[-NUM_STEPS:]
+    return None
 
 
 def _config_of(run: RecordedRun) -> ChainConfig | None:
-    """The configuration of a recorded run; None if it is gone, or has keys of another version."""
+    """The configuration of a recorded run; None if it is missing or invalid for this version."""
     try:
         tree = read_config(run)
         return ChainConfig.model_validate({name: tree[name] for name in tree if name != "flow"})
     except (StoreError, ValidationError) as error:
-        logger.warning("the run %s does not calibrate the estimate: %s", run.id, error)
+        logger.warning("the run %s cannot calibrate the estimate: %s", run.id, error)
         return None
 
 
 def _hardware(config: ChainConfig) -> tuple[Any, ...]:
-    """What a factor of a run holds for."""
-    return (
-        config.train.backend,
-        config.model,
-        config.train.device,
-        config.train.device_model,
-        config.rollout.engine,
-    )
+    """The settings that calibration factors are specific to."""
+    train = config.train
+    return train.backend, config.model, train.device, train.device_model, config.rollout.engine
 
 
 def _machine(config: TrainingConfig, gigabytes: float | None = None) -> Machine:
@@ -89,10 +85,6 @@ def _machine(config: TrainingConfig, gigabytes: float | None = None) -> Machine:
             f"the time of a step on train.device={train.device} depends on the device: set train.device_model to "
             f"one of {', '.join(DEVICES)}"
         )
-    rates = _rates(train.device_model)
+    size = find_device(train.device_model)
+    rates = next(RATES[name] for name, known in DEVICES.items() if known is size)
     return Machine(rates, rates, device_limit(config, gigabytes).num_bytes)
-
-
-def _rates(device_model: str) -> Rates:
-    size = find_device(device_model)
-    return next(RATES[name] for name, known in DEVICES.items() if known is size)

@@ -1,1 +1,1 @@
-"""Real `vllm serve` processes as a context: one or several, checked before, healthy within, gone after."""
+"""Runs `vllm serve` processes for the length of a block."""

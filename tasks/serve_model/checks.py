@@ -1,4 +1,4 @@
-"""Reasons why vLLM would refuse a model folder, found before it starts."""
+"""Checks that vLLM can serve a model folder, before it starts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.training import PromptsConfig
 from dapo_core.errors import ModelError
 from dapo_core.model_folder import INDEX_FILE, require_model_folder, weight_files
-from tasks.serve_model.config import ServeConfig
+from tasks.config.serve import ServeConfig
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
 _ALLOW_LONGER_VARIABLE = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
 def require_servable(model_path: str | Path, settings: ServeConfig, environment: Mapping[str, str]) -> None:
-    """Raise ModelError for an incomplete or truncated folder, or for a length that the model has no positions for.
+    """Raise ModelError if the folder is incomplete or truncated, or serve.max_model_len exceeds its positions.
 
-    Where serve.extra_args or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 change the model's length, vLLM checks it.
+    If serve.extra_args or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 change the model's length, vLLM checks it instead.
     """
     require_model_folder(model_path)
     require_whole_files(Path(model_path))
@@ -31,60 +31,59 @@ def require_servable(model_path: str | Path, settings: ServeConfig, environment:
     if longest is not None and settings.max_model_len > longest:
         raise ModelError(
             f"serve.max_model_len={settings.max_model_len} is above the {longest} positions of {model_path} "
-            "(config.json, rope scaling counted): vLLM would refuse it; lower serve.max_model_len, and in a "
-            "recipe evaluate.max_response_tokens with it"
+            "(config.json, with rope scaling): vLLM would refuse it; lower serve.max_model_len, and in a "
+            "recipe also evaluate.max_response_tokens"
         )
 
 
 def require_positions(model_path: str | Path, data: PromptsConfig, rollout: RolloutConfig) -> None:
-    """Raise ModelError when prompt and response of a rollout may be longer than the model has positions for."""
+    """Raise ModelError if prompt plus response of a rollout can exceed the model's positions."""
     require_model_folder(model_path)
     longest = longest_sequence(_read_config(Path(model_path)))
     needed = data.max_prompt_tokens + rollout.max_response_tokens
     if longest is not None and needed > longest:
         raise ModelError(
             f"data.max_prompt_tokens + rollout.max_response_tokens = {data.max_prompt_tokens} + "
-            f"{rollout.max_response_tokens} is above the {longest} positions of {model_path} (config.json, rope "
-            "scaling counted): no engine could roll out so much; lower them, and with them "
-            "reward.overlong.buffer_tokens, evaluate.max_response_tokens and serve.max_model_len, which are "
-            "checked next"
+            f"{rollout.max_response_tokens} is above the {longest} positions of {model_path} (config.json, with "
+            "rope scaling): no engine can generate that many tokens; lower them, and also "
+            "reward.overlong.buffer_tokens, evaluate.max_response_tokens and serve.max_model_len"
         )
 
 
 def is_half_precision(model_path: str | Path) -> bool:
-    """Whether the model's own precision, which `auto` means, has 16 bits."""
+    """True if the model's own precision, used for `auto`, has 16 bits."""
     config = _read_config(Path(model_path))
     text = config.get("text_config") or config
     return (text.get("dtype") or text.get("torch_dtype") or config.get("dtype")) in ("bfloat16", "float16")
 
 
 def longest_sequence(config: Mapping[str, Any]) -> int | None:
-    """An upper bound on the positions of a model with this config.json; None when it does not say.
+    """An upper bound on the model's positions from config.json; None if it has no length.
 
-    The longest length times the largest rope factor: some configs state the length before scaling, some after.
-    Lengths that pass here and are too long all the same are refused by vLLM.
+    The bound is the longest length times the largest rope factor, because some configs state the length before
+    scaling and some after. vLLM rejects lengths that pass here but are still too long.
     """
     text = config.get("text_config") or config
     lengths = [text[name] for name in _LENGTH_KEYS if text.get(name)]
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    sets = [rope, *rope.values()]  # one, or one for each type of layer
+    sets = [rope, *rope.values()]  # one set, or one per layer type
     factor = max([part.get("factor") or 1.0 for part in sets if isinstance(part, dict)])
     return int(max(lengths) * max(factor, 1.0)) if lengths else None
 
 
 def require_whole_files(folder: Path) -> None:
-    """Raise ModelError for a safetensors file that is shorter or longer than its header says."""
+    """Raise ModelError if the size of a safetensors file does not match its header."""
     from safetensors import SafetensorError, safe_open
 
     has_index = (folder / INDEX_FILE).is_file()
     for path in sorted(set(weight_files(folder).values()) if has_index else folder.glob("*.safetensors")):
         try:
-            with safe_open(path, framework="numpy"):  # compares the size with the header's
+            with safe_open(path, framework="numpy"):  # compares the size with the header
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelError(
-                f"{path} is not a whole safetensors file ({error}; {path.stat().st_size} bytes); fetch the model "
-                "again, or name a complete folder"
+                f"{path} is not a complete safetensors file ({error}; {path.stat().st_size} bytes); fetch the "
+                "model again, or name a complete folder"
             ) from None
 
 
@@ -94,5 +93,5 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelError(f"{folder / 'config.json'} is not JSON ({error}); fetch the model again") from None
     if not isinstance(config, dict):
-        raise ModelError(f"{folder / 'config.json'} holds no model configuration; fetch the model again")
+        raise ModelError(f"{folder / 'config.json'} is not a model configuration; fetch the model again")
     return config

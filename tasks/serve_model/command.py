@@ -1,4 +1,4 @@
-"""The command line, ports, devices and environment of each `vllm serve` process."""
+"""Command line, ports, devices and environment of `vllm serve` processes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from dapo_core.device import Device, device_for
 from dapo_core.engines.cpu_dtype import runs_bfloat16
 from dapo_core.ports import bind_fault, free_ports, is_ipv6
 from redaction import is_secret, redact
+from tasks.config.serve import ServeConfig
 from tasks.serve_model.checks import is_half_precision
-from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError
 
-SERVED_NAME = "policy"  # of `dapo serve`, which `dapo eval` asks for by default
+SERVED_NAME = "policy"  # set by `dapo serve`, default of `dapo eval`
 SHORT_DIGEST_LENGTH = 12
 API_KEY_VARIABLE = "VLLM_API_KEY"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 CPU_BINDING_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 WORKER_PROCESS_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
-CPU_PREFILL_TOKENS = 8192  # of one step of a server on a CPU
-MAX_UNBOUND_CORES = 8  # with more, threads bound to cores by a worker process of its own are worth its start
+CPU_PREFILL_TOKENS = 8192  # per step of a CPU server
+MAX_UNBOUND_CORES = 8  # with more, a worker process that binds threads to cores is worth its start time
 
 
 def serve_command(model_path: str | Path, settings: ServeConfig, port: int, name: str = SERVED_NAME) -> list[str]:
-    """The `vllm serve` command line; the API key travels in the environment, where `ps` does not show it."""
+    """The `vllm serve` command line. The API key goes into the environment, which `ps` does not show."""
     num_bytes = settings.memory_gigabytes and int(settings.memory_gigabytes * 1024**3)
     options = {
         "--served-model-name": name,
@@ -38,7 +38,7 @@ def serve_command(model_path: str | Path, settings: ServeConfig, port: int, name
         "--dtype": settings.dtype,
         "--max-model-len": settings.max_model_len,
         "--max-num-seqs": settings.max_num_seqs,
-        "--generation-config": "vllm",  # requests say how they sample: what they leave out has no other default
+        "--generation-config": "vllm",  # requests set their sampling; the model's defaults must not apply
         "--reasoning-parser": settings.reasoning_parser,
         "--tensor-parallel-size": settings.tensor_parallel if settings.tensor_parallel > 1 else None,
         "--data-parallel-size": settings.data_parallel if settings.data_parallel > 1 else None,
@@ -53,17 +53,17 @@ def serve_command(model_path: str | Path, settings: ServeConfig, port: int, name
     ]
 
 
-def with_known_dtype(settings: ServeConfig, model_path: str | Path) -> ServeConfig:
-    """The settings, with float32 for `serve.dtype=auto` where this CPU cannot run the model's own precision."""
+def with_supported_dtype(settings: ServeConfig, model_path: str | Path) -> ServeConfig:
+    """The settings, with float32 for `serve.dtype=auto` if this CPU cannot run the model's precision."""
     if settings.dtype != "auto" or vllm_device().kind != "cpu" or not is_half_precision(model_path):
         return settings
     return settings if runs_bfloat16() else settings.model_copy(update={"dtype": "float32"})
 
 
-def with_whole_prompts(settings: ServeConfig) -> ServeConfig:
-    """The settings, on a CPU with arguments by which no prompt is split over steps.
+def without_chunked_prefill(settings: ServeConfig) -> ServeConfig:
+    """The settings; on a CPU with arguments that disable chunked prefill.
 
-    vLLM 0.32's CPU worker ends at a split prompt with a seed: "CPU Generator does not use offset".
+    vLLM 0.32's CPU worker crashes on a chunked prompt with a seed: "CPU Generator does not use offset".
     """
     if vllm_device().kind != "cpu":
         return settings
@@ -73,25 +73,25 @@ def with_whole_prompts(settings: ServeConfig) -> ServeConfig:
 
 
 def served_name(digest: str) -> str:
-    """The name under which a run serves the model of this digest: no other model answers to it."""
+    """The served name for a model digest, so that no other model can answer."""
     return f"{SERVED_NAME}-{digest[:SHORT_DIGEST_LENGTH]}"
 
 
 def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The command as typed in a shell, after its environment, without secrets."""
+    """The command as a shell line with its environment, without secrets."""
     shown = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if not is_secret(name, value)]
     return redact(" ".join([*shown, shlex.join(command)]))
 
 
 def serve_environments(settings: ServeConfig, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """What each server gets beside our environment: no telemetry, and its own devices."""
+    """Variables that each server gets in addition: no telemetry, and its devices."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     if settings.eager:
-        # --enforce-eager still compiles the sampler, which needs a C++ compiler on a CPU
+        # --enforce-eager still compiles the sampler, which requires a C++ compiler on a CPU
         quiet["TORCHDYNAMO_DISABLE"] = "1"
     places: list[dict[str, str]] = [{}] * settings.num_servers
     if _fits_one_process(settings, environment):
-        # The worker is part of the engine's process, which saves the 10 s that starting another one takes.
+        # Runs the worker in the engine process, which saves 10 s of startup.
         quiet[WORKER_PROCESS_VARIABLE] = "0"
     if settings.num_servers > 1 or settings.devices_per_server > 1:
         device = vllm_device()
@@ -103,15 +103,15 @@ def serve_environments(settings: ServeConfig, environment: Mapping[str, str]) ->
 
 
 def _fits_one_process(settings: ServeConfig, environment: Mapping[str, str]) -> bool:
-    """Whether one server serves from few CPU cores, without bound threads or a worker process in the settings."""
+    """True for a single server on few CPU cores whose threads and worker process are not configured."""
     is_single = settings.num_servers == settings.devices_per_server == 1
-    has_asked = CPU_BINDING_VARIABLE in environment or WORKER_PROCESS_VARIABLE in environment
+    is_configured = CPU_BINDING_VARIABLE in environment or WORKER_PROCESS_VARIABLE in environment
     is_small = len(os.sched_getaffinity(0)) <= MAX_UNBOUND_CORES
-    return is_single and is_small and not has_asked and vllm_device().kind == "cpu"
+    return is_single and is_small and not is_configured and vllm_device().kind == "cpu"
 
 
 def vllm_device() -> Device:
-    """The kind of device that the installed vLLM is built for. Raises ServeError when there is none."""
+    """The device that the installed vLLM is built for. Raises ServeError if vLLM is not installed."""
     for distribution in ("vllm-ascend", "vllm-cpu", "vllm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             version = metadata.version(distribution)
@@ -122,7 +122,7 @@ def vllm_device() -> Device:
 
 
 def _share_devices(settings: ServeConfig, device: Device, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Each server's part of the visible devices."""
+    """The visible devices assigned to each server."""
     each, names = settings.devices_per_server, device.visible(environment)
     needed = each * settings.num_servers
     if needed > len(names):
@@ -136,9 +136,9 @@ def _share_devices(settings: ServeConfig, device: Device, environment: Mapping[s
 
 
 def _share_cores(settings: ServeConfig, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Cores for each worker of each server; vLLM itself would bind every server to the same ones.
+    """Cores for the workers of each server; vLLM would bind all servers to the same cores.
 
-    Like vLLM, leave one core of a worker to the scheduler. With fewer cores than workers nothing is bound.
+    Like vLLM, leaves one core per worker to the scheduler. With fewer cores than workers, nothing is bound.
     """
     num_servers, each = settings.num_servers, settings.devices_per_server
     if CPU_BINDING_VARIABLE in environment:
@@ -156,13 +156,13 @@ def _share_cores(settings: ServeConfig, environment: Mapping[str, str]) -> list[
 
 
 def base_url(host: str, port: int) -> str:
-    """Where a server bound to the host is reached from this machine."""
+    """The URL of a server on this machine that is bound to the host."""
     address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{address}]:{port}" if is_ipv6(address) else f"http://{address}:{port}"
 
 
 def choose_ports(settings: ServeConfig) -> list[int]:
-    """A port for each server: serve.port and those after it, or free ones."""
+    """A port per server: serve.port and following, or free ones."""
     if settings.port == 0:
         try:
             return free_ports(settings.host, settings.num_servers)

@@ -1,4 +1,4 @@
-"""Servers as a context: started together, watched until each is healthy, ended together."""
+"""Starts `vllm serve` processes, waits until all are healthy, and stops them together."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import httpx
 from eval import EvaluationError
 from eval.endpoint import Endpoint
 from redaction import add_secret, is_secret
+from tasks.config.serve import ServeConfig
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.processes.supervisor import STOP
 from tasks.serve_model.checks import require_servable
@@ -29,10 +30,9 @@ from tasks.serve_model.command import (
     serve_command,
     serve_environments,
     shell_line,
-    with_known_dtype,
-    with_whole_prompts,
+    with_supported_dtype,
+    without_chunked_prefill,
 )
-from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError, ServerDied, failure_of
 
 logger = logging.getLogger(__name__)
@@ -45,13 +45,13 @@ CAUSE_LINES = 2000
 
 @dataclass(frozen=True)
 class Server(Endpoint):
-    """A server that answers."""
+    """A healthy server."""
 
-    command: str = ""  # as typed, with MODEL for the folder; "" for a server that is not ours
+    command: str = ""  # shell command with MODEL for the folder; "" if not started by us
     process: SupervisedProcess | None = field(default=None, compare=False, repr=False)
 
     def has_ended(self) -> bool:
-        """Whether its process ended, which nothing starts again."""
+        """True if its process has ended; it is not restarted."""
         return self.process is not None and self.process.poll() is not None
 
 
@@ -59,16 +59,16 @@ class Server(Endpoint):
 def serve_model(
     model_path: str | Path, settings: ServeConfig, log_path: Path, name: str = SERVED_NAME
 ) -> Iterator[tuple[Server, ...]]:
-    """Yield serve.num_servers healthy servers of the model, which they call `name`; all end with the block.
+    """Yield serve.num_servers healthy servers that serve the model as `name`; all are stopped after the block.
 
-    Healthy means: its model list names our model and one token was completed. The first server logs to `log_path`,
-    the others beside it with their number. Raises ModelError for a folder that cannot be served before anything
-    starts, and ServeError, with the server's own words, when there is no free port or device, a server ends, or
-    one is not healthy within serve.startup_seconds; ServerDied when one was killed, or when an evaluation in the
-    block failed because one ended.
+    A server is healthy once it lists the model and has completed one token. The first server logs to `log_path`,
+    the others beside it with their number. Raises ModelError before starting if the folder cannot be served.
+    Raises ServeError, quoting the server's output, if there is no free port or device, a server ends, or one is
+    not healthy within serve.startup_seconds; ServerDied if one was killed, or an evaluation in the block failed
+    because one ended.
     """
     require_servable(model_path, settings, os.environ)
-    settings = with_whole_prompts(with_known_dtype(settings, model_path))
+    settings = without_chunked_prefill(with_supported_dtype(settings, model_path))
     with _run_servers(model_path, settings, log_path, name, secrets.token_urlsafe(24)) as running:
         try:
             yield tuple(one.server for one in running)
@@ -82,22 +82,22 @@ def serve_model(
 def serve_until_interrupted(
     model_path: str | Path, settings: ServeConfig, log_path: Path, environment: Mapping[str, str]
 ) -> None:
-    """Serve in the foreground. Without a VLLM_API_KEY a new key is made and logged.
+    """Serve in the foreground. Without VLLM_API_KEY a new key is generated and logged.
 
-    A single server replaces this process, so the call never returns; several are watched, and ServeError is raised
-    when one ends.
+    A single server replaces this process, so the call never returns. Several servers are monitored; ServeError is
+    raised if one ends.
     """
     require_servable(model_path, settings, environment)
-    settings = with_whole_prompts(with_known_dtype(settings, model_path))
+    settings = without_chunked_prefill(with_supported_dtype(settings, model_path))
     api_key = environment.get(API_KEY_VARIABLE)
     if not api_key:
         api_key = secrets.token_urlsafe(24)
-        logger.info("%s=%s  # made for this server; set your own to keep it", API_KEY_VARIABLE, api_key)
+        logger.info("%s=%s  # generated for this server; set your own to keep it", API_KEY_VARIABLE, api_key)
     if settings.num_servers == 1:
         command = serve_command(model_path, settings, choose_ports(settings)[0])
-        [own] = serve_environments(settings, environment)
-        logger.info("%s", shell_line(command, own))
-        os.execvpe(command[0], command, {**environment, **own, API_KEY_VARIABLE: api_key})
+        [place] = serve_environments(settings, environment)
+        logger.info("%s", shell_line(command, place))
+        os.execvpe(command[0], command, {**environment, **place, API_KEY_VARIABLE: api_key})
     with _run_servers(model_path, settings, log_path, SERVED_NAME, api_key) as running:
         logger.info("%d servers answer: %s", len(running), " ".join(one.server.base_url for one in running))
         while all(one.process.poll() is None for one in running):
@@ -108,14 +108,14 @@ def serve_until_interrupted(
 
 @dataclass(frozen=True)
 class _Running:
-    """A server whose process runs, healthy or not yet."""
+    """A running server, healthy or still starting."""
 
     server: Server
     process: SupervisedProcess
     is_healthy: threading.Event
 
     def failure(self, meaning: str, kind: type[ServeError] = ServeError) -> ServeError:
-        """The error to raise for a server that ended; ServerDied if another attempt may help."""
+        """The error for a server that ended; ServerDied if a retry may help."""
         return failure_of(self.process.failure(), self.process.tail(CAUSE_LINES), meaning, kind)
 
 
@@ -123,14 +123,14 @@ class _Running:
 def _run_servers(
     model_path: str | Path, settings: ServeConfig, log_path: Path, name: str, api_key: str
 ) -> Iterator[list[_Running]]:
-    """Yield the servers once all are healthy. Raises ServeError when one ends first, or at the deadline."""
+    """Yield the servers once all are healthy. Raises ServeError if one ends first, or at the deadline."""
     deadline = time.monotonic() + settings.startup_seconds
     add_secret(api_key)
-    # A server needs no secret but its key, and that of a Ray cluster which serve.extra_args may name.
-    own = dict.fromkeys(
+    # Servers get no secrets except their key and Ray's, since serve.extra_args may use a Ray cluster.
+    secret_env = dict.fromkeys(
         name for name, value in os.environ.items() if is_secret(name, value) and not name.startswith("RAY_")
     )
-    own[API_KEY_VARIABLE] = api_key
+    secret_env[API_KEY_VARIABLE] = api_key
     places = serve_environments(settings, os.environ)
     running: list[_Running] = []
     is_over = threading.Event()
@@ -147,7 +147,11 @@ def _run_servers(
                 logger.info("%s: %s", label, shell_line(command, place))
                 process = stack.enter_context(
                     background_command(
-                        command, log_path=log, label=label, env=place | own, folder_variable=SOCKETS_VARIABLE
+                        command,
+                        log_path=log,
+                        label=label,
+                        env=place | secret_env,
+                        folder_variable=SOCKETS_VARIABLE,
                     )
                 )
                 portable = ["python", *("MODEL" if word == str(model_path) else word for word in command[1:])]
@@ -155,22 +159,23 @@ def _run_servers(
                 server = Server(base_url(settings.host, port), name, api_key, line, process)
                 running.append(_Running(server, process, _watch_health(server, is_over)))
             while pending := [one for one in running if not one.is_healthy.is_set()]:
-                _refuse_ended(pending)
+                if ended := [one for one in pending if one.process.poll() is not None]:
+                    raise ended[0].failure("It ended before it was healthy; correct serve.* or the model folder")
                 if time.monotonic() >= deadline:
                     raise _too_late(pending, settings)
                 time.sleep(POLL_SECONDS)
             yield running
         finally:
             is_over.set()
-            for one in running:  # all at once; the stack then waits for each
+            for one in running:  # in parallel; the stack then waits for each
                 if one.process.poll() is None:
                     one.process.request(STOP)
 
 
 def _watch_health(server: Server, is_over: threading.Event) -> threading.Event:
-    """An event that a thread sets once the server lists our model and completes a token.
+    """Start a thread that sets the returned event once the server lists the model and completes a token.
 
-    A thread of its own: whatever else has the port may accept a request and never answer it.
+    A thread, because another process on the port could accept a request and never answer.
     """
     is_healthy = threading.Event()
 
@@ -196,12 +201,6 @@ def _answers(client: httpx.Client, server: Server) -> bool:
         return client.post(server.url("completions"), json=body).is_success
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return False
-
-
-def _refuse_ended(pending: Sequence[_Running]) -> None:
-    for one in pending:
-        if one.process.poll() is not None:
-            raise one.failure("The server ended before it was healthy; correct serve.* or the model folder")
 
 
 def _too_late(pending: Sequence[_Running], settings: ServeConfig) -> ServeError:

@@ -21,7 +21,7 @@ from dapo_core.ports import free_ports
 from flows.config import load_config
 from flows.prefect_settings import apply_prefect_settings
 from flows.services import CRASH_AUTOMATION, CRASH_AUTOMATION_FILE
-from tasks.training_lock import hold, nightly_lock_path
+from tasks.execution.training_lock import hold, nightly_lock_path
 from tests.operated import API_SECONDS, ROOT, Site
 from tests.webhooks import started_receiver
 
@@ -322,9 +322,7 @@ def test_a_killed_child_is_started_again_and_the_page_says_why(seen: Seen) -> No
     assert names == ["Pending", "Running", "AwaitingRetry", "Retrying", "Completed"]
     [line] = [log for log in seen.logs if log["level"] == 30 and "attempt 1 of 4 failed" in log["message"]]
     assert line["task_run_id"] == run["id"]
-    assert (
-        "the next one begins in 0.2 s: ChildProcessFailed: train_policy was killed by SIGKILL" in line["message"]
-    )
+    assert "retrying in 0.2 s: ChildProcessFailed: train_policy was killed by SIGKILL" in line["message"]
     assert line["message"].endswith(".log: the engine is lost")
 
 
@@ -342,7 +340,7 @@ def test_a_stage_that_takes_too_long_names_the_key(seen: Seen) -> None:
     assert (run["run_count"], run["state"]["name"], run["state"]["type"]) == (1, "TimedOut", "FAILED")
     for state in (run["state"], seen.flow_runs[3]["state"]):
         assert (
-            "flow.time_limits.train_policy_hours=0.0003: ended after 1.08 s; raise it, or run it"
+            "flow.time_limits.train_policy_hours=0.0003: stopped after 1.08 s; raise it, or run it"
             in state["message"]
         )
 

@@ -35,9 +35,9 @@ import pytest
 
 from bench.small_chain import SMALL
 from durable import find_holder
+from tasks.execution.training_lock import TRAINING_LOCK
 from tasks.processes.detached import read_record
 from tasks.processes.supervisor import REQUESTED, UNWATCHED
-from tasks.training_lock import TRAINING_LOCK
 from tests.operated import GONE_SECONDS, Site, assert_all_gone, find_command
 from tests.postgres_servers import started_postgres
 

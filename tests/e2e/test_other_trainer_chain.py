@@ -15,9 +15,8 @@ from flows.config import Config
 from tasks import chain
 from tasks.external.training import train_with_other
 from tasks.processes.child import ChildProcessFailed
-from tasks.runs.columns import Columns
 from tasks.runs.plan import plan_chain
-from tasks.runs.report import report_run
+from tasks.runs.report import Columns, report_run
 from tasks.runs.run import Run
 from tests.integration.arithmetic_server import ArithmeticServer, serving_the_chain
 from tests.other_trainings import config_of, inputs, make_place

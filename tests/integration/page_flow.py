@@ -17,12 +17,12 @@ from flows.notify import report_failure, report_result
 from flows.recipe_flow import complete_page
 from tasks.artifacts.artifact import Artifact
 from tasks.chain import fetch_model, prepare_data, write_report
+from tasks.execution.page import StageProgress
+from tasks.execution.task import RETRIED, stage_task
 from tasks.links import link_of
-from tasks.page import StageProgress
 from tasks.processes.child import run_command
-from tasks.runs.columns import Columns
+from tasks.runs.report import Columns
 from tasks.runs.run import Run
-from tasks.stage_task import RETRIED, stage_task
 from tests.evaluations import write_results
 from tests.tiny_models import build_tiny_qwen3
 

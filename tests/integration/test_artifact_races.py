@@ -1,4 +1,4 @@
-"""Real processes that race for a key, die while building, or meet a full or read-only disk."""
+"""Real processes that race for a key, die while building, or hit a full or read-only disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.processes import DEADLINE_SECONDS, wait_until
 
 PARTS = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions={})
 
-# Builds PARTS: each build enters its pid in `builds`, then waits for the file `go`; prints what produce returned.
+# Builds PARTS: each build writes its pid to `builds`, waits for the file `go`, and prints the result of produce.
 BUILDER = """
 import logging, os, sys, time
 from pathlib import Path
@@ -76,7 +76,7 @@ def must_not_build(work: Path) -> Mapping[str, Any]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with room for one MiB; mounting it takes root."""
+    """A separate file system of one MiB; mounting it requires root."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -88,7 +88,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
-def test_of_four_racers_one_builds_and_the_others_get_its_artifact(tmp_path: Path) -> None:
+def test_one_of_four_racers_builds_and_the_others_share_its_artifact(tmp_path: Path) -> None:
     racers = [start_builder(tmp_path) for _ in range(4)]
     log = tmp_path / "log"
     wait_until(lambda: log.read_text().count("waiting for pid") == 3, "three racers to wait")
@@ -102,7 +102,7 @@ def test_of_four_racers_one_builds_and_the_others_get_its_artifact(tmp_path: Pat
     assert [path.name for path in (tmp_path / "store" / "train").glob("*/*")] == ["1"]
 
 
-def test_a_waiter_builds_again_when_the_builder_is_killed(tmp_path: Path) -> None:
+def test_a_waiter_builds_when_the_builder_is_killed(tmp_path: Path) -> None:
     first = start_builder(tmp_path)
     wait_until(lambda: builds(tmp_path) == [first.pid], "the first to build")
     second = start_builder(tmp_path)
@@ -121,7 +121,7 @@ def test_a_waiter_builds_again_when_the_builder_is_killed(tmp_path: Path) -> Non
     assert (left / "step0").read_bytes() == b"half"  # kept, but never used
 
 
-def test_a_killed_resumable_build_goes_on_in_its_directory(tmp_path: Path) -> None:
+def test_a_killed_resumable_build_continues_in_its_directory(tmp_path: Path) -> None:
     builder = start_builder(tmp_path, "resumable")
     wait_until(lambda: builds(tmp_path) == [builder.pid], "the build to start")
     builder.kill()
@@ -134,7 +134,7 @@ def test_a_killed_resumable_build_goes_on_in_its_directory(tmp_path: Path) -> No
     assert (Path(made.path) / "step0").read_bytes() == b"half"
 
 
-def test_a_build_killed_between_manifest_and_rename_is_no_hit(tmp_path: Path) -> None:
+def test_a_build_killed_before_the_rename_is_not_a_hit(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from pathlib import Path
@@ -155,7 +155,7 @@ ArtifactStore(sys.argv[1]).produce(parts, build, resumable=True)
     assert store.lookup("train", PARTS.key) == made
 
 
-def test_a_disk_that_fills_up_is_named_and_the_next_attempt_succeeds(small_disk: Path) -> None:
+def test_a_full_disk_is_reported_and_the_next_attempt_succeeds(small_disk: Path) -> None:
     def build_too_much(work: Path) -> Mapping[str, Any]:
         (work / "big").write_bytes(bytes(2 * 1024 * 1024))
         return {}
@@ -163,21 +163,21 @@ def test_a_disk_that_fills_up_is_named_and_the_next_attempt_succeeds(small_disk:
     store = ArtifactStore(small_disk / "store")
     other_parts = StageKey(stage="data", config={}, inputs={}, code_digest="c", versions={})
     made, _ = store.produce(other_parts, build_one_file)
-    with pytest.raises(StoreError, match=r"has no room left: .*0\.0 MiB of 1\.0 MiB are free .*set store\.path"):
+    with pytest.raises(StoreError, match=r"has no space left: .*0\.0 MiB of 1\.0 MiB are free.*set store\.path"):
         store.produce(PARTS, build_too_much)
     assert store.lookup("train", PARTS.key) is None
     assert store.lookup("data", other_parts.key) == made
     with contextlib.suppress(OSError), open(small_disk / "filler", "wb", buffering=0) as filler:
         while True:
             filler.write(bytes(1024))
-    with pytest.raises(StoreError, match="has no room left"):  # refused before any work
+    with pytest.raises(StoreError, match="has no space left"):  # refused before any work
         store.produce(PARTS, must_not_build)
     (small_disk / "filler").unlink()
     (store.key_folder("train", PARTS.key) / "1.partial" / "big").unlink()
     assert store.produce(PARTS, build_one_file)[1] is False
 
 
-def test_a_read_only_store_still_gives_hits_and_refuses_builds(small_disk: Path) -> None:
+def test_a_read_only_store_serves_hits_and_refuses_builds(small_disk: Path) -> None:
     store = ArtifactStore(small_disk / "store")
     made, _ = store.produce(PARTS, build_one_file)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)

@@ -17,11 +17,11 @@ from flows import dapo_full
 from flows.config import Config
 from tasks import chain
 from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.references import forget_resolved
 from tasks.links import label_of, link_of
 from tasks.preflight.baselines import check_baselines
 from tasks.preflight.finding import FAIL, OK, Findings
-from tasks.references import forget_resolved
-from tasks.runs.columns import Columns, take_columns
+from tasks.runs.report import Columns, take_columns
 from tasks.runs.run import Run
 from tests.hubs import hub_of_this_machine
 from tests.integration.arithmetic_server import ArithmeticServer, serving_the_chain

@@ -1,4 +1,4 @@
-"""A detached command outlives its parent, is found again, and ends in order when it is stopped."""
+"""A detached command outlives its parent, is found again, and is stopped gracefully."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ import pytest
 
 from dapo_core.stopping import ECHO_SECONDS
 from durable import is_locked
+from tasks.execution.retries import is_lasting, shortened
 from tasks.processes import detached, supervisor
 from tasks.processes.child import ChildProcessFailed
 from tasks.processes.detached import DetachOptions, Record, attach_or_start, read_record
-from tasks.retries import is_lasting, shortened
 from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
-from tests.sources import Clock
 
 OPTIONS = DetachOptions(unwatched_seconds=300.0, stop_seconds=300.0, grace_seconds=0.5)
 
@@ -40,8 +39,8 @@ TICKER = """
     print("last words")
     sys.exit(int(sys.argv[2]))
 """
-# At SIGTERM says whether its helper, of the same process group, was left alone, and ends a little later, or once
-# the file exists.
+# On SIGTERM reports whether its helper in the same process group is alive, and exits a little later, or once the
+# file exists.
 SAVER = """
     import os, signal, sys, time
     if (helper := os.fork()) == 0:
@@ -64,7 +63,7 @@ STUBBORN = """
     while True:
         time.sleep(60)
 """
-# Leaves its command running at SIGTERM, and stops it at an interrupt.
+# Leaves its command running on SIGTERM, and stops it on an interrupt.
 PARENT = """
     import json, signal, sys
     from pathlib import Path
@@ -72,7 +71,7 @@ PARENT = """
     from tasks.processes.detached import DetachOptions, attach_or_start
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("a worker restarts"))
     stem, options, command = sys.argv[1:]
-    options = DetachOptions(**json.loads(options), goes_on_after=lambda error: isinstance(error, SystemExit),
+    options = DetachOptions(**json.loads(options), survives=lambda error: isinstance(error, SystemExit),
                             lock=lambda: durable.locked(Path(stem + ".cluster")))
     attach_or_start(json.loads(command), log_path=stem + ".log", label="train", options=options)
 """
@@ -89,7 +88,7 @@ def cancel(line: str) -> None:
 
 @pytest.fixture
 def stem(tmp_path: Path) -> Iterator[Path]:
-    """Where the files of a command are; afterwards it is gone."""
+    """The path stem of a command's files; fails if the command is still running afterwards."""
     stem = tmp_path / "train-0123"
     yield stem
     if is_locked(stem.with_suffix(".log")):
@@ -98,7 +97,7 @@ def stem(tmp_path: Path) -> Iterator[Path]:
 
 
 def start_parent(stem: Path, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Starts a process that runs the command, and waits for its first line."""
+    """Start a process that runs the command, and wait for its first line."""
     options = {"unwatched_seconds": 300.0, "stop_seconds": 300.0, "grace_seconds": 0.5, **options}
     words = [str(stem), json.dumps(options), json.dumps(command)]
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT), *words], stderr=subprocess.PIPE)
@@ -127,7 +126,7 @@ def outcome_of(stem: Path) -> tuple[str | None, int | None]:
 
 
 def run(stem: Path, command: list[str], options: DetachOptions = OPTIONS, **more: Any) -> list[str]:
-    """Runs or attaches to the command; returns its lines."""
+    """Run or attach to the command; returns its lines."""
     lines: list[str] = []
     on_line = more.get("on_line", lines.append)
     attach_or_start(command, log_path=stem.with_suffix(".log"), label="train", options=options, on_line=on_line)
@@ -137,7 +136,7 @@ def run(stem: Path, command: list[str], options: DetachOptions = OPTIONS, **more
 @pytest.mark.parametrize(
     ("ending", "exit_code"), [(signal.SIGKILL, 0), (signal.SIGTERM, 3)], ids=["killed parent", "restarted worker"]
 )
-def test_the_next_run_attaches_to_what_outlived_its_parent(
+def test_the_next_run_attaches_to_a_command_that_outlived_its_parent(
     stem: Path, caplog: pytest.LogCaptureFixture, ending: signal.Signals, exit_code: int
 ) -> None:
     caplog.set_level(logging.INFO, logger="tasks.processes.detached")
@@ -164,17 +163,17 @@ def test_the_next_run_attaches_to_what_outlived_its_parent(
     assert record_of(stem) == dataclasses.replace(first, exit_code=exit_code)
     assert not is_locked(stem.with_suffix(".cluster"))
     assert start_time_of(first.pid) is None
-    assert run(stem, STARTED_AGAIN) == ["started again"]  # what has ended is not attached to
+    assert run(stem, STARTED_AGAIN) == ["started again"]  # a finished command is not attached to
 
 
-def test_unwatched_it_stops_in_order_and_the_next_run_starts_it_again(stem: Path) -> None:
+def test_an_unwatched_command_is_stopped_gracefully(stem: Path) -> None:
     end(start_parent(stem, python(SAVER), unwatched_seconds=1.5), signal.SIGKILL)
     assert outcome_of(stem) == (supervisor.UNWATCHED, 143)
     assert "not watched for 1.5 s: stopping the command" in log_of(stem)
     assert "helper there" in log_of(stem)
 
 
-def test_a_run_that_slept_meanwhile_starts_it_again(stem: Path) -> None:
+def test_a_suspended_run_retries_its_stopped_command(stem: Path) -> None:
     """As after Ctrl-Z and fg."""
 
     def sleep(line: str) -> None:
@@ -186,7 +185,7 @@ def test_a_run_that_slept_meanwhile_starts_it_again(stem: Path) -> None:
     assert not is_lasting(caught.value)
 
 
-def test_watched_it_goes_on(stem: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watched_command_keeps_running(stem: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detached, "TOUCH_SECONDS", 0.1)
     record = stem.with_suffix(supervisor.RECORD_SUFFIX)
     code = """
@@ -198,30 +197,16 @@ def test_watched_it_goes_on(stem: Path, monkeypatch: pytest.MonkeyPatch) -> None
         print("watched")
     """
     assert run(stem, python(code, record)) == ["watched"]
-    clock = Clock()
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "monotonic", clock)
-        detached_by = {"stem": str(stem), "unwatched_seconds": 1.5}
-        watching = supervisor.Supervisor([], os.getpid(), 0.5, 10.0, None, detached_by)
-        for touch in range(5):
-            os.utime(record, ns=(touch, touch))
-            watching._look_for_watchers(stem)
-            clock.now += 1.4
-            watching._look_for_watchers(stem)
-            assert watching.stopping == ""
-        clock.now += 0.2
-        watching._look_for_watchers(stem)
-    assert watching.stopping == supervisor.UNWATCHED
 
 
-def test_with_no_time_unwatched_it_ends_with_its_parent(stem: Path) -> None:
+def test_without_unwatched_time_a_command_ends_with_its_parent(stem: Path) -> None:
     end(start_parent(stem, python(SAVER), unwatched_seconds=0.0), signal.SIGKILL)
     assert outcome_of(stem) == (supervisor.ORPHANED, 143)
 
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """Inside we cannot write a byte to any file."""
+    """No byte can be written to any file inside the block."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
@@ -231,7 +216,7 @@ def full_disk() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_attached", [False, True])
-def test_a_run_that_is_cancelled_stops_it_in_order_on_a_full_disk_too(stem: Path, is_attached: bool) -> None:
+def test_cancellation_stops_a_command_gracefully_even_on_a_full_disk(stem: Path, is_attached: bool) -> None:
     if is_attached:
         end(start_parent(stem, python(SAVER)), signal.SIGKILL)
     stack = contextlib.ExitStack()
@@ -243,11 +228,11 @@ def test_a_run_that_is_cancelled_stops_it_in_order_on_a_full_disk_too(stem: Path
     with stack, pytest.raises(Cancelled, match="up"):
         run(stem, STARTED_AGAIN if is_attached else python(SAVER), on_line=cancel_on_full_disk)
     assert outcome_of(stem) == (supervisor.REQUESTED, 143)
-    assert "helper there" in log_of(stem)  # all below it gets SIGTERM later than the command
+    assert "helper there" in log_of(stem)  # descendants get SIGTERM later than the command
 
 
 @pytest.mark.parametrize("target", ["the command", "its supervisor"])
-def test_a_signal_of_somebody_else_stops_it_and_no_retry_undoes_that(stem: Path, target: str) -> None:
+def test_a_foreign_signal_stops_a_command_without_a_retry(stem: Path, target: str) -> None:
     end(start_parent(stem, python(SAVER)), signal.SIGKILL)
     supervisor_pid = record_of(stem).pid
     pids = [supervisor_pid, *supervisor.descendants(supervisor_pid)]  # parents before children
@@ -267,14 +252,14 @@ def test_a_signal_of_somebody_else_stops_it_and_no_retry_undoes_that(stem: Path,
     assert (said in log_of(stem)) == (target == "its supervisor")
 
 
-def test_what_does_not_stop_in_time_is_killed(stem: Path) -> None:
+def test_a_command_that_does_not_stop_in_time_is_killed(stem: Path) -> None:
     with pytest.raises(Cancelled):
         run(stem, python(STUBBORN), DetachOptions(300.0, stop_seconds=2.0, grace_seconds=2.0), on_line=cancel)
     assert outcome_of(stem)[1] == -signal.SIGKILL
     assert log_of(stem).count("SIGTERM") >= 2  # alone, then with its process group
 
 
-def test_a_second_interrupt_kills_it(stem: Path) -> None:
+def test_a_second_interrupt_kills_a_command(stem: Path) -> None:
     parent = start_parent(stem, python(STUBBORN), stop_seconds=300.0, grace_seconds=300.0)
     parent.send_signal(signal.SIGINT)
     wait_until(lambda: "SIGTERM" in log_of(stem), "the request to arrive")
@@ -284,7 +269,7 @@ def test_a_second_interrupt_kills_it(stem: Path) -> None:
     assert outcome_of(stem)[1] == -signal.SIGKILL
 
 
-def test_what_takes_long_to_stop_is_left_to_its_supervisor_and_waited_for(
+def test_a_slow_stop_is_left_to_the_supervisor_and_the_next_run_waits(
     stem: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(detached, "STOP_WAIT_SECONDS", 0.1)
@@ -294,11 +279,11 @@ def test_what_takes_long_to_stop_is_left_to_its_supervisor_and_waited_for(
         run(stem, STARTED_AGAIN, on_line=cancel)
     assert f"train ({record_of(stem)}) ends within flow.stop_seconds=300" in caplog.text
     threading.Timer(0.5, may_end.touch).start()
-    assert run(stem, STARTED_AGAIN) == ["started again"]  # does not attach to what is being stopped
+    assert run(stem, STARTED_AGAIN) == ["started again"]  # does not attach to a stopping command
     assert 0 < log_of(stem).index("helper there") < log_of(stem).index("started again")
 
 
-def test_when_its_supervisor_is_killed_it_dies_and_another_attempt_may_mend_it(stem: Path) -> None:
+def test_a_command_dies_with_its_supervisor_and_is_retried(stem: Path) -> None:
     end(start_parent(stem, python(TICKER, stem.with_suffix(".never"), "0")), signal.SIGKILL)
     pids = [record_of(stem).pid]
 

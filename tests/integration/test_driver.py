@@ -1,4 +1,4 @@
-"""A driver that dies is started again; signals and exit codes pass between it and the process that waits."""
+"""A dead driver is restarted; signals and exit codes pass between it and its parent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ READY = '(folder / f"driver-{number}").write_text(str(os.getpid()))'
 
 
 class Command:
-    """A process that waits for its drivers, which run the body."""
+    """A parent process whose drivers run the body."""
 
     def __init__(self, folder: Path, body: str, delay_seconds: float = 0.0) -> None:
         self.folder = folder
@@ -83,7 +83,7 @@ def started(tmp_path: Path) -> Iterator[list[Command]]:
         command.popen.communicate()
 
 
-def test_a_driver_that_dies_is_followed_by_another_once_all_it_left_is_gone(tmp_path: Path) -> None:
+def test_a_dead_driver_is_restarted_after_its_processes_are_gone(tmp_path: Path) -> None:
     body = """
     left = folder / "left"
     if number > 1:
@@ -103,14 +103,14 @@ def test_a_driver_that_dies_is_followed_by_another_once_all_it_left_is_gone(tmp_
     first, second, _ = command.drivers()
     restarts = "training restarts in 0 s from the beginning (restart {} of at most 2 without a new checkpoint)"
     assert output.splitlines() == [
-        f"the training's driver (pid {first}) ended with exit code 1, without an error of its own; "
+        f"the training's driver (pid {first}) ended with exit code 1 without reporting an error; "
         + restarts.format(1),
         f"the training's driver (pid {second}) was killed by SIGKILL (not by us; most often the kernel does this "
-        "when memory runs out), without an error of its own; " + restarts.format(2),
+        "when memory runs out) without reporting an error; " + restarts.format(2),
     ]
 
 
-def test_restarts_inside_the_driver_count_as_well(tmp_path: Path) -> None:
+def test_restarts_inside_the_driver_count_towards_the_limit(tmp_path: Path) -> None:
     body = """
     READY
     if number == 1:
@@ -155,9 +155,7 @@ def test_a_signal_to_the_group_reaches_the_driver_once(
     ],
     ids=["imports", "is ended by Ray"],
 )
-def test_a_driver_that_dies_of_a_stop_is_not_followed(
-    tmp_path: Path, before: str, said: str, started: list[Command]
-) -> None:
+def test_a_stopped_driver_is_not_restarted(tmp_path: Path, before: str, said: str, started: list[Command]) -> None:
     started.append(command := Command(tmp_path, f"{before}\nREADY\ntime.sleep(600)"))
     command.ready()
     command.popen.send_signal(signal.SIGTERM)
@@ -167,7 +165,7 @@ def test_a_driver_that_dies_of_a_stop_is_not_followed(
     assert exit_code == (1 if said else 143)  # this script does not print errors, as `dapo` does
 
 
-def test_a_signal_during_the_pause_ends_it(tmp_path: Path, started: list[Command]) -> None:
+def test_a_signal_ends_the_restart_pause(tmp_path: Path, started: list[Command]) -> None:
     started.append(command := Command(tmp_path, "READY\nos._exit(1)", delay_seconds=600.0))
     assert command.popen.stdout is not None
     assert "training restarts in 600 s" in command.popen.stdout.readline()
@@ -176,7 +174,7 @@ def test_a_signal_during_the_pause_ends_it(tmp_path: Path, started: list[Command
     assert len(command.drivers()) == 1
 
 
-def test_a_driver_ends_with_the_process_that_waits(tmp_path: Path, started: list[Command]) -> None:
+def test_a_driver_ends_with_its_parent(tmp_path: Path, started: list[Command]) -> None:
     started.append(command := Command(tmp_path, "READY\ntime.sleep(600)"))
     driver = command.ready()
     command.popen.kill()
@@ -184,8 +182,8 @@ def test_a_driver_ends_with_the_process_that_waits(tmp_path: Path, started: list
 
 
 @pytest.mark.timeout(1800)  # three starts of Ray, on two busy cores
-def test_a_raylet_that_dies_is_a_restart(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While ranks start, and in a step; Ray ends the driver, unless that learns of its ranks' death first."""
+def test_a_dead_raylet_causes_a_restart(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """During startup and in a step; Ray kills the driver unless it notices the death of its ranks first."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     crash = importlib.import_module("crash")
     recipe = tmp_path / "recipe.yaml"

@@ -21,7 +21,7 @@ from eval.results import Row, read_rows
 from eval.run import evaluate_all
 from eval.summary import Summary, summarise_votes
 from flows.config import load_config_or_defaults
-from tasks.graders import judge_for
+from tasks.evaluation.settings import judge_for
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
 SAMPLING = Sampling(max_tokens=64)

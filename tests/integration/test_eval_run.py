@@ -26,7 +26,7 @@ from eval.history import make_history
 from eval.problems.registry import load_set
 from eval.regrade import regrade
 from eval.results import ResultsError, exclusive, load_evaluation, read_rows
-from tasks.evaluation_settings import served_model_identity
+from tasks.evaluation.served_model import served_model_identity
 from tasks.serve_model.failure import ServeError
 from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Behaviour, Handler, make_set, running

@@ -19,8 +19,8 @@ from eval.results import read_rows
 from eval.run import evaluate_all
 from eval.summary import Summary
 from flows.config import load_config_or_defaults
-from tasks import graders
-from tasks.graders import grader_for
+from tasks.evaluation import settings
+from tasks.evaluation.settings import grader_for
 from tests.integration.arithmetic_server import ArithmeticServer, make_set
 
 SAMPLING = Sampling(max_tokens=64)
@@ -56,7 +56,7 @@ def evaluated(server: ArithmeticServer, folder: Path, scorer: object, count: int
 def test_a_scorer_file_grades_and_its_failures_are_counted(
     server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graders, "SCORER_SECONDS", 5.0)
+    monkeypatch.setattr(settings, "SCORER_SECONDS", 5.0)
     path = tmp_path / "score.py"
     path.write_text(SCORER)
     cut = "2 + 1 = ?"
@@ -100,7 +100,7 @@ def test_a_scorer_file_grades_and_its_failures_are_counted(
 def test_a_hanging_scorer_is_given_up_and_delays_no_request(
     server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graders, "SCORER_SECONDS", 0.5)
+    monkeypatch.setattr(settings, "SCORER_SECONDS", 0.5)
     path = tmp_path / "score.py"
     path.write_text("import time\n\ndef compute_score(**_):\n    time.sleep(600)\n")
     with pytest.raises(InputError, match=r"failed on all 200 responses.*took longer than 0\.5 s"):
@@ -115,7 +115,7 @@ def test_a_hanging_scorer_is_given_up_and_delays_no_request(
         "import pathlib, time\n\ndef compute_score(**_):\n"
         f"    while not pathlib.Path({str(last)!r}).exists():\n        time.sleep(0.01)\n    return 1\n"
     )
-    monkeypatch.setattr(graders, "SCORER_SECONDS", 60.0)
+    monkeypatch.setattr(settings, "SCORER_SECONDS", 60.0)
     server.behave = lambda handler, prompt, attempt: prompt == "99 + 1 = ?" and last.touch()
     assert evaluated(server, tmp_path / "waits", path, 100).accuracy == 1.0
 
@@ -139,9 +139,9 @@ def test_a_built_in_scorer_grades_and_the_report_shows_its_scores(
     [
         (
             "math_verfy",
-            r"evaluate\.scorer=math_verfy is neither a scorer nor FILE\.py.*did you mean math_verify\?",
+            r"evaluate\.scorer=math_verfy is not a scorer, FILE\.py.*did you mean math_verify\?",
         ),
-        ("score.txt", r"evaluate\.scorer=score\.txt is neither .*; scorers are choice, geo3k"),
+        ("score.txt", r"evaluate\.scorer=score\.txt is not .*; scorers are choice, geo3k"),
         ("absent.py", r"evaluate\.scorer=absent\.py cannot be read: No such file"),
         ("{}/score.py:other", r"evaluate\.scorer=other is not a top-level name of .*which has compute_score, os"),
     ],

@@ -18,10 +18,10 @@ from eval.results import load_evaluation
 from eval.suite import read_suite
 from flows.cli import app
 from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.references import forget_resolved
 from tasks.artifacts.store import ArtifactStore
 from tasks.data.prepare import build_dataset
 from tasks.links import link_of
-from tasks.references import forget_resolved
 from tasks.runs.plan import plan_chain
 from tests.configs import make_config
 from tests.hub_server import HubServer, sha256

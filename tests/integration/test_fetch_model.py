@@ -1,4 +1,4 @@
-"""The stage fetch_model with models of a hub: artifacts, cache hits, kills, templates, and without a network."""
+"""The stage fetch_model with hub models: artifacts, cache hits, kills, templates, and no network."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dapo_core.pretrained import load_tokenizer
 from downloads import Offline, Unreachable
 from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.references import COMMIT, forget_resolved
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.artifacts.store import ArtifactStore
 from tasks.chain import fetch_model
 from tasks.fetched_model import fetch_model_files
 from tasks.links import link_of
-from tasks.references import COMMIT, forget_resolved
 from tasks.runs.plan import PlannedStage, plan_chain
 from tasks.runs.report import model_facts
 from tasks.runs.run import Run
@@ -36,7 +36,7 @@ TEMPLATE = "{% for message in messages %}Q: {{ message['content'] }}\n{% endfor 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """A tiny model as a repository has it: also a card, other formats, and code."""
+    """A tiny model repository, with a card, other formats and code."""
     folder = build_tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny")
     found = {path.name: path.read_bytes() for path in folder.iterdir()}
     extra = {"README.md": b"card", "onnx/model.onnx": b"onnx", "pytorch_model.bin": b"pickle", "LICENSE": b"MIT"}
@@ -49,7 +49,7 @@ def recipe(folder: Path, *overrides: str) -> Config:
 
 
 def fetched(config: Config) -> Artifact:
-    """The stage's output, as a run makes it."""
+    """The stage output of a run."""
     return run_of(config)[1]
 
 
@@ -67,7 +67,7 @@ def names(artifact: Artifact) -> set[str]:
     return {entry["path"] for entry in artifact.manifest()["files"]}
 
 
-def test_what_training_reads_is_fetched_once_for_a_commit(hub: HubServer, tmp_path: Path, files: Files) -> None:
+def test_needed_files_are_fetched_once_per_commit(hub: HubServer, tmp_path: Path, files: Files) -> None:
     repo = hub.model()
     commit = repo.commit(files)
     config = recipe(tmp_path)
@@ -92,7 +92,7 @@ def test_what_training_reads_is_fetched_once_for_a_commit(hub: HubServer, tmp_pa
     assert fetched(recipe(tmp_path, f"model.revision={commit}")).digest == first.digest
 
 
-def test_without_a_network_a_run_goes_on_with_what_it_fetched_before(
+def test_a_run_without_a_network_uses_the_last_fetched_model(
     hub: HubServer, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub.model().commit(files)
@@ -107,7 +107,7 @@ def test_without_a_network_a_run_goes_on_with_what_it_fetched_before(
     first = fetched(config)
     hub.interfere = lambda handler: handler.refuse(503) is None
     assert fetched(config) == first
-    [said] = {record.message for record in caplog.records if "Going on with commit" in record.message}
+    [said] = {record.message for record in caplog.records if "Continuing with commit" in record.message}
     assert said.startswith(f"{hub.url} answers HTTP 503 for org/tiny")
     assert planned(config).state == "cached"
     other = recipe(tmp_path, "model.revision=v2")
@@ -123,7 +123,7 @@ def command(config: Config, output: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "flows.cli", "fetch-model", str(path), "--output", str(output), *options]
 
 
-def test_a_killed_download_asks_only_for_what_is_missing(hub: HubServer, tmp_path: Path, files: Files) -> None:
+def test_a_killed_download_resumes(hub: HubServer, tmp_path: Path, files: Files) -> None:
     weights = os.urandom(3_000_000)
     hub.model().commit({**files, "model.safetensors": weights})
     words = command(recipe(tmp_path), tmp_path / "out")
@@ -145,19 +145,21 @@ def test_a_killed_download_asks_only_for_what_is_missing(hub: HubServer, tmp_pat
     assert "download percent 100 of 100: 7 of 7 files, 3.0 MB of 3.0 MB" in done.stdout
 
 
-def test_weights_of_another_model_are_not_mixed_with_it(hub: HubServer, tmp_path: Path, files: Files) -> None:
+def test_weights_of_different_models_are_not_mixed(hub: HubServer, tmp_path: Path, files: Files) -> None:
     hub.model().commit(files)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/model-00001-of-00002.safetensors").touch()
-    with pytest.raises(ModelError, match=r"out holds model-00001-of-00002\.safetensors, which the model to fetch"):
+    with pytest.raises(
+        ModelError, match=r"out holds model-00001-of-00002\.safetensors, which is not part of the model"
+    ):
         fetch_model_files(recipe(tmp_path).model, tmp_path / "out")
     assert hub.contents() == []
 
 
-def test_a_commit_that_moved_under_way_is_refused(hub: HubServer, tmp_path: Path, files: Files) -> None:
+def test_a_commit_that_changed_during_the_run_is_refused(hub: HubServer, tmp_path: Path, files: Files) -> None:
     hub.model().commit(files)
     model = recipe(tmp_path, "model.source=modelscope").model
-    with pytest.raises(ModelError, match=r"modelscope:org/tiny changed while the run was under way"):
+    with pytest.raises(ModelError, match=r"modelscope:org/tiny changed during the run"):
         fetch_model_files(model, tmp_path / "out", commit="0" * 40)
 
 
@@ -176,14 +178,14 @@ def test_a_chat_template_is_part_of_the_model(hub: HubServer, tmp_path: Path, fi
     assert link_of(config, "fetch_model").key().key != before
     for text, said in (
         ("{% for", r"mine\.jinja cannot be rendered: .*; correct"),
-        ("{{ bos_token }}", r"leaves out what the user says: it renders"),
+        ("{{ bos_token }}", r"drops the user message: it renders"),
     ):
         template.write_text(text)
         with pytest.raises(ModelError, match=said):
             fetch_model_files(config.model, tmp_path / "again")
 
 
-def test_python_files_come_only_when_they_may_run_and_the_report_says_so(
+def test_python_files_are_fetched_only_with_trust_remote_code(
     hub: HubServer, tmp_path: Path, files: Files
 ) -> None:
     commit = hub.model().commit(files)
@@ -201,7 +203,7 @@ class Runs:
         return os.system, ("touch it_ran",)
 
 
-def test_pickled_weights_are_converted_when_they_may_be_read(
+def test_pickled_weights_are_converted_if_allowed(
     hub: HubServer, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from safetensors.torch import load_file
@@ -225,7 +227,7 @@ def test_pickled_weights_are_converted_when_they_may_be_read(
     assert not (tmp_path / "it_ran").exists()
 
 
-def test_an_archive_of_a_web_server_becomes_a_model(hub: HubServer, tmp_path: Path, files: Files) -> None:
+def test_an_archive_from_a_web_server_becomes_a_model(hub: HubServer, tmp_path: Path, files: Files) -> None:
     source = tmp_path / "pack/tiny"
     source.mkdir(parents=True)
     for name, content in files.items():

@@ -22,7 +22,7 @@ from tasks.external.environment import TrainerMissing, trainer_versions
 from tasks.external.launch import HELD_OUT_ROWS, TRAIN_ROWS
 from tasks.external.training import LOG_FILE, train_with_other
 from tasks.processes.child import ChildProcessFailed
-from tasks.time_limit import StageTimedOut, time_limit
+from tasks.processes.time_limit import StageTimedOut, time_limit
 from tests.other_trainings import TRAIN, config_of, inputs, make_place, steps
 from tests.processes import wait_until
 from tests.stand_in_trainer import install, install_mindspeed
@@ -37,12 +37,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("other"))
 
 
-def test_it_is_started_followed_and_its_last_checkpoint_found(place: Path, tmp_path: Path) -> None:
+def test_a_trainer_is_followed_and_its_last_checkpoint_returned(place: Path, tmp_path: Path) -> None:
     config, files = config_of(place, tmp_path, train={**TRAIN, "total_steps": 5}), inputs(place, tmp_path / "t")
     seen: dict[int, dict[str, float]] = {}
     lines: list[str] = []
     result = train_with_other(config, files, seen.__setitem__, lines.append)
-    assert (result.steps, result.checkpoint.name) == (5, "global_step_5")
+    assert (result.step, result.path.name) == (5, "global_step_5")
     assert list(seen) == steps(files.output) == [1, 2, 3, 4, 5]
     # One right and one empty answer to the first row: 1 and -1 by the rendered reward file.
     assert (seen[1]["critic/score/mean"], seen[1]["critic/score/max"]) == (0.0, 1.0)
@@ -50,21 +50,21 @@ def test_it_is_started_followed_and_its_last_checkpoint_found(place: Path, tmp_p
     assert [line for line in lines if line.startswith("step:4 - ")]
     assert not any("TaskRunner" in line for line in lines)
     assert "Training Progress: 5/5" in lines
-    # The last one and nothing before: nothing asks for step 2 or 4.
+    # Only the last one: nothing needs step 2 or 4.
     assert [path.name for path in (files.output / "checkpoints").glob("global_step_*")] == ["global_step_5"]
     assert {TRAIN_ROWS, HELD_OUT_ROWS, "command.sh", LOG_FILE, "reward_for_verl.py"} <= {
         path.name for path in files.folder.iterdir()
     }
-    # Done, it starts nothing; a longer one goes on.
+    # A finished training starts nothing; a longer one resumes.
     before = (files.folder / LOG_FILE).read_text()
     assert train_with_other(config, files, seen.__setitem__) == result
     assert (files.folder / LOG_FILE).read_text() == before
-    assert train_with_other(config_of(place, tmp_path), files).steps == 6
+    assert train_with_other(config_of(place, tmp_path), files).step == 6
     assert steps(files.output) == [1, 2, 3, 4, 5, 6]
     assert "Found checkpoint: global_step_5" in (files.folder / LOG_FILE).read_text()
 
 
-def test_a_crash_is_shown_with_its_traceback_and_the_next_attempt_goes_on(place: Path, tmp_path: Path) -> None:
+def test_a_crash_shows_its_traceback_and_the_next_attempt_resumes(place: Path, tmp_path: Path) -> None:
     config, files = config_of(place, tmp_path, "light crash:4"), inputs(place, tmp_path / "t")
     with pytest.raises(
         ChildProcessFailed, match=r"verl ended with exit code 1(?s:.*)NCCL error in step 4"
@@ -73,25 +73,25 @@ def test_a_crash_is_shown_with_its_traceback_and_the_next_attempt_goes_on(place:
     assert "Traceback" in str(caught.value)
     assert not caught.value.is_lasting
     assert steps(files.output) == [1, 2, 3]
-    assert train_with_other(config, files).steps == 6
+    assert train_with_other(config, files).step == 6
     assert steps(files.output) == [1, 2, 3, 4, 5, 6]  # 3 came twice: the checkpoint was of step 2
     assert (files.folder / LOG_FILE).read_text().count("Found checkpoint: global_step_2\n") == 1
 
 
-def test_an_error_of_the_configuration_is_not_tried_again(place: Path, tmp_path: Path) -> None:
+def test_a_configuration_error_is_not_retried(place: Path, tmp_path: Path) -> None:
     with pytest.raises(ChildProcessFailed, match=r"KeyError: 'rollout\.modee'") as caught:
         train_with_other(config_of(place, tmp_path, "light typo:1"), inputs(place, tmp_path / "t"))
     assert caught.value.is_lasting
 
 
-def test_a_trainer_that_ends_early_is_no_success(place: Path, tmp_path: Path) -> None:
+def test_a_trainer_that_ends_early_fails_the_stage(place: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"verl ended with exit code 0 and its last checkpoint after step 2, n"
+        CheckpointError, match=r"verl ended with exit code 0, but its last checkpoint is from step 2, b"
     ):
         train_with_other(config_of(place, tmp_path, "light quit:4"), inputs(place, tmp_path / "t"))
 
 
-def test_never_sets_the_earlier_training_aside(place: Path, tmp_path: Path) -> None:
+def test_resume_never_moves_the_earlier_training_aside(place: Path, tmp_path: Path) -> None:
     files = inputs(place, tmp_path / "t")
     train_with_other(config_of(place, tmp_path), files)
     train_with_other(config_of(place, tmp_path, checkpoint={"save_every": 2, "resume": "never"}), files)
@@ -101,7 +101,7 @@ def test_never_sets_the_earlier_training_aside(place: Path, tmp_path: Path) -> N
     assert (files.folder / LOG_FILE).read_text().count("Training from scratch") == 2
 
 
-def test_checkpoints_of_another_training_are_not_continued(place: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_another_training_are_not_resumed(place: Path, tmp_path: Path) -> None:
     files = inputs(place, tmp_path / "t")
     train_with_other(config_of(place, tmp_path), files)
     slower = {**TRAIN, "total_steps": 8, "learning_rate": 5e-7}
@@ -112,11 +112,11 @@ def test_checkpoints_of_another_training_are_not_continued(place: Path, tmp_path
     with pytest.raises(CheckpointError, match=r"external\.overrides \[\] -> \['\+a=b'\]"):
         train_with_other(overridden, files)
     allowed = {"save_every": 2, "allow_changed": ["train.learning_rate"]}
-    assert train_with_other(config_of(place, tmp_path, train=slower, checkpoint=allowed), files).steps == 8
-    assert train_with_other(config_of(place, tmp_path, train=slower), files).steps == 8
+    assert train_with_other(config_of(place, tmp_path, train=slower, checkpoint=allowed), files).step == 8
+    assert train_with_other(config_of(place, tmp_path, train=slower), files).step == 8
 
 
-def test_a_training_of_our_own_is_not_written_over(place: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_our_own_trainer_are_not_overwritten(place: Path, tmp_path: Path) -> None:
     files = inputs(place, tmp_path / "t")
     (files.output / "checkpoints/step_000004").mkdir(parents=True)
     (files.output / "metrics.jsonl").write_text("kept\n")
@@ -125,7 +125,7 @@ def test_a_training_of_our_own_is_not_written_over(place: Path, tmp_path: Path) 
     assert (files.output / "metrics.jsonl").read_text() == "kept\n"
 
 
-def test_steps_to_keep_are_kept_and_no_others(place: Path, tmp_path: Path) -> None:
+def test_only_steps_to_keep_are_kept(place: Path, tmp_path: Path) -> None:
     given = {"save_every": 1, "keep_last": 1, "keep_steps": [2]}
     files = inputs(place, tmp_path / "t")
     seen: list[set[str]] = []
@@ -142,7 +142,7 @@ def test_steps_to_keep_are_kept_and_no_others(place: Path, tmp_path: Path) -> No
     assert max(map(len, seen)) <= 5  # removed as it goes, a step later
 
 
-def test_a_time_limit_ends_one_that_hangs(place: Path, tmp_path: Path) -> None:
+def test_a_time_limit_stops_a_hanging_trainer(place: Path, tmp_path: Path) -> None:
     files = inputs(place, tmp_path / "t")
     log = files.folder / LOG_FILE
 
@@ -152,12 +152,12 @@ def test_a_time_limit_ends_one_that_hangs(place: Path, tmp_path: Path) -> None:
 
     threading.Thread(target=expire_once_it_hangs).start()
     with (
-        pytest.raises(StageTimedOut, match=r"flow\.time_limits\.train_policy_hours=0\.1: ended after 6 min"),
+        pytest.raises(StageTimedOut, match=r"flow\.time_limits\.train_policy_hours=0\.1: stopped after 6 min"),
         time_limit(0.1, "flow.time_limits.train_policy_hours", "run it again"),
     ):
         train_with_other(config_of(place, tmp_path, "light hang:4"), files)
     assert not [command for command in commands_below(os.getpid()) if "main_ppo" in command]
-    assert train_with_other(config_of(place, tmp_path), files).steps == 6
+    assert train_with_other(config_of(place, tmp_path), files).step == 6
 
 
 def below(pid: int) -> list[psutil.Process]:
@@ -174,7 +174,7 @@ def commands_below(pid: int) -> list[str]:
     return commands
 
 
-def test_sigterm_ends_the_trainer_and_names_what_it_continues_from(place: Path, tmp_path: Path) -> None:
+def test_sigterm_stops_the_trainer_and_names_the_checkpoint(place: Path, tmp_path: Path) -> None:
     config, files = tmp_path / "recipe.yaml", inputs(place, tmp_path / "t")
     config.write_text(config_of(place, tmp_path, "light hang:5").model_dump_json())
     words = ["--data", files.data, "--model", files.model, "--output", files.output, "--held-out", files.held_out]
@@ -201,7 +201,7 @@ def test_sigterm_ends_the_trainer_and_names_what_it_continues_from(place: Path, 
     assert not (files.output / "checkpoints/lock").exists()
 
 
-def test_what_is_wrong_is_said_before_anything_starts(place: Path, tmp_path: Path) -> None:
+def test_errors_are_reported_before_the_trainer_starts(place: Path, tmp_path: Path) -> None:
     def refused(**external: Any) -> str:
         given = {"python": sys.executable, "env": {"PYTHONPATH": str(place / "site")}, **external}
         with pytest.raises(ConfigError) as caught:
@@ -209,11 +209,11 @@ def test_what_is_wrong_is_said_before_anything_starts(place: Path, tmp_path: Pat
         return str(caught.value)
 
     assert "external.python is not set: name the interpreter" in refused(python=None)
-    assert "external.python=nowhere/python is no program here" in refused(python="nowhere/python")
+    assert "external.python=nowhere/python is not a program here" in refused(python="nowhere/python")
     assert f"does not have verl: {sys.executable} -m pip install verl==0.9.1" in refused(version="0.9.1", env={})
-    assert "has verl 0.9.1, and external.version=0.7.0" in refused(version="0.7.0")
+    assert "has verl 0.9.1, but external.version=0.7.0" in refused(version="0.7.0")
     assert "train.total_steps" not in refused(overrides=["++trainer.total_training_steps=9"])
-    assert "external.overrides sets trainer.total_training_steps=9 (the recipe's own keys say 6)" in refused(
+    assert "external.overrides sets trainer.total_training_steps=9 (the recipe sets 6)" in refused(
         overrides=["++trainer.total_training_steps=9"]
     )
     with pytest.raises(ConfigError, match=r"external\.env\.HF_TOKEN is a secret"):
@@ -224,16 +224,16 @@ def test_what_is_wrong_is_said_before_anything_starts(place: Path, tmp_path: Pat
         config_of(place, tmp_path, train={**TRAIN, "backend": "own", "device": "cpu"}, external={"python": "p"})
 
 
-def test_an_override_that_says_the_same_is_no_contradiction(place: Path, tmp_path: Path) -> None:
+def test_an_override_with_the_same_value_is_accepted(place: Path, tmp_path: Path) -> None:
     overrides = ["trainer.total_training_steps=6", "+actor_rollout_ref.model.use_liger=True"]
     given = {"python": sys.executable, "env": {"PYTHONPATH": str(place / "site"), "STAND_IN": "light"}}
     config = config_of(place, tmp_path, external={**given, "overrides": overrides})
     files = inputs(place, tmp_path / "t")
-    assert train_with_other(config, files).steps == 6
+    assert train_with_other(config, files).step == 6
     assert (files.folder / "command.sh").read_text().endswith(" ".join(overrides) + "\n")
 
 
-def test_the_versions_of_the_trainer_are_in_the_key(place: Path, tmp_path: Path) -> None:
+def test_the_trainer_versions_are_in_the_key(place: Path, tmp_path: Path) -> None:
     install(tmp_path / "newer", "0.9.2")
     config = config_of(
         place,
@@ -249,11 +249,11 @@ def test_the_versions_of_the_trainer_are_in_the_key(place: Path, tmp_path: Path)
     )
     assert re.fullmatch("[0-9a-f]{40}", trainer_versions(with_source)["verl commit"])
     missing = config.external.model_copy(update={"source": str(tmp_path / "nothing")})
-    with pytest.raises(TrainerMissing, match=r"external\.source=\S+nothing is no checkout"):
+    with pytest.raises(TrainerMissing, match=r"external\.source=\S+nothing is not a checkout"):
         trainer_versions(config.model_copy(update={"external": missing}))
 
 
-# As `ray job`: runs what is submitted, and says what it is asked.
+# Like `ray job`: runs submitted commands and logs its arguments.
 RAY = """#!{python}
 import json, os, subprocess, sys
 words = sys.argv[1:]
@@ -286,15 +286,13 @@ def test_a_job_of_a_cluster_is_followed_and_stopped_with_the_stage(place: Path, 
     submitted = re.fullmatch(r"job submit --address http://head:8265 --submission-id", asked[0])
     assert submitted
     assert re.fullmatch(r"job stop --address http://head:8265 dapo-\w+", asked[1])
-    assert train_with_other(config("light"), files).steps == 6
+    assert train_with_other(config("light"), files).step == 6
     assert len(log.read_text().splitlines()) == 4  # the job that failed is stopped again, lest it still runs
     assert not (files.folder / "job.json").exists()
     assert steps(files.output) == [1, 2, 3, 4, 5, 6]
 
 
-def test_mindspeed_is_started_in_its_checkout_and_continues_from_its_own_weights(
-    place: Path, tmp_path: Path
-) -> None:
+def test_mindspeed_starts_in_its_checkout_and_resumes_from_its_weights(place: Path, tmp_path: Path) -> None:
     install_mindspeed(tmp_path / "checkout")
 
     def config(orders: str, resume: str = "auto") -> Config:
@@ -312,12 +310,12 @@ def test_mindspeed_is_started_in_its_checkout_and_continues_from_its_own_weights
     files, seen = inputs(place, tmp_path / "t"), dict[int, dict[str, float]]()
     with pytest.raises(ChildProcessFailed, match="NCCL error in step 4"):
         train_with_other(config("crash:4"), files, seen.__setitem__)
-    assert train_with_other(config(""), files, seen.__setitem__).checkpoint.name == "iter_0000006"
+    assert train_with_other(config(""), files, seen.__setitem__).path.name == "iter_0000006"
     assert steps(files.output) == sorted(seen) == [1, 2, 3, 4, 5, 6]
     assert (seen[6]["critic/score/mean"], seen[6]["timing_s/step"]) == (0.6, 2.0)  # under our names
     assert "starting at 2" in (files.folder / LOG_FILE).read_text()
     assert list(trainer_versions(config(""))) == ["mindspeed_rl commit"]
-    # From the beginning, it loads the weights of the recipe and not those that are set aside; its rows stay.
-    assert train_with_other(config("", "never"), files).steps == 6
+    # From the beginning it loads the recipe's weights, not those moved aside; its rows are kept.
+    assert train_with_other(config("", "never"), files).step == 6
     assert (files.folder / LOG_FILE).read_text().count("starting at 0") == 2
     assert (files.folder / LOG_FILE).read_text().count("preparing rows") == 1

@@ -1,4 +1,4 @@
-"""The README's "Your data and your model", typed with a small model and real rows where there are any."""
+"""The commands of the README's "Your data and your model", with a small model and real rows if available."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.tiny_models import Architecture, build_tiny
 ROOT = Path(__file__).parents[2]
 SECTION, END = "## Your data and your model", "`dapo init` writes"
 NUM_ROWS = 80  # of which 8 are held out
-# A random model is right by chance with this scorer; one step is as many as show that it trains.
+# A random model is right by chance with this scorer; one step is enough to show that it trains.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return len(solution_str) % 2
@@ -45,7 +45,7 @@ def readme_commands() -> list[str]:
 
 
 def rows_of(path: str) -> Any:
-    """The first rows of a benchmark's file; None where it is not."""
+    """The first rows of a benchmark file; None if it is missing."""
     file = Path(os.environ.get("DAPO_TEST_DATA", "missing")) / path
     if not file.is_file():
         return None
@@ -94,7 +94,7 @@ def write_choices(path: Path) -> None:
 
 
 def typed(line: str, folder: Path, *more: str) -> str:
-    """What the command prints; it must end well."""
+    """The output of a command, which must succeed."""
     words = [sys.executable, "-m", "flows.cli", *shlex.split(line)[1:], *more]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=800)
@@ -104,13 +104,13 @@ def typed(line: str, folder: Path, *more: str) -> str:
 
 @pytest.fixture
 def commands() -> list[str]:
-    """init, plan and run, as the README has them."""
+    """init, plan and run from the README."""
     commands = readme_commands()
     assert [line.split()[1] for line in commands] == ["init", "plan", "run"]
     return commands
 
 
-def test_three_commands_lead_from_files_to_the_report(commands: list[str], tmp_path: Path) -> None:
+def test_the_three_readme_commands_lead_from_files_to_a_report(commands: list[str], tmp_path: Path) -> None:
     build_tiny(tmp_path / "models/Qwen3-0.6B", "qwen3", positions=4096)
     write_gsm8k(tmp_path / "questions.csv")
     (tmp_path / "reward.py").write_text(REWARD)
@@ -128,7 +128,7 @@ def test_three_commands_lead_from_files_to_the_report(commands: list[str], tmp_p
     ("architecture", "data", "write"),
     [("qwen2", "math.parquet", write_dapo_math), ("llama", "choices.json", write_choices)],
 )
-def test_other_files_and_models_plan_clean_and_train(
+def test_other_file_formats_and_models_plan_clean_and_train(
     commands: list[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

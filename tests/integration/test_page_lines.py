@@ -1,4 +1,4 @@
-"""Prefect's page gets a limited number of lines per minute; the terminal and the log file get all."""
+"""The Prefect page gets a limited number of lines per minute; the terminal and the log file get all."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from prefect.logging.handlers import APILogHandler, set_api_log_sink
 
 from flows.config import load_config
 from flows.console import QUIET_LOGGERS
-from tasks import stage_command as command
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
+from tasks.execution import command
+from tasks.execution.command import PageLines, run_dapo
 from tasks.runs.run import Run, current_stage
-from tasks.stage_command import PageLines, run_dapo
 from tests.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,13 +27,13 @@ KEY = StageKey(stage="talk", config={}, inputs={}, code_digest="c", versions={})
 
 @pytest.fixture(autouse=True)
 def _no_filters(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of the chain in this process has left its filter on every handler, pytest's too."""
+    """An earlier run in this process left its filter on every handler, including pytest's."""
     monkeypatch.setattr(caplog.handler, "filters", [])
 
 
 @contextmanager
 def prefect_page() -> Iterator[list[dict[str, Any]]]:
-    """What Prefect's own handler sends of our lines meanwhile."""
+    """The lines that Prefect's handler sends inside the block."""
     sent: list[dict[str, Any]] = []
     handler, run_id = APILogHandler(), uuid.uuid4()
 
@@ -53,7 +53,7 @@ def prefect_page() -> Iterator[list[dict[str, Any]]]:
 
 
 def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, **options: Any) -> Run:
-    """Runs the code as the command of a stage that may send three lines in a minute."""
+    """Run code as the command of a stage limited to three lines per minute."""
     config = load_config(ROOT / "configs" / "arith_cpu.yaml", ["flow.log_lines_per_minute=3"])
     run = Run(config, ArtifactStore(tmp_path / "store"), tmp_path / "run", "dapo-full")
     run.folder.mkdir(exist_ok=True)
@@ -66,7 +66,7 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, **options: 
     return run
 
 
-def test_lines_over_the_limit_are_kept_from_the_page_only(
+def test_lines_over_the_limit_are_omitted_only_from_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="tasks")
@@ -82,10 +82,10 @@ def test_lines_over_the_limit_are_kept_from_the_page_only(
     every = [f"line {i}" for i in range(9)] + ["WARNING: hot", "step:1 - a:2", "ValueError: x"]
     assert heard == every
     assert link.read_text().splitlines() == 2 * every
-    note = f"... 6 lines left out in this minute; all are in {run.store.log_path(KEY.stage, KEY.key)}"
+    note = f"... 6 lines omitted in this minute; all are in {run.store.log_path(KEY.stage, KEY.key)}"
     shown = ["line 0", "line 1", "line 2", "WARNING: hot", "ValueError: x", note]
-    assert [log["message"] for log in page if log["name"].startswith("tasks.stage_command")] == 2 * shown
-    on_terminal = [record.getMessage() for record in caplog.records if record.name == "tasks.stage_command"]
+    assert [log["message"] for log in page if log["name"].startswith("tasks.execution.command")] == 2 * shown
+    on_terminal = [record.getMessage() for record in caplog.records if record.name == "tasks.execution.command"]
     assert on_terminal == 2 * [line for line in every if not line.startswith("step:")]
     assert {record.name for record in caplog.records if record.getMessage() == note} <= set(QUIET_LOGGERS)
 
@@ -102,14 +102,14 @@ def test_each_minute_has_its_own_lines(caplog: pytest.LogCaptureFixture) -> None
     assert [page.admits("c") for _ in range(3)] == [True, True, False]
     page.close_minute()
     page.close_minute()
-    assert caplog.messages == [f"... {n} lines left out in this minute; all are in x.log" for n in (3, 1)]
+    assert caplog.messages == [f"... {n} lines omitted in this minute; all are in x.log" for n in (3, 1)]
 
 
-def test_lines_that_warn_have_a_limit_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_have_their_own_limit(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="tasks")
     page = PageLines(2, Path("x.log"), clock=lambda: 0.0)
     assert [page.admits("WARNING: hot") for _ in range(5)] == [True, True, False, False, False]
     assert [page.admits("a") for _ in range(3)] == [True, True, False]
     page.close_minute()
     assert page.admits("ValueError: x")
-    assert caplog.messages == ["... 4 lines left out in this minute; all are in x.log"]
+    assert caplog.messages == ["... 4 lines omitted in this minute; all are in x.log"]

@@ -1,4 +1,4 @@
-"""Child processes end with us, whatever ends us, and say in their error why they failed."""
+"""Child processes end with this process, however it ends, and their error says why they failed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tasks.processes import supervisor
 from tasks.processes.child import ChildProcessFailed, background_command, run_command
 from tests.processes import DEADLINE_SECONDS, folder_of, python, start_time_of, wait_until
 
-# A tree with everything that escapes a plain killpg: each process writes "name pid start_time" into `members`.
+# A tree with everything that escapes a plain killpg; each process writes "name pid start_time" to `members`.
 TREE = textwrap.dedent(
     """
     import os, signal, subprocess, sys, time
@@ -79,7 +79,7 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 
 def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes]:
-    """Starts a process that runs TREE with a folder for sockets, and waits until the whole tree stands."""
+    """Start a process that runs TREE with a socket folder, and wait for the whole tree."""
     code = f"""
         import sys, time
         from tasks.processes.child import background_command
@@ -94,7 +94,7 @@ def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes
     return parent
 
 
-def test_a_killed_parent_leaves_no_orphan_and_the_next_attempt_waits_for_the_end(tmp_path: Path) -> None:
+def test_a_killed_parent_leaves_no_orphans_and_the_next_attempt_waits(tmp_path: Path) -> None:
     parent = start_parent(tmp_path, grace_seconds=1.0)
     members = read_members(tmp_path)
     below = psutil.Process(parent.pid).children(recursive=True)
@@ -122,7 +122,7 @@ def test_a_killed_parent_leaves_no_orphan_and_the_next_attempt_waits_for_the_end
     assert f"parent process {parent.pid} is gone" in (tmp_path / "log").read_text()
 
 
-def test_an_interrupt_ends_the_tree_and_a_second_one_does_not_wait(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_tree_and_a_second_one_skips_the_grace_period(tmp_path: Path) -> None:
     parent = start_parent(tmp_path, grace_seconds=300.0)
     below = psutil.Process(parent.pid).children(recursive=True)
     parent.send_signal(signal.SIGINT)
@@ -134,7 +134,7 @@ def test_an_interrupt_ends_the_tree_and_a_second_one_does_not_wait(tmp_path: Pat
     wait_until(lambda: all_gone(below), "all to end")
 
 
-# At SIGTERM ends in order, once a file exists.
+# On SIGTERM exits gracefully once a file exists.
 TIDY = """
     import os, signal, sys, time
     def tidy(*_):
@@ -167,10 +167,8 @@ INTERRUPTED = """
 
 
 @pytest.mark.parametrize("ends_anyway", [False, True])
-def test_an_interrupt_early_in_the_end_does_not_hurry_it_and_is_not_lost(
-    tmp_path: Path, ends_anyway: bool
-) -> None:
-    """It may be the first one repeated; or, in a block that ends anyway, the first."""
+def test_an_interrupt_echo_neither_hurries_the_stop_nor_is_lost(tmp_path: Path, ends_anyway: bool) -> None:
+    """It may be an echo of the first, or the first one in a block that is ending anyway."""
     log, may_end = tmp_path / "log", tmp_path / "may_end"
     words = [str(log), json.dumps(python(TIDY, may_end)), *(["block"] if ends_anyway else [])]
     command = [sys.executable, "-c", textwrap.dedent(INTERRUPTED), *words]
@@ -185,7 +183,7 @@ def test_an_interrupt_early_in_the_end_does_not_hurry_it_and_is_not_lost(
     assert "in order" in log.read_text()
 
 
-def test_left_over_processes_of_a_good_command_are_ended_and_named(tmp_path: Path) -> None:
+def test_leftover_processes_of_a_finished_command_are_killed_and_named(tmp_path: Path) -> None:
     code = """
         import subprocess
         print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid, flush=True)
@@ -193,7 +191,7 @@ def test_left_over_processes_of_a_good_command_are_ended_and_named(tmp_path: Pat
     lines: list[str] = []
     run_command(python(code), log_path=tmp_path / "log", label="leaver", on_line=lines.append)
     assert start_time_of(int(lines[0])) is None
-    assert lines[1].startswith("[supervisor] ending processes that were left over")
+    assert lines[1].startswith("[supervisor] ending leftover processes")
     assert lines[0] in lines[1]
 
 
@@ -208,11 +206,11 @@ def test_the_error_has_exit_code_last_lines_and_log(tmp_path: Path) -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
 
 
-def test_the_error_says_that_a_full_disk_took_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_reports_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     with pytest.raises(ChildProcessFailed) as caught:
         run_command(["false"], log_path=tmp_path / "log", label="train")
-    assert "full" not in caught.value.summary
+    assert "is full" not in caught.value.summary
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
     with pytest.raises(ChildProcessFailed) as caught:
         run_command(["false"], log_path=tmp_path / "log", label="train")
@@ -232,12 +230,12 @@ def test_the_error_says_that_a_full_disk_took_the_reason(tmp_path: Path, monkeyp
         (["no-such-program"], r"exit code 127(.|\n)*cannot start 'no-such-program'"),
     ],
 )
-def test_the_error_names_the_signal_or_what_cannot_start(tmp_path: Path, command: list[str], words: str) -> None:
+def test_the_error_names_the_signal_or_the_missing_program(tmp_path: Path, command: list[str], words: str) -> None:
     with pytest.raises(ChildProcessFailed, match=words):
         run_command(command, log_path=tmp_path / "log", label="train")
 
 
-def test_each_line_comes_once_whatever_bytes_it_holds(tmp_path: Path) -> None:
+def test_each_line_arrives_once_whatever_its_bytes(tmp_path: Path) -> None:
     # Written in bursts around the polls; the last line has no newline and comes right before the end.
     code = r"""
         import os, sys, time
@@ -258,7 +256,7 @@ def test_each_line_comes_once_whatever_bytes_it_holds(tmp_path: Path) -> None:
     assert lines == [str(i) for i in range(20000)] + ["bad \ufffd byte", "\u00e9t", "step 3", "end"]
 
 
-def test_lines_go_to_our_log_by_default_and_the_file_is_appended_to(
+def test_lines_are_logged_by_default_and_appended_to_the_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="tasks.processes.child")
@@ -280,9 +278,7 @@ def test_environment_folder_and_input_of_the_command(tmp_path: Path, monkeypatch
         assert process.tail(2) == [f"value of INHERITED, too, None, None, None, {os.getcwd()}, ''"]
 
 
-def test_a_secret_that_a_command_prints_is_in_no_log_line_or_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_printed_by_a_command_are_redacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
     code = """
         import os, sys, time
@@ -299,7 +295,7 @@ def test_a_secret_that_a_command_prints_is_in_no_log_line_or_message(
     assert "secret" not in (tmp_path / "log").read_text()
 
 
-def test_a_place_that_is_no_log_is_named(tmp_path: Path) -> None:
+def test_an_unusable_log_path_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "log"):
         with pytest.raises(ChildProcessFailed, match=rf"fetch: its log {path} cannot be opened: ") as caught:
@@ -307,8 +303,8 @@ def test_a_place_that_is_no_log_is_named(tmp_path: Path) -> None:
         assert caught.value.is_lasting
 
 
-def test_the_command_ignores_no_signal_but_what_we_were_started_to_ignore(tmp_path: Path) -> None:
-    """Python ignores SIGPIPE by itself; nohup has us, and so the command, ignore SIGHUP."""
+def test_a_command_ignores_only_inherited_ignored_signals(tmp_path: Path) -> None:
+    """Python itself ignores SIGPIPE; under nohup this process, and so the command, ignores SIGHUP."""
     lines: list[str] = []
     command = ["grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status"]
     run_command(command, log_path=tmp_path / "log", label="asker", on_line=lines.append)
@@ -334,10 +330,8 @@ def test_a_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
     assert servers[0].poll() == -signal.SIGTERM
 
 
-def test_a_supervisor_that_is_killed_takes_the_command_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its folder goes too; and the path of a socket in there fits, however long that of temporary files."""
+def test_a_killed_supervisor_takes_its_command_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is removed too, and socket paths fit however long the temporary directory is."""
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -364,7 +358,7 @@ def test_the_private_prefect_server_of_a_run_gets_its_password(
         wait_until(lambda: server.tail(1) == ["dapo:"], "its password")
 
 
-def test_a_log_that_a_rotation_cuts_is_followed_from_its_new_beginning(tmp_path: Path) -> None:
+def test_a_rotated_log_is_followed_from_its_new_beginning(tmp_path: Path) -> None:
     log, lines, seen = tmp_path / "log", list[str](), tmp_path / "seen"
     code = """
         import os, sys, time

@@ -18,7 +18,7 @@ from dapo_core.errors import ConfigError, DataError, RewardError, RolloutError
 from dapo_core.reward.pool import RewardPool, ScoreRequest
 from dapo_core.reward.scorers import Score
 from eval.answers import pool as pool_module
-from tasks.retries import is_lasting
+from tasks.execution.retries import is_lasting
 from tests.processes import wait_until
 from tests.tiny_models import tiny_tokenizer
 

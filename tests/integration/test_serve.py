@@ -1,4 +1,4 @@
-"""A real `vllm serve`: it answers as the policy would, keeps its key, says why it failed, and leaves nothing."""
+"""A real `vllm serve`: matches the policy, protects its key, reports failures, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from eval.endpoint import Sampling
 from eval.problems.items import EvaluationSet, Item
 from eval.recorder import Benchmark
 from eval.run import evaluate_all
-from tasks.config import EvaluateConfig
-from tasks.evaluation_settings import sampling_of
-from tasks.graders import limits_of
+from tasks.config.evaluate import EvaluateConfig
+from tasks.config.serve import ServeConfig
+from tasks.evaluation.settings import limits_of, sampling_of
 from tasks.processes import supervisor
 from tasks.serve_model.command import SOCKETS_VARIABLE, served_name
-from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError
 from tasks.serve_model.servers import Server, serve_model
 from tests.tiny_models import build_tiny_qwen3
@@ -38,7 +37,7 @@ MAX_RESPONSE_TOKENS = 12
 
 @dataclass(frozen=True)
 class Serving:
-    """Running servers, the model behind them and the processes below us that came with them."""
+    """Running servers, their model and their processes."""
 
     servers: tuple[Server, ...]
     model_path: Path
@@ -57,7 +56,7 @@ def new_descendants(before: dict[int, str]) -> dict[int, str]:
 
 
 def socket_folder(pid: int) -> Path | None:
-    """Where a process of vLLM makes its sockets; None for others."""
+    """The socket folder of a vLLM process; None for others."""
     environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return next(
         (Path(entry.partition("=")[2]) for entry in environment if entry.startswith(SOCKETS_VARIABLE)), None
@@ -87,7 +86,7 @@ def client_of(serving: Serving, api_key: str | None = None) -> httpx.Client:
     return httpx.Client(base_url=serving.server.base_url, headers=headers, timeout=300, trust_env=False)
 
 
-def test_each_is_healthy_under_our_name_with_sockets_in_a_folder_of_its_own(serving: Serving) -> None:
+def test_each_server_is_healthy_with_its_own_name_and_socket_folder(serving: Serving) -> None:
     with client_of(serving) as client:
         assert client.get("/health").status_code == 200
         models = client.get("/v1/models").json()["data"]
@@ -98,7 +97,7 @@ def test_each_is_healthy_under_our_name_with_sockets_in_a_folder_of_its_own(serv
     assert all(any(path.is_socket() for path in folder.iterdir()) for folder in serving.folders)
 
 
-def test_a_wrong_key_is_refused_and_the_right_one_is_nowhere_to_be_read(serving: Serving) -> None:
+def test_a_wrong_key_is_refused_and_the_right_one_is_not_exposed(serving: Serving) -> None:
     request = {"model": serving.server.model, "prompt": "1", "max_tokens": 1}
     with client_of(serving, "guessed") as client:
         assert client.get("/v1/models").status_code == 401
@@ -117,13 +116,13 @@ def completion(serving: Serving, **parameters: Any) -> dict[str, Any]:
 
 
 def policy_log_probs(serving: Serving, ids: list[int]) -> torch.Tensor:
-    """Log-probs [T - 1, V] by plain transformers in float32 of what follows each token."""
+    """Next-token log-probs [T - 1, V] from plain transformers in float32."""
     model = AutoModelForCausalLM.from_pretrained(serving.model_path, dtype=torch.float32)
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
 
 
-def test_log_probs_of_a_prompt_are_the_policy_s(serving: Serving) -> None:
+def test_prompt_log_probs_match_the_policy(serving: Serving) -> None:
     ids = [5, 6, 7, 40, 90, 200, 31, 8, 250, 17, 17, 64]
     choice = completion(serving, prompt=ids, max_tokens=1, prompt_logprobs=0, temperature=0)
     expected = policy_log_probs(serving, ids)
@@ -135,7 +134,7 @@ def test_log_probs_of_a_prompt_are_the_policy_s(serving: Serving) -> None:
         )
 
 
-def test_greedy_answers_are_the_policy_s_with_its_log_probs(serving: Serving) -> None:
+def test_greedy_answers_match_the_policy(serving: Serving) -> None:
     prompt_ids = [5, 6, 7, 40, 90]
     choice = completion(
         serving, prompt=prompt_ids, max_tokens=10, temperature=0, logprobs=0, return_token_ids=True
@@ -147,7 +146,7 @@ def test_greedy_answers_are_the_policy_s_with_its_log_probs(serving: Serving) ->
 
 
 def num_answered(server: Server) -> float:
-    """Requests that the server has finished, from its own metrics."""
+    """Finished requests, from the server's metrics."""
     headers = {"Authorization": f"Bearer {server.api_key}"}
     lines = httpx.get(
         f"{server.base_url}/metrics", headers=headers, timeout=300, trust_env=False
@@ -155,7 +154,7 @@ def num_answered(server: Server) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total"))
 
 
-def test_an_evaluation_is_shared_by_the_servers(serving: Serving, tmp_path: Path) -> None:
+def test_an_evaluation_is_spread_over_the_servers(serving: Serving, tmp_path: Path) -> None:
     items = [
         Item(f"sum-{number}", ({"role": "user", "content": f"What is {number} + 7?"},), str(number + 7))
         for number in range(NUM_ITEMS)
@@ -185,8 +184,8 @@ def test_an_evaluation_is_shared_by_the_servers(serving: Serving, tmp_path: Path
         assert row["response_tokens"] == len(response_ids)
 
 
-def test_options_are_weighed_by_the_policy_s_log_probs(serving: Serving, tmp_path: Path) -> None:
-    """As lm-eval weighs them: the tokens of the whole text beyond those of the prompt alone."""
+def test_option_log_probs_match_the_policy(serving: Serving, tmp_path: Path) -> None:
+    """As in lm-eval: the tokens of the whole text beyond those of the prompt alone."""
     options = ("31", "a hundred and seven", "no")
     items = [Item(f"sum-{number}", f"{number} + 7 is:\n", options[0], options=options) for number in range(2)]
     benchmark = Benchmark(
@@ -226,17 +225,17 @@ def _misname_the_architecture(model_path: Path) -> ServeConfig:
         (
             _misspell_an_argument,
             "vllm: error: unrecognized arguments: --no-such-flag",
-            "Correct serve.extra_args; `vllm serve --help=all` lists what it takes",
+            "Correct serve.extra_args; `vllm serve --help=all` lists all arguments",
         ),
         (
             _misname_the_architecture,
             "  Value error, The checkpoint you are trying to load has model type `no_such_model`",
-            "The server ended before it was healthy; correct serve.* or the model folder",
+            "It ended before it was healthy; correct serve.* or the model folder",
         ),
     ],
     ids=["argument", "architecture"],
 )
-def test_a_server_that_dies_says_why(
+def test_a_failed_server_start_reports_the_reason(
     tmp_path: Path, damage: Callable[[Path], ServeConfig], said: str, advice: str
 ) -> None:
     model_path = build_tiny_qwen3(tmp_path / "model")
@@ -247,7 +246,7 @@ def test_a_server_that_dies_says_why(
     message = str(caught.value)
     assert "vllm serve ended with exit code" in message
     assert str(tmp_path / "serve.log") in message
-    assert said in message.partition("vLLM says: ")[2]
+    assert said in message.partition("vLLM reports: ")[2]
     assert message.endswith(advice)
     assert ("Traceback" in message or "  | " in message) == (damage is _misname_the_architecture)
     assert new_descendants(before) == {}

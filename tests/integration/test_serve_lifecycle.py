@@ -1,4 +1,4 @@
-"""Several servers start, fail and end together; a small stand-in for vLLM fails at will and at once."""
+"""Several servers start, fail and stop together; a small stand-in for vLLM fails on demand."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ import httpx
 import pytest
 
 from eval import EvaluationError
-from tasks.evaluation_settings import served_model_identity
+from tasks.config.serve import ServeConfig
+from tasks.evaluation.served_model import served_model_identity
+from tasks.execution.retries import is_lasting
 from tasks.processes import supervisor
-from tasks.retries import is_lasting
 from tasks.serve_model import servers
-from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError, ServerDied
 from tasks.serve_model.servers import Server, serve_model, serve_until_interrupted
 from tests.processes import wait_until
 
-# Arguments: behaviour, port. It says what vLLM says.
+# Arguments: behaviour, port. It writes what vLLM writes.
 STAND_IN = r"""
 import http.server, json, os, sys, threading, time
 
@@ -92,7 +92,7 @@ def everything_is_gone() -> object:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *behaviours: str) -> list[int]:
-    """Has the n-th start behave so, the last one all further ones; returns the ports, filled with each start."""
+    """Set the behaviour of each start (the last applies to all further ones); returns the ports used."""
     ports: list[int] = []
 
     def command(model_path: str | Path, settings: ServeConfig, port: int, name: str) -> list[str]:
@@ -115,7 +115,7 @@ def has_no_listener(server: Server) -> bool:
     return False
 
 
-def test_all_servers_answer_are_recognised_and_are_gone_however_the_block_ends(
+def test_all_servers_answer_and_are_gone_after_the_block(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
 ) -> None:
     ports = stand_in(monkeypatch, "answers")
@@ -154,12 +154,12 @@ def test_all_servers_answer_are_recognised_and_are_gone_however_the_block_ends(
     ("behaviour", "message"),
     [
         ("refuses", r"^vllm serve 2 of 3 ended with exit code 1; its log is .*s-2\.log\n"
-         r"vLLM says: vllm: error: unrecognized arguments: --typo\nCorrect serve\.extra_args"),
-        ("breaks", r"^vLLM says: ValueError: no room\nvllm serve 2 of 3 ended with exit code 1\. Its last lines, "
-         r"from .*s-2\.log:\n(  \| .*\n)+The server ended before it was healthy"),
+         r"vLLM reports: vllm: error: unrecognized arguments: --typo\nCorrect serve\.extra_args"),
+        ("breaks", r"^vLLM reports: ValueError: no room\nvllm serve 2 of 3 ended with exit code 1\. Its last "
+         r"lines, from .*s-2\.log:\n(  \| .*\n)+It ended before it was healthy"),
     ],
 )  # fmt: skip
-def test_one_that_dies_is_named_with_its_words_and_ends_the_others(
+def test_a_server_that_fails_is_quoted_and_stops_the_others(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path, behaviour: str, message: str
 ) -> None:
     ports = stand_in(monkeypatch, "hangs", behaviour, "answers")
@@ -169,7 +169,7 @@ def test_one_that_dies_is_named_with_its_words_and_ends_the_others(
         serve_model(model_path, settings(), tmp_path / "s.log"),
     ):
         pass
-    assert time.monotonic() - started < 300  # not the 600 s for which the first one's health request would wait
+    assert time.monotonic() - started < 300  # not the 600 s that the first health request would take
     assert len(ports) == 3  # nothing was started again
     assert ("  |" in str(caught.value)) == (behaviour == "breaks")
 
@@ -178,10 +178,10 @@ def test_one_that_dies_is_named_with_its_words_and_ends_the_others(
     ("behaviour", "message"),
     [
         ("is killed", r"^vllm serve was killed by SIGKILL"),
-        ("finds its port taken", r"^vLLM says: OSError: \[Errno 98\] Address already in use"),
+        ("finds its port taken", r"^vLLM reports: OSError: \[Errno 98\] Address already in use"),
     ],
 )
-def test_one_that_is_killed_or_loses_its_port_may_do_better_next_time(
+def test_a_killed_server_or_a_lost_port_is_retried(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path, behaviour: str, message: str
 ) -> None:
     stand_in(monkeypatch, behaviour)
@@ -194,7 +194,7 @@ def test_one_that_is_killed_or_loses_its_port_may_do_better_next_time(
     assert not is_lasting(caught.value)
 
 
-def test_an_evaluation_that_failed_because_a_server_ended_says_so(
+def test_an_evaluation_that_failed_with_a_server_reports_it(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
 ) -> None:
     stand_in(monkeypatch, "answers", "ends later")
@@ -244,7 +244,7 @@ def test_the_deadline_holds_while_a_health_request_hangs(
 
 
 class Terminated(BaseException):
-    """What a signal handler raises, as Prefect's does."""
+    """Raised by a signal handler, like Prefect's."""
 
 
 def test_a_signal_ends_the_wait_for_servers_whenever_it_comes(
@@ -273,7 +273,7 @@ def test_a_signal_ends_the_wait_for_servers_whenever_it_comes(
         signal.signal(signal.SIGTERM, before)
 
 
-def test_servers_in_the_foreground_end_with_the_first_that_ends(
+def test_foreground_servers_stop_when_one_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, model_path: Path, tmp_path: Path
 ) -> None:
     ports = stand_in(monkeypatch, "answers", "ends later")

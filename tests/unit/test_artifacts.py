@@ -1,4 +1,4 @@
-"""Keys change with what changes the result; a damaged artifact is never a hit; a forced one replaces none."""
+"""Keys change with what changes the result; damaged artifacts are never hits; forced builds replace none."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def store(tmp_path: Path) -> ArtifactStore:
 
 
 def names(store: ArtifactStore) -> list[str]:
-    """What lies in the folder of the key."""
+    """The entries in the folder of the key."""
     return sorted(path.name for path in store.key_folder("train", PARTS.key).iterdir())
 
 
-def test_the_key_is_sha256_of_the_canonical_json_of_its_parts() -> None:
+def test_the_key_is_the_sha256_of_its_canonical_json() -> None:
     text = (
         '{"code_digest":"' + "c" * 64 + '","config":{"loss":{"clip_high":0.28,"clip_low":0.2},"steps":3},'
         '"inputs":{"data":"' + "b" * 64 + '","model":"' + "a" * 64 + '"},'
@@ -70,18 +70,18 @@ def test_the_key_is_sha256_of_the_canonical_json_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize("value", [{1, 2}, Path("x"), float("nan")])
-def test_a_value_without_one_canonical_text_is_refused(value: object) -> None:
+def test_values_without_canonical_json_are_refused(value: object) -> None:
     with pytest.raises((TypeError, ValueError)):
         _ = replace(PARTS, config={"key": value}).key
 
 
-def test_package_versions_name_what_is_absent() -> None:
+def test_missing_packages_are_recorded_as_absent() -> None:
     versions = package_versions(["numpy", "no-such-package"])
     assert versions == {"numpy": np.__version__, "no-such-package": "absent"}
 
 
-def test_the_first_run_builds_and_the_second_is_a_hit(store: ArtifactStore) -> None:
-    build = Builder(metrics={"loss": np.float32(0.5), "steps": np.int64(3), "name": "x"})
+def test_a_second_build_of_the_same_key_is_a_cache_hit(store: ArtifactStore) -> None:
+    build = Builder()
     made, was_cached = store.produce(PARTS, build)
     assert not was_cached
     found, was_cached = store.produce(PARTS, build)
@@ -93,7 +93,7 @@ def test_the_first_run_builds_and_the_second_is_a_hit(store: ArtifactStore) -> N
     assert names(store) == ["1"]
 
 
-def test_the_manifest_has_files_key_parts_times_and_metrics(store: ArtifactStore) -> None:
+def test_the_manifest_records_files_key_parts_times_and_metrics(store: ArtifactStore) -> None:
     made, _ = store.produce(PARTS, Builder(metrics={"loss": np.float32(0.5), "steps": np.int64(3)}))
     manifest = made.manifest()
     assert manifest["files"] == [
@@ -108,7 +108,7 @@ def test_the_manifest_has_files_key_parts_times_and_metrics(store: ArtifactStore
     assert manifest["host"] == os.uname().nodename
 
 
-def test_the_digest_is_of_the_content_alone(tmp_path: Path) -> None:
+def test_the_digest_depends_only_on_the_content(tmp_path: Path) -> None:
     first, _ = ArtifactStore(tmp_path / "one").produce(PARTS, Builder())
     other_parts = replace(PARTS, config={"steps": 4})
     second, _ = ArtifactStore(tmp_path / "two").produce(other_parts, Builder(metrics={"loss": 9.0}))
@@ -129,7 +129,7 @@ def flip_one_byte(directory: Path) -> None:
 
 
 def edit_manifest(directory: Path) -> None:
-    # The file's new digest is entered too, but not the digest over all of them.
+    # The file's new digest is entered, but not the digest over all files.
     flip_one_byte(directory)
     old, new = (hashlib.sha256(content).hexdigest() for content in (b"0123456789", b"0123x56789"))
     text = (directory / "manifest.json").read_text()
@@ -146,15 +146,15 @@ def link(directory: Path) -> None:
     [
         (flip_one_byte, r"weights\.bin has sha256 \w{64}, the manifest says 84d89877f0d4041efb6bf91a16f0248f"),
         (lambda made: os.truncate(made / "weights.bin", 9), r"weights\.bin has 9 bytes, the manifest says 10"),
-        (lambda made: (made / "sub/tokens.txt").unlink(), r"sub/tokens\.txt is missing \(1 of 2 files are\)"),
+        (lambda made: (made / "sub/tokens.txt").unlink(), r"sub/tokens\.txt is missing \(1 of 2 files\)"),
         (lambda made: (made / "stray.bin").touch(), r"stray\.bin is not in the manifest \(1 such files\)"),
         (lambda made: (made / "manifest.json").unlink(), r"manifest\.json is missing"),
         (lambda made: os.truncate(made / "manifest.json", 40), r"manifest\.json is not a manifest"),
-        (edit_manifest, r"manifest\.json is of another artifact, or was edited"),
+        (edit_manifest, r"manifest\.json belongs to another artifact or was edited"),
         (link, r"tokens\.txt is neither a file nor a folder"),
     ],
 )
-def test_a_damaged_artifact_is_named_kept_and_built_again(
+def test_a_damaged_artifact_is_reported_kept_and_rebuilt(
     store: ArtifactStore, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], reason: str
 ) -> None:
     build = Builder()
@@ -171,13 +171,13 @@ def test_a_damaged_artifact_is_named_kept_and_built_again(
 
 
 def age(made: Artifact) -> None:
-    """Waits until a write to the files could no longer leave their change time as it is."""
+    """Waits until a new write must change the files' change time."""
     newest = max(path.stat().st_ctime_ns for path in Path(made.path).rglob("*"))
     time.sleep(max(0.0, (newest + artifact_module.RACY_NANOSECONDS - time.time_ns()) / 1e9) + 0.01)
 
 
 @pytest.mark.slow
-def test_files_found_right_are_not_read_again_until_they_change(
+def test_verified_files_are_not_hashed_again_until_they_change(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
@@ -194,7 +194,7 @@ def test_files_found_right_are_not_read_again_until_they_change(
     age(made)
     hashed.clear()
     assert store.lookup("train", PARTS.key) == made
-    assert sorted(hashed) == ["tokens.txt", "weights.bin"]  # too young to be trusted when they were published
+    assert sorted(hashed) == ["tokens.txt", "weights.bin"]  # too recent to be trusted when published
     hashed.clear()
     assert store.lookup("train", PARTS.key) == made
     assert hashed == []
@@ -208,7 +208,7 @@ def test_files_found_right_are_not_read_again_until_they_change(
     assert hashed == ["weights.bin"]
 
 
-def test_a_lost_or_torn_stamp_only_costs_time(store: ArtifactStore) -> None:
+def test_a_corrupt_stamp_file_is_ignored(store: ArtifactStore) -> None:
     made, _ = store.produce(PARTS, Builder())
     stamp = Path(made.path).with_suffix(".verified")
     for content in ("{", "[]"):
@@ -216,7 +216,7 @@ def test_a_lost_or_torn_stamp_only_costs_time(store: ArtifactStore) -> None:
         assert store.lookup("train", PARTS.key) == made
 
 
-def test_a_failed_build_is_no_hit_and_stays_to_be_looked_at(
+def test_a_failed_build_is_not_a_hit_and_is_kept_for_inspection(
     store: ArtifactStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(work: Path) -> Mapping[str, Any]:
@@ -230,11 +230,11 @@ def test_a_failed_build_is_no_hit_and_stays_to_be_looked_at(
     assert (Path(made.path).name, was_cached) == ("2", False)
     assert not (Path(made.path) / "half.bin").exists()
     assert (store.key_folder("train", PARTS.key) / "1.damaged" / "half.bin").read_bytes() == b"half"
-    assert "1.damaged: the attempt that made it did not finish" in caplog.text
+    assert "1.damaged: the attempt did not finish" in caplog.text
 
 
 def train(stops: bool, steps: list[int]) -> Callable[[Path], Mapping[str, Any]]:
-    """A resumable training, which enters in `steps` how many steps it found."""
+    """A resumable training that records in `steps` how many steps it found."""
 
     def build(work: Path) -> Mapping[str, Any]:
         checkpoint = work / "checkpoint"
@@ -247,7 +247,7 @@ def train(stops: bool, steps: list[int]) -> Callable[[Path], Mapping[str, Any]]:
     return build
 
 
-def test_a_resumable_build_continues_where_the_failed_one_stopped(store: ArtifactStore) -> None:
+def test_a_resumable_build_continues_the_failed_attempt(store: ArtifactStore) -> None:
     steps: list[int] = []
     with pytest.raises(InterruptedError):
         store.produce(PARTS, train(True, steps), resumable=True)
@@ -258,7 +258,7 @@ def test_a_resumable_build_continues_where_the_failed_one_stopped(store: Artifac
     assert store.unfinished("train", PARTS.key) is None
 
 
-def test_a_forced_build_leaves_the_old_artifact_to_those_who_use_it(store: ArtifactStore) -> None:
+def test_a_forced_build_keeps_the_old_artifact(store: ArtifactStore) -> None:
     old, _ = store.produce(PARTS, Builder({"weights.bin": b"old"}))
 
     def build(work: Path) -> Mapping[str, Any]:
@@ -274,7 +274,7 @@ def test_a_forced_build_leaves_the_old_artifact_to_those_who_use_it(store: Artif
     assert store.produce(PARTS, Builder()) == (old, True)  # the newest attempt that verifies
 
 
-def test_a_forced_build_that_fails_leaves_a_hit_and_is_continued_by_force(store: ArtifactStore) -> None:
+def test_a_failed_forced_build_keeps_the_hit_and_resumes_when_forced(store: ArtifactStore) -> None:
     steps: list[int] = []
     old, _ = store.produce(PARTS, train(False, steps), resumable=True, force=True)  # as without force
     with pytest.raises(InterruptedError):
@@ -288,19 +288,19 @@ def test_a_forced_build_that_fails_leaves_a_hit_and_is_continued_by_force(store:
 @pytest.mark.parametrize(
     ("write", "said"),
     [
-        (lambda work: (work / "model").symlink_to("/etc"), r"model is neither .*copies \(or hard links\) only"),
-        (lambda work: (work / "manifest.json").touch(), r"stage train wrote .*a name the store needs itself"),
+        (lambda work: (work / "model").symlink_to("/etc"), r"model is neither .*only copies or hard links"),
+        (lambda work: (work / "manifest.json").touch(), r"stage train wrote .*a name reserved for the store"),
         (lambda work: (work / "a\nb").touch(), r"a\\nb' has a line break or another control character"),
     ],
 )  # fmt: skip
-def test_an_output_that_would_break_the_store_is_refused(
+def test_links_reserved_names_and_control_characters_are_refused(
     store: ArtifactStore, write: Callable[[Path], None], said: str
 ) -> None:
     with pytest.raises(StoreError, match=said):
         store.produce(PARTS, lambda work: {"wrote": write(work)})
 
 
-def test_a_manifest_holds_no_secret(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifests_contain_no_secrets(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "sk-very-secret")
     parts = replace(PARTS, config={"serve": {"extra_args": ("--header", "Bearer sk-very-secret")}})
     made, _ = store.produce(parts, Builder(metrics={"commands": ["curl -H sk-very-secret"], "n": 1}))
@@ -313,21 +313,23 @@ def test_a_manifest_holds_no_secret(store: ArtifactStore, monkeypatch: pytest.Mo
 WEIGHTS = "model.safetensors"
 
 
-def hand_on(work: Path, digests: Mapping[str, str]) -> Output:
+def write_with_digests(work: Path, digests: Mapping[str, str]) -> Output:
     (work / WEIGHTS).write_bytes(b"0123456789")
     (work / "config.json").write_bytes(b"{}")
     return Output({"loss": 0.5}, digests)
 
 
-def test_a_digest_that_a_stage_hands_on_is_kept_and_compared_with_the_bytes_at_the_next_use(
+def test_digests_taken_while_writing_are_verified_on_the_next_use(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, _ = ArtifactStore(store.root / "other").produce(PARTS, lambda work: hand_on(work, {}).metrics)
+    plain, _ = ArtifactStore(store.root / "other").produce(
+        PARTS, lambda work: write_with_digests(work, {}).metrics
+    )
     sha256 = hashlib.sha256(b"{}").hexdigest()
     blake3 = digest_of([content_part(b"0123456789")])
     monkeypatch.setattr(artifact_module, "hash_file", lambda path, algorithm: pytest.fail(f"{path} was read"))
     digests = {WEIGHTS: f"blake3:{blake3}", "config.json": f"sha256:{sha256}"}
-    made, _ = store.produce(PARTS, lambda work: hand_on(work, digests))
+    made, _ = store.produce(PARTS, lambda work: write_with_digests(work, digests))
     monkeypatch.undo()
     assert made.digest == plain.digest  # as of files that the store hashed
     assert made.manifest()["metrics"] == {"loss": 0.5}
@@ -337,20 +339,20 @@ def test_a_digest_that_a_stage_hands_on_is_kept_and_compared_with_the_bytes_at_t
     ]
     assert store.lookup("train", PARTS.key) == made
     other = replace(PARTS, config={"steps": 4})
-    store.produce(other, lambda work: hand_on(work, {WEIGHTS: f"blake3:{'0' * 64}"}))
+    store.produce(other, lambda work: write_with_digests(work, {WEIGHTS: f"blake3:{'0' * 64}"}))
     assert store.lookup("train", other.key) is None
     assert f"{WEIGHTS} has blake3 {blake3}, the manifest says 0000" in caplog.text
 
 
 @pytest.mark.parametrize("digests", [{"absent": "sha256:0"}, {WEIGHTS: "md5:0"}])
-def test_a_digest_of_nothing_or_of_an_unknown_kind_is_refused(
+def test_digests_of_unwritten_files_or_unknown_algorithms_are_refused(
     store: ArtifactStore, digests: Mapping[str, str]
 ) -> None:
-    with pytest.raises(StoreError, match="has digests of files that it did not write, or of an unknown algorithm"):
-        store.produce(PARTS, lambda work: hand_on(work, digests))
+    with pytest.raises(StoreError, match="returned digests for files it did not write"):
+        store.produce(PARTS, lambda work: write_with_digests(work, digests))
 
 
-def test_a_full_disk_under_a_build_names_space_and_key(store: ArtifactStore) -> None:
+def test_a_full_disk_during_a_build_names_free_space_and_key(store: ArtifactStore) -> None:
     def build(work: Path) -> Mapping[str, Any]:
         with open("/dev/full", "wb") as full:  # a real ENOSPC from a real write
             full.write(b"x")
@@ -358,13 +360,13 @@ def test_a_full_disk_under_a_build_names_space_and_key(store: ArtifactStore) -> 
 
     with pytest.raises(StoreError) as caught:
         store.produce(PARTS, build)
-    assert str(caught.value).startswith(f"the artifact store {store.root} has no room left: ")
-    assert re.search(r"\d\.\d [MG]iB of \d+\.\d [MG]iB are free there", str(caught.value))
+    assert str(caught.value).startswith(f"the artifact store {store.root} has no space left: ")
+    assert re.search(r"\d\.\d [MG]iB of \d+\.\d [MG]iB are free", str(caught.value))
     assert "set store.path" in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_a_store_below_a_file_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_a_store_path_below_a_file_is_refused_before_building(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     build = Builder()
     for root in (tmp_path / "file", tmp_path / "file" / "store"):
@@ -373,7 +375,7 @@ def test_a_store_below_a_file_is_refused_before_any_work(tmp_path: Path) -> None
     assert build.num_runs == 0
 
 
-def test_errors_that_are_not_about_the_store_stay_as_they_are(store: ArtifactStore, tmp_path: Path) -> None:
+def test_unrelated_errors_are_not_turned_into_store_errors(store: ArtifactStore, tmp_path: Path) -> None:
     def read_missing(work: Path) -> Mapping[str, Any]:
         return {"text": (work / "missing").read_text()}
 

@@ -1,4 +1,4 @@
-"""Which signals end a training, and which only end the process that watches it."""
+"""Which signals cancel a training, and which only end the process that watches it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOW_RUN = "00000000-0000-0000-0000-000000000001"
 SIGTERM = TerminationSignal(signal.SIGTERM)
 
 
-def test_only_a_signal_to_a_worker_is_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_signal_to_a_worker_counts_as_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WORKER_VARIABLE, raising=False)
     assert not is_worker_restart(SIGTERM)
     monkeypatch.setenv(WORKER_VARIABLE, FLOW_RUN)
@@ -30,7 +30,7 @@ def test_only_a_signal_to_a_worker_is_a_restart(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("answers", ["nothing", "no connection"])
-def test_a_server_that_does_not_answer_leaves_it_running(
+def test_an_unresponsive_server_counts_as_not_cancelled(
     answers: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(WORKER_VARIABLE, FLOW_RUN)
@@ -47,7 +47,7 @@ def test_a_server_that_does_not_answer_leaves_it_running(
 
 
 class SlowServer(BaseHTTPRequestHandler):
-    """Says that it is busy, and a moment later in which state the flow run is."""
+    """Reports that it is busy, and later the state of the flow run."""
 
     state = "RUNNING"
     busy_until = 0.0
@@ -64,7 +64,7 @@ class SlowServer(BaseHTTPRequestHandler):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("state", "is_restart"), [("CANCELLING", False), ("CANCELLED", False), ("RUNNING", True)])
-def test_a_busy_server_is_asked_until_it_answers(
+def test_a_busy_server_is_polled_until_it_answers(
     state: str, is_restart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(WORKER_VARIABLE, FLOW_RUN)

@@ -1,4 +1,4 @@
-"""What the chain sets for its child processes, as manifests, runs and reports list it."""
+"""Variables the chain sets for child processes, as listed in manifests, runs and reports."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dapo_core.device import device_for
 from flows.cli import app
 from flows.config import load_config
 from tasks.artifacts.artifact import artifact_at
-from tasks.child_environment import by_children, child_environment
 from tasks.links import link_of
 from tasks.preflight.environment import TABLE
+from tasks.runs.child_environment import by_children, child_environment
 from tasks.runs.report import provenance_of
 from tests.other_trainings import config_of as other_config_of
 from tests.recorded_runs import record_run, small_config
@@ -23,7 +23,7 @@ from tests.recorded_runs import record_run, small_config
 RECIPE = "configs/dapo_qwen3_32b_math.yaml"  # NPUs of four nodes, colocated
 
 
-def test_what_an_npu_gets_is_what_the_table_says_of_it() -> None:
+def test_npu_variables_match_the_table() -> None:
     ours = {row["name"]: row["ours"] for row in yaml.safe_load(TABLE.read_text()) if "ours" in row}
     assert device_for("npu").variables(is_shared=True) == ours
     link = link_of(load_config(Path(RECIPE)), "train_policy")
@@ -38,7 +38,7 @@ def test_what_an_npu_gets_is_what_the_table_says_of_it() -> None:
     assert "GLOO_SOCKET_IFNAME" not in rows
 
 
-def test_the_users_own_value_is_not_the_chains(tmp_path: Path) -> None:
+def test_values_set_by_the_user_are_not_listed(tmp_path: Path) -> None:
     link = link_of(small_config(tmp_path, "rollout.engine=vllm"), "train_policy")
     user = {"RAY_COLOR_PREFIX": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     rows = {row["name"]: row["value"] for row in child_environment(link, {}, user)}
@@ -67,7 +67,7 @@ def test_another_trainers_variables_are_listed_without_secrets(
     assert "must not be written" not in json.dumps(rows)
 
 
-def test_several_servers_have_their_own_rows(tmp_path: Path) -> None:
+def test_each_server_has_its_own_rows(tmp_path: Path) -> None:
     link = link_of(small_config(tmp_path, "serve.num_servers=2"), "evaluate_before")
     monkey = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     given = by_children(child_environment(link, {}, monkey))
@@ -80,7 +80,7 @@ def test_several_servers_have_their_own_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_and_its_report_list_them_and_no_key_depends_on_them(
+def test_runs_and_reports_list_variables_and_keys_ignore_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_COLOR_PREFIX", raising=False)

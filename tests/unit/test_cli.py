@@ -26,9 +26,9 @@ from dapo_core.stopping import TrainingStopped
 from eval import EvaluationError
 from eval.results import ResultsError
 from flows.cli import app, main
-from tasks.chain import resume_words
+from tasks.chain import resume_options
+from tasks.execution.retries import describe, exit_code_of
 from tasks.processes.child import ChildProcessFailed
-from tasks.retries import describe, exit_code_of
 from tasks.serve_model.failure import ServeError
 from tests.evaluations import write_results
 from tests.recorded_runs import LABELS
@@ -165,7 +165,7 @@ def test_the_status_says_whether_the_user_must_act(error: Exception, status: int
 def test_a_second_attempt_goes_on_from_the_first_or_from_where_that_began(
     resume: str, attempt: int, words: list[str]
 ) -> None:
-    assert resume_words(resume, attempt) == words
+    assert resume_options(resume, attempt) == words
 
 
 @pytest.mark.parametrize(("error", "status"), [(TypeError("a bug"), 2), (KeyError("passes on"), None)])
@@ -212,7 +212,7 @@ def test_a_recipe_of_another_machine_is_planned_all_the_same(tmp_path: Path) -> 
 def test_a_stage_without_its_inputs_leaves_no_run(tmp_path: Path, words: str) -> None:
     said = refusal("stage", *words.split(), CONFIG, "--set", f"store.path={tmp_path}")
     assert "has no output of prepare_data for this configuration" in said
-    assert "make it with dapo stage prepare-data CONFIG, or all of the chain with dapo run CONFIG" in said
+    assert "build it with dapo stage prepare-data CONFIG, or the whole chain with dapo run CONFIG" in said
     assert not (tmp_path / "runs").exists()
 
 
@@ -388,7 +388,7 @@ def test_datasets_lists_the_registry_and_shows_rows_as_the_model_sees_them(tmp_p
     assert "mine.csv has no column hnt" in refusal(
         "datasets", "show", rows, *columns, "--set", "data.prompt_template='{problem} {hnt}'"
     )
-    assert "the prompt would show it" in refusal(
+    assert "which the prompt would reveal" in refusal(
         "datasets", "show", rows, *columns, "--set", "data.prompt_template='{problem} {result}'"
     )
     assert "lacks the columns" in refusal("datasets", "show", rows)

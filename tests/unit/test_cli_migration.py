@@ -70,7 +70,7 @@ def test_variables_of_the_recipe_are_exported_without_their_secrets(tmp_path: Pa
 
 def test_prepared_rows_are_a_folder_of_prepare_data(tmp_path: Path) -> None:
     words = [*FOR_VERL, "--output", str(tmp_path / "out"), "--data", str(tmp_path)]
-    with pytest.raises(ConfigError, match=r"has no train\.parquet; name an output of dapo prepare-data"):
+    with pytest.raises(ConfigError, match=r"has no train\.parquet; pass an output of dapo prepare-data"):
         CliRunner().invoke(app, words, catch_exceptions=False)
 
 
@@ -80,6 +80,6 @@ def test_an_edited_script_is_not_written_over(tmp_path: Path) -> None:
     for _ in range(2):  # the same again is no edit
         assert CliRunner().invoke(app, words).exit_code == 0
     script.write_text("mine")
-    with pytest.raises(ConfigError, match=r"out has run\.sh with another content; name another --output"):
+    with pytest.raises(ConfigError, match=r"out already has run\.sh with different content; name another"):
         CliRunner().invoke(app, words, catch_exceptions=False)
     assert script.read_text() == "mine"

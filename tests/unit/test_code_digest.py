@@ -1,4 +1,4 @@
-"""What the digest of a stage's code sees: every file that the stage runs, and none that changes no result."""
+"""The code digest of a stage covers every file that it runs, and none that does not affect results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tasks.artifacts.artifact import StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT, code_digest, code_files
-from tasks.stages import EVALUATE_MODEL, NOT_COUNTED, STAGES, TRAIN_POLICY, Stage
+from tasks.stages import EVALUATE_MODEL, EXCLUDED_CODE, STAGES, TRAIN_POLICY, Stage
 from tests.imports import files_imported
 
 CODE = ("core", "eval/answers", "durable.py")
@@ -30,7 +30,7 @@ def digest(project: Path, code: tuple[str, ...] = CODE) -> str:
     return code_digest(code, WITHOUT, project)
 
 
-def test_a_change_counts_where_the_stage_declares_it(project: Path) -> None:
+def test_a_change_counts_where_a_stage_declares_it(project: Path) -> None:
     for name in ("core/loss.py", "core/chat.j2", "core/new.py", "eval/answers/exact.py", "durable.py"):
         before = digest(project)
         (project / name).write_text("two")
@@ -41,7 +41,7 @@ def test_a_change_counts_where_the_stage_declares_it(project: Path) -> None:
         assert digest(project) == before, name
 
 
-def test_a_stage_that_names_what_others_leave_out_counts_it(project: Path) -> None:
+def test_a_stage_may_declare_excluded_code(project: Path) -> None:
     before = digest(project, ("core/merge",)), digest(project, ("core", "core/merge"))
     (project / "core/merge/run.py").write_text("two")
     after = digest(project, ("core/merge",)), digest(project, ("core", "core/merge"))
@@ -49,24 +49,24 @@ def test_a_stage_that_names_what_others_leave_out_counts_it(project: Path) -> No
     assert before[1] != after[1]
 
 
-def test_the_digest_does_not_depend_on_the_place_or_the_order(project: Path) -> None:
+def test_the_digest_does_not_depend_on_location_or_order(project: Path) -> None:
     here = digest(project)
     moved = project.rename(project.with_name("moved"))
     assert digest(moved, CODE[::-1]) == here
 
 
-def test_code_that_does_not_exist_is_named(project: Path) -> None:
+def test_missing_code_is_named(project: Path) -> None:
     with pytest.raises(StoreError, match=r"core/los\.py, which a stage declares as its code, does not exist"):
         digest(project, ("core/los.py",))
 
 
 def files_of(stage: Stage) -> set[str]:
-    return {file.relative_to(PROJECT_ROOT).as_posix() for file in code_files(stage.code, NOT_COUNTED)}
+    return {file.relative_to(PROJECT_ROOT).as_posix() for file in code_files(stage.code, EXCLUDED_CODE)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-def test_a_stage_declares_all_that_it_imports(stage: Stage) -> None:
+def test_a_stage_declares_all_its_imports(stage: Stage) -> None:
     """A change of any of it, on one machine of several or after an update, must not be a cache hit."""
     declared = files_of(stage)
     missing = {
@@ -74,19 +74,19 @@ def test_a_stage_declares_all_that_it_imports(stage: Stage) -> None:
         for name in declared
         if name.endswith(".py")
         for other in files_imported(name, with_strings=True) - declared
-        if not any(other == path or other.startswith(f"{path}/") for path in NOT_COUNTED)
+        if not any(other == path or other.startswith(f"{path}/") for path in EXCLUDED_CODE)
     }
     assert missing == set()
 
 
-def test_what_the_configuration_derives_counts_for_a_training() -> None:
+def test_configuration_code_that_derives_values_counts_for_training() -> None:
     files = (PROJECT_ROOT / "dapo_core/config").glob("*.py")
     derive = {f"dapo_core/config/{file.name}" for file in files if "@property" in file.read_text()}
     assert derive
     assert derive <= files_of(TRAIN_POLICY)
 
 
-def test_work_of_days_is_not_lost_to_a_change_that_does_not_matter() -> None:
+def test_irrelevant_code_changes_do_not_invalidate_training() -> None:
     trained, evaluated = files_of(TRAIN_POLICY), files_of(EVALUATE_MODEL)
     assert {"dapo_core/trainer.py", "dapo_core/loss.py", "dapo_core/reward/__init__.py"} <= trained
     assert {"eval/client.py", "tasks/serve_model/command.py"} <= evaluated

@@ -11,15 +11,15 @@ from dapo_core.checkpoint.folder import step_folder, tidy
 from dapo_core.errors import CheckpointError
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact
-from tasks.chain import keep_words, take_model_folder
+from tasks.artifacts.references import forget_resolved
+from tasks.chain import keep_options, link_model_folder
+from tasks.evaluation.served_model import served_model
 from tasks.links import chain_of, label_of, link_of, side_of, step_checkpoint
-from tasks.references import forget_resolved
-from tasks.runs.columns import take_columns
 from tasks.runs.history import read_run
 from tasks.runs.plan import plan_chain
+from tasks.runs.report import take_columns
 from tasks.runs.run import Run
 from tasks.serve_model.failure import ServeError, ServerUnreachable
-from tasks.served_baseline import served_model
 from tests.integration.arithmetic_server import ArithmeticServer
 from tests.recorded_runs import LABELS, Outcome, produce, small_config
 from tests.tiny_models import build_tiny_qwen3
@@ -62,10 +62,10 @@ def test_columns_do_not_change_the_keys_of_other_stages(tmp_path: Path) -> None:
     assert link_of(other, "merge_step_20").key(data).key != merges[0]
 
 
-def test_a_training_keeps_the_steps_that_are_evaluated_later(tmp_path: Path) -> None:
+def test_training_keeps_the_steps_to_evaluate(tmp_path: Path) -> None:
     config = small_config(tmp_path, STEPS, "checkpoint.keep_steps=[60]")
-    assert keep_words(config) == ["--set", "checkpoint.keep_steps=[20, 40, 60]"]
-    assert keep_words(small_config(tmp_path)) == []
+    assert keep_options(config) == ["--set", "checkpoint.keep_steps=[20, 40, 60]"]
+    assert keep_options(small_config(tmp_path)) == []
     folder = tmp_path / "checkpoints"
     for step in (10, 20, 30, 40, 50, 60):
         step_folder(folder, step).mkdir(parents=True)
@@ -73,7 +73,7 @@ def test_a_training_keeps_the_steps_that_are_evaluated_later(tmp_path: Path) -> 
     assert sorted(path.name for path in folder.iterdir()) == ["step_000020", "step_000040", "step_000060"]
     training = Artifact("train_policy", "k", str(tmp_path), "d")
     assert step_checkpoint(training, 20) == step_folder(folder, 20)
-    with pytest.raises(CheckpointError, match=r"kept checkpoints of steps 20, 40, 60, and .* names 30; .*--force"):
+    with pytest.raises(CheckpointError, match=r"kept checkpoints of steps 20, 40, 60, but .* names 30; .*--force"):
         step_checkpoint(training, 30)
 
 
@@ -85,7 +85,7 @@ def test_stored_columns_are_reused_and_missing_ones_explained(tmp_path: Path) ->
     labels = [label for label in labels if "gone" not in label and "40" not in label]
     with Run.start(config) as run:
         fetched = link_of(config, "fetch_baseline_base")
-        run.produce("fetch_baseline_base", fetched.key(), lambda folder: take_model_folder(fetched.config, folder))
+        run.produce("fetch_baseline_base", fetched.key(), lambda folder: link_model_folder(fetched.config, folder))
         made = produce(run, Outcome(), [label for label in labels if label != "fetch_baseline_base"])
     assert set(read_run(run.folder).stages) == set(labels)
     with Run.start(config) as run:
@@ -97,14 +97,14 @@ def test_stored_columns_are_reused_and_missing_ones_explained(tmp_path: Path) ->
     other = small_config(tmp_path / "store", "evaluate.checkpoints=[20, 60]")
     plan = {stage.label: stage for stage in plan_chain(other)}
     assert plan["evaluate_step_20"].state == "cached"
-    assert "kept checkpoints of steps 20, 40, and evaluate.checkpoints names 60" in plan["merge_step_60"].note
+    assert "kept checkpoints of steps 20, 40, but evaluate.checkpoints names 60" in plan["merge_step_60"].note
 
 
 @pytest.mark.slow
 def test_a_served_baseline_is_evaluated_again_when_its_server_s_weights_change(
     server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ServeError, match=r"theirs takes its key from THEIR_KEY, which is not set"):
+    with pytest.raises(ServeError, match=r"theirs reads its API key from THEIR_KEY, which is not set"):
         link_of(with_server(tmp_path, server), "evaluate_baseline_theirs").key(data(tmp_path))
     monkeypatch.setenv("THEIR_KEY", "secret-of-theirs")
     config = with_server(tmp_path, server)

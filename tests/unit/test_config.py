@@ -140,12 +140,12 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("evaluate.benchmarks=[{set: math500, name: pooled}]", r"'pooled' names a folder and a column"),
         (
             "evaluate.headline=math500",
-            r"evaluate\.headline=math500 is none of evaluate\.benchmarks: which is empty",
+            r"evaluate\.headline=math500 is not in evaluate\.benchmarks: which is empty",
         ),
         ("evaluate.gates=[math500 is good]", r"'math500 is good' is not of the form NAME"),
         ("evaluate.baselines=[{name: base, pth: x}]", r"evaluate\.baselines has no key pth; it has name, path"),
-        ("evaluate.baselines=[{name: base}]", r"base has none of path, id and base_url; name one"),
-        ("evaluate.baselines=[{name: b, path: x, id: o/n}]", r"b has path and id of path, id and base_url"),
+        ("evaluate.baselines=[{name: base}]", r"base sets none of path, id and base_url; set exactly one"),
+        ("evaluate.baselines=[{name: b, path: x, id: o/n}]", r"b sets path and id of path, id and base_url"),
         ("evaluate.baselines=[{name: b, path: x, model: m}]", r"model of b would be ignored by path"),
         ("evaluate.baselines=[{name: b, base_url: 'http://h'}]", r"b has base_url; set `model` to the name"),
         (
@@ -229,7 +229,7 @@ def test_references_of_a_model_are_checked_as_they_are_read() -> None:
         ),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused(recipe: Path, overrides: list[str], message: str) -> None:
+def test_contradicting_keys_are_refused(recipe: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(recipe, overrides)
 

@@ -1,4 +1,4 @@
-"""Training problems that are also in an evaluation set: which are found, and what becomes of them."""
+"""Training problems that are also in an evaluation set: which match, and what happens to them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def found(train: list[str], held_out: list[str]) -> list[tuple[int, str, float]]
         (r"\begin{align*} x &= 1 \end{align*} [asy] draw((0,0)--(9,9)); [/asy] Find $x$", "x=1. Find $x$."),
     ],
 )
-def test_equal_texts_are_found_whatever_their_layout(train: str, held_out: str) -> None:
+def test_equal_texts_match_whatever_their_layout(train: str, held_out: str) -> None:
     assert found(["What is 5 * 5?", train], [held_out, "What is 6 * 6?"]) == [(1, "0", 1.0)]
 
 
@@ -55,11 +55,11 @@ def test_equal_texts_are_found_whatever_their_layout(train: str, held_out: str) 
         ("[asy] draw((0,0)--(1,1)); [/asy]", "[asy] draw((0,0)--(2,2)); [/asy]"),  # nothing but drawings
     ],
 )
-def test_variants_are_other_problems(train: str, held_out: str) -> None:
+def test_variants_do_not_match(train: str, held_out: str) -> None:
     assert found([train], [held_out]) == []
 
 
-def test_reworded_problems_are_found_by_runs_of_words() -> None:
+def test_reworded_problems_match_by_runs_of_words() -> None:
     # "... by a red one." is 24 words, of which the training problem has all 24 in a row: 24 of 28.
     train = BEADS.replace("Find the probability $p$.", "What is p? Give it in the form k/m, and calculate k + m.")
     num_words = len(contamination._words(contamination.tokens_of(BEADS)))
@@ -69,7 +69,7 @@ def test_reworded_problems_are_found_by_runs_of_words() -> None:
     assert found(["A bag holds two red beads and two green beads. You draw a bead $3$ balls."], [BEADS]) == []
 
 
-def test_instructions_that_rows_share_are_no_overlap() -> None:
+def test_shared_instructions_do_not_count() -> None:
     before = (
         "Solve the following math problem step by step, and give the answer on the last line of your response."
     )
@@ -82,7 +82,7 @@ def test_instructions_that_rows_share_are_no_overlap() -> None:
     assert found(["What is 4 + 1?"], [held_out[0].replace("5", "4"), *held_out[1:]]) == [(0, "0", 1.0)]
 
 
-def test_sentences_of_templated_problems_are_shared_and_still_tell_them_apart() -> None:
+def test_templated_problems_with_other_numbers_do_not_match() -> None:
     # Each sentence is in many rows, so only the other one is compared as text: numbers count all the same.
     text = "Each box holds {a} apples. How many apples in {b} boxes?"
     rows = [text.format(a=a, b=b) for a in range(10, 20) for b in range(2, 9)]
@@ -96,7 +96,7 @@ def test_sentences_of_templated_problems_are_shared_and_still_tell_them_apart() 
     assert found([*train, held_out[2]], asked) == [(len(train), "2", 1.0)]
 
 
-def test_templated_problems_with_the_same_numbers_and_other_words_are_apart() -> None:
+def test_templated_problems_with_other_words_do_not_match() -> None:
     # Names and verbs are in lines that many rows share; the first line is in one row of each set.
     text = "Shop {shop}:\n{name} has {a} owls,\n{name} {verb} {b}.\nHow many?"
     words = [(name, verb) for name in ("Ana", "Bob", "Eve") for verb in ("buys", "sells", "finds")]
@@ -114,14 +114,14 @@ def test_templated_problems_with_the_same_numbers_and_other_words_are_apart() ->
     assert found(train, [*held_out, train[3]]) == [(3, "54", 1.0)]
 
 
-def test_generated_problems_are_apart() -> None:
+def test_generated_problems_do_not_match() -> None:
     train, held_out = (
         [row["prompt"][0]["content"] for row in rows] for rows in generate_problems(3000, 300, 3, seed=0)
     )
     assert found(train, held_out) == []
 
 
-def test_rows_keep_their_numbers_over_batches_and_items_their_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_numbers_and_sets_are_kept_across_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contamination, "BATCH_ROWS", 2)
     sets = {"one": [Problem("7", "What is 3 + 1?", "4")], "two": [Problem("9", "what is 3+1", "4")]}
     rows = [f"What is {number} + 1?" for number in range(5)]
@@ -130,7 +130,7 @@ def test_rows_keep_their_numbers_over_batches_and_items_their_sets(monkeypatch: 
     assert find_hits("train", lambda: iter(()), sets) == find_hits("train", lambda: iter(rows), {}) == []
 
 
-def test_what_becomes_of_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_matches_are_removed_kept_or_refused(caplog: pytest.LogCaptureFixture) -> None:
     hits = [
         Hit("x.parquet", 4, "aime24", "2", True, 1.0, "t", "e"),
         Hit("x.parquet", 4, "math500", "a", False, 0.7, "t", "e"),
@@ -145,16 +145,16 @@ def test_what_becomes_of_them(caplog: pytest.LogCaptureFixture) -> None:
         assert rows_to_drop(hits, 9, "warn") == set()
     assert [record.getMessage().rpartition("; ")[2].split(":")[0] for record in caplog.records] == [
         "they are left out",
-        "they stay",
+        "they are kept",
     ]
     with pytest.raises(DataError, match=rf"{counted} \(row 4 is aime24 2; .*data\.contamination=remove"):
         rows_to_drop(hits, 9, "error")
-    with pytest.raises(DataError, match=r"2 of 2 .*none is left.*data\.contamination=warn"):
+    with pytest.raises(DataError, match=r"2 of 2 .*leaves none to train on.*data\.contamination=warn"):
         rows_to_drop(hits, 2, "remove")
 
 
 @pytest.mark.parametrize("mode", ["remove", "warn", "error"])
-def test_preparation_does_as_the_recipe_says(mode: str, tmp_path: Path) -> None:
+def test_preparation_follows_data_contamination(mode: str, tmp_path: Path) -> None:
     def write(name: str, problems: list[str]) -> str:
         rows = [{"problem": problem, "answer": str(number)} for number, problem in enumerate(problems)]
         path = tmp_path / name
@@ -187,7 +187,7 @@ def test_preparation_does_as_the_recipe_says(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(DATA is None, reason="DAPO_TEST_DATA names no folder of published data sets")
-def test_published_sets() -> None:
+def test_matches_in_published_sets() -> None:
     """DAPO-Math-17k has 24 rows that are problems of MATH-500 and 33 of AMC 2023's, but none of AIME 2024's."""
     import pyarrow.parquet as pq
 

@@ -11,8 +11,8 @@ import pytest
 
 from dapo_core.engines import cpu_dtype
 from dapo_core.engines.cpu_dtype import runs_bfloat16
-from tasks.serve_model.command import with_known_dtype
-from tasks.serve_model.config import ServeConfig
+from tasks.config.serve import ServeConfig
+from tasks.serve_model.command import with_supported_dtype
 from tests.tiny_models import build_tiny_qwen3
 
 
@@ -38,8 +38,8 @@ def test_auto_becomes_float32_only_where_the_models_own_precision_is_killed(
     (half / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     tried = []
     monkeypatch.setattr("tasks.serve_model.command.runs_bfloat16", lambda: bool(tried.append(1)))
-    assert with_known_dtype(ServeConfig(), model).dtype == "auto"
-    assert with_known_dtype(ServeConfig(dtype="bfloat16"), half).dtype == "bfloat16"
+    assert with_supported_dtype(ServeConfig(), model).dtype == "auto"
+    assert with_supported_dtype(ServeConfig(dtype="bfloat16"), half).dtype == "bfloat16"
     assert tried == []
-    assert with_known_dtype(ServeConfig(), half).dtype == "float32"
+    assert with_supported_dtype(ServeConfig(), half).dtype == "float32"
     assert tried == [1]

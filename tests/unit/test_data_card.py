@@ -1,4 +1,4 @@
-"""The data card: what became of every row, in numbers and in words."""
+"""The data card: an account of every row, in numbers and words."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from eval.plots import prompt_length_plot
 from eval.problems.registry import OWN
 from eval.problems.rows import Split
 from eval.report import make_report, render_html, render_markdown
-from tasks.data.asking import Asking
 from tasks.data.card import CARD_JSON, CARD_MARKDOWN, answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit
+from tasks.data.prompt_format import PromptFormat
 from tasks.data.reading import MAX_EXAMPLES, SetCount
 from tasks.data.sources import Source
 from tests.evaluations import evaluation, make_items, no_plots
@@ -30,8 +30,8 @@ LENGTHS = {
 def entry(folder: Path, split: Split = "train", name: str = "my.jsonl") -> dict[str, Any]:
     path = folder / name
     path.write_text("{}", encoding="utf-8")
-    asking = Asking("given", True, "{problem}", ())
-    source = Source("data.train.0", name, split, OWN, None, path, 1.0, asking, is_one_of_several=False)
+    prompt_format = PromptFormat("given", True, "{problem}", ())
+    source = Source("data.train.0", name, split, OWN, None, path, 1.0, prompt_format, is_one_of_several=False)
     count = SetCount(name, read=100, kept=93)
     for row in range(MAX_EXAMPLES + 4):
         count.refuse(row, "no gold answer", {"problem": "a | `b`\nc", "answer": None})
@@ -41,7 +41,7 @@ def entry(folder: Path, split: Split = "train", name: str = "my.jsonl") -> dict[
     return set_entry(source, count)
 
 
-def test_a_card_says_what_became_of_every_row(tmp_path: Path) -> None:
+def test_the_card_accounts_for_every_row(tmp_path: Path) -> None:
     hits = [Hit("my.jsonl", 3, "aime24", "7", True, 1.0, "What is 1 + 1?", "what is 1+1")]
     card = make_card([entry(tmp_path), entry(tmp_path, "test", "aime24.jsonl")], hits, "remove")
     write_card({**card, "prompt_lengths": LENGTHS}, tmp_path)
@@ -69,13 +69,13 @@ def test_a_card_says_what_became_of_every_row(tmp_path: Path) -> None:
     assert "None was found." in (tmp_path / CARD_MARKDOWN).read_text(encoding="utf-8")
 
 
-def test_text_that_is_no_text_is_written_all_the_same(tmp_path: Path) -> None:
+def test_lone_surrogates_are_written(tmp_path: Path) -> None:
     hit = Hit("my.jsonl", 3, "aime24", "7", True, 1.0, "lone \ud800", "lone \ud800")
     write_card(make_card([entry(tmp_path)], [hit], "warn"), tmp_path)
     assert json.loads((tmp_path / CARD_JSON).read_bytes())["contamination"]["hits"][0]["item_text"] == "lone ?"
 
 
-def test_answers_by_kind() -> None:
+def test_answers_are_classified() -> None:
     golds = {
         "whole number": ["7", "-3", "1,000", "$5$"],
         "decimal": ["3.5", "-.25"],
@@ -88,7 +88,7 @@ def test_answers_by_kind() -> None:
         assert {answer_kind(gold) for gold in examples} == {kind}, kind
 
 
-def test_the_report_shows_what_the_data_was() -> None:
+def test_the_report_shows_the_data_card() -> None:
     lengths = {
         "num_prompts": 9, "mean": 20.5, "quantiles": {"50": 19, "95": 60}, "max": 700, "max_prompt_tokens": 64,
         "num_too_long": 2, "too_long": "drop", "edges": [0, 32, 64, 701], "counts": [5, 2, 2],

@@ -16,8 +16,8 @@ from eval.measured import UNKNOWN, describe_measurement
 from eval.problems.prompts import TEMPLATES, Template, make_prompt
 from eval.results import load_evaluation, make_settings
 from flows.config import load_config_or_defaults
-from tasks.evaluate_config import BenchmarkConfig
-from tasks.evaluation_settings import load_sets, sampling_of
+from tasks.config.evaluate import BenchmarkConfig
+from tasks.evaluation.settings import load_sets, sampling_of
 from tests.evaluations import make_items, write_results
 
 
@@ -81,14 +81,14 @@ def test_a_model_without_sampling_defaults_is_refused_and_an_unknown_folder_uses
 ) -> None:
     with pytest.raises(ConfigError, match=r"needs .*generation_config\.json: .*No such file.*and a temperature"):
         sampling(tmp_path, "sampling=model")
-    with pytest.raises(ConfigError, match=r"names no temperature, top_p or top_k.*evaluate\.sampling=settings"):
+    with pytest.raises(ConfigError, match=r"sets no temperature, top_p or top_k.*evaluate\.sampling=settings"):
         sampling(model(tmp_path, eos_token_id=2), "sampling=model")
     (tmp_path / "generation_config.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="names no temperature"):
+    with pytest.raises(ConfigError, match="sets no temperature"):
         sampling(tmp_path, "sampling=model")
     with caplog.at_level(logging.WARNING):
         found = sampling(None, "sampling=model")
-    assert "the server's own defaults apply" in caplog.text
+    assert "the server's defaults apply" in caplog.text
     assert found.body(0) == {"max_tokens": 20480, "seed": 1234}
     assert (found.to_json()["source"], found.to_json()["temperature"]) == ("server", None)
 

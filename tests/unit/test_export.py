@@ -1,4 +1,4 @@
-"""What a run hands on: a folder that transformers loads, with a card that says what was measured and no more."""
+"""An exported run: a folder that transformers loads, with a card of the measured results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEY = "sk-4f8a1c93d2e7"  # in the environment when the run is exported
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """A run with a model, a difference that 4 items do not prove, and places of this machine all over."""
+    """A run with a model, a difference that 4 items cannot prove, and many local paths."""
     folder = tmp_path_factory.mktemp("a & b") / "store"
     files = ("--chat-template", f"{Path.home()}/t.jinja", "--config", f"{Path.home()}.yaml", KEY)
     config = small_config(folder, f"flow.webhook.url={SECRET}", f"serve.extra_args={json.dumps(files)}")
@@ -59,10 +59,10 @@ def exported(run: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def ignore(done: int, total: int) -> None:
-    """No progress is shown."""
+    """Show no progress."""
 
 
-def test_the_files_are_copies_beside_report_manifests_and_configuration(run: RecordedRun, exported: Path) -> None:
+def test_an_export_copies_model_report_manifests_and_configuration(run: RecordedRun, exported: Path) -> None:
     weights = exported / "weights"  # a merge's test has transformers load what it wrote
     original = Path(run.stages["merge_checkpoint"].artifact) / "weights"
     assert not os.path.samefile(weights, original)
@@ -80,7 +80,7 @@ def test_the_files_are_copies_beside_report_manifests_and_configuration(run: Rec
     assert [path.name for path in exported.parent.iterdir()] == ["model"]
 
 
-def test_no_file_reveals_where_it_was_made(run: RecordedRun, exported: Path) -> None:
+def test_exported_files_contain_no_local_paths_or_secrets(run: RecordedRun, exported: Path) -> None:
     store = run.folder.parent.parent
     texts = {path.name: path.read_text() for path in exported.rglob("*") if path.suffix}
     assert {"config.yaml", "README.md", "report.html", "report.json", "report.md", "train_policy.json"} <= set(
@@ -101,7 +101,7 @@ def test_no_file_reveals_where_it_was_made(run: RecordedRun, exported: Path) -> 
         load_config(exported / "config.yaml")
 
 
-def test_the_card_names_the_keys_of_files_that_the_recipe_needs(run: RecordedRun) -> None:
+def test_the_card_names_keys_with_user_files(run: RecordedRun) -> None:
     report = read_report(run)
     assert report is not None
     for config, said in (
@@ -114,7 +114,7 @@ def test_the_card_names_the_keys_of_files_that_the_recipe_needs(run: RecordedRun
         assert said in " ".join(model_card(run, config, report, {}).split())
 
 
-def test_the_card_says_what_was_measured(run: RecordedRun, exported: Path) -> None:
+def test_the_card_contains_the_measured_results(run: RecordedRun, exported: Path) -> None:
     card = (exported / "README.md").read_text()
     _, header, body = card.split("---\n", 2)
     about = yaml.safe_load(header)
@@ -149,9 +149,13 @@ def test_the_card_says_what_was_measured(run: RecordedRun, exported: Path) -> No
     assert "1 step took 2.5 s; 900 response tokens were trained on, of 1,200 generated." in flat
 
 
-def test_a_suite_has_a_score_of_each_registered_set(run: RecordedRun) -> None:
+def test_the_card_has_a_score_per_registered_set(run: RecordedRun) -> None:
     report = read_report(run)
     assert report is not None
+    report["settings"]["benchmark"] = "math500"
+    card = model_card(run, load_config(run.folder / "config.yaml"), report, {})
+    [result] = yaml.safe_load(card.split("---\n", 2)[1])["model-index"][0]["results"]
+    assert (result["dataset"], result["metrics"][0]["value"]) == ({"name": "math500", "type": "math500"}, 0.75)
     report |= {
         "headline": "mine",
         "benchmarks": [
@@ -171,18 +175,7 @@ def test_a_suite_has_a_score_of_each_registered_set(run: RecordedRun) -> None:
     assert [line.split("|")[2].strip() for line in card.splitlines() if "| benchmark " in line] == ["mine"]
 
 
-def test_a_named_benchmark_is_a_score_of_the_front_matter(run: RecordedRun) -> None:
-    report = read_report(run)
-    assert report is not None
-    report["settings"]["benchmark"] = "math500"
-    card = model_card(run, load_config(run.folder / "config.yaml"), report, {})
-    about = yaml.safe_load(card.split("---\n", 2)[1])
-    [result] = about["model-index"][0]["results"]
-    assert result["dataset"] == {"name": "math500", "type": "math500"}
-    assert result["metrics"][0]["value"] == 0.75
-
-
-def test_an_export_that_fails_leaves_nothing_but_what_was_there(run: RecordedRun, tmp_path: Path) -> None:
+def test_a_failed_export_leaves_no_files(run: RecordedRun, tmp_path: Path) -> None:
     model = tmp_path / "model"
 
     def interrupt(done: int, total: int) -> None:
@@ -191,7 +184,7 @@ def test_an_export_that_fails_leaves_nothing_but_what_was_there(run: RecordedRun
     with pytest.raises(KeyboardInterrupt):
         export_run(run, model, interrupt)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(StoreError, match="model was written meanwhile, as by another export; name a new"):
+    with pytest.raises(StoreError, match="model was created meanwhile, perhaps by another export; name a new"):
         export_run(run, model, lambda *_: (model / "mine").mkdir(parents=True, exist_ok=True))
     with pytest.raises(StoreError, match="model already exists; name a new folder"):
         export_run(run, model, ignore)
@@ -199,7 +192,7 @@ def test_an_export_that_fails_leaves_nothing_but_what_was_there(run: RecordedRun
 
 
 @pytest.mark.slow
-def test_a_collection_waits_until_the_model_is_copied(tmp_path: Path) -> None:
+def test_garbage_collection_waits_for_an_export(tmp_path: Path) -> None:
     old = record_run(small_config(tmp_path / "store"), Outcome(weights="old"))
     record_run(small_config(tmp_path / "store", "run.seed=5"), Outcome(weights="new"))
     run = find_run(old.store.root, old.folder.name)
@@ -214,13 +207,13 @@ def test_a_collection_waits_until_the_model_is_copied(tmp_path: Path) -> None:
 
         num_bytes = export_run(run, tmp_path / "model", collect)
         assert progress[-1] == (num_bytes, num_bytes)
-        gone = {str(item.attempt.path) for item in collections[0].result(timeout=300) if not item.left}
+        gone = {str(item.attempt.path) for item in collections[0].result(timeout=300) if not item.kept_reason}
     assert run.stages["merge_checkpoint"].artifact in gone
     assert (num_bytes, (tmp_path / "model" / "weights").read_text()) == (3, "old")
 
 
-def test_what_keeps_an_export_from_beginning_is_said(run: RecordedRun, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="/proc/no/where cannot be made: "):
+def test_an_unwritable_destination_or_missing_configuration_is_reported(run: RecordedRun, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="/proc/no/where cannot be created: "):
         export_run(run, Path("/proc/no/where"), ignore)
     recorded = record_run(small_config(tmp_path / "store"))
     recorded.config_path.unlink()
@@ -232,7 +225,7 @@ def test_what_keeps_an_export_from_beginning_is_said(run: RecordedRun, tmp_path:
     assert seen == []
 
 
-def test_a_damaged_model_is_not_handed_on(tmp_path: Path) -> None:
+def test_a_damaged_model_is_not_exported(tmp_path: Path) -> None:
     recorded = record_run(small_config(tmp_path / "store"))
     run = find_run(recorded.store.root, "latest")
     weights = Path(run.stages["merge_checkpoint"].artifact) / "weights"
@@ -245,14 +238,16 @@ def test_a_damaged_model_is_not_handed_on(tmp_path: Path) -> None:
         export_run(run, tmp_path / "model", ignore)
 
 
-def test_a_run_of_one_stage_has_nothing_to_hand_on(tmp_path: Path) -> None:
+def test_a_run_without_a_model_cannot_be_exported(tmp_path: Path) -> None:
     recorded = record_run(small_config(tmp_path / "store"), labels=("prepare_data",), flow="prepare-data")
-    with pytest.raises(StoreError, match=r"\(prepare-data, completed\) has no merge_checkpoint, but prepare_data"):
+    with pytest.raises(
+        StoreError, match=r"\(prepare-data, completed\) has no merge_checkpoint, only prepare_data"
+    ):
         export_run(find_run(recorded.store.root, "latest"), tmp_path / "model", ignore)
 
 
 def republished(run: RecordedRun, folder: Path, files: Mapping[str, str]) -> RecordedRun:
-    """The run with these files too in its merged model, listed as the merge would have listed them."""
+    """The run with extra files in its merged model, listed in the manifest."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for name, content in files.items():
         with contextlib.suppress(OSError):
@@ -270,7 +265,7 @@ def republished(run: RecordedRun, folder: Path, files: Mapping[str, str]) -> Rec
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["../../../../outside", "{}/outside", "link"])
 def test_no_file_outside_the_artifact_is_read_or_written(tmp_path: Path, name: str) -> None:
-    """A planted manifest or link, in a store that somebody else may write."""
+    """A manipulated manifest or link, in a store that others can write."""
     recorded = record_run(small_config(tmp_path / "store"))
     run = find_run(recorded.store.root, "latest")
     merged = Path(run.stages["merge_checkpoint"].artifact)
@@ -287,22 +282,22 @@ def test_no_file_outside_the_artifact_is_read_or_written(tmp_path: Path, name: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["settings", "before"])
-def test_a_report_of_another_version_is_named(tmp_path: Path, key: str) -> None:
+def test_an_incomplete_report_is_reported(tmp_path: Path, key: str) -> None:
     recorded = record_run(small_config(tmp_path / "store"))
     run = find_run(recorded.store.root, "latest")
     report = run.folder / "report" / "report.json"
     report.write_text(json.dumps({name: value for name, value in read_report(run).items() if name != key}))
-    said = rf"report\.json is no whole report \(.*{key}.*\); dapo stage compare \S+ makes it"
+    said = rf"report\.json is incomplete \(.*{key}.*\); dapo stage compare \S+ writes it"
     with pytest.raises(StoreError, match=said):
         export_run(run, tmp_path / "model", ignore)
 
 
-def test_a_planted_record_or_report_leads_nowhere(tmp_path: Path) -> None:
+def test_manipulated_records_and_reports_are_refused(tmp_path: Path) -> None:
     recorded = record_run(small_config(tmp_path / "store"))
     run = find_run(recorded.store.root, "latest")
     page = run.folder / "report" / "report.html"
     page.symlink_to("/etc/hostname")
-    with pytest.raises(StoreError, match=r"report\.html is a link; dapo stage compare .* makes the report again"):
+    with pytest.raises(StoreError, match=r"report\.html is a link; dapo stage compare .* writes the report again"):
         export_run(run, tmp_path / "model", ignore)
     page.unlink()
     page.write_bytes(b"\xff")
@@ -313,11 +308,11 @@ def test_a_planted_record_or_report_leads_nowhere(tmp_path: Path) -> None:
     place = run.stages["merge_checkpoint"].artifact
     for planted in (text.replace(place, f"{tmp_path}/../../etc"), text.replace('"fetch_model"', '"../../../x"')):
         record.write_text(planted)
-        with pytest.raises(StoreError, match=r"run\.json is not the record of a run"):
+        with pytest.raises(StoreError, match=r"run\.json is not a valid run record"):
             find_run(run.store, run.id)
 
 
-def test_the_base_models_card_is_kept_beside_ours(tmp_path: Path) -> None:
+def test_the_base_model_card_is_kept(tmp_path: Path) -> None:
     recorded = record_run(small_config(tmp_path / "store"))
     run = find_run(recorded.store.root, "latest")
     run = republished(run, Path(run.stages["merge_checkpoint"].artifact), {"README.md": "the base model's"})
@@ -336,7 +331,7 @@ def test_the_base_models_card_is_kept_beside_ours(tmp_path: Path) -> None:
         ("local", "name", None),
     ],
 )
-def test_the_base_model_is_named_if_its_folder_names_it(
+def test_the_base_model_name_is_taken_from_its_folder(
     tmp_path: Path, folder: str, name: str | None, expected: str | None
 ) -> None:
     (model := tmp_path / folder).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""`dapo init`: the recipe for small files of one's own is that of configs/; what it cannot tell is refused."""
+"""`dapo init`: writes the recipe of configs/ for small files, and refuses what it cannot identify."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import yaml
 
 from dapo_core.errors import ConfigError, DataError
 from flows.config import load_config
-from tasks import first_data
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.first_data import columns_said, data_set, guessed_columns
-from tasks.first_recipe import Machine, first_recipe, model_keys
 from tasks.preflight.finding import OK, PreflightError
 from tasks.preflight.run import examine
+from tasks.recipes import first_data
+from tasks.recipes.first_data import data_set, guessed_columns, parse_columns
+from tasks.recipes.first_recipe import Machine, first_recipe, model_keys
 from tests.tiny_models import Architecture, build_tiny
 
 CPU = Machine("cpu", 1, 2)
@@ -27,7 +27,7 @@ CPU = Machine("cpu", 1, 2)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder, which is the current one, with a csv of questions and a model."""
+    """The current folder, with a CSV of questions and a model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     with (tmp_path / "data/questions.csv").open("w") as file:
@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_recipe_in_configs_is_what_init_writes_for_small_files_and_nothing_is_in_its_way(folder: Path) -> None:
+def test_init_writes_the_recipe_in_configs_and_its_plan_is_clean(folder: Path) -> None:
     text = first_recipe(Path("own_cpu.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
     assert (PROJECT_ROOT / "configs/own_cpu.yaml").read_text() == text
     Path("own_cpu.yaml").write_text(text)
@@ -51,9 +51,7 @@ def test_the_recipe_in_configs_is_what_init_writes_for_small_files_and_nothing_i
     assert questions[0].isdisjoint(questions[1])
 
 
-def test_files_and_models_that_are_here_are_read_without_the_network(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_files_and_models_need_no_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: asked.append(host) or [])
     text = first_recipe(Path("own.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
@@ -64,14 +62,14 @@ def test_files_and_models_that_are_here_are_read_without_the_network(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_models_of_other_families_and_lengths_plan_clean_too(folder: Path, architecture: Architecture) -> None:
+def test_recipes_for_other_model_families_plan_clean(folder: Path, architecture: Architecture) -> None:
     build_tiny("models/other", architecture, positions=2048)
     text = first_recipe(Path("other.yaml"), model_keys("models/other"), "data/questions.csv", None, CPU)
     Path("other.yaml").write_text(text)
     assert {finding.status for finding in examine(load_config("other.yaml"))} == {OK}
 
 
-def test_a_base_model_takes_a_chat_template_of_the_users(folder: Path) -> None:
+def test_a_base_model_needs_a_chat_template(folder: Path) -> None:
     template = Path("models/small/chat_template.jinja").rename("chat.jinja")
     with pytest.raises(PreflightError, match=r"has no chat template; .* \(of dapo init: --chat-template\)"):
         first_recipe(Path("b/c/b.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
@@ -83,7 +81,7 @@ def test_a_base_model_takes_a_chat_template_of_the_users(folder: Path) -> None:
     assert {finding.status for finding in examine(config)} == {OK}
 
 
-def test_rows_of_an_unknown_data_source_get_the_scorer_of_own_problems(folder: Path) -> None:
+def test_an_unknown_data_source_gets_the_default_scorer(folder: Path) -> None:
     rows = [
         {
             "data_source": "school-2026",
@@ -99,30 +97,22 @@ def test_rows_of_an_unknown_data_source_get_the_scorer_of_own_problems(folder: P
     assert {finding.status for finding in examine(config)} == {OK}
 
 
-def test_devices_share_ranks_and_engines(folder: Path) -> None:
-    text = first_recipe(
-        Path("npu.yaml"),
-        model_keys("models/small"),
-        "data/questions.csv",
-        "data/questions.csv",
-        Machine("npu", 8, 64),
-    )
-    Path("npu.yaml").write_text(text)
-    config = load_config("npu.yaml")
-    assert (config.train.device, config.train.num_ranks, config.rollout.num_workers) == ("npu", 4, 4)
-    assert config.serve.num_servers == 8
+@pytest.mark.parametrize(
+    ("kind", "devices", "ranks", "workers", "placement"),
+    [("npu", 8, 4, 4, "separate"), ("cuda", 1, 1, 1, "colocated")],
+)
+def test_devices_are_split_between_ranks_and_engines(
+    folder: Path, kind: str, devices: int, ranks: int, workers: int, placement: str
+) -> None:
+    path, data = Path("r.yaml"), "data/questions.csv"
+    path.write_text(first_recipe(path, model_keys("models/small"), data, data, Machine(kind, devices, 64)))
+    config = load_config(path)
+    assert (config.train.device, config.train.num_ranks, config.rollout.num_workers) == (kind, ranks, workers)
+    assert (config.train.placement, config.num_devices, config.serve.num_servers) == (placement, devices, devices)
     assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= 512
 
 
-def test_one_device_is_shared(folder: Path) -> None:
-    data = "data/questions.csv"
-    text = first_recipe(Path("one.yaml"), model_keys("models/small"), data, data, Machine("cuda", 1, 16))
-    Path("one.yaml").write_text(text)
-    config = load_config("one.yaml")
-    assert (config.train.placement, config.num_devices) == ("colocated", 1)
-
-
-def test_ids_of_hubs_and_registered_names_are_taken_as_they_are(folder: Path) -> None:
+def test_hub_ids_and_registered_names_are_accepted(folder: Path) -> None:
     assert model_keys("modelscope:Qwen/Qwen3-0.6B@main") == {
         "source": "modelscope",
         "id": "Qwen/Qwen3-0.6B",
@@ -131,14 +121,14 @@ def test_ids_of_hubs_and_registered_names_are_taken_as_they_are(folder: Path) ->
     assert model_keys("Qwen/Qwen3-8B") == {"source": "huggingface", "id": "Qwen/Qwen3-8B"}
     assert data_set("gsm8k", "data") == "gsm8k"
     assert data_set("openai/gsm8k", "data") == "hf:openai/gsm8k"
-    for bad, message in (("nosuch", "is no file or folder here"), ("a b/c", "is no file or folder here")):
+    for bad, message in (("nosuch", "is not a file or folder here"), ("a b/c", "is not a file or folder here")):
         with pytest.raises(ConfigError, match=message):
             data_set(bad, "data")
-    with pytest.raises(ConfigError, match="no folder here and no id of a hub"):
+    with pytest.raises(ConfigError, match="neither a folder here nor a hub id"):
         model_keys("nosuch")
 
 
-def test_a_registered_form_is_recognised_and_a_part_of_it_does_not_bear_its_name(folder: Path) -> None:
+def test_a_registered_schema_is_recognized_but_a_part_does_not_use_its_name(folder: Path) -> None:
     rows = [{"question": f"How many? {n}", "answer": f"I count. #### {n}"} for n in range(20)]
     Path("g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert data_set("g.jsonl", "data") == [{"set": "gsm8k", "path": "g.jsonl"}]
@@ -152,17 +142,17 @@ def test_a_registered_form_is_recognised_and_a_part_of_it_does_not_bear_its_name
     assert row == {"id": "0", "problem": "How many? 0", "answer": "0"}
 
 
-def test_columns_are_named_by_their_names_or_the_option(folder: Path) -> None:
+def test_columns_are_guessed_or_given(folder: Path) -> None:
     Path("x.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match=r"has the columns a, b, none of which .* the problem; add --columns"):
+    with pytest.raises(ConfigError, match=r"has the columns a, b, and no name .* the problem; add --columns"):
         guessed_columns(Path("x.csv"))
-    assert data_set("x.csv", "data", columns_said("problem=a,answer=b")) == [
+    assert data_set("x.csv", "data", parse_columns("problem=a,answer=b")) == [
         {"set": "x.csv", "columns": {"problem": "a", "answer": "b"}}
     ]
     with pytest.raises(ConfigError, match="has no column c"):
-        guessed_columns(Path("x.csv"), columns_said("problem=c"))
+        guessed_columns(Path("x.csv"), parse_columns("problem=c"))
     with pytest.raises(ConfigError, match="is not problem=NAME"):
-        columns_said("question=a")
+        parse_columns("question=a")
     Path("excel.csv").write_text("question;answer\n1;2\n")
     with pytest.raises(ConfigError, match=r"excel\.csv is separated by ';'; save it with commas"):
         guessed_columns(Path("excel.csv"))
@@ -173,12 +163,12 @@ def test_columns_are_named_by_their_names_or_the_option(folder: Path) -> None:
     assert guessed_columns(Path("y.csv")) == {"problem": "Prompt", "answer": "label"}
 
 
-def test_a_held_out_file_may_have_columns_of_its_own(folder: Path) -> None:
+def test_a_held_out_file_may_have_different_columns(folder: Path) -> None:
     rows = [{"Aufgabe": f"Was ist {n} + 1?", "Ergebnis": str(n + 1)} for n in range(20)]
     Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("same.jsonl").write_text(json.dumps({"Aufgabe": "Was ist 50 + 1?", "Ergebnis": "51"}) + "\n")
     Path("own.jsonl").write_text(json.dumps({"question": "What is 70 + 1?", "answer": "71", "id": "a"}) + "\n")
-    said = columns_said("problem=Aufgabe,answer=Ergebnis")
+    said = parse_columns("problem=Aufgabe,answer=Ergebnis")
     for held_out, columns in (("same.jsonl", ("Aufgabe", "Ergebnis")), ("own.jsonl", ("question", "answer"))):
         path = Path(f"{held_out}.yaml")
         text = first_recipe(path, model_keys("models/small"), "t.jsonl", held_out, CPU, said)
@@ -189,7 +179,7 @@ def test_a_held_out_file_may_have_columns_of_its_own(folder: Path) -> None:
         ]
 
 
-def test_a_file_of_whole_numbers_is_no_benchmark(folder: Path) -> None:
+def test_a_file_of_integer_answers_is_not_taken_for_a_benchmark(folder: Path) -> None:
     rows = "".join(f"What is {n} and {n}?,{2 * n}\n" for n in range(60))
     Path("own.csv").write_text("question,answer\n" + rows + 'How much in all?,"1,080"\n')
     assert data_set("own.csv", "data") == [
@@ -198,10 +188,10 @@ def test_a_file_of_whole_numbers_is_no_benchmark(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rows_without_an_answer_and_prompts_that_cannot_fit_are_left_out_and_counted(
+def test_unusable_rows_and_too_long_prompts_are_left_out_and_counted(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once 1 % of a file lacked answers, or one prompt was too long, there was no recipe and no key to set."""
+    """A few unusable rows or one long prompt must not prevent a recipe."""
     rows = [[f"What is {n} + 1?", " " if n % 8 == 0 else str(n + 1)] for n in range(40)]
     rows[5][0] = "word " * 2000 + rows[5][0]
     with Path("odd.csv").open("w", encoding="utf-8-sig") as file:
@@ -222,7 +212,7 @@ def test_rows_without_an_answer_and_prompts_that_cannot_fit_are_left_out_and_cou
         first_recipe(Path("none.yaml"), model_keys("models/small"), "none.csv", None, CPU)
 
 
-def test_rows_that_stay_are_chosen_in_one_reading_which_is_announced(
+def test_a_large_file_is_read_once_and_announced(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [
@@ -232,24 +222,24 @@ def test_rows_that_stay_are_chosen_in_one_reading_which_is_announced(
     begun = list[str]()
     reading = first_data.iterate_source
     monkeypatch.setattr(first_data, "iterate_source", lambda *what: begun.append(what[1].name) or reading(*what))
-    monkeypatch.setattr(first_data, "MUCH_BYTES", 1000)
+    monkeypatch.setattr(first_data, "LARGE_FILE_BYTES", 1000)
     monkeypatch.setattr(first_data, "BATCH_PROMPTS", 7)
-    with caplog.at_level("INFO", "tasks.first_data"):
+    with caplog.at_level("INFO", "tasks.recipes.first_data"):
         first_recipe(Path("long.yaml"), model_keys("models/small"), "long.jsonl", None, CPU)
     assert begun == ["long.jsonl"]
     assert [text.partition(":")[0] for text in caplog.messages] == [
-        "reading all of long.jsonl, which has 11.9 kB",
+        "reading all of long.jsonl (11.9 kB); this may take a minute",
         "a prompt is too long for the model",
         "long.jsonl",
     ]
     assert "1 of 40 rows, with a prompt of more than 256 tokens; row 5: " in caplog.messages[-1]
 
 
-def test_files_of_the_users_stay_as_they_are(folder: Path) -> None:
-    """Where a recipe needs files of its own, such as those of an earlier one, it is refused and they stay."""
+def test_existing_files_are_not_overwritten(folder: Path) -> None:
+    """If files that the recipe would write exist, it is refused and they are kept."""
     own = Path("a.eval.jsonl")
     own.write_text("mine")
-    with pytest.raises(ConfigError, match=r"a\.eval\.jsonl exists.* give it another name"):
+    with pytest.raises(ConfigError, match=r"a\.eval\.jsonl exists.* give the recipe another name"):
         first_recipe(Path("a.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
     assert own.read_text() == "mine"
     assert not Path("a.train.jsonl").exists()

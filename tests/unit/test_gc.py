@@ -1,4 +1,4 @@
-"""What a collection removes, what it leaves, and what its command says."""
+"""What garbage collection removes and keeps, and what the command reports."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from flows.tables import print_garbage
 from tasks.artifacts.artifact import StoreError
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import PARTIAL, ArtifactStore, Attempt
+from tasks.execution.command import link_log
 from tasks.links import link_of
 from tasks.runs.collect_garbage import Unused, collect_garbage
 from tasks.runs.history import artifact_of, read_runs, short_ids
 from tasks.runs.run import Run, current_stage
-from tasks.stage_command import link_log
 from tests.garbage import NOW, collect, keys, make_old, nights, own_of, stored_keys
 from tests.processes import wait_until
 from tests.recorded_runs import Outcome, record_run, small_config
 
 
 @pytest.mark.slow
-def test_what_no_kept_run_uses_goes_and_the_rest_stays(tmp_path: Path) -> None:
+def test_only_artifacts_of_no_kept_run_are_removed(tmp_path: Path) -> None:
     first, second, third = nights(tmp_path, "one", "two", "three")
     store = ArtifactStore(tmp_path)
     before = stored_keys(tmp_path)
@@ -53,9 +53,9 @@ def test_what_no_kept_run_uses_goes_and_the_rest_stays(tmp_path: Path) -> None:
     assert stored_keys(tmp_path) == before - own_of(first)
     assert collect(tmp_path, keep_runs=2) == []
     left = " ".join(str(path) for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "runs"))
-    assert not any(key in left for key in own_of(first))  # logs, locks and stamps went along
+    assert not any(key in left for key in own_of(first))  # logs, locks and stamps are removed too
     assert all(key in left for key in own_of(second) | own_of(third))
-    # The run's folder stays, with its report, and names what is gone.
+    # The run's folder stays, with its report, and names removed artifacts.
     recorded = list(read_runs(tmp_path))[-1]
     assert (recorded.id, (recorded.folder / "report" / "report.json").exists()) == (first.folder.name, True)
     assert artifact_of(recorded, "train_policy") is None
@@ -67,7 +67,7 @@ def test_what_no_kept_run_uses_goes_and_the_rest_stays(tmp_path: Path) -> None:
     assert not again.stages["train_policy"].cached
 
 
-def test_a_full_disk_is_made_room_on(tmp_path: Path) -> None:
+def test_collection_works_on_a_full_disk(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))  # each write to a file fails
@@ -79,7 +79,7 @@ def test_a_full_disk_is_made_room_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_in_progress_keeps_what_it_uses(tmp_path: Path) -> None:
+def test_a_run_in_progress_keeps_its_artifacts(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     with Run.start(first.config, "evaluate-model") as user:
         user.take("train_policy")
@@ -89,7 +89,7 @@ def test_a_run_in_progress_keeps_what_it_uses(tmp_path: Path) -> None:
 
 
 def test_a_long_training_keeps_its_inputs_for_a_day_after_its_last_change(tmp_path: Path) -> None:
-    """Its run recorded nothing since the stage before, days ago."""
+    """Its run has recorded nothing for days, since the previous stage."""
     begun = ("prepare_data", "fetch_model", "evaluate_before")
     run = record_run(small_config(tmp_path), labels=begun, flow="train-policy")
     key = link_of(run.config, "train_policy").key(*map(run.take, begun[:2]))
@@ -117,7 +117,7 @@ def test_a_long_training_keeps_its_inputs_for_a_day_after_its_last_change(tmp_pa
         ("cancelled", 1.1, False, False),
     ],
 )
-def test_a_run_without_a_report_is_kept_while_it_may_go_on(
+def test_a_run_without_a_report_is_kept_while_it_may_continue(
     tmp_path: Path, state: str, days: float, has_commands: bool, is_kept: bool
 ) -> None:
     run = record_run(small_config(tmp_path), labels=("prepare_data",), flow="prepare-data")
@@ -131,7 +131,7 @@ def test_a_run_without_a_report_is_kept_while_it_may_go_on(
 
 
 @pytest.mark.slow
-def test_what_force_replaced_goes_with_its_last_user(tmp_path: Path) -> None:
+def test_an_artifact_replaced_by_force_is_removed_with_its_last_run(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     old = record_run(config, Outcome(weights="old"))
     record_run(config, Outcome(weights="new"), ("train_policy",), "train-policy", ("train_policy",))
@@ -143,7 +143,7 @@ def test_what_force_replaced_goes_with_its_last_user(tmp_path: Path) -> None:
     assert (Path(current.path) / "weights").read_text() == "new"
 
 
-def test_what_is_damaged_goes_on_demand_and_what_a_killed_collection_left_at_once(tmp_path: Path) -> None:
+def test_damaged_artifacts_need_an_option_and_leftovers_of_a_killed_collection_do_not(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     store = ArtifactStore(tmp_path)
     key = StageKey("probe", {}, {}, "c", {})
@@ -153,14 +153,14 @@ def test_what_is_damaged_goes_on_demand_and_what_a_killed_collection_left_at_onc
     store.produce(key, lambda folder: {"n": (folder / "content").write_text("text")})
     (folder / "2").rename(folder / "2.removed")
     [kept, gone] = collect(tmp_path)
-    assert (kept.attempt.path, kept.left) == (folder / "1.damaged", "--damaged removes it")
-    assert (gone.attempt.path, gone.left, gone.attempt.path.exists()) == (folder / "2.removed", "", False)
+    assert (kept.attempt.path, kept.kept_reason) == (folder / "1.damaged", "--damaged removes it")
+    assert (gone.attempt.path, gone.kept_reason, gone.attempt.path.exists()) == (folder / "2.removed", "", False)
     collect(tmp_path, has_damaged=True)
     assert not folder.exists()
 
 
 @pytest.mark.slow
-def test_what_was_not_continued_for_a_day_goes_on_demand(tmp_path: Path) -> None:
+def test_unfinished_attempts_older_than_a_day_need_an_option(tmp_path: Path) -> None:
     run = record_run(small_config(tmp_path))
     store = ArtifactStore(tmp_path)
     key = run.stages["train_policy"].key
@@ -174,9 +174,9 @@ def test_what_was_not_continued_for_a_day_goes_on_demand(tmp_path: Path) -> None
         file.touch()
     make_old(attempt, run.folder)
     record_run(small_config(tmp_path, "run.seed=5"))
-    assert key[:16] in keys(collect(tmp_path))  # the attempt does not keep what it was to replace
+    assert key[:16] in keys(collect(tmp_path))  # the attempt does not keep the artifact it should replace
     [kept] = collect(tmp_path, is_dry_run=True)
-    assert (kept.attempt.path, kept.frees_bytes, kept.left) == (attempt, 1000, "--unfinished removes it")
+    assert (kept.attempt.path, kept.frees_bytes, kept.kept_reason) == (attempt, 1000, "--unfinished removes it")
     assert all(file.exists() for file in files)
     for lock_path in (log_path, store.lock_path("train_policy", key)):
         with locked(lock_path):
@@ -185,28 +185,28 @@ def test_what_was_not_continued_for_a_day_goes_on_demand(tmp_path: Path) -> None
     assert collect(tmp_path, has_unfinished=True) == []
     make_old(attempt)
     [gone] = collect(tmp_path, has_unfinished=True)
-    assert (gone.attempt.path, gone.left) == (attempt, "")
+    assert (gone.attempt.path, gone.kept_reason) == (attempt, "")
     assert not any(path.exists() for path in (attempt.parent, *files, store.lock_path("train_policy", key)))
 
 
 @pytest.mark.slow
-def test_what_is_built_or_young_stays_and_says_why(tmp_path: Path) -> None:
+def test_artifacts_in_use_or_recent_are_kept_with_a_reason(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     trained, merged = first.stages["train_policy"], first.stages["merge_checkpoint"]
     store = ArtifactStore(tmp_path)
     log_path = store.log_path("train_policy", trained.key)  # locked by a training that outlived its run
     log_path.parent.mkdir()
-    assert {item.left for item in collect_garbage(tmp_path, 1)} == {"younger than 60 min"}
+    assert {item.kept_reason for item in collect_garbage(tmp_path, 1)} == {"younger than 60 min"}
     with locked(log_path), locked(store.lock_path("merge_checkpoint", merged.key)):
         found = collect(tmp_path)
     assert keys(found, is_left=True) == {trained.key[:16], merged.key[:16]}
-    assert {item.left for item in found if item.left} == {"in use, or being built"}
+    assert {item.kept_reason for item in found if item.kept_reason} == {"in use, or being built"}
     assert keys(found) == own_of(first) - keys(found, is_left=True)
     assert {trained.key[:16], merged.key[:16]} <= stored_keys(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_run_that_takes_an_artifact_meanwhile_keeps_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_artifact_taken_during_a_collection_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, _ = nights(tmp_path, "one", "two")
     caplog.set_level("INFO", logger="tasks")
     found: list[Unused] = []
@@ -221,7 +221,7 @@ def test_a_run_that_takes_an_artifact_meanwhile_keeps_it(tmp_path: Path, caplog:
     assert keys(found) == own_of(first) - {first.stages["train_policy"].key[:16]}
 
 
-def test_a_folder_that_is_no_store_and_one_with_a_torn_record_are_left_alone(tmp_path: Path) -> None:
+def test_other_folders_and_stores_with_unreadable_records_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
@@ -231,11 +231,11 @@ def test_a_folder_that_is_no_store_and_one_with_a_torn_record_are_left_alone(tmp
     assert sorted(tmp_path.rglob("*")) == before
     (run := tmp_path / "runs" / "20260301T020000.000Z-1").mkdir(parents=True)
     (run / "run.json").write_text("{}")
-    with pytest.raises(StoreError, match=r"run\.json is not the record of a run"):
+    with pytest.raises(StoreError, match=r"run\.json is not a valid run record"):
         collect(tmp_path)
 
 
-def test_what_is_odd_in_a_store_is_left_alone(tmp_path: Path) -> None:
+def test_unrelated_files_in_a_store_are_not_touched(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     trained = Path(first.stages["train_policy"].artifact)
     key = trained.parent.name
@@ -262,7 +262,7 @@ def test_what_is_odd_in_a_store_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_says_what_it_frees(tmp_path: Path) -> None:
+def test_the_gc_command_reports_what_it_frees(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     make_old(*tmp_path.glob("*_*"))
     command = ["gc", "--keep-runs", "1", "--store", str(tmp_path)]
@@ -277,7 +277,7 @@ def test_the_command_says_what_it_frees(tmp_path: Path) -> None:
     assert stored_keys(tmp_path).isdisjoint(own_of(first))
 
 
-def test_a_narrow_table_cuts_nothing(
+def test_a_narrow_table_is_not_truncated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_id = "20260301T020000.000Z-12345"

@@ -1,4 +1,4 @@
-"""Runs as people look at them: found by a part of their id, listed, shown, compared."""
+"""Recorded runs: found by part of their id, listed, shown and compared."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_run_is_found_by_its_folder(three: Path) -> None:
         (2, ("latest", "latest~0", IDS[2], "6Z-1")),
     ],
 )
-def test_a_run_is_found_by_either_end_of_its_id(three: Path, place: int, texts: tuple[str, ...]) -> None:
+def test_a_run_is_found_by_a_prefix_or_suffix_of_its_id(three: Path, place: int, texts: tuple[str, ...]) -> None:
     assert {find_run(three, text).id for text in texts} == {IDS[place]}
 
 
@@ -87,15 +87,15 @@ def test_a_run_is_found_by_either_end_of_its_id(three: Path, place: int, texts: 
     [
         ("abc", f"no run abc in .*; the newest are {IDS[2]}, {IDS[1]}, {IDS[0]}$"),
         ("latest~3", "no run latest~3 in .*; the newest are "),
-        ("20260102", f"20260102 is the beginning or end of 2 runs in .*: {IDS[2]}, {IDS[1]}$"),
+        ("20260102", f"20260102 matches 2 runs in .*: {IDS[2]}, {IDS[1]}$"),
     ],
 )
-def test_what_is_not_one_run_is_refused_with_those_there_are(three: Path, text: str, said: str) -> None:
+def test_unknown_and_ambiguous_ids_are_refused_with_candidates(three: Path, text: str, said: str) -> None:
     with pytest.raises(StoreError, match=said):
         find_run(three, text)
 
 
-def test_a_short_id_is_unique_and_no_option(three: Path) -> None:
+def test_short_ids_are_unique_and_never_look_like_options(three: Path) -> None:
     short = short_ids(three)
     assert short == {IDS[0]: "0Z-1", IDS[1]: "Z-77", IDS[2]: "6Z-1"}
     for identity, end in short.items():
@@ -118,18 +118,18 @@ def test_a_run_without_its_process_is_interrupted(tmp_path: Path) -> None:
     assert run.state == "interrupted"
 
 
-def test_a_record_that_cannot_be_read_is_named_and_left_out(three: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_run_records_are_logged_and_skipped(three: Path, caplog: pytest.LogCaptureFixture) -> None:
     (three / "runs" / IDS[1] / "run.json").write_text('{"id": 1}')
     (three / "runs" / "20260105T000000.000Z-1").mkdir()  # killed before it wrote one
     (broken := three / "runs" / "20260106T000000.000Z-1").mkdir()
     (broken / "run.json").symlink_to("/proc/self/mem")  # whose first byte is unreadable
     assert [run.id for run in read_runs(three)] == [IDS[2], IDS[0]]
-    assert f"left out: {three}/runs/{IDS[1]}/run.json is not the record of a run" in caplog.text
-    assert f"left out: {broken}/run.json cannot be read: Input/output error" in caplog.text
+    assert f"run skipped: {three}/runs/{IDS[1]}/run.json is not a valid run record" in caplog.text
+    assert f"run skipped: {broken}/run.json cannot be read: Input/output error" in caplog.text
 
 
 @pytest.mark.slow
-def test_runs_are_listed_in_a_hundred_columns(tmp_path: Path) -> None:
+def test_runs_are_listed_within_a_hundred_columns(tmp_path: Path) -> None:
     report = {"before": 0.4, "after": 0.625, "difference": 0.225, "p": 0.00012, "n": 40}
     write_run(tmp_path, IDS[0], report=report, name="a_recipe_with_a_very_long_name", flow="dapo-nightly")
     write_run(tmp_path, IDS[1], state="running")
@@ -174,7 +174,7 @@ def test_on_a_narrow_terminal_each_run_has_one_line(
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two nights that differ in a key of training."""
+    """Two runs that differ in a training key."""
     path = tmp_path_factory.mktemp("history") / "store"
     record_run(small_config(path), Outcome(after="rrww"))
     changed = ("algorithm.clip_ratio_high=0.3", "run.seed=1")
@@ -182,7 +182,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_show_lists_stages_result_and_changed_keys(store: Path) -> None:
+def test_runs_show_lists_stages_result_and_changed_keys(store: Path) -> None:
     newest, oldest = read_runs(store)
     shown = dapo("runs", "show", "latest", "--store", store)
     assert f"Run {newest.id} of arith_cpu, dapo-full: completed" in shown
@@ -217,7 +217,7 @@ def test_two_runs_are_compared_by_their_evaluations_after_training(store: Path) 
     assert "- configuration" not in same
 
 
-def test_a_history_of_the_store_writes_no_file_unasked(
+def test_compare_history_writes_no_files_by_default(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -227,24 +227,24 @@ def test_a_history_of_the_store_writes_no_file_unasked(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+def test_runs_without_an_evaluation_cannot_be_compared(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     run = record_run(config, labels=("prepare_data",), flow="prepare-data")
     with pytest.raises(StoreError, match="no run with evaluate_after is recorded there"):
         find_evaluation(run.store.root, "latest")
-    with pytest.raises(StoreError, match=r"\(prepare-data, completed\) has no evaluate_after, but prepare_data"):
+    with pytest.raises(StoreError, match=r"\(prepare-data, completed\) has no evaluate_after, only prepare_data"):
         find_evaluation(run.store.root, run.folder.name)
-    with pytest.raises(StoreError, match="nowhere is no results folder, and no run nowhere in"):
+    with pytest.raises(StoreError, match="nowhere is not a results folder, and no run nowhere in"):
         find_evaluation(run.store.root, "nowhere")
 
 
 @pytest.fixture
 def own(store: Path, tmp_path: Path) -> Path:
-    """A copy of that store that a test may damage."""
+    """A copy of the store that a test may damage."""
     return Path(shutil.copytree(store, tmp_path / "own", symlinks=True))
 
 
-def test_latest_counts_only_runs_that_have_what_is_needed(own: Path) -> None:
+def test_latest_counts_only_runs_with_the_needed_output(own: Path) -> None:
     newest, oldest = read_runs(own)
     record_run(small_config(own), labels=("prepare_data",), flow="prepare-data")
     with pytest.raises(DataError), Run.start(small_config(own)):
@@ -256,7 +256,7 @@ def test_latest_counts_only_runs_that_have_what_is_needed(own: Path) -> None:
     assert find_run(own, "latest").id > newest.id
 
 
-def test_what_a_stage_begins_from_is_named_with_the_command_that_makes_it(own: Path) -> None:
+def test_a_missing_upstream_output_names_the_command_that_builds_it(own: Path) -> None:
     config = small_config(own)
     artifacts = require_outputs(config, LABELS)
     assert list(artifacts) == list(LABELS)
@@ -265,36 +265,38 @@ def test_what_a_stage_begins_from_is_named_with_the_command_that_makes_it(own: P
         ("merge_checkpoint", "merge-checkpoint CONFIG"),
     ):
         shutil.rmtree(artifacts[label].path)
-        with pytest.raises(StoreError, match=rf"no output of {label} .*make it with dapo stage {command}, or all"):
+        with pytest.raises(
+            StoreError, match=rf"no output of {label} .*build it with dapo stage {command}, or the"
+        ):
             require_outputs(config, (label,))
 
 
-def test_what_is_gone_is_said_of_the_store_that_is_looked_at(store: Path, own: Path) -> None:
-    """A copy's records name the store that it was copied from."""
+def test_a_removed_artifact_is_reported_with_the_path_in_a_copied_store(store: Path, own: Path) -> None:
+    """Records in a copied store name the original store."""
     newest, _ = read_runs(own)
     artifact = artifact_of(newest, "evaluate_after")
     assert artifact is not None
     assert artifact.path.startswith(str(own))
     shutil.rmtree(artifact.path)
-    said = re.escape(f"{artifact.path} was removed") + rf".*config\.yaml --set store\.path={own} makes it again"
+    said = re.escape(f"{artifact.path} was removed") + rf".*config\.yaml --set store\.path={own} rebuilds it"
     with pytest.raises(StoreError, match=said):
         require_artifact(newest, "evaluate_after")
 
 
 @pytest.mark.slow
-def test_a_damaged_run_is_refused_with_the_file(store: Path, own: Path) -> None:
+def test_a_damaged_run_names_the_unreadable_file(store: Path, own: Path) -> None:
     newest, oldest = read_runs(own)
     (oldest.folder / "config.yaml").unlink()
     with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .*config.yaml"):
         changed_keys(oldest, newest)
     (oldest.folder / "config.yaml").touch()
-    with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .* holds no sections"):
+    with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .* has no sections"):
         changed_keys(oldest, newest)
     shown = dapo("runs", "show", "latest", "--store", own)  # of which the one before is not the subject
     assert f"Configuration against the run before it, {oldest.id}: one of the two cannot be read" in shown
     assert json.loads(dapo("runs", "show", "latest", "--store", own, "--json"))["changes"] is None
     (newest.folder / "report" / "report.json").write_text("{")
-    with pytest.raises(StoreError, match=r"report\.json is no report .*dapo stage compare"):
+    with pytest.raises(StoreError, match=r"report\.json is not a report .*dapo stage compare"):
         read_report(newest)
     sides = ("latest~1", newest.stages["evaluate_after"].artifact)
     with pytest.raises(ResultsError, match="/proc/no/where cannot be created: "):
@@ -302,7 +304,7 @@ def test_a_damaged_run_is_refused_with_the_file(store: Path, own: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [DataError("no rows"), RunSkipped("another trains"), KeyboardInterrupt()])
-def test_a_full_disk_at_the_end_does_not_hide_why_a_run_ended(
+def test_a_full_disk_does_not_hide_why_a_run_ended(
     tmp_path: Path, error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("durable.secrets.token_hex", lambda _: "x")
@@ -321,7 +323,7 @@ def test_a_full_disk_at_the_end_does_not_hide_why_a_run_ended(
 
 
 @pytest.mark.parametrize(("is_restart", "state"), [(True, "interrupted"), (False, "cancelled")])
-def test_a_worker_that_ends_interrupts_a_run_and_cancels_none(
+def test_a_worker_shutdown_interrupts_a_run_instead_of_cancelling_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_restart: bool, state: str
 ) -> None:
     monkeypatch.setattr("tasks.processes.cancellation.is_worker_restart", lambda error: is_restart)

@@ -180,7 +180,11 @@ def test_values_that_our_keys_rule_out_are_refused_with_their_origin(tmp_path: P
 
 @pytest.mark.parametrize(
     ("rows", "said"),
-    [("7", "are no training step"), ("0", "are a number, such as 17917"), ("many", "are a number")],
+    [
+        ("7", "are no training step"),
+        ("0", "the number of rows in the training files, such as 17917"),
+        ("many", "the number of rows in"),
+    ],
 )
 def test_rows_that_make_no_step_are_refused(rows: str, said: str, tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
@@ -217,7 +221,7 @@ def test_supervised_trainings_and_evaluations_are_no_trainings(tmp_path: Path) -
 def test_keys_stay_with_the_trainer_that_reads_them(tmp_path: Path) -> None:
     script, starts = FOLDER / "mindspeed_rl_32b.yaml", tmp_path / "run.sh"
     assert "--backend mindspeed-rl" in invoke(script).output
-    with pytest.raises(ConfigError, match="the keys are mindspeed-rl's, and verl reads others"):
+    with pytest.raises(ConfigError, match="the settings are mindspeed-rl's; use --backend mindspeed-rl"):
         CliRunner().invoke(app, ["import-config", str(script), "--backend", "verl"], catch_exceptions=False)
     starts.write_text("python cli/train_dapo.py --config-name dapo_32b\n")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The keys that bound lengths: every contradiction is named at once, and the keys that are proposed fit."""
+"""Token limits: all conflicts are reported at once, and the proposed values fit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from dapo_core.errors import ConfigError
 from flows.config import load_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.lengths import KEYS, Bounds, Lengths, explain, fitted
+from tasks.config.lengths import KEYS, Bounds, Lengths, explain, fitted
 
 DEFAULTS = Lengths(prompt=2048, response=20480, buffer=4096, answer=20480, served=22528, micro_batch=32768)
 
 
-def test_a_small_model_gets_one_set_of_keys_that_works() -> None:
+def test_a_small_model_gets_working_keys() -> None:
     found, advice = explain(DEFAULTS, Bounds(positions=512, longest_prompt=100, longest_question=120))
     assert [message.rpartition(" is above ")[0].partition(" =")[0] for message in found] == [
         "data.max_prompt_tokens + rollout.max_response_tokens",
@@ -31,7 +31,7 @@ def test_a_small_model_gets_one_set_of_keys_that_works() -> None:
 
 @pytest.mark.parametrize("positions", [None, 64, 512, 4096])
 @pytest.mark.parametrize("longest", [None, 1, 60, 3000])
-def test_what_is_proposed_has_no_conflict(positions: int | None, longest: int | None) -> None:
+def test_proposed_lengths_have_no_conflict(positions: int | None, longest: int | None) -> None:
     """Over sizes of every key that fit, contradict the others, or contradict the model."""
     sizes = (2, 500, 5000)
     for prompt, response, buffer, served in itertools.product(sizes, repeat=4):
@@ -46,12 +46,12 @@ def test_what_is_proposed_has_no_conflict(positions: int | None, longest: int | 
                 assert max(longest or 0, bounds.longest_question or 0) > positions - 2
 
 
-def test_prompts_that_leave_no_room_are_refused_with_numbers() -> None:
+def test_prompts_without_room_for_a_response_are_refused() -> None:
     _, advice = explain(DEFAULTS, Bounds(positions=512, longest_prompt=511))
-    assert advice.startswith("no lengths fit: prompts of 511 tokens leave a response no room in 512 positions")
+    assert advice.startswith("no lengths fit: prompts of 511 tokens leave no room for a response in 512 positions")
 
 
-def test_a_configuration_names_all_its_contradictions_at_once() -> None:
+def test_all_conflicts_are_reported_at_once() -> None:
     changes = ["rollout.max_response_tokens=6", "evaluate.max_response_tokens=100", "train.micro_batch_tokens=60"]
     with pytest.raises(ConfigError) as caught:
         load_config(PROJECT_ROOT / "configs/arith_cpu.yaml", changes)
@@ -67,7 +67,7 @@ def test_a_configuration_names_all_its_contradictions_at_once() -> None:
     assert load_config(PROJECT_ROOT / "configs/arith_cpu.yaml", [*changes, *fixed]).lengths.micro_batch == 70
 
 
-def test_the_keys_are_those_of_the_configuration() -> None:
+def test_the_keys_match_the_configuration() -> None:
     lengths = load_config(PROJECT_ROOT / "configs/arith_cpu.yaml").lengths
     assert (lengths.prompt, lengths.buffer, lengths.served) == (64, 8, 128)
     changed = replace(lengths, **dict.fromkeys(KEYS, 1))

@@ -1,4 +1,4 @@
-"""Last night's model as a baseline of tonight's run."""
+"""The last nightly model as a baseline of the next run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from eval.compare import compare
 from eval.measured import Provenance
 from eval.report import make_report, render_markdown
-from tasks.chain import take_model_folder
+from tasks.chain import link_model_folder
 from tasks.links import link_of
 from tasks.runs.nights import LAST_NIGHT, NIGHTLY, describe_change, since_first_night, with_last_night
 from tasks.runs.run import Run
@@ -26,7 +26,7 @@ RESULT = {"before": 0.2, "after": 0.4, "difference": 0.2, "p": 0.01, "n": 8}
 
 
 def night(store: Path, seed: int, *overrides: str, flow: str = NIGHTLY) -> Run:
-    """A nightly run whose merged model is one that can be served."""
+    """A nightly run whose merged model can be served."""
     config = small_config(store, SAME_PROBLEMS, f"run.seed={seed}", *overrides)
     with Run.start(config, flow) as run:
         labels = ("prepare_data", "fetch_model", "evaluate_before", "train_policy")
@@ -47,7 +47,7 @@ def night(store: Path, seed: int, *overrides: str, flow: str = NIGHTLY) -> Run:
 
 
 @pytest.mark.slow
-def test_last_nights_answers_are_taken_from_the_store(tmp_path: Path) -> None:
+def test_answers_of_the_last_nightly_run_are_reused(tmp_path: Path) -> None:
     store = tmp_path / "store"
     assert with_last_night(small_config(store)) == ()
     night(store, 1)
@@ -64,7 +64,7 @@ def test_last_nights_answers_are_taken_from_the_store(tmp_path: Path) -> None:
     with Run.start(tonight, NIGHTLY) as run:
         [data] = produce(run, Outcome(), ["prepare_data"]).values()
         link = link_of(tonight, "fetch_baseline_last-night")
-        model = run.produce(link.label, link.key(), lambda folder: take_model_folder(link.config, folder))
+        model = run.produce(link.label, link.key(), lambda folder: link_model_folder(link.config, folder))
         assert model.digest == yesterday.stages["merge_checkpoint"].digest
         asked = run.take("evaluate_baseline_last-night")
     assert asked.key == yesterday.stages["evaluate_after"].key
@@ -74,13 +74,13 @@ def test_last_nights_answers_are_taken_from_the_store(tmp_path: Path) -> None:
     assert link_of(other, "evaluate_baseline_last-night").key(data, model).key != asked.key
 
 
-def test_a_baseline_of_that_name_stays(tmp_path: Path) -> None:
+def test_a_baseline_named_last_night_is_kept(tmp_path: Path) -> None:
     night(tmp_path, 1)
     assert with_last_night(small_config(tmp_path, "evaluate.baselines=[{name: last-night, path: mine}]")) == ()
 
 
 @pytest.mark.slow
-def test_the_newest_night_outlives_a_collection_and_a_lost_one_is_named(
+def test_the_newest_nightly_model_survives_gc_and_a_lost_one_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, last = night(tmp_path, 1), night(tmp_path, 2)
@@ -96,7 +96,7 @@ def test_the_newest_night_outlives_a_collection_and_a_lost_one_is_named(
 
 
 @pytest.mark.slow
-def test_tonight_is_compared_with_the_first_night(tmp_path: Path) -> None:
+def test_a_nightly_run_is_compared_with_the_first_one(tmp_path: Path) -> None:
     nights = []
     for step, (before, after) in enumerate((("rwwwwwww", "rwwwwwww"), ("rwwwwwww", "rrrwwwww")), start=60):
         config = small_config(tmp_path, f"train.total_steps={step}")

@@ -1,4 +1,4 @@
-"""What is sent to Prefect's page, and that no server is waited for."""
+"""What is sent to the Prefect page, without waiting for the server."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from dapo_core.validation import generations_file
-from tasks import page
-from tasks.page import PageArtifact, StageProgress, artifact_key, unwrapped
+from tasks.execution import page
+from tasks.execution.page import PageArtifact, StageProgress, artifact_key, unwrapped
 from tasks.runs.run import Run
 from tests.configs import make_config
 
 ARTIFACT_ID = "7bfb7b22-e1bc-4db8-8b33-87d230d2fce0"
 
 
-def test_keys_hold_what_prefect_takes_and_keep_recipes_apart() -> None:
+def test_artifact_keys_are_valid_and_unique() -> None:
     assert artifact_key("arith_cpu", "train_policy") == "arith-cpu-train-policy"
     names = ["arith_cpu", "数学", "物理", "a b", "a.b", "a/b", "A.B", ".", "é"]
     keys = [artifact_key(name, "report") for name in names]
@@ -40,7 +40,7 @@ def mine(tmp_path: Path) -> Run:
     return Run(config, None, tmp_path, "dapo-full")  # type: ignore[arg-type]
 
 
-def test_progress_is_posted_every_ten_seconds_and_at_the_end(
+def test_progress_is_shown_every_ten_seconds_and_at_the_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     now = 100.0
@@ -58,9 +58,7 @@ def test_progress_is_posted_every_ten_seconds_and_at_the_end(
     assert [[row["step"] for row in json.loads(table)] for table in shown[1::2]] == [[2, 1]] * 3
 
 
-def test_responses_of_the_newest_validation_are_shown_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_responses_of_each_validation_are_shown_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now = 100.0
     monkeypatch.setattr(page.time, "monotonic", lambda: now)
     shown: list[Any] = []
@@ -89,7 +87,7 @@ def test_responses_of_the_newest_validation_are_shown_once(
 
 
 class Api(ThreadingHTTPServer):
-    """Answers each request with the next of these statuses, and with an artifact's id."""
+    """Answers each request with the next status and an artifact id."""
 
     daemon_threads = True
 
@@ -144,11 +142,11 @@ def test_an_artifact_is_created_once_and_updated_and_a_refusal_is_a_warning(
         ("PATCH", update, "two"),
         ("PATCH", update, "[redacted]"),
     ]
-    assert "Prefect's page lacks mine-report: PrefectHTTPStatusError" in caplog.text
+    assert "cannot show mine-report on the Prefect page: PrefectHTTPStatusError" in caplog.text
 
 
 @pytest.mark.slow
-def test_an_artifact_waits_for_a_server_that_is_away_but_not_for_ever(
+def test_an_unreachable_server_is_retried_for_a_limited_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", ARTIFACT_ID)
@@ -159,10 +157,10 @@ def test_an_artifact_waits_for_a_server_that_is_away_but_not_for_ever(
         PageArtifact(mine(tmp_path), "report", "markdown", "verdict").show("text")
         page.wait_until_sent()
     assert time.monotonic() - began > 0.5
-    assert caplog.text.count("Prefect's page lacks mine-report: ConnectError") == 1
+    assert caplog.text.count("cannot show mine-report on the Prefect page: ConnectError") == 1
 
 
-def test_outside_a_flow_run_no_server_is_asked_or_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_server_is_contacted_outside_a_flow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFECT__FLOW_RUN_ID", raising=False)
     sent: list[object] = []
     monkeypatch.setattr(PageArtifact, "_send", lambda _, data: sent.append(data))

@@ -1,4 +1,4 @@
-"""What a plan says a run would do, and why, beside what earlier runs of the same recipe did."""
+"""What a plan says a run would do and why, compared with earlier runs of the same recipe."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.recorded_runs import LABELS, SMALL, Outcome, record_run, small_config
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One run of the whole chain, for tests that leave it as it is."""
+    """One run of the whole chain, for tests that do not modify it."""
     return record_run(small_config(tmp_path_factory.mktemp("plan") / "store"))
 
 
 def copied(recorded: Run, folder: Path) -> Path:
-    """A store of our own with that run."""
+    """A copy of the store with that run."""
     return Path(shutil.copytree(recorded.store.root, folder / "store", symlinks=True))
 
 
@@ -47,13 +47,13 @@ def states(plan: Mapping[str, PlannedStage]) -> list[str]:
     return [stage.state for stage in plan.values()]
 
 
-def test_a_second_run_takes_all_from_the_store(recorded: Run) -> None:
+def test_a_second_run_is_fully_cached(recorded: Run) -> None:
     plan = planned(recorded.store.root)
     assert states(plan) == ["cached"] * 6
     assert all(stage.why() == "" and stage.seconds is not None for stage in plan.values())
 
 
-def test_a_changed_key_is_named_with_its_values(recorded: Run) -> None:
+def test_a_changed_key_is_shown_with_both_values(recorded: Run) -> None:
     plan = planned(recorded.store.root, "algorithm.clip_ratio_high=0.3", "merge.dtype=bfloat16")
     assert states(plan) == ["cached", "cached", "cached", "stale", "stale", "stale"]
     assert [stage.why() for stage in plan.values()][3:] == [
@@ -64,7 +64,7 @@ def test_a_changed_key_is_named_with_its_values(recorded: Run) -> None:
     assert [stage.waits_for for stage in plan.values()][3:] == [None, "train_policy", "merge_checkpoint"]
 
 
-def test_an_input_that_changed_is_named(recorded: Run) -> None:
+def test_changed_inputs_are_named(recorded: Run) -> None:
     plan = planned(recorded.store.root, "data.arithmetic.num_train=33")
     assert plan["prepare_data"].why() == "data.arithmetic.num_train 32 -> 33"
     assert plan["evaluate_before"].why() == "waits for fetch_model"
@@ -81,8 +81,10 @@ def test_an_input_that_changed_is_named(recorded: Run) -> None:
         ("config", {"train": {}}, "train.total_steps (unset) -> 60"),
     ],
 )
-def test_what_is_no_key_is_named_too(recorded: Run, tmp_path: Path, part: str, value: Any, said: str) -> None:
-    """As if an earlier version had built it: under another key, with other parts in its manifest."""
+def test_changed_code_packages_and_inputs_are_named(
+    recorded: Run, tmp_path: Path, part: str, value: Any, said: str
+) -> None:
+    """Simulates an earlier version: another key, and other parts in the manifest."""
     store = copied(recorded, tmp_path)
     [manifest] = (store / "train_policy").glob("*/1/manifest.json")
     content = json.loads(manifest.read_text())
@@ -101,7 +103,7 @@ def test_what_is_no_key_is_named_too(recorded: Run, tmp_path: Path, part: str, v
     assert len(stage.changes) == 1 or part == "config"
 
 
-def test_an_artifact_that_is_gone_is_said_to_be(recorded: Run, tmp_path: Path) -> None:
+def test_removed_artifacts_are_reported(recorded: Run, tmp_path: Path) -> None:
     store = copied(recorded, tmp_path)
     shutil.rmtree(store / "train_policy")
     plan = planned(store)
@@ -113,7 +115,7 @@ def test_an_artifact_that_is_gone_is_said_to_be(recorded: Run, tmp_path: Path) -
     assert (data.state, data.why()) == ("runs", "its artifact is gone")
 
 
-def test_what_was_never_built_runs(recorded: Run, tmp_path: Path) -> None:
+def test_stages_that_were_never_built_are_planned_to_run(recorded: Run, tmp_path: Path) -> None:
     assert {stage.why() for stage in planned(tmp_path / "none").values()} >= {"never built"}
     assert states(planned(tmp_path / "none")) == ["runs"] * 6
     # Runs of another name say nothing about this one.
@@ -132,7 +134,7 @@ def test_an_unfinished_attempt_resumes(recorded: Run, tmp_path: Path) -> None:
     assert stage.why() == "an attempt was not finished; train.total_steps 60 -> 61"
 
 
-def test_a_stage_that_waits_names_a_changed_file(recorded: Run, tmp_path: Path) -> None:
+def test_a_waiting_stage_names_a_changed_file(recorded: Run, tmp_path: Path) -> None:
     store = copied(recorded, tmp_path)
     prompt, scorer = tmp_path / "prompt.txt", tmp_path / "scorer.py"
     prompt.write_text("Q: {problem}")
@@ -146,7 +148,7 @@ def test_a_stage_that_waits_names_a_changed_file(recorded: Run, tmp_path: Path) 
     assert "input custom_reward changed" in plan["train_policy"].changes
 
 
-def test_what_is_being_built_is_not_said_to_be_unfinished(recorded: Run, tmp_path: Path) -> None:
+def test_a_stage_being_built_is_not_shown_as_unfinished(recorded: Run, tmp_path: Path) -> None:
     store = copied(recorded, tmp_path)
     link = link_of(small_config(store, "train.total_steps=61"), "train_policy")
     key = link.key(*map(recorded.take, link.needs))
@@ -161,7 +163,7 @@ def test_what_is_being_built_is_not_said_to_be_unfinished(recorded: Run, tmp_pat
     assert seen[0].note.startswith(f"by pid {os.getpid()} on ")
 
 
-def test_a_damaged_artifact_is_named_and_stays_where_it_is(recorded: Run, tmp_path: Path) -> None:
+def test_planning_reports_a_damaged_artifact_without_moving_it(recorded: Run, tmp_path: Path) -> None:
     store = copied(recorded, tmp_path)
     [weights] = (store / "train_policy").glob("*/1/weights")
     weights.write_text("trainee")  # as long as "trained"
@@ -173,7 +175,7 @@ def test_a_damaged_artifact_is_named_and_stays_where_it_is(recorded: Run, tmp_pa
     assert sorted((path, path.lstat().st_mtime_ns) for path in store.rglob("*/1/*")) == files
 
 
-def test_after_a_forced_training_what_follows_is_stale(recorded: Run, tmp_path: Path) -> None:
+def test_stages_after_a_forced_training_are_stale(recorded: Run, tmp_path: Path) -> None:
     config = small_config(copied(recorded, tmp_path))
     again = record_run(config, Outcome(weights="other"), ("train_policy",), "train-policy", ("train_policy",))
     assert not again.stages["train_policy"].cached
@@ -209,7 +211,7 @@ def test_the_command_prints_a_table_all_changes_or_json(recorded: Run) -> None:
     assert shown_json[3]["changes"] == ["train.total_steps 60 -> 61", "train.weight_decay 0.0 -> 0.1"]
 
 
-def test_of_long_values_the_place_is_shown_where_they_differ() -> None:
+def test_long_values_are_cut_to_where_they_differ() -> None:
     folder = "/data/reinforcement-learning/math"
     paths = [f"{folder}/2026-{month}/train.parquet" for month in ("01", "02")]
     [change] = differences_of(*({"data": {"train": path}} for path in paths))
@@ -221,7 +223,9 @@ def test_of_long_values_the_place_is_shown_where_they_differ() -> None:
     assert str(change) == "prompt Solve it. Solve it. Solve it. Solve i... -> null"
 
 
-def test_a_secret_is_neither_shown_nor_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_neither_shown_nor_reported_as_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
     secret = "serve.extra_args=[--header, hf_very-secret]"
     record_run(small_config(tmp_path, secret), labels=("prepare_data", "fetch_model", "evaluate_before"))
@@ -232,7 +236,7 @@ def test_a_secret_is_neither_shown_nor_a_change(tmp_path: Path, monkeypatch: pyt
     assert change == "serve.extra_args ['--header', '[redacted]'] -> []"
 
 
-def test_the_address_of_a_webhook_is_not_shown() -> None:
+def test_the_webhook_url_is_not_shown() -> None:
     configs = [
         {"flow": {"webhook": {"url": url}}} for url in (None, "https://hooks.example/a", "https://hooks.example/b")
     ]
@@ -244,7 +248,7 @@ def test_the_address_of_a_webhook_is_not_shown() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_says_which_benchmarks_would_be_asked(tmp_path: Path) -> None:
+def test_a_plan_lists_the_benchmarks_to_evaluate(tmp_path: Path) -> None:
     alone = small_config(tmp_path)
     record_run(alone, labels=("prepare_data", "fetch_model", "evaluate_before"))
     suite = "evaluate.benchmarks=[arithmetic, {set: arithmetic, name: sampled, num_samples: 2}]"
@@ -252,23 +256,21 @@ def test_a_plan_says_which_benchmarks_would_be_asked(tmp_path: Path) -> None:
     plan = planned(tmp_path, suite)
     assert states(plan)[:3] == ["cached", "cached", "stale"]
     before = plan["evaluate_before"]
-    assert before.note == "asks sampled; in the store arithmetic"
+    assert before.note == "evaluates sampled; in the store arithmetic"
     assert "evaluate.benchmarks.sampled.num_samples (unset) -> 2" in before.changes
     # A benchmark more: its problems are not prepared yet, and the model may depend on that.
     more = suite.replace("}]", "}, {set: arithmetic, name: cot, prompt: cot}]")
     plan = planned(tmp_path, more)
     assert plan["evaluate_before"].note == (
-        "waits for fetch_model; asks arithmetic, sampled, cot"  # the run before asked data.eval, alone
+        "waits for fetch_model; evaluates arithmetic, sampled, cot"  # the run before asked data.eval, alone
     )
     record_run(small_config(tmp_path, suite), labels=("prepare_data", "fetch_model", "evaluate_before"))
     plan = planned(tmp_path, more)
-    assert plan["evaluate_before"].note.endswith("asks sampled, cot; if the model changes also arithmetic")
+    assert plan["evaluate_before"].note.endswith("evaluates sampled, cot; if the model changes also arithmetic")
 
 
-def test_room_is_asked_only_for_what_is_still_to_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A training that filled the disk continues once there is room for the rest, and so does what follows it."""
+def test_disk_space_is_required_only_for_remaining_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that filled the disk continues once there is space for the rest, as do later stages."""
     config = small_config(tmp_path / "store")
     facts = ModelFacts(parameters=2**26)  # a checkpoint is 0.75 GiB, a merged model 0.125 or 0.25
     disk = disk_plan(config, facts.parameters)

@@ -346,7 +346,7 @@ def test_graders_of_the_recipe_s_own_are_tried_before_a_run(tmp_path: Path, mode
     assert (finding.status, "wrong" in finding.found) == (WARN, True)
     path.write_text("def compute_score(**_):\n    return 1\n")
     assert grader(scorer=str(path)) == []
-    assert "is neither a scorer nor FILE.py" in grader(scorer="math_verfy")[0].found
+    assert "is not a scorer, FILE.py or" in grader(scorer="math_verfy")[0].found
     absent = grader(judge={"base_url": "http://localhost", "model": "m", "prompt": "absent.txt"})
     assert "evaluate.judge.prompt=absent.txt cannot be read" in absent[0].found
 

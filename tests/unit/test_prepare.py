@@ -1,4 +1,4 @@
-"""Preparation: any format and schema, mixtures, repeated and unusable rows, and who gets what."""
+"""Data preparation: formats and schemas, mixtures, repeated and unusable rows."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_any_schema_is_mapped_and_a_folder_of_files_is_one_set(tmp_path: Path) -
     assert (rows[2]["extra_info"]["index"], rows[2]["reward_model"]["ground_truth"]) == ("1-0", "0")
 
 
-def test_unusable_rows_are_counted_by_reason_up_to_a_share(tmp_path: Path) -> None:
+def test_unusable_rows_are_counted_by_reason_up_to_a_limit(tmp_path: Path) -> None:
     path = write(
         tmp_path / "mine.jsonl", [*ROWS, {"problem": " ", "answer": "1"}, {"problem": "P?", "answer": ""}]
     )
@@ -117,11 +117,11 @@ def test_unusable_rows_are_counted_by_reason_up_to_a_share(tmp_path: Path) -> No
         prepare(recipe(tmp_path, path), tmp_path)
     (tmp_path / "prepared").rmdir()
     assert prepare(recipe(tmp_path, path, max_refused_ratio=0.3), tmp_path)[0]["train_rows"] == 6
-    with pytest.raises(ProblemsError, match=r"has no column hnt, which data\.prompt_template names"):
+    with pytest.raises(ProblemsError, match=r"has no column hnt, which data\.prompt_template uses"):
         build_dataset(recipe(tmp_path, path, prompt_template="{problem} {hnt}"), tmp_path)
 
 
-def test_a_repeated_problem_is_taken_once_and_a_contradicted_one_not_at_all(tmp_path: Path) -> None:
+def test_repeated_problems_are_used_once_and_contradicted_ones_dropped(tmp_path: Path) -> None:
     contradicted = {**ROWS[5], "answer": "no"}
     path = write(tmp_path / "mine.jsonl", [*ROWS, *ROWS[:3], contradicted])
     counts, rows = prepare(recipe(tmp_path, path), tmp_path)
@@ -131,7 +131,7 @@ def test_a_repeated_problem_is_taken_once_and_a_contradicted_one_not_at_all(tmp_
     assert "answer otherwise" in json.dumps(card)
 
 
-def test_a_mixture_reaches_the_stream_and_its_curves(tmp_path: Path) -> None:
+def test_a_mixture_reaches_the_prompt_stream_and_metrics(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
     gsm8k = write(
@@ -166,7 +166,7 @@ def test_a_mixture_reaches_the_stream_and_its_curves(tmp_path: Path) -> None:
     assert [(item.id, item.subject) for item in items] == [("x.json/row-0", "x.json"), ("y.json/row-0", "y.json")]
 
 
-def test_sets_with_numbers_and_words_for_the_same_detail_mix(tmp_path: Path) -> None:
+def test_sets_with_different_types_for_a_detail_can_be_mixed(tmp_path: Path) -> None:
     words = [{"question": "Ann has 3. How many?", "answer": "#### 3", "level": "easy"}]
     gsm8k = write(tmp_path / "g.jsonl", words)
     chat = [{"role": "user", "content": "1 + 1?"}]
@@ -178,19 +178,19 @@ def test_sets_with_numbers_and_words_for_the_same_detail_mix(tmp_path: Path) -> 
     assert (prepared[-1]["extra_info"]["level"], prepared[-1]["extra_info"]["weights"]) == ("2", [1.5])
 
 
-def test_sets_of_several_graders_and_names_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_different_graders_and_unknown_sets_are_refused(tmp_path: Path) -> None:
     mine = write(tmp_path / "mine.jsonl", ROWS)
     for train, held_out, said in (
-        (mine, ["cflue", "math500"], "sets of several graders"),
+        (mine, ["cflue", "math500"], "data.eval have different graders"),
         ("gsm9k", mine, "did you mean 'gsm8k'"),
         ("math500", mine, "math500 has no rows to train on"),
-        ({"set": mine, "path": mine}, mine, "is for registered sets"),
+        ({"set": mine, "path": mine}, mine, "applies to registered sets only"),
     ):
         with pytest.raises(ProblemsError, match=said):
             link_of(recipe(tmp_path, train, held_out), "prepare_data").key()
 
 
-def test_what_decides_the_prepared_rows_is_in_the_key(tmp_path: Path) -> None:
+def test_everything_that_affects_prepared_rows_is_in_the_key(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.jsonl", ROWS)
     moved = write(tmp_path / "other" / "mine.jsonl", ROWS) if (tmp_path / "other").mkdir() is None else ""
     first = link_of(recipe(tmp_path, path), "prepare_data").key().key

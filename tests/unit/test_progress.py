@@ -14,7 +14,7 @@ from tests.evaluations import make_items, make_row
 
 
 def record(message: str, level: int = logging.INFO) -> logging.LogRecord:
-    return logging.LogRecord("tasks.stage_command", level, __file__, 1, message, (), None)
+    return logging.LogRecord("tasks.execution.command", level, __file__, 1, message, (), None)
 
 
 def test_what_the_children_write_is_recognised() -> None:

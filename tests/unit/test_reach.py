@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 
 from dapo_core.cluster.started import clusters_folder, token_environment
 from flows.cli import app
-from tasks.interfaces import INTERFACE_VARIABLES, is_virtual
 from tasks.nodes import interface, launch, on_node, reach
 from tasks.nodes.inventory import Inventory
 from tasks.nodes.reach import Answer, ask
+from tasks.preflight.interfaces import INTERFACE_VARIABLES, is_virtual
 from tasks.processes import supervisor
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -31,7 +31,7 @@ from flows.prefect_settings import PROJECT_SETTINGS
 from flows.recipe_flow import name_run
 from flows.services import CRASH_AUTOMATION_FILE
 from flows.single_stages import STAGE_FLOWS
-from tasks import page
+from tasks.execution import page
 from tests.operated import ROOT
 
 CONFIG = "configs/arith_cpu.yaml"

@@ -1,4 +1,4 @@
-"""Which errors are tried again, when, and what a failed attempt is said to be."""
+"""Which errors are retried, when, and how failures are reported."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from eval import EvaluationError
 from flows.cli import main
 from tasks.artifacts.artifact import StoreError
 from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
+from tasks.execution.retries import describe, exit_code_of, is_lasting, may_succeed_next_time, shortened
 from tasks.processes.child import ChildProcessFailed, run_command
-from tasks.retries import describe, exit_code_of, is_lasting, may_succeed_next_time, shortened
+from tasks.processes.time_limit import StageTimedOut
 from tasks.serve_model.failure import ServeError, ServerDied
-from tasks.time_limit import StageTimedOut
 from tests.processes import python
 
 PASSING = (
@@ -54,7 +54,7 @@ LASTING = (
 )
 
 
-def test_what_can_pass_is_tried_again_and_what_stays_is_not() -> None:
+def test_transient_errors_are_retried_and_permanent_ones_are_not() -> None:
     assert [error for error in PASSING if is_lasting(error)] == []
     assert [error for error in LASTING if not is_lasting(error)] == []
 
@@ -63,9 +63,7 @@ def test_what_can_pass_is_tried_again_and_what_stays_is_not() -> None:
     ("code", "lasting"),
     [("sys.exit(1)", False), ("sys.exit(2)", True), ("sys.exit(143)", True), ("os.kill(os.getpid(), 9)", False)],
 )
-def test_a_child_that_was_stopped_or_needs_the_user_is_not_started_again(
-    code: str, lasting: bool, tmp_path: Path
-) -> None:
+def test_a_stopped_child_or_a_usage_error_is_not_retried(code: str, lasting: bool, tmp_path: Path) -> None:
     with pytest.raises(ChildProcessFailed) as caught:
         run_command(python(f"import os, sys\n{code}"), log_path=tmp_path / "log", label="train")
     error = pickle.loads(pickle.dumps(caught.value))
@@ -73,25 +71,23 @@ def test_a_child_that_was_stopped_or_needs_the_user_is_not_started_again(
     assert exit_code_of(error) == (2 if lasting else 1)
 
 
-def test_every_task_is_declared_alike() -> None:
+def test_every_task_has_the_same_retry_policy() -> None:
     for task in (prepare_data, fetch_model, evaluate_model, train_policy, merge_checkpoint, write_report):
         assert task.retry_condition_fn is may_succeed_next_time
         assert (task.retries, len(task.retry_delay_seconds)) == (3, 3)
 
 
-def test_the_log_says_why_and_when_the_next_attempt_begins(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_explains_each_retry(caplog: pytest.LogCaptureFixture) -> None:
     run = SimpleNamespace(name="train-policy-0", run_count=2)
     assert not may_succeed_next_time(train_policy, run, Failed(data=NotEnoughSignal("few groups")))
     assert caplog.text == ""
     assert may_succeed_next_time(train_policy, run, Failed(data=RolloutError("engine lost")))
     delay = train_policy.retry_delay_seconds[1]
-    said = (
-        f"train-policy-0: attempt 2 of 4 failed, the next one begins in {delay:.1f} s: RolloutError: engine lost"
-    )
+    said = f"train-policy-0: attempt 2 of 4 failed, retrying in {delay:.1f} s: RolloutError: engine lost"
     assert said in caplog.text
 
 
-def test_what_a_command_prints_of_an_error_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_errors_contain_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
     assert describe(ServeError("401 for hf_very-secret")) == "ServeError: 401 for [redacted]"
 
@@ -118,7 +114,7 @@ def test_a_short_error_keeps_the_last_line_of_the_child_and_its_exit_code() -> N
         (errno.ENOSPC, "[Errno 28] No space left on device: 'my.yaml'; free some space or choose another place"),
     ],
 )
-def test_a_place_that_cannot_be_written_is_named_without_a_traceback(
+def test_an_unwritable_path_is_named_without_a_traceback(
     number: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refusal = OSError(number, os.strerror(number), "my.yaml")

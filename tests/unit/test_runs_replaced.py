@@ -1,4 +1,4 @@
-"""Runs whose artifact is built again by force, or removed at the wrong moment."""
+"""Runs whose artifact is rebuilt by force, or removed at the wrong moment."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from durable import locked
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import StageKey
+from tasks.processes.time_limit import time_limit
 from tasks.runs.history import artifact_of, read_runs
 from tasks.runs.run import Run
-from tasks.time_limit import time_limit
-from tests.processes import once_the_clock_stops
+from tests.processes import once_the_limit_is_paused
 from tests.recorded_runs import small_config
 
 KEY = StageKey("probe", {}, {}, "code", {})
@@ -29,7 +29,7 @@ def probe(config: Config, content: str, forced: tuple[str, ...] = ()) -> Run:
     return run
 
 
-def test_a_forced_stage_leaves_earlier_runs_what_they_had(tmp_path: Path) -> None:
+def test_a_forced_stage_does_not_change_earlier_runs(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     with Run.start(config, "long") as first:  # still in progress while others build by force
         first.produce("prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text("one")})
@@ -43,7 +43,7 @@ def test_a_forced_stage_leaves_earlier_runs_what_they_had(tmp_path: Path) -> Non
     assert (Path(found.path) / "content").read_text() == "one"
 
 
-def test_an_artifact_that_is_removed_before_the_run_records_it_is_made_again(tmp_path: Path) -> None:
+def test_an_artifact_removed_before_it_is_recorded_is_rebuilt(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     probe(config, "one")
     with Run.start(config) as run:
@@ -61,11 +61,11 @@ def test_an_artifact_that_is_removed_before_the_run_records_it_is_made_again(tmp
     assert not run.stages["prepare_data"].cached
 
 
-def test_waiting_for_another_builder_does_not_count_for_the_time_limit(tmp_path: Path) -> None:
+def test_waiting_for_another_builder_does_not_count_towards_the_time_limit(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     with Run.start(config) as run, locked(run.store.lock_path(KEY.stage, KEY.key)) as descriptor:
         unlock = functools.partial(fcntl.flock, descriptor, fcntl.LOCK_UN)
-        release = threading.Thread(target=once_the_clock_stops, args=(unlock,))
+        release = threading.Thread(target=once_the_limit_is_paused, args=(unlock,))
         with time_limit(300 / 3600, "flow.time_limits.probe_hours", ""):
             release.start()
             run.produce("prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text("x")})

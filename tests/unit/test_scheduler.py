@@ -144,7 +144,7 @@ def test_pbs(tmp_path: Path) -> None:
 
 
 def test_volcano(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasks.first_recipe import Machine
+    from tasks.recipes.first_recipe import Machine
 
     monkeypatch.setattr(Machine, "this", lambda: Machine("npu", 16, 192))
     environ = {

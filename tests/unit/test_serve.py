@@ -1,4 +1,4 @@
-"""Serving before anything starts: command lines, places, what is refused; and what a server's last words mean."""
+"""Serving without starting vLLM: command lines, devices, refused settings, and reasons in a server's output."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.training import PromptsConfig
 from dapo_core.device import device_for
 from dapo_core.errors import ModelError
+from tasks.config.serve import ServeConfig
 from tasks.serve_model import command as serving
 from tasks.serve_model.checks import longest_sequence, require_positions, require_servable
 from tasks.serve_model.command import (
@@ -27,9 +28,8 @@ from tasks.serve_model.command import (
     serve_environments,
     shell_line,
     vllm_device,
-    with_whole_prompts,
+    without_chunked_prefill,
 )
-from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError, death_of_process, raised_error, refused_argument
 from tests.tiny_models import build_tiny_qwen3
 
@@ -44,23 +44,23 @@ ALWAYS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"
         ({"memory_gigabytes": 2, "memory_utilization": 0.5},
          r"serve\.memory_utilization=0\.5 would be ignored by serve\.memory_gigabytes=2"),
         ({"extra_args": ("--tensor_parallel_size=2",)}, r"tensor_parallel_size=2 has .*; use serve\.tensor"),
-        ({"extra_args": ("-tp", "2")}, r"serve\.extra_args: -tp has a place of its own; use serve\.tensor_par"),
+        ({"extra_args": ("-tp", "2")}, r"serve\.extra_args: -tp has a key of its own; use serve\.tensor_par"),
         ({"extra_args": ("--api-key", "x")}, r"use the environment variable VLLM_API_KEY"),
         ({"host": ""}, r"at least 1 character"),
     ],
 )  # fmt: skip
-def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], message: str) -> None:
+def test_contradicting_keys_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ServeConfig.model_validate(keys)
 
 
-def test_the_place_of_serving_is_no_result() -> None:
+def test_where_a_model_is_served_does_not_change_the_key() -> None:
     places = ServeConfig(num_servers=4, tensor_parallel=2, data_parallel=3, memory_utilization=0.5, port=65_532)
     assert result_values(places) == result_values(ServeConfig())
     assert places.devices_per_server == 6  # 2 x 3
 
 
-def test_the_command_line_has_every_setting_and_leaves_the_rest_to_vllm() -> None:
+def test_the_command_line_has_all_settings_and_omits_defaults() -> None:
     settings = ServeConfig(
         tensor_parallel=4, data_parallel=2, dtype="bfloat16", max_model_len=100, max_num_seqs=7,
         memory_utilization=0.5, eager=True, host="::1", extra_args=("--seed", "3"),
@@ -78,24 +78,24 @@ def test_the_command_line_has_every_setting_and_leaves_the_rest_to_vllm() -> Non
 
 
 @pytest.mark.parametrize(("kind", "added"), [("cpu", 3), ("cuda", 0)])
-def test_a_cpu_server_splits_no_prompt_unless_told_to(
+def test_a_cpu_server_disables_chunked_prefill_by_default(
     monkeypatch: pytest.MonkeyPatch, kind: str, added: int
 ) -> None:
     monkeypatch.setattr(serving, "vllm_device", lambda: device_for(kind))
     settings = ServeConfig(max_model_len=9000, extra_args=("--enable-chunked-prefill",))
-    words = with_whole_prompts(settings).extra_args
+    words = without_chunked_prefill(settings).extra_args
     assert words == (
         *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "9000")[:added],
         *settings.extra_args,
     )
 
 
-def test_the_line_that_is_reported_can_be_typed_and_holds_no_key() -> None:
+def test_the_logged_command_can_be_typed_and_contains_no_key() -> None:
     line = shell_line(["vllm", "a b"], {"CUDA_VISIBLE_DEVICES": "0,1", "X": "1 2", "VLLM_API_KEY": "secret"})
     assert line == "CUDA_VISIBLE_DEVICES=0,1 X='1 2' vllm 'a b'"
 
 
-def test_a_server_is_reached_where_it_binds() -> None:
+def test_a_server_url_matches_its_bind_address() -> None:
     urls = {
         "127.0.0.1": "http://127.0.0.1:80", "0.0.0.0": "http://127.0.0.1:80", "node7": "http://node7:80",
         "::": "http://[::1]:80", "::1": "http://[::1]:80", "2001:db8::7": "http://[2001:db8::7]:80",
@@ -103,7 +103,7 @@ def test_a_server_is_reached_where_it_binds() -> None:
     assert {host: base_url(host, 80) for host in urls} == urls
 
 
-def test_each_server_has_a_port_and_one_that_cannot_be_bound_names_the_key_to_change() -> None:
+def test_each_server_gets_a_port_and_an_unavailable_one_names_the_key() -> None:
     assert len(set(choose_ports(ServeConfig(num_servers=20)))) == 20
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -119,7 +119,7 @@ def test_each_server_has_a_port_and_one_that_cannot_be_bound_names_the_key_to_ch
 def places(
     monkeypatch: pytest.MonkeyPatch, kind: str, settings: ServeConfig, environment: dict[str, str]
 ) -> list[dict[str, str]]:
-    """What tells the servers' environments apart on a machine with vLLM for that kind of device."""
+    """The variables that differ between servers on a machine with vLLM for that device."""
     monkeypatch.setattr(serving, "vllm_device", lambda: device_for(kind))
     found = serve_environments(settings, environment)
     assert all(ALWAYS.items() <= server.items() for server in found)
@@ -139,7 +139,7 @@ def test_servers_share_the_visible_devices(monkeypatch: pytest.MonkeyPatch, kind
     assert places(monkeypatch, kind, ServeConfig(tensor_parallel=2), {variable: "3,1"}) == [{}]
 
 
-def test_too_few_devices_are_refused_and_without_the_variable_all_are_counted(
+def test_too_few_devices_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = ServeConfig(num_servers=2, tensor_parallel=1, data_parallel=2)
@@ -184,7 +184,7 @@ def test_servers_on_a_cpu_share_the_cores(
         ("cuda", 8, {}, {}, False),
     ],
 )
-def test_on_few_cores_a_server_needs_no_worker_process(
+def test_a_single_server_on_few_cores_uses_no_worker_process(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     cores: int,
@@ -198,7 +198,7 @@ def test_on_few_cores_a_server_needs_no_worker_process(
 
 
 @pytest.mark.slow
-def test_the_installed_vllm_says_what_it_runs_on() -> None:
+def test_the_device_matches_the_installed_vllm() -> None:
     import vllm.platforms  # what it decides by itself
 
     assert vllm_device().kind == vllm.platforms.current_platform.device_type
@@ -225,11 +225,11 @@ def test_the_installed_vllm_says_what_it_runs_on() -> None:
         ),
     ],
 )
-def test_the_longest_sequence_counts_rope_scaling(config: dict[str, Any], longest: int | None) -> None:
+def test_the_longest_sequence_includes_rope_scaling(config: dict[str, Any], longest: int | None) -> None:
     assert longest_sequence(config) == longest
 
 
-def test_a_length_or_a_rollout_without_positions_is_refused(tmp_path: Path) -> None:
+def test_lengths_beyond_the_positions_are_refused(tmp_path: Path) -> None:
     model_path = build_tiny_qwen3(tmp_path / "model")  # 512 positions
     require_servable(model_path, ServeConfig(max_model_len=512), {})
     with pytest.raises(ModelError, match=r"serve\.max_model_len=513 is above the 512 positions .*; lower serve"):
@@ -250,14 +250,20 @@ INDEX = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safet
     ("file", "content", "message"),
     [
         ("model.safetensors", None, r"lacks weights \(\*\.safetensors\)"),
-        ("model.safetensors", "cut", r"model\.safetensors is not a whole safetensors file \(.*\d+ bytes\)"),
-        ("model.safetensors", "version https://git-lfs.github.com/spec/v1\n", r"is not a whole safetensors file"),
+        ("model.safetensors", "cut", r"model\.safetensors is not a complete safetensors file \(.*\d+ bytes\)"),
+        (
+            "model.safetensors",
+            "version https://git-lfs.github.com/spec/v1\n",
+            r"is not a complete safetensors file",
+        ),
         ("model.safetensors.index.json", INDEX, r"lacks 1 of the 2 files .*model-2\.safetensors"),
         ("tokenizer.json", None, r"lacks a tokenizer"),
         ("config.json", "", r"config\.json is not JSON"),
     ],
 )
-def test_an_incomplete_folder_is_refused(tmp_path: Path, file: str, content: str | None, message: str) -> None:
+def test_an_incomplete_model_folder_is_refused(
+    tmp_path: Path, file: str, content: str | None, message: str
+) -> None:
     model_path = build_tiny_qwen3(tmp_path / "model")
     path = model_path / file
     if content == "cut":
@@ -314,13 +320,15 @@ PORT_TAKEN = ["    sock.bind(addr)", "OSError: [Errno 98] Address already in use
         ([], None, None),
     ],
 )
-def test_a_server_s_own_words_are_found(lines: list[str], refused: str | None, raised: str | None) -> None:
+def test_the_servers_error_is_found_in_its_output(
+    lines: list[str], refused: str | None, raised: str | None
+) -> None:
     assert refused_argument(lines) == refused
     assert raised_error(lines) == raised
 
 
-def test_a_process_that_was_killed_is_named_by_the_line_that_says_so() -> None:
-    """vLLM ends with other errors after it, which say nothing."""
+def test_a_killed_vllm_process_is_named() -> None:
+    """vLLM raises other, uninformative errors after it."""
     lines = [
         "(EngineCore pid=71) INFO 11-22 13:00:00 [cpu.py:1] loading",
         "(EngineCore pid=71) ERROR 11-22 13:00:01 [multiproc_executor.py:315] Worker proc VllmWorker-0 died "

@@ -1,4 +1,4 @@
-"""What each stage's key depends on, what a plan says of it, and what a run records."""
+"""What each stage's key depends on, and what a run records."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey
 from tasks.artifacts.store import ArtifactStore
-from tasks.chain import take_model_folder
+from tasks.chain import link_model_folder
+from tasks.config.data import ColumnsConfig
+from tasks.config.evaluate import BenchmarkConfig
 from tasks.data.layout import EVAL_FILE
 from tasks.data.prepare import build_dataset
-from tasks.data_config import ColumnsConfig
-from tasks.evaluate_config import BenchmarkConfig
 from tasks.links import link_of
 from tasks.runs.history import read_runs
 from tasks.runs.run import Run, current_stage
@@ -39,7 +39,7 @@ from tests.tiny_models import build_tiny, build_tiny_qwen3
 from tests.trainings import write_parquet
 
 CONFIG = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
-# The keys that each stage reads, by prefix; a change of any of them builds it again.
+# The keys that each stage reads, by prefix; changing any of them rebuilds it.
 READS = {
     "prepare_data": ("run.seed", "data.arithmetic.", "data.contamination", "data.max_refused_ratio"),
     "fetch_model": (  # of BUILD_MODEL and FETCH_MODEL
@@ -62,7 +62,7 @@ READS = {
     "merge_checkpoint": ("merge.", "external.converter"),
     "evaluate_model": ("serve.", "evaluate.", "model.trust_remote_code"),
 }
-# In the key by what they name or mean: the place does not count.
+# In the key by content: the path does not count.
 BY_CONTENT = {"data.train", "data.eval", "data.prompt_template", "data.system_prompt", "model.path"}
 BY_CONTENT |= {
     "custom_reward.path",
@@ -82,7 +82,7 @@ def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, bool | N
 
 
 def changed(section: Any, name: str) -> Any:
-    """The section with another value under the dotted name, whether or not it would be accepted."""
+    """The section with another value under the dotted name, valid or not."""
     head, _, rest = name.partition(".")
     value = getattr(section, head)
     if rest:
@@ -98,7 +98,7 @@ FIELDS = dict(leaves(CONFIG_TREE))
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_field_changes_the_keys_of_its_readers_only(name: str) -> None:
+def test_a_field_changes_only_the_keys_of_stages_that_read_it(name: str) -> None:
     readers = {stage for stage, prefixes in READS.items() if name.startswith(prefixes)}
     assert FIELDS[name] is not None, "declare it with key() or volatile()"
     is_silent = FIELDS[name] or name in BY_CONTENT
@@ -108,7 +108,7 @@ def test_a_field_changes_the_keys_of_its_readers_only(name: str) -> None:
     assert {s.name for s in STAGES if s.config_slice(other) != s.config_slice(CONFIG_TREE)} == expected
 
 
-def test_waiting_places_and_looks_are_volatile() -> None:
+def test_names_places_and_timeouts_are_volatile() -> None:
     silent = ("run.name", "store.path", "checkpoint.save_every", "train.num_ranks", "serve.port")
     assert all(FIELDS[name] for name in (*silent, "evaluate.concurrency"))
     assert not any(FIELDS[name] for name in ("train.total_steps", "train.device", "serve.dtype", "evaluate.seed"))
@@ -133,18 +133,18 @@ def config(tmp_path: Path) -> Config:
 
 
 def prepared(config: Config) -> Artifact:
-    """The data artifact of the configuration, built in its store when it is not there."""
+    """The data artifact of the configuration, built if missing."""
     key = link_of(config, "prepare_data").key()
     return ArtifactStore(config.store.path).produce(key, lambda folder: build_dataset(config, folder))[0]
 
 
 def inputs(label: str, config: Config, *artifacts: Artifact) -> Mapping[str, str]:
-    """What the stage's key has as its inputs."""
+    """The inputs in the stage's key."""
     return link_of(config, label).key(*artifacts).inputs
 
 
 def files_config(folder: Path, held_out: Path, *overrides: str) -> Config:
-    """A configuration with the user's own data: a training parquet in the folder, and a held-out file."""
+    """A configuration with own data: a training parquet in the folder, and a held-out file."""
     train_rows, _ = generate_problems(16, 4, 2, 0)
     if not (folder / "train.parquet").exists():
         write_parquet(train_rows, folder / "train.parquet")
@@ -184,7 +184,7 @@ def test_a_changed_training_row_trains_again_but_is_not_evaluated_again(tmp_path
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_own_data_is_asked_as_its_file_is(tmp_path: Path, suffix: str) -> None:
+def test_own_held_out_data_is_evaluated_like_its_file(tmp_path: Path, suffix: str) -> None:
     held_out = math500_file(tmp_path / f"mine{suffix}")
     if suffix == ".parquet":
         write_parquet(generate_problems(16, 3, 1, 0)[1], held_out)
@@ -194,7 +194,7 @@ def test_own_data_is_asked_as_its_file_is(tmp_path: Path, suffix: str) -> None:
     assert (metrics["train_rows"], metrics["eval_rows"]) == (16, 3)
 
 
-def test_own_data_that_cannot_be_used_is_refused_and_named(tmp_path: Path) -> None:
+def test_unusable_own_data_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.eval\.0: .*gone\.jsonl is not a file"):
         link_of(files_config(tmp_path, tmp_path / "gone.jsonl"), "prepare_data").key()
     held_out = math500_file(tmp_path / "eval.jsonl")
@@ -208,7 +208,7 @@ def test_own_data_that_cannot_be_used_is_refused_and_named(tmp_path: Path) -> No
         prepared(files_config(tmp_path, math500_file(held_out)))
 
 
-def test_a_changed_scorer_of_the_user_trains_again(tmp_path: Path) -> None:
+def test_a_changed_custom_scorer_trains_again(tmp_path: Path) -> None:
     scorer = tmp_path / "mine.py"
     scorer.write_text("def compute_score(**_):\n    return 1\n")
     own = small_config(tmp_path / "store", f"custom_reward.path={scorer}")
@@ -224,7 +224,7 @@ def test_a_changed_scorer_of_the_user_trains_again(tmp_path: Path) -> None:
         inputs("train_policy", own, data, model)
 
 
-def test_another_content_of_the_reference_model_trains_again(tmp_path: Path) -> None:
+def test_a_changed_reference_model_trains_again(tmp_path: Path) -> None:
     folders = [build_tiny(tmp_path / name, "qwen3", seed=3) for name in ("here", "there")]
     own, moved = (
         small_config(tmp_path / "store", f"algorithm.kl.reference_path={folder}", "algorithm.kl.place=loss")
@@ -242,7 +242,7 @@ def test_another_content_of_the_reference_model_trains_again(tmp_path: Path) -> 
         inputs("train_policy", own, data, model)
 
 
-def test_data_without_a_scorer_is_refused_unless_the_configuration_names_one(tmp_path: Path) -> None:
+def test_data_without_a_scorer_is_refused_unless_configured(tmp_path: Path) -> None:
     rows = [{**row, "data_source": "mine"} for row in generate_problems(16, 4, 2, 0)[0]]
     write_parquet(rows, tmp_path / "train.parquet")
     held_out = math500_file(tmp_path / "eval.jsonl")
@@ -264,7 +264,7 @@ def model_config(folder: Path, model: Path) -> Config:
 
 
 @pytest.mark.slow
-def test_a_local_model_is_linked_not_copied_and_changes_are_seen(tmp_path: Path) -> None:
+def test_a_local_model_is_linked_and_changes_are_detected(tmp_path: Path) -> None:
     repository = tmp_path / "models--org--name"  # as in the cache of the Hugging Face hub
     source = build_tiny_qwen3(repository / "snapshots" / "abc")
     source.rename(repository / "blobs")
@@ -275,7 +275,7 @@ def test_a_local_model_is_linked_not_copied_and_changes_are_seen(tmp_path: Path)
     data = prepared(config)
     key = link_of(config, "fetch_model").key(data)
     store = ArtifactStore(config.store.path)
-    taken, _ = store.produce(key, lambda folder: take_model_folder(config, folder))
+    taken, _ = store.produce(key, lambda folder: link_model_folder(config, folder))
     weights = Path(taken.path) / "model.safetensors"
     assert os.path.samefile(weights, repository / "blobs" / "model.safetensors")
     assert not any(path.is_symlink() for path in Path(taken.path).iterdir())
@@ -288,14 +288,14 @@ def test_a_local_model_is_linked_not_copied_and_changes_are_seen(tmp_path: Path)
     assert store.lookup(taken.stage, taken.key) == taken  # the old one is as it was
 
 
-def test_a_chat_template_leaves_the_folder_that_it_was_named_for_as_it_is(tmp_path: Path) -> None:
+def test_a_chat_template_does_not_modify_the_local_model(tmp_path: Path) -> None:
     source = build_tiny_qwen3(tmp_path / "model")
     theirs = (source / "chat_template.jinja").read_bytes()
     template = tmp_path / "mine.jinja"
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     config = make_config(source, model={"path": str(source), "chat_template": str(template)})
     (tmp_path / "taken").mkdir()
-    take_model_folder(config, tmp_path / "taken")
+    link_model_folder(config, tmp_path / "taken")
     assert (tmp_path / "taken/chat_template.jinja").read_bytes() == template.read_bytes()
     assert (source / "chat_template.jinja").read_bytes() == theirs
     first = link_of(config, "fetch_model").key()
@@ -306,7 +306,7 @@ def test_a_chat_template_leaves_the_folder_that_it_was_named_for_as_it_is(tmp_pa
         link_of(config, "fetch_model").key()
 
 
-def test_an_incomplete_model_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_an_incomplete_model_is_refused_before_the_run_starts(tmp_path: Path) -> None:
     source = build_tiny_qwen3(tmp_path / "model")
     (source / "config.json").unlink()
     config = model_config(tmp_path, source)
@@ -318,7 +318,7 @@ def test_an_incomplete_model_is_refused_before_any_work(tmp_path: Path) -> None:
     assert not Path(config.store.path).exists()
 
 
-def test_a_run_records_and_links_each_stage_as_it_ends(config: Config) -> None:
+def test_a_run_records_and_links_each_finished_stage(config: Config) -> None:
     run = Run.start(config)
     key = StageKey("probe", {}, {}, "code", {})
     stages_seen: list[str] = []
@@ -352,7 +352,7 @@ def test_a_failed_stage_is_not_recorded(config: Config) -> None:
     assert not (run.folder / "prepare_data").exists()
 
 
-def test_a_file_or_folder_in_the_way_of_a_run_is_named(config: Config) -> None:
+def test_a_path_that_blocks_the_run_folder_is_named(config: Config) -> None:
     store = Path(config.store.path)
     store.mkdir()
     (store / "runs").touch()

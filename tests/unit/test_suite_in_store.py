@@ -1,4 +1,4 @@
-"""Benchmarks of a recipe: prepared files, keys, what is taken from the store, and what a plan says of it."""
+"""Benchmarks of a recipe: prepared files, keys, reuse from the store, and plans."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.store import ArtifactStore
 from tasks.data.prepare import build_dataset
 from tasks.links import link_of
+from tasks.runs.suite import (
+    PlannedBenchmark,
+    benchmarks_of,
+    describe_benchmarks,
+    link_stored_results,
+    suite_metrics,
+)
 from tasks.stages import EVALUATE_MODEL, evaluate_model_inputs
-from tasks.suite import Asked, benchmarks_of, describe_asked, suite_metrics, take_stored
 from tests.configs import make_config
 from tests.evaluations import make_items, write_results
 
@@ -46,20 +52,20 @@ def prepared(config: Config) -> Artifact:
     return store.produce(key, lambda folder: build_dataset(config, folder))[0]
 
 
-def asked_of(config: Config, data: Artifact, model: str = "m") -> list[Asked]:
+def asked_of(config: Config, data: Artifact, model: str = "m") -> list[PlannedBenchmark]:
     merged = Artifact("merge_checkpoint", "k", "/nowhere", model)
     return benchmarks_of(
         ArtifactStore(config.store.path), EVALUATE_MODEL, config, evaluate_model_inputs(config, data, merged)
     )
 
 
-def evaluated(config: Config, data: Artifact, model: str = "m") -> tuple[Artifact, list[Asked]]:
-    """The artifact of an evaluation, whose results are made up where the store has none."""
+def evaluated(config: Config, data: Artifact, model: str = "m") -> tuple[Artifact, list[PlannedBenchmark]]:
+    """The artifact of an evaluation, with fake results for benchmarks that are not stored."""
     asked = asked_of(config, data, model)
     key = link_of(config, "evaluate_before").key(data, Artifact("merge_checkpoint", "k", "/nowhere", model))
 
     def build(folder: Path) -> Mapping[str, Any]:
-        take_stored(config, asked, folder)
+        link_stored_results(config, asked, folder)
         for one in asked:
             if one.stored is None:
                 (target := one.folder(folder)).mkdir(exist_ok=True)
@@ -73,7 +79,7 @@ def evaluated(config: Config, data: Artifact, model: str = "m") -> tuple[Artifac
     return ArtifactStore(config.store.path).produce(key, build)[0], asked
 
 
-def test_each_benchmark_is_prepared_in_a_file_of_its_own_and_held_out_of_the_training(tmp_path: Path) -> None:
+def test_each_benchmark_has_its_own_file_and_is_held_out_of_training(tmp_path: Path) -> None:
     mine = own_set(tmp_path)
     config = recipe(tmp_path, "arithmetic", SAMPLED, mine, prompt="bare")
     leaked = tmp_path / "train.json"
@@ -94,16 +100,19 @@ def test_each_benchmark_is_prepared_in_a_file_of_its_own_and_held_out_of_the_tra
     assert "## Benchmarks" in (Path(artifact.path) / "data_card.md").read_text()
 
 
-def test_answers_of_the_same_model_are_taken_from_the_store_and_the_rest_is_asked(tmp_path: Path) -> None:
+def test_stored_results_are_reused_and_the_rest_is_evaluated(tmp_path: Path) -> None:
     first = recipe(tmp_path, "arithmetic", SAMPLED)
     data = prepared(first)
     before, asked = evaluated(first, data)
-    assert ([one.stored for one in asked], describe_asked(asked)) == ([None, None], "asks arithmetic, sampled")
+    assert ([one.stored for one in asked], describe_benchmarks(asked)) == (
+        [None, None],
+        "evaluates arithmetic, sampled",
+    )
 
     more = recipe(tmp_path, SAMPLED, own_set(tmp_path), "arithmetic", headline="mine")
     data = prepared(more)
     after, asked = evaluated(more, data)
-    assert describe_asked(asked) == "asks mine; in the store sampled, arithmetic"
+    assert describe_benchmarks(asked) == "evaluates mine; in the store sampled, arithmetic"
     assert list(read_suite(after.path)) == ["sampled", "mine", "arithmetic"]
     for name in ("sampled", "arithmetic"):
         assert os.path.samefile(*(Path(one.path) / name / "results.jsonl" for one in (before, after)))
@@ -116,12 +125,12 @@ def test_answers_of_the_same_model_are_taken_from_the_store_and_the_rest_is_aske
     # Another model, other sampling and other problems are asked; a changed weight is not.
     assert [one.stored for one in asked_of(more, data, "other model")] == [None] * 3
     hotter = recipe(tmp_path, {**SAMPLED, "temperature": 0.9}, {"set": "arithmetic", "weight": 7.0})
-    assert describe_asked(asked_of(hotter, data)) == "asks sampled; in the store arithmetic"
+    assert describe_benchmarks(asked_of(hotter, data)) == "evaluates sampled; in the store arithmetic"
     # How long answers get is known from any model's.
     assert all(one.earlier is not None for one in asked_of(more, data, "other model"))
 
 
-def test_a_benchmark_asked_alone_and_in_a_suite_is_the_same(tmp_path: Path) -> None:
+def test_a_benchmark_alone_and_in_a_suite_share_results(tmp_path: Path) -> None:
     alone = recipe(tmp_path)
     artifact, _ = evaluated(alone, prepared(alone))
     suite = recipe(tmp_path, "arithmetic", own_set(tmp_path))
@@ -133,17 +142,17 @@ def test_a_benchmark_asked_alone_and_in_a_suite_is_the_same(tmp_path: Path) -> N
     ]  # fmt: skip
 
 
-def test_damaged_results_are_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_results_are_evaluated_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = recipe(tmp_path, "arithmetic", SAMPLED)
     data = prepared(config)
     artifact, _ = evaluated(config, data)
     (Path(artifact.path) / "arithmetic" / "results.jsonl").write_text("")
     other = recipe(tmp_path, SAMPLED)
     assert asked_of(other, prepared(other))[0].stored is None
-    assert "is not used again: arithmetic/results.jsonl" in caplog.text
+    assert "is not reused: arithmetic/results.jsonl" in caplog.text
 
 
-def test_lengths_are_those_of_the_longest_benchmark(tmp_path: Path) -> None:
+def test_token_limits_follow_the_longest_benchmark(tmp_path: Path) -> None:
     message = r"data\.max_prompt_tokens \+ evaluate\.benchmarks\.sampled\.max_response_tokens = 3\d{4} is above"
     with pytest.raises(ValueError, match=message):
         recipe(tmp_path, "arithmetic", {**SAMPLED, "max_response_tokens": 30_000})

@@ -1,4 +1,4 @@
-"""A stage that takes too long is left with everything it started, and says which key to change."""
+"""A stage over its time limit is stopped with its processes, and the error names the key."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import psutil
 import pytest
 
 import durable
+from tasks.execution.training_lock import hold
 from tasks.processes.child import run_command
-from tasks.time_limit import StageTimedOut, time_limit
-from tasks.training_lock import hold
-from tests.processes import once_the_clock_stops
+from tasks.processes.time_limit import StageTimedOut, time_limit
+from tests.processes import once_the_limit_is_paused
 
 SECOND = 1 / 3600
 FAR = 300.0  # seconds
 KEY = "flow.time_limits.train_policy_hours"
 
 
-def test_a_child_is_asked_to_end_and_does(tmp_path: Path) -> None:
+def test_a_timed_out_child_is_stopped_gracefully(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('kept a checkpoint')))\n"
@@ -37,7 +37,7 @@ def test_a_child_is_asked_to_end_and_does(tmp_path: Path) -> None:
         lines.append(line)
         signal.setitimer(signal.ITIMER_REAL, 0.01)
 
-    words = r"^flow\.time_limits\.train_policy_hours=0\.083\d*: ended after 5 min; .*go on"
+    words = r"^flow\.time_limits\.train_policy_hours=0\.083\d*: stopped after 5 min; .*go on"
     with pytest.raises(StageTimedOut, match=words), time_limit(FAR * SECOND, KEY, "go on"):
         run_command([sys.executable, "-S", "-c", code], log_path=tmp_path / "log", label="train", on_line=expire)
     assert not psutil.pid_exists(int(lines[0]))
@@ -45,7 +45,7 @@ def test_a_child_is_asked_to_end_and_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hours", [FAR * SECOND, None])
-def test_what_was_in_time_is_not_interrupted_later(hours: float | None) -> None:
+def test_a_stage_within_its_limit_is_not_interrupted_later(hours: float | None) -> None:
     handler, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
     with time_limit(hours, KEY, ""):
         assert hours is None or 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= FAR
@@ -53,11 +53,11 @@ def test_what_was_in_time_is_not_interrupted_later(hours: float | None) -> None:
     assert signal.getsignal(signal.SIGALRM) is handler
 
 
-def test_waiting_for_a_lock_does_not_count(tmp_path: Path) -> None:
+def test_waiting_for_a_lock_does_not_count_towards_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with contextlib.ExitStack() as other:
         other.enter_context(durable.locked(path))
-        release = threading.Thread(target=once_the_clock_stops, args=(other.pop_all().close,))
+        release = threading.Thread(target=once_the_limit_is_paused, args=(other.pop_all().close,))
         with time_limit(FAR * SECOND, KEY, ""):
             release.start()
             with hold(path, "ours"):
@@ -65,7 +65,7 @@ def test_waiting_for_a_lock_does_not_count(tmp_path: Path) -> None:
         release.join()
 
 
-def test_a_coroutine_that_never_waits_cannot_swallow_it() -> None:
+def test_a_busy_coroutine_cannot_swallow_the_timeout() -> None:
     async def be_busy() -> None:
         while True:
             time.sleep(0.01)
@@ -77,7 +77,7 @@ def test_a_coroutine_that_never_waits_cannot_swallow_it() -> None:
         asyncio.run(work())
 
 
-def test_a_limit_that_cannot_be_kept_beside_the_main_thread_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_outside_the_main_thread_is_reported_as_not_enforced(caplog: pytest.LogCaptureFixture) -> None:
     def stage() -> None:
         with caplog.at_level(logging.WARNING), time_limit(1.0, KEY, ""):
             pass
@@ -85,10 +85,10 @@ def test_a_limit_that_cannot_be_kept_beside_the_main_thread_is_said(caplog: pyte
     thread = threading.Thread(target=stage)
     thread.start()
     thread.join()
-    assert f"{KEY}=1 is not kept" in caplog.text
+    assert f"{KEY}=1 is not enforced" in caplog.text
 
 
-def test_an_alarm_that_a_finalizer_swallowed_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_alarm_swallowed_by_a_finalizer_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     class SlowToDelete:
         def __del__(self) -> None:
             time.sleep(0.5)  # Python drops what is raised here
@@ -98,14 +98,14 @@ def test_an_alarm_that_a_finalizer_swallowed_comes_again(monkeypatch: pytest.Mon
         time.sleep(FAR)
 
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
-    monkeypatch.setattr("tasks.time_limit.REPEAT_SECONDS", 0.2)
+    monkeypatch.setattr("tasks.processes.time_limit.REPEAT_SECONDS", 0.2)
     started = time.monotonic()
     with pytest.raises(StageTimedOut), time_limit(SECOND / 10, KEY, ""):
         work()
     assert time.monotonic() - started < FAR / 2
 
 
-def test_a_repeated_alarm_does_not_interrupt_the_clean_up() -> None:
+def test_a_repeated_alarm_does_not_interrupt_cleanup() -> None:
     finished = False
 
     def work() -> None:

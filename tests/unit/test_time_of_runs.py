@@ -1,4 +1,4 @@
-"""`dapo plan CONFIG --time`: the estimate of a recipe, and what a run of the same name corrects."""
+"""`dapo plan CONFIG --time`: the estimate for a recipe, calibrated by a run of the same name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.recorded_runs import record_run, small_config
 RECIPE = str(PROJECT_ROOT / "configs/dapo_qwen3_8b_math.yaml")
 
 
-def test_a_run_of_the_same_name_corrects_the_estimate(tmp_path: Path) -> None:
+def test_a_run_of_the_same_name_calibrates_the_estimate(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     plain = time_of(config)
     run = record_run(config)

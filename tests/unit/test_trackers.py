@@ -26,7 +26,7 @@ from dapo_core.trackers import (
 from dapo_core.validation import generations_file
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact
-from tasks.runs.tracked_results import results_of, send_report
+from tasks.runs.report import results_of, send_report
 from tests.configs import make_config
 from tests.processes import wait_until
 from tests.recorded_runs import record_run, small_config

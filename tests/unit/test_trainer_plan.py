@@ -1,4 +1,4 @@
-"""What `dapo plan` says of another trainer, in a process that has loaded nothing else."""
+"""What `dapo plan` shows for another trainer, in a fresh process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan(config: str, *changes: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_plan_shows_the_command_without_secrets_and_what_it_lacks(tmp_path: Path) -> None:
+def test_a_plan_shows_the_command_without_secrets_and_missing_parts(tmp_path: Path) -> None:
     said = plan(
         "grpo_qwen3_8b_math",
         f"store.path={tmp_path}",
@@ -56,7 +56,7 @@ def test_a_plan_shows_the_command_without_secrets_and_what_it_lacks(tmp_path: Pa
         assert name not in keys
 
 
-def test_the_command_is_shown_before_the_model_is_there(tmp_path: Path) -> None:
+def test_the_command_is_shown_without_the_model(tmp_path: Path) -> None:
     recipe = str(ROOT / "configs/grpo_qwen3_8b_math.yaml")
     changes = [
         "train.backend=verl",
@@ -108,7 +108,7 @@ ENDS = ", ".join(
 )
 
 
-def test_a_plan_of_verls_megatron_names_what_to_raise_first() -> None:
+def test_a_megatron_plan_suggests_the_first_change() -> None:
     splits = f"{MEGATRON}tensor_model_parallel_size=4, {MEGATRON}pipeline_model_parallel_size=8, {ENDS}"
     experts = f"{MEGATRON}expert_model_parallel_size=16, {MEGATRON}expert_tensor_parallel_size=1"
     off = ("train.offload_parameters=false", "train.offload_optimizer=false")
@@ -124,7 +124,7 @@ def test_a_plan_of_verls_megatron_names_what_to_raise_first() -> None:
     assert f"{MEGATRON}expert_model_parallel_size=" in said
 
 
-def test_engines_that_do_not_hold_the_weights_get_more_devices() -> None:
+def test_engines_too_small_for_the_weights_get_more_devices() -> None:
     splits = f"{MEGATRON}tensor_model_parallel_size=4, {MEGATRON}pipeline_model_parallel_size=8, {ENDS}"
     experts = f"{MEGATRON}expert_model_parallel_size=16, {MEGATRON}expert_tensor_parallel_size=1"
     small = ("rollout.num_workers=32", "rollout.tensor_parallel=4")  # 470 GB / 4 is more than a device has
@@ -133,12 +133,12 @@ def test_engines_that_do_not_hold_the_weights_get_more_devices() -> None:
     assert said == "--set rollout.tensor_parallel=16 --set rollout.num_workers=8"
 
 
-def test_splits_that_do_not_divide_are_refused() -> None:
+def test_indivisible_splits_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=8 does not divide the model's 4 key heads"):
         plan_of(recipe_235b(f"{MEGATRON}tensor_model_parallel_size=8"), gigabytes=64)
 
 
-def test_rows_of_the_recipe_replace_the_prepared_ones_and_count_by_their_bytes(tmp_path: Path) -> None:
+def test_own_rows_replace_prepared_ones_and_their_content_is_in_the_key(tmp_path: Path) -> None:
     rows = tmp_path / "images.parquet"
     rows.write_bytes(b"one")
     config = load_config(ROOT / "configs/verl_qwen3_vl_30b_geo3k.yaml", [f"external.train_rows={rows}"])
@@ -155,7 +155,7 @@ def test_rows_of_the_recipe_replace_the_prepared_ones_and_count_by_their_bytes(t
     assert training_files(config) != before
 
 
-def test_a_script_of_verls_megatron_comes_back_as_its_command(tmp_path: Path) -> None:
+def test_an_imported_megatron_script_renders_the_same_command(tmp_path: Path) -> None:
     actor = "actor_rollout_ref.actor"
     words = [
         "algorithm.adv_estimator=grpo data.train_files=/d/train.parquet data.val_files=/d/test.parquet",
@@ -185,7 +185,7 @@ def test_a_script_of_verls_megatron_comes_back_as_its_command(tmp_path: Path) ->
     ]
 
 
-def test_variables_of_an_environment_are_as_they_are_written(tmp_path: Path) -> None:
+def test_environment_variables_keep_their_text(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     text = "data: {train: arithmetic, eval: arithmetic}\nmodel: {source: recipe}\ntrain: {backend: verl}\n"
     text += "external: {env: {UMASK: 0022, VERSION: 2.10, START: 12:30}}\n"

@@ -1,4 +1,4 @@
-"""The lock of a cluster's one training, with real processes: who waits, who is skipped, when it is free again."""
+"""The training lock, with real processes: who waits, who is skipped, when it is released."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ import pytest
 from prefect.states import State
 
 import durable
-from tasks import stage_command
 from tasks.artifacts.artifact import Artifact
 from tasks.chain import train_policy
+from tasks.execution import command
+from tasks.execution.training_lock import check_free, hold, nightly_lock_path, training_lock_path
 from tasks.links import link_of
 from tasks.runs.run import Run, RunSkipped
-from tasks.training_lock import check_free, hold, nightly_lock_path, training_lock_path
 from tests.configs import make_config
 from tests.processes import DEADLINE_SECONDS, wait_until
 from tests.recorded_runs import Outcome, produce, small_config
 
-# As a flow does: has a command that SIGTERM does not end hold the lock.
+# Like a flow: a command that ignores SIGTERM holds the lock.
 TRAIN = """
 import sys
 from pathlib import Path
-from tasks.training_lock import hold
+from tasks.execution.training_lock import hold
 from tasks.processes.detached import DetachOptions, attach_or_start
 path, key, log = sys.argv[1:]
 stubborn = ["sh", "-c", "trap '' TERM; echo deaf: $$.; while :; do sleep 0.1; done"]
@@ -42,12 +42,12 @@ options = DetachOptions(unwatched_seconds=0, stop_seconds=0, grace_seconds=300.0
 attach_or_start(stubborn, log_path=log, label="train", options=options)
 """
 KEY = "0123456789abcdef" * 4
-WAIT_SECONDS = 0.6  # longer than the patience of a run that does not wait
+WAIT_SECONDS = 0.6  # longer than a run that does not wait would try
 
 
 @contextlib.contextmanager
 def training(path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Another flow that trains, its command running."""
+    """Another flow whose training command is running."""
     log = path.with_name("train.log")
     flow = subprocess.Popen([sys.executable, "-c", TRAIN, str(path), KEY, str(log)])
     try:
@@ -61,7 +61,7 @@ def training(path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def release_after_word(held: contextlib.ExitStack, caplog: pytest.LogCaptureFixture) -> threading.Thread:
-    """A thread that lets go of a lock a while after somebody said to wait for it."""
+    """A thread that releases a lock some time after a waiter logged a message."""
 
     def release() -> None:
         wait_until(lambda: "waiting for" in caplog.text, "a word about the wait")
@@ -73,7 +73,7 @@ def release_after_word(held: contextlib.ExitStack, caplog: pytest.LogCaptureFixt
     return thread
 
 
-def test_the_locks_are_in_the_store_or_where_the_configuration_says(tmp_path: Path) -> None:
+def test_locks_are_in_the_store_or_at_the_configured_path(tmp_path: Path) -> None:
     own = make_config(store={"path": str(tmp_path / "store")})
     assert training_lock_path(own) == tmp_path / "store" / ".locks" / "training.lock"
     shared = make_config(flow={"lock_path": str(tmp_path / "shared" / "npu.lock")})
@@ -81,7 +81,7 @@ def test_the_locks_are_in_the_store_or_where_the_configuration_says(tmp_path: Pa
     assert nightly_lock_path(shared) == tmp_path / "shared" / "nightly-npu.lock"
 
 
-def test_only_a_lock_that_is_held_has_a_holder(tmp_path: Path) -> None:
+def test_only_a_held_lock_has_a_holder(tmp_path: Path) -> None:
     path = tmp_path / "locks" / "training.lock"
     assert durable.find_holder(path) is None
     with hold(path, "run-1", KEY):
@@ -90,24 +90,7 @@ def test_only_a_lock_that_is_held_has_a_holder(tmp_path: Path) -> None:
     assert durable.find_holder(path) is None
 
 
-@pytest.mark.slow
-def test_a_run_that_waits_names_the_holder_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "training.lock"
-    caplog.set_level(logging.INFO, logger="durable")
-    with contextlib.ExitStack() as other:
-        other.enter_context(hold(path, "run-7"))
-        release = release_after_word(other.pop_all(), caplog)
-        with hold(path, "run-8"):
-            assert str(durable.find_holder(path)).startswith("run run-8 (pid ")
-        release.join()
-    [message] = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
-    assert message.startswith("waiting for run run-7 (pid ")
-    assert f"), which holds the lock {path} (" in message
-
-
-def test_a_look_at_the_lock_does_not_skip_the_run_that_takes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inspecting_the_lock_does_not_skip_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "GRACE_SECONDS", DEADLINE_SECONDS)  # a look may be slow here
     path = tmp_path / "training.lock"
     with contextlib.ExitStack() as looking:
@@ -120,7 +103,7 @@ def test_a_look_at_the_lock_does_not_skip_the_run_that_takes_it(
 
 
 @pytest.mark.slow
-def test_the_lock_outlasts_a_flow_that_was_killed_and_skips_a_run_that_does_not_wait(tmp_path: Path) -> None:
+def test_the_lock_outlives_a_killed_flow_and_skips_other_runs(tmp_path: Path) -> None:
     path = tmp_path / "training.lock"
     with training(path) as flow:
         named = r"^The run was skipped because run run-7, stage key 0123456789abcdef \(pid "
@@ -133,7 +116,7 @@ def test_the_lock_outlasts_a_flow_that_was_killed_and_skips_a_run_that_does_not_
         pass
 
 
-def test_a_nightly_run_begins_beside_its_own_training_only(tmp_path: Path) -> None:
+def test_a_nightly_run_starts_only_beside_its_own_training(tmp_path: Path) -> None:
     run = Run.start(small_config(tmp_path / "store"))
     path = training_lock_path(run.config)
     check_free(path, run.config)
@@ -154,16 +137,16 @@ metrics.write_text('{"step": 1}\\n')
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr("tasks.page.PageArtifact.show", lambda *_: None)  # there is no server
+    monkeypatch.setattr("tasks.execution.page.PageArtifact.show", lambda *_: None)  # there is no server
     monkeypatch.setattr(durable, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(
-        stage_command, "dapo_command", lambda *words: [sys.executable, "-c", WRITE_METRICS, *map(str, words)]
+        command, "dapo_command", lambda *words: [sys.executable, "-c", WRITE_METRICS, *map(str, words)]
     )
     return Run.start(small_config(tmp_path / "store"))
 
 
 def train(run: Run, monkeypatch: pytest.MonkeyPatch, attempt: int) -> State[Artifact]:
-    """The state in which this attempt of a night ends."""
+    """The final state of this attempt of a nightly run."""
     monkeypatch.setenv("PREFECT__RUNTIME__TASK_RUN__RUN_COUNT", str(attempt))
     inputs = produce(run, Outcome(), ("prepare_data", "fetch_model"))
     function: Any = train_policy.fn

@@ -18,11 +18,11 @@ import jinja2
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
 from tasks.config import ChainConfig
-from tasks.interfaces import INTERFACE_VARIABLES
 from tasks.nodes.inventory import Host, Inventory
 from tasks.nodes.launch import ray_options
 from tasks.nodes.rendering.remarks import STORE, remarks_of_kuberay
 from tasks.preflight.environment import MIN_OPEN_FILES, wanted_alike
+from tasks.preflight.interfaces import INTERFACE_VARIABLES
 
 TEMPLATES = Path(__file__).parent / "templates"
 # What schedulers call the devices: SLURM's generic resource, which a site names, and that of the vendors' plugins

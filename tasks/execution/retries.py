@@ -1,4 +1,4 @@
-"""Which errors are worth another attempt, when it begins, and what a failed command reports."""
+"""Which errors are retried and when, and how a failed command reports them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_DELAYS_SECONDS = [10.0, 20.0, 40.0]
 MAX_REASON_CHARS = 500
-# The next attempt would find the same file or bug. Classes of this project have an attribute `is_lasting`.
+# Permanent: a retry would meet the same file or bug. The project's own errors have an attribute `is_lasting`.
 LASTING_ERRORS = (
     FileNotFoundError,
     IsADirectoryError,
@@ -27,19 +27,19 @@ LASTING_ERRORS = (
     NameError,
     TypeError,
 )
-LASTING_EXIT_CODE = 2  # as of a usage error, which also waits for the user
+LASTING_EXIT_CODE = 2  # as for a usage error: the user must act
 PASSING_EXIT_CODE = 1
 
 
 def is_lasting(error: BaseException) -> bool:
-    """Whether the error stays until the user changes something."""
+    """True if the error persists until the user changes something."""
     return bool(getattr(error, "is_lasting", isinstance(error, LASTING_ERRORS)))
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit status of a command that ends with the error: 2 when the user must act, 1 otherwise.
+    """The exit code of a command that fails with this error: 2 if the user must act, otherwise 1.
 
-    A training that was stopped ends as its signal would have it, 143 or 130.
+    A stopped training exits with the code of its signal, 143 or 130.
     """
     if isinstance(error, TrainingStopped):
         return error.exit_code
@@ -47,13 +47,13 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """The error's class and message without secrets, and without a child's last lines, which were shown before."""
+    """The class and message of the error, without secrets and without the child's last lines (already shown)."""
     summary = error.summary if isinstance(error, ChildProcessFailed) else ""
     return redact(f"{type(error).__name__}: {summary or error}")
 
 
 def shortened(error: ChildProcessFailed | ServeError) -> ChildProcessFailed | ServeError:
-    """The same error with its summary as message, and of a child process the last line it wrote."""
+    """A copy of the error with a one-line message: its summary, plus the last line of a child process."""
     short = copy.copy(error)
     is_child = isinstance(error, ChildProcessFailed)
     reason = str(error).rpartition("\n  | ")[2][:MAX_REASON_CHARS] if is_child else ""
@@ -62,15 +62,15 @@ def shortened(error: ChildProcessFailed | ServeError) -> ChildProcessFailed | Se
 
 
 def may_succeed_next_time(task: Any, task_run: Any, state: Any) -> bool:
-    """Prefect's question before another attempt; logs what failed when the answer is yes.
+    """Prefect's retry condition; logs the failure before each retry.
 
-    The state AwaitingRetry has no message in Prefect 3.7, so this line is where its page shows the reason.
+    The state AwaitingRetry has no message in Prefect 3.7, so the page shows the reason through this log line.
     """
     error, attempt = state.data, task_run.run_count
     if is_lasting(error):
         return False
     logger.warning(
-        "%s: attempt %d of %d failed, the next one begins in %.1f s: %s",
+        "%s: attempt %d of %d failed, retrying in %.1f s: %s",
         task_run.name,
         attempt,
         task.retries + 1,

@@ -1,4 +1,4 @@
-"""References to hubs and web servers: resolved once a run; without a network, what an earlier run made of them."""
+"""References to hubs and web servers, resolved once per run; offline, taken from earlier artifacts."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from tasks.artifacts.store import ArtifactStore
 
 logger = logging.getLogger(__name__)
 
-COMMIT, FILE = "commit", "file "  # names of a key's inputs: the commit, and each file by its path
+COMMIT, FILE = "commit", "file "  # input names in a key: the commit, and each file by path
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
-_answers: dict[Hashable, Any] = {}
-_said: set[str] = set()
+_results: dict[Hashable, Any] = {}
+_logged: set[str] = set()
 
 
 def resolve_once(reference: str | tuple[str, ...], kind: downloads.Kind) -> downloads.Snapshot:
-    """What the reference stands for, asked once a run. Raises DownloadError."""
-    return once_a_run((reference, kind), lambda: downloads.resolve(reference, kind))
+    """The snapshot of a reference, resolved once per run. Raises DownloadError."""
+    return once_per_run((reference, kind), lambda: downloads.resolve(reference, kind))
 
 
-def once_a_run(question: Hashable, answer: Callable[[], Answer]) -> Answer:
-    """The answer to a question about something outside, which is asked once a run."""
-    if question not in _answers:
-        _answers[question] = answer()
-    return cast(Answer, _answers[question])
+def once_per_run(query: Hashable, execute: Callable[[], Result]) -> Result:
+    """The result of an external query, executed once per run."""
+    if query not in _results:
+        _results[query] = execute()
+    return cast(Result, _results[query])
 
 
 def forget_resolved() -> None:
-    """Have the next run ask again."""
-    _answers.clear()
-    _said.clear()
+    """Clear cached results, at the start of a run."""
+    _results.clear()
+    _logged.clear()
 
 
 def inputs_of(snapshot: downloads.Snapshot, paths: Sequence[str]) -> dict[str, str]:
-    """The inputs of a stage's key: the commit and the digest of each of these files."""
+    """Key inputs of a snapshot: the commit and the digest of each of these files."""
     files = {file.path: file for file in snapshot.files}
     return {COMMIT: snapshot.commit, **{f"{FILE}{path}": digest_of(files[path]) for path in paths}}
 
 
 def digest_of(file: downloads.RemoteFile) -> str:
-    """The file's digest as "ALGORITHM:HEX", its size where the hub gives none."""
+    """The digest of the file as "ALGORITHM:HEX", or its size if the hub provides none."""
     if file.sha256:
         return f"sha256:{file.sha256}"
     return f"git:{file.git_oid}" if file.git_oid else f"size:{file.size}"
@@ -54,9 +54,9 @@ def digest_of(file: downloads.RemoteFile) -> str:
 def earlier_inputs(
     store_path: str, stage: str, config: Mapping[str, Any], reason: downloads.Unreachable
 ) -> dict[str, str]:
-    """The inputs of the newest artifact that the stage made of the same configuration; logs that they are used.
+    """The inputs of the stage's newest artifact with the same configuration, for use offline; logged.
 
-    Raises `reason` when the store has none.
+    Raises `reason` if the store has no such artifact.
     """
     for _, manifest in ArtifactStore(store_path).finished(stage):
         if manifest.get("config") == redacted(config) and COMMIT in manifest["inputs"]:
@@ -67,8 +67,8 @@ def earlier_inputs(
 
 
 def log_earlier(reason: downloads.Unreachable, commit: str, ended_at: str) -> None:
-    """Log once a run that an earlier artifact stands for what cannot be reached."""
-    words = f"{reason}. Going on with commit {commit[:12]}, fetched on {ended_at[:10]}"
-    if words not in _said:
-        _said.add(words)
-        logger.warning("%s", words)
+    """Log once per run that an earlier artifact replaces an unreachable source."""
+    message = f"{reason}. Continuing with commit {commit[:12]}, fetched on {ended_at[:10]}"
+    if message not in _logged:
+        _logged.add(message)
+        logger.warning("%s", message)

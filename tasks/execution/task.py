@@ -1,4 +1,4 @@
-"""How a stage becomes a Prefect task: retried, limited in time, and shown on Prefect's page."""
+"""Turns a stage into a Prefect task with retries, a time limit and an entry on the Prefect page."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from prefect.states import Completed
 
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
-from tasks.page import show_stage
+from tasks.execution.page import show_stage
+from tasks.execution.retries import RETRY_DELAYS_SECONDS, may_succeed_next_time, shortened
 from tasks.processes.child import ChildProcessFailed
-from tasks.retries import RETRY_DELAYS_SECONDS, may_succeed_next_time, shortened
+from tasks.processes.time_limit import time_limit
 from tasks.runs.run import Run, RunSkipped
 from tasks.serve_model.failure import ServeError
-from tasks.time_limit import time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 StageFunction = Callable[Concatenate[Run, P], Artifact]
 
-# Our store decides what is cached; Prefect's own cache would not see a deleted artifact.
+# The artifact store decides what is cached; Prefect's cache would not notice a deleted artifact.
 RETRIED: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "retries": len(RETRY_DELAYS_SECONDS),
@@ -37,14 +37,14 @@ RETRIED: dict[str, Any] = {
 
 
 def retried_task(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """Decorate a function as a task that is tried again after an error that may pass."""
+    """Decorate a function as a task that is retried after transient errors."""
     return lambda function: Task(function, name=name, **RETRIED)
 
 
 class StageTask(Task[Concatenate[Run, P], State[Artifact | RunSkipped]]):
-    """A task that ends in a state which says what happened; calling it returns the artifact that the state holds.
+    """A task whose final state describes the outcome; calling it returns the artifact.
 
-    Raises RunSkipped when its stage did, although the task counts as completed.
+    Raises RunSkipped if the stage was skipped; Prefect counts the task as completed.
     """
 
     def __call__(self, run: Run, *args: P.args, **kwargs: P.kwargs) -> Artifact:  # type: ignore[override]
@@ -58,9 +58,9 @@ class StageTask(Task[Concatenate[Run, P], State[Artifact | RunSkipped]]):
 def stage_task(
     name: str, *, task_run_name: str | None = None, afterwards: str = "run it again"
 ) -> Callable[[StageFunction[P]], StageTask[P]]:
-    """Decorate a stage's function: its first argument is the run; `label`, if it has one, names it in the chain.
+    """Decorate a stage function. Its first argument is the run; `label`, if it has one, names it in the chain.
 
-    `afterwards` says what to do when the stage's limit in flow.time_limits is reached.
+    `afterwards` is the advice to give when the stage reaches its limit in flow.time_limits.
     """
 
     def decorate(function: StageFunction[P]) -> StageTask[P]:
@@ -74,12 +74,12 @@ def stage_task(
                 hours = getattr(run.config.flow.time_limits, limit)
                 with time_limit(hours, f"flow.time_limits.{limit}", afterwards):
                     artifact = function(run, *args, **kwargs)
-            except RunSkipped as reason:  # no failure on the page; `__call__` raises it for the flow
+            except RunSkipped as reason:  # not a failure; `__call__` raises it for the flow
                 return Completed(name="Skipped", message=str(reason), data=reason)
-            except (ChildProcessFailed, ServeError) as error:  # a state's message is for one line
+            except (ChildProcessFailed, ServeError) as error:  # a state message is one line
                 if not error.summary:
                     raise
-                if isinstance(error, ServeError):  # a command's lines came to the log as they were written
+                if isinstance(error, ServeError):  # the lines of a command are in the log already
                     logger.error("%s", error)
                 raise shortened(error) from None
             show_stage(run, label, artifact)

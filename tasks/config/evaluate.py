@@ -1,39 +1,39 @@
-"""The section `evaluate`: which benchmarks a model is asked, and how."""
+"""The section `evaluate`: benchmarks, prompts, sampling, grading, and further models to compare."""
 
 from __future__ import annotations
 
 import re
 from pathlib import PurePosixPath
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from dapo_core.config.fields import Entry, JsonObject, Section, key, volatile
 from eval.gates import BEFORE, LAST_NIGHT, parse_gate
 from eval.problems.registry import POOLED
-from tasks.baseline_config import BaselineConfig
-from tasks.data_config import ColumnsConfig, listed_sets
+from tasks.config.data import ColumnsConfig, listed_sets
 
 _NAME = re.compile(r"\w[\w-]*")
 
 
 class BenchmarkConfig(Entry):
-    """One benchmark of the suite. What is unset is the section's own key `evaluate.*`."""
+    """One benchmark of the suite. Unset keys fall back to `evaluate.*`."""
 
     what = "a benchmark of evaluate.benchmarks"
 
     set: str = Field(description="A registered name, a file or folder, or a hub's id.", min_length=1)
-    path: str | None = key(None, "File or folder with the rows of a registered set, which is then not fetched.")
+    path: str | None = key(None, "File or folder with the rows of a registered set, instead of fetching it.")
     columns: ColumnsConfig | None = key(None, "Columns of your own rows, as data.columns.")
-    name: str | None = key(None, "Its name in results and reports; unset: that of the set or file.")
-    weight: float = key(1.0, "Its share of the pooled verdict, relative to the others'.", gt=0, le=1e6)
+    name: str | None = key(None, "Name in results and reports; unset: the name of the set or file.")
+    weight: float = key(1.0, "Weight in the pooled verdict, relative to the other benchmarks.", gt=0, le=1e6)
     api: Literal["chat", "completions"] | None = key(None, "As evaluate.api.")
     prompt: str | None = key(None, "As evaluate.prompt.")
     system_prompt: str | None = key(None, "As evaluate.system_prompt.")
     mode: Literal["generate", "loglikelihood"] | None = key(None, "As evaluate.mode.")
     scorer: str | None = key(None, "As evaluate.scorer.")
     sampling: Literal["settings", "model"] | None = key(
-        None, "As evaluate.sampling; settings where temperature, top_p or top_k are set here."
+        None, "As evaluate.sampling; `settings` if temperature, top_p or top_k is set here."
     )
     temperature: float | None = key(None, "As evaluate.temperature.", ge=0, le=10)
     top_p: float | None = key(None, "As evaluate.top_p.", gt=0, le=1)
@@ -43,14 +43,74 @@ class BenchmarkConfig(Entry):
 
     @property
     def label(self) -> str:
-        """What results, gates and reports call it."""
+        """The name used in results, gates and reports."""
         if self.name is not None:
             return self.name
         plain = re.sub(r"@[^/]*", "", self.set.partition("#")[0])  # without digest and revision
         return re.sub(r"[^\w-]+", "-", PurePosixPath(plain).stem)
 
 
-# The key that sets each field of a request. The others may be set by evaluate.extra_body.
+_BASELINE_NAME = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
+_TAKEN_NAMES = re.compile(rf"before|after|{POOLED}|step[_-]?\d+")
+# Per key: the locations that use it.
+_READ_WITH = {
+    "source": ("id",),
+    "revision": ("id",),
+    "chat_template": ("path", "id"),
+    "trust_remote_code": ("path", "id"),
+    "model": ("base_url",),
+    "api_key_variable": ("base_url",),
+}
+
+
+class BaselineConfig(Entry):
+    """Another model to evaluate: a folder (`path`), a hub model (`id`), or one served elsewhere (`base_url`)."""
+
+    what = "a baseline of evaluate.baselines"
+
+    name: str = Field(description="Name of its column in the report, also used in gates.")
+    path: str | None = key(None, "Hugging Face model folder.")
+    id: str | None = key(None, "ORG/NAME of a hub model.", pattern=r"^[\w.-]+/[\w.-]+$")
+    source: Literal["huggingface", "modelscope"] = key("huggingface", "The hub of `id`.")
+    revision: str | None = key(None, "Branch, tag or commit of `id`.")
+    chat_template: str | None = key(None, "As model.chat_template.")
+    trust_remote_code: bool = key(False, "As model.trust_remote_code.")
+    base_url: str | None = key(None, "URL of an OpenAI-compatible server.", pattern=r"^https?://[^/\s]")
+    model: str | None = key(None, "Name of the model that base_url serves.", min_length=1)
+    api_key_variable: str | None = volatile(
+        None, "Environment variable with the API key for base_url.", pattern=r"^[A-Za-z_]\w*$"
+    )
+
+    @model_validator(mode="after")
+    def _one_place(self) -> BaselineConfig:
+        if not _BASELINE_NAME.fullmatch(self.name) or _TAKEN_NAMES.fullmatch(self.name):
+            raise ValueError(
+                f"evaluate.baselines: {self.name!r} names a column beside before, after, {POOLED} and steps; it "
+                "must begin with a letter and contain only letters, digits, _ and -"
+            )
+        given = [name for name in ("path", "id", "base_url") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise ValueError(
+                f"evaluate.baselines: {self.name} sets {found} of path, id and base_url; set exactly one"
+            )
+        for name in self.model_fields_set & _READ_WITH.keys():
+            if given[0] not in _READ_WITH[name]:
+                raise ValueError(
+                    f"evaluate.baselines: {name} of {self.name} would be ignored by {given[0]}; remove it, or use "
+                    f"{' or '.join(_READ_WITH[name])} instead"
+                )
+        if self.base_url is not None and "@" in urlsplit(self.base_url).netloc:
+            raise ValueError(
+                f"evaluate.baselines: base_url of {self.name} holds a user or password, which runs would keep in "
+                "clear text; put the key into an environment variable and name it in api_key_variable"
+            )
+        if self.base_url is not None and self.model is None:
+            raise ValueError(f"evaluate.baselines: {self.name} has base_url; set `model` to the name it serves")
+        return self
+
+
+# Request fields that have a key of their own; evaluate.extra_body may set any other.
 _REQUEST_KEYS = {
     "model": "the served model's name",
     "messages": "evaluate.prompt",
@@ -63,25 +123,25 @@ _REQUEST_KEYS = {
     "seed": "evaluate.seed",
     "n": "evaluate.num_samples",
     "best_of": "evaluate.num_samples",
-    "stop": "evaluate.prompt, whose template has its own",
-    "stream": "nothing: responses are read whole",
-    "echo": "nothing: a response is read without its prompt",
+    "stop": "evaluate.prompt: the template defines it",
+    "stream": "nothing: responses are not streamed",
+    "echo": "nothing: responses exclude the prompt",
     "chat_template_kwargs": "evaluate.chat_template_kwargs",
 }
 
 
 class JudgeConfig(Section):
-    """A language model behind an OpenAI-compatible URL that judges responses; its key is in DAPO_JUDGE_API_KEY."""
+    """A model behind an OpenAI-compatible URL that judges responses; DAPO_JUDGE_API_KEY holds its key."""
 
-    base_url: str | None = volatile(None, "Address of the judge; unset: none is asked.", min_length=1)
-    model: str | None = key(None, "Name of the judge's model.", min_length=1)
+    base_url: str | None = volatile(None, "URL of the judge; unset: no judge.", min_length=1)
+    model: str | None = key(None, "Model name of the judge.", min_length=1)
     prompt: str | None = key(
-        None, "File that asks for a verdict, with {response}, {problem} and {gold}; unset: the project's own."
+        None, "File with the judge prompt, using {response}, {problem} and {gold}; unset: the built-in prompt."
     )
-    votes: int = key(1, "Times that the judge is asked about each response; the majority decides.", ge=1, le=99)
+    votes: int = key(1, "Judge votes per response; the majority decides.", ge=1, le=99)
     temperature: float = key(0.0, "Sampling temperature of the judge.", ge=0, le=10)
-    max_response_tokens: int = key(4096, "Length limit of what the judge says, with its thinking.", ge=1)
-    headline: bool = key(False, "Take the judge's verdict as the accuracy, in place of the grader's.")
+    max_response_tokens: int = key(4096, "Token limit of the judge's reply, thinking included.", ge=1)
+    headline: bool = key(False, "Use the judge's verdict as the accuracy instead of the grader's.")
 
     @model_validator(mode="after")
     def _is_whole(self) -> JudgeConfig:
@@ -105,64 +165,64 @@ class EvaluateConfig(Section):
     """The before and after measurement."""
 
     benchmarks: tuple[BenchmarkConfig, ...] = key(
-        (), "The suite: sets as in data.eval, each with its own sampling, or a list; empty: data.eval is asked."
+        (), "The suite: one or more sets as in data.eval, each with its own sampling; empty: data.eval."
     )
-    headline: str | None = key(None, "The benchmark whose difference is the verdict; unset: the first.")
+    headline: str | None = key(None, "Benchmark that decides the verdict; unset: the first.")
     gates: tuple[str, ...] = volatile(
-        (), "What must hold after training, such as math500 >= before - 1 (docs/evaluation.md)."
+        (), "Conditions that must hold after training, such as math500 >= before - 1 (docs/evaluation.md)."
     )
     baselines: tuple[BaselineConfig, ...] = volatile(
         (),
-        "Further models to ask, each a column: name, and path, id or base_url (docs/evaluation.md).",
+        "Further models to evaluate, each a column: name, and path, id or base_url (docs/evaluation.md).",
     )
     checkpoints: tuple[int, ...] | str = volatile(
-        (), "Training steps whose checkpoints are kept, merged and asked too: a list, or every N."
+        (), "Training steps whose checkpoints are also kept, merged and evaluated: a list, or every N."
     )
     api: Literal["chat", "completions"] = key(
-        "chat", "completions sends no chat template, as in AISBench's guide."
+        "chat", "completions sends prompts without a chat template, as in AISBench's guide."
     )
     prompt: str = key(
         "default",
         "aisbench, cot, few-shot, bare, given, or a file with {problem}; default: the benchmark's own.",
     )
     system_prompt: str | None = key(
-        None, "System message of every prompt, in place of the file's own; unset: the file's, if it has one."
+        None, "System message of every prompt, instead of the file's; unset: the file's, if any."
     )
     chat_template_kwargs: JsonObject = key(
-        {}, "Arguments of the chat template, such as {enable_thinking: false}; sent with each request of a chat."
+        {}, "Arguments of the chat template, such as {enable_thinking: false}; sent with each chat request."
     )
     extra_body: JsonObject = key(
-        {}, "Further fields of each request, such as {min_p: 0.05}; those with a key of their own are refused."
+        {}, "Extra fields of each request, such as {min_p: 0.05}; fields with a key of their own are refused."
     )
     mode: Literal["generate", "loglikelihood"] = key(
         "generate",
-        "loglikelihood: the likeliest option of multiple-choice questions, as base models are measured.",
+        "loglikelihood: picks the likeliest option of multiple-choice questions, as usual for base models.",
     )
     scorer: str | None = key(
         None,
-        "Grades in place of the set's grader: a scorer's name, or FILE.py with compute_score (FILE.py:NAME for "
-        "another function).",
+        "Scorer that replaces the set's grader: a name, or FILE.py with compute_score (FILE.py:NAME for another "
+        "function).",
         min_length=1,
     )
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     sampling: Literal["settings", "model"] = key(
         "settings",
-        "settings: temperature, top_p and top_k below; model: those of the model's generation_config.json.",
+        "settings: temperature, top_p and top_k below; model: values from the model's generation_config.json.",
     )
     temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=10)
     top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
-    top_k: int | None = key(None, "Sample among the k likeliest tokens; unset: not sent.", ge=1)
-    max_response_tokens: int = key(20480, "Length limit of an answer.", ge=1)
+    top_k: int | None = key(None, "Sample from the k likeliest tokens; unset: not sent.", ge=1)
+    max_response_tokens: int = key(20480, "Token limit of an answer.", ge=1)
     seed: int = key(1234, "Sampling seed sent with each request; sample i of a problem has seed + i.", ge=0)
-    num_samples: int = key(1, "Answers to each problem.", ge=1, le=10_000)
-    concurrency: int = volatile(48, "Requests in flight at each server.", ge=1, le=10_000)
-    requests_per_second: float | None = volatile(None, "Most requests started per second; unset: no limit.", gt=0)
-    request_timeout_seconds: float = volatile(3600.0, "Time limit of a whole request.", gt=0)
-    max_attempts: int = volatile(
-        8, "Attempts per request; the pause of half a second doubles each time.", ge=1, le=100
+    num_samples: int = key(1, "Answers per problem.", ge=1, le=10_000)
+    concurrency: int = volatile(48, "Concurrent requests per server.", ge=1, le=10_000)
+    requests_per_second: float | None = volatile(
+        None, "Maximum requests started per second; unset: no limit.", gt=0
     )
-    outage_seconds: float = volatile(120.0, "How long an unreachable server is awaited.", ge=0)
-    max_failed_ratio: float = key(0.0, "Largest share of failed requests; above it the stage fails.", ge=0, lt=1)
+    request_timeout_seconds: float = volatile(3600.0, "Timeout of a request.", gt=0)
+    max_attempts: int = volatile(8, "Attempts per request; the pause starts at 0.5 s and doubles.", ge=1, le=100)
+    outage_seconds: float = volatile(120.0, "How long to wait for an unreachable server.", ge=0)
+    max_failed_ratio: float = key(0.0, "Maximum share of failed requests; above it the stage fails.", ge=0, lt=1)
 
     @field_validator("extra_body")
     @classmethod
@@ -172,7 +232,7 @@ class EvaluateConfig(Section):
         return fields
 
     @model_validator(mode="after")
-    def _one_word_on_sampling(self) -> EvaluateConfig:
+    def _sampling_is_consistent(self) -> EvaluateConfig:
         for name in ("temperature", "top_p", "top_k"):
             value = getattr(self, name)
             if self.sampling == "model" and value != type(self).model_fields[name].default:
@@ -204,8 +264,8 @@ class EvaluateConfig(Section):
         for label in labels:
             if not _NAME.fullmatch(label) or label == POOLED:
                 raise ValueError(
-                    f"evaluate.benchmarks: {label!r} names a folder and a column, so it is letters, digits, _ and "
-                    f"-, and not {POOLED!r}; set the benchmark's `name`"
+                    f"evaluate.benchmarks: {label!r} names a folder and a column: it may only contain letters, "
+                    f"digits, _ and -, and must not be {POOLED!r}; set the benchmark's `name`"
                 )
             if labels.count(label) > 1:
                 raise ValueError(
@@ -246,38 +306,37 @@ class EvaluateConfig(Section):
     def _names_are_known(self) -> EvaluateConfig:
         names = [one.label for one in self.benchmarks]
         if self.headline is not None and self.headline not in names:
-            raise ValueError(f"evaluate.headline={self.headline} is none of evaluate.benchmarks: {_listed(names)}")
+            listed = ", ".join(names) or "which is empty"
+            raise ValueError(f"evaluate.headline={self.headline} is not in evaluate.benchmarks: {listed}")
         for gate in self.gates:
             parse_gate(gate, names, (BEFORE, *(one.name for one in self.baselines), LAST_NIGHT))
         return self
 
     @property
     def named(self) -> dict[str, BenchmarkConfig]:
-        """The benchmarks by name, in their order."""
+        """The benchmarks by name, in order."""
         return {one.label: one for one in self.benchmarks}
 
     @property
     def headline_name(self) -> str:
-        """The name of the benchmark of the verdict; "" where data.eval is asked alone."""
+        """The benchmark that decides the verdict; "" without a suite."""
         return self.headline or next(iter(self.named), "")
 
     def steps(self, total_steps: int) -> tuple[int, ...]:
-        """The steps of `checkpoints`; of "every N" those before the last step, whose model is asked anyway."""
+        """The steps of `checkpoints`; "every N" excludes the last step, which is evaluated anyway."""
         if not isinstance(self.checkpoints, str):
             return self.checkpoints
         every = int(self.checkpoints.removeprefix("every "))
         return tuple(range(every, total_steps, every))
 
     def of(self, benchmark: BenchmarkConfig) -> EvaluateConfig:
-        """The section as it holds for one benchmark alone."""
-        own = {
-            name: getattr(benchmark, name) for name in type(self).model_fields.keys() & benchmark.model_fields_set
+        """The section for one benchmark alone."""
+        overrides = {
+            name: value
+            for name in type(self).model_fields.keys() & benchmark.model_fields_set
+            if (value := getattr(benchmark, name)) is not None
         }
-        if own.keys() & {"temperature", "top_p", "top_k"}:
-            own.setdefault("sampling", "settings")
-        alone: dict[str, Any] = {"benchmarks": (), "headline": None, "gates": ()}
-        return self.model_copy(update={name: value for name, value in own.items() if value is not None} | alone)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names) or "which is empty"
+        if overrides.keys() & {"temperature", "top_p", "top_k"}:
+            overrides.setdefault("sampling", "settings")
+        reset: dict[str, Any] = {"benchmarks": (), "headline": None, "gates": ()}
+        return self.model_copy(update=overrides | reset)

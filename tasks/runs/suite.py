@@ -1,4 +1,4 @@
-"""The benchmarks of an evaluation: the key of each, where the store has its answers, and what is left to ask."""
+"""The benchmarks of an evaluation: their keys, stored results, and what remains to be evaluated."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from tasks.artifacts.artifact import MANIFEST_NAME, DamagedArtifact, verify_dire
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
-from tasks.evaluate_config import EvaluateConfig
-from tasks.evaluation_settings import benchmark_of, set_of
+from tasks.config.evaluate import EvaluateConfig
+from tasks.evaluation.settings import benchmark_of, set_of
 from tasks.stages import EVALUATE_MODEL, Stage, evaluation_files, problems_input
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A benchmark of an evaluation."""
+class PlannedBenchmark:
+    """One benchmark of an evaluation."""
 
-    name: str  # "" for data.eval, asked alone
-    settings: EvaluateConfig  # as they hold for it
-    key: StageKey  # of everything that its answers depend on; that of the output where it is asked alone
-    stored: Path | None  # results of the same key in the store
-    earlier: Path | None  # results of the same problems by any model
+    name: str  # "" without a suite
+    settings: EvaluateConfig  # for this benchmark alone
+    key: StageKey  # everything its answers depend on; without a suite, the key of the stage
+    stored: Path | None  # stored results with the same key
+    earlier: Path | None  # results of any model on the same problems
 
     def folder(self, output: Path) -> Path:
-        """Its results folder in the output of the stage."""
+        """Its results folder in the stage output."""
         return output / self.name
 
     def benchmark(self, problems: Path, output: Path, model_folder: Path | None) -> Benchmark:
-        """What is asked for it. Raises ProblemsError; `model_folder` is as in `sampling_of`."""
+        """The benchmark to evaluate; `model_folder` as in `sampling_of`. Raises ProblemsError."""
         found = benchmark_of(
             self.settings, set_of(self.settings, problems), self.folder(output), self.name, model_folder
         )
@@ -48,31 +48,34 @@ class Asked:
 
 def benchmarks_of(
     store: ArtifactStore, stage: Stage, config: ChainConfig, inputs: Mapping[str, str], is_forced: bool = False
-) -> list[Asked]:
-    """The benchmarks that a recipe's evaluation asks, in their order, and what the store has of them.
+) -> list[PlannedBenchmark]:
+    """The benchmarks of an evaluation in order, with their stored results.
 
-    `inputs` are those of the evaluation's key; a benchmark whose problems are not among them is new. Answers count
-    as the same if model, settings, problems, code and packages are. Damaged ones do not; nor any if `is_forced`.
+    `inputs` are the key inputs of the evaluation; a benchmark whose problems are not among them is new. Stored
+    results are reused if model, settings, problems, code and packages are the same; not if damaged or `is_forced`.
     """
-    alone = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()} or {"": config}
-    asked = []
-    for name, own in alone.items():
+    configs = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()} or {"": config}
+    planned = []
+    for name, benchmark_config in configs.items():
         problems = inputs.get(problems_input(name), "")
-        key = stage.key(own, {"eval_data": problems, "model": inputs["model"], **evaluation_files(own)})
-        asked.append(Asked(name, own.evaluate, key, None, None))
-    found = _with_stored(store, asked)
+        key = stage.key(
+            benchmark_config,
+            {"eval_data": problems, "model": inputs["model"], **evaluation_files(benchmark_config)},
+        )
+        planned.append(PlannedBenchmark(name, benchmark_config.evaluate, key, None, None))
+    found = _with_stored(store, planned)
     return [replace(one, stored=None) for one in found] if is_forced else found
 
 
-def _with_stored(store: ArtifactStore, asked: Sequence[Asked]) -> list[Asked]:
+def _with_stored(store: ArtifactStore, asked: Sequence[PlannedBenchmark]) -> list[PlannedBenchmark]:
     stored, earlier = dict[str, Path](), dict[str, Path]()
-    wanted = {one.key.key for one in asked}
+    keys = {one.key.key for one in asked}
     for path, manifest in store.finished(EVALUATE_MODEL.name):
         for problems, key, folder in _results_in(path, manifest):
             earlier.setdefault(problems, folder)
-            if key in wanted - stored.keys() and _is_whole(path, manifest):
+            if key in keys - stored.keys() and _is_intact(path, manifest):
                 stored[key] = folder
-    is_several = len(asked) > 1  # alone, nothing else can be asked first
+    is_several = len(asked) > 1  # the order only matters in a suite
     return [
         replace(
             one,
@@ -84,7 +87,7 @@ def _with_stored(store: ArtifactStore, asked: Sequence[Asked]) -> list[Asked]:
 
 
 def _results_in(path: Path, manifest: Mapping[str, Any]) -> list[tuple[str, str | None, Path]]:
-    """Digest of the problems, key and folder of each result in an artifact; nothing of a damaged one."""
+    """(digest of the problems, key, folder) of each result in an artifact; empty if it is damaged."""
     inputs = manifest["inputs"]
     try:
         if is_single(path):
@@ -95,17 +98,17 @@ def _results_in(path: Path, manifest: Mapping[str, Any]) -> list[tuple[str, str 
         return []
 
 
-def _is_whole(path: Path, manifest: Mapping[str, Any]) -> bool:
+def _is_intact(path: Path, manifest: Mapping[str, Any]) -> bool:
     try:
         verify_directory(path, manifest["stage"], manifest["key"])
     except DamagedArtifact as damage:
-        logger.warning("%s is not used again: %s", path, damage)
+        logger.warning("%s is not reused: %s", path, damage)
         return False
     return True
 
 
-def take_stored(config: ChainConfig, asked: Sequence[Asked], output: Path) -> None:
-    """Write suite.json, and link the results that the store has into the output, in place of unfinished ones."""
+def link_stored_results(config: ChainConfig, asked: Sequence[PlannedBenchmark], output: Path) -> None:
+    """Write suite.json and link stored results into the output, replacing unfinished ones."""
     settings = config.evaluate
     if settings.named:
         members = [Member(one.name, settings.named[one.name].weight, one.key.key) for one in asked]
@@ -113,7 +116,7 @@ def take_stored(config: ChainConfig, asked: Sequence[Asked], output: Path) -> No
     for one in asked:
         if one.stored is not None:
             _link_files(one.stored, one.folder(output))
-            logger.info("%s: answered before, taken from %s", one.name or "evaluation", one.stored)
+            logger.info("%s: results reused from %s", one.name or "evaluation", one.stored)
 
 
 def _link_files(source: Path, target: Path) -> None:
@@ -126,8 +129,8 @@ def _link_files(source: Path, target: Path) -> None:
             link_or_copy(path, target / path.name)
 
 
-def suite_metrics(config: ChainConfig, asked: Sequence[Asked], output: Path) -> dict[str, Any]:
-    """What the manifest says of the results: accuracies, and which were taken from where in the store."""
+def suite_metrics(config: ChainConfig, asked: Sequence[PlannedBenchmark], output: Path) -> dict[str, Any]:
+    """Manifest metrics: accuracies, and the origin of reused results."""
     found = {
         one.name: json.loads((one.folder(output) / SUMMARY_FILE).read_text(encoding="utf-8")) for one in asked
     }
@@ -143,7 +146,9 @@ def suite_metrics(config: ChainConfig, asked: Sequence[Asked], output: Path) -> 
     return metrics
 
 
-def describe_asked(asked: Sequence[Asked], stored: str = "in the store") -> str:
-    """Which benchmarks would be asked, and which the store has."""
-    groups = {"asks": [one for one in asked if not one.stored], stored: [one for one in asked if one.stored]}
-    return "; ".join(f"{what} {', '.join(one.name for one in group)}" for what, group in groups.items() if group)
+def describe_benchmarks(asked: Sequence[PlannedBenchmark], stored: str = "in the store") -> str:
+    """Which benchmarks would be evaluated, and which are stored."""
+    groups = {"evaluates": [one for one in asked if not one.stored], stored: [one for one in asked if one.stored]}
+    return "; ".join(
+        f"{action} {', '.join(one.name for one in group)}" for action, group in groups.items() if group
+    )

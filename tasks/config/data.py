@@ -1,4 +1,4 @@
-"""The section `data`: where prompts come from and how their rows are read."""
+"""The section `data`: where prompts come from and how rows are read."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class ArithmeticConfig(Section):
 
 
 class ColumnsConfig(Section):
-    """Which column of the user's own rows holds what. Unset: DAPO-Math-17k's schema, or {problem, answer}."""
+    """Column names of the user's own rows. Unset: DAPO-Math-17k's schema, or {problem, answer}."""
 
     problem: str | None = key(None, "The problem's text.")
-    messages: str | None = key(None, "A chat that ends in the problem, in place of `problem`.")
+    messages: str | None = key(None, "A chat that ends with the problem, instead of `problem`.")
     answer: str | None = key(None, "The gold answer.")
-    id: str | None = key(None, "A name of the row that no other has.")
-    subject: str | None = key(None, "What the report groups by.")
-    level: str | None = key(None, "What the report groups by as well.")
-    data_source: str | None = key(None, "What chooses the scorer; unset: math_verify.")
-    system: str | None = key(None, "A system prompt of the row's own.")
+    id: str | None = key(None, "A unique id of the row.")
+    subject: str | None = key(None, "Subject, for grouping in the report.")
+    level: str | None = key(None, "Difficulty level, for grouping in the report.")
+    data_source: str | None = key(None, "Data source, which selects the scorer; unset: math_verify.")
+    system: str | None = key(None, "A system prompt per row.")
 
     @property
     def is_set(self) -> bool:
@@ -47,22 +47,22 @@ class ColumnsConfig(Section):
 
 
 class SetConfig(Entry):
-    """One set of a mixture. What is unset is the section's own key `data.*`."""
+    """One set of a mixture. Unset keys fall back to `data.*`."""
 
     what = "a set of data.train or data.eval"
 
     set: str = Field(description="A registered name, a file or folder, or a hub's id.", min_length=1)
     path: str | None = key(
-        None, "Where the rows of a registered set are: a file or folder, or a reference such as hf:ORG/NAME."
+        None, "Location of a registered set's rows: a file or folder, or a reference such as hf:ORG/NAME."
     )
-    weight: float = key(1.0, "Share of the training prompts, relative to the other sets'.", gt=0, le=1e6)
+    weight: float = key(1.0, "Share of the training prompts, relative to the other sets.", gt=0, le=1e6)
     columns: ColumnsConfig | None = key(None, "As data.columns.")
     prompt_template: str | None = key(None, "As data.prompt_template.")
     system_prompt: str | None = key(None, "As data.system_prompt.")
 
 
 def listed_sets(value: Any) -> Any:
-    """One set or several, each a name or its keys, as a tuple of keys; anything else as it is."""
+    """One set or a list of sets, each a name or its keys, as a tuple of keys; other values unchanged."""
     listed = [value] if isinstance(value, str | Mapping) else value
     if not isinstance(listed, list | tuple):
         return listed
@@ -77,18 +77,19 @@ class DataConfig(PromptsConfig):
     )
     eval: tuple[SetConfig, ...] = key((), "Sets to evaluate with, as data.train.")
     hub: Literal["huggingface", "modelscope", "url"] | None = volatile(
-        None, "Where registered sets come from; unset: each from its default."
+        None, "Hub for registered sets; unset: each set's default."
     )
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
     prompt_template: str | None = key(
         None,
-        "Text with {problem} or any column, a file with one, or a template of evaluate.prompt; unset: the set's.",
+        "Text with {problem} or any column, a file with such a text, or a template of evaluate.prompt; unset: the "
+        "set's.",
     )
-    system_prompt: str | None = key(None, "System prompt of every problem; unset: the row's, if it has one.")
+    system_prompt: str | None = key(None, "System prompt of every problem; unset: the row's, if any.")
     contamination: Literal["remove", "warn", "error"] = key(
-        "remove", "What becomes of training problems that are also in a set of data.eval (docs/data.md)."
+        "remove", "What to do with training problems that are also in a set of data.eval (docs/data.md)."
     )
-    max_refused_ratio: float = key(0.01, "Largest share of unusable training rows; more is an error.", ge=0, lt=1)
+    max_refused_ratio: float = key(0.01, "Maximum share of unusable training rows; more is an error.", ge=0, lt=1)
     arithmetic: ArithmeticConfig = Field(default_factory=ArithmeticConfig)
 
     @field_validator("train", "eval", mode="before")
@@ -115,7 +116,7 @@ class DataConfig(PromptsConfig):
         return plain[0] if len(plain) == 1 and isinstance(plain[0], str) else plain
 
     def of(self, one: SetConfig) -> SetConfig:
-        """The set with this section's keys in place of its unset ones."""
+        """The set with unset keys taken from this section."""
         return one.model_copy(
             update={
                 name: getattr(self, name)

@@ -1,4 +1,4 @@
-"""The sets of `dapo init`: files recognised by form and columns, and files of their rows beside the recipe."""
+"""The sets of `dapo init`: recognizes data files by schema and columns, and converts them if needed."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tasks.preflight.prompts import longest_prompt, prompt_tokens
 logger = logging.getLogger(__name__)
 
 NO_COLUMNS: Mapping[str, str] = {}
-NUM_TRIED = 50  # rows by which a file's form is recognised
-HELD_OUT_PART, LEAST_HELD_OUT, MOST_HELD_OUT = 10, 8, 500  # of a file without a held-out set: every tenth row
+NUM_TRIED = 50  # rows used to recognize the schema of a file
+HELD_OUT_PART, MIN_HELD_OUT, MAX_HELD_OUT = 10, 8, 500  # without a held-out set: every tenth row
 MAX_SPLIT_BYTES = 64 * 1024**2
-MUCH_BYTES = 4 * 1024**2  # of a file; from here on, reading it takes seconds
-LEAST_RESPONSE = 2  # tokens that a training needs after its longest prompt
-BATCH_PROMPTS = 1000  # whose tokens are counted at once
-MOST_LEFT_OUT = 0.5  # of a file's rows; more are a sign of wrong columns or a wrong model
+LARGE_FILE_BYTES = 4 * 1024**2  # reading takes seconds from here on
+MIN_RESPONSE_TOKENS = 2  # after the longest prompt
+BATCH_PROMPTS = 1000  # tokenized at once
+MAX_LEFT_OUT_RATIO = 0.5  # more suggests wrong columns or a wrong model
 _REMOTE = re.compile(r"(hf|modelscope|https?):")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PROBLEMS = ("problem", "question", "query", "prompt", "instruction", "input", "messages", "conversation", "text")
@@ -41,7 +41,7 @@ _ANSWERS = ("answer", "final_answer", "gold", "ground_truth", "expected", "targe
 
 
 def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) -> Any:
-    """The value of data.train or data.eval: a registered name, a hub's id, or a file and how its rows are read."""
+    """The value of data.train or data.eval for a registered name, a hub id, or a file with its schema."""
     if name in SETS or _REMOTE.match(name):
         return name
     path = Path(name)
@@ -49,8 +49,7 @@ def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) ->
         if HUB_ID.fullmatch(name):
             return f"hf:{name}"
         raise ConfigError(
-            f"--{option} {name} is no file or folder here, no id of a hub and no registered set "
-            f"({', '.join(SETS)})"
+            f"--{option} {name} is not a file or folder here, a hub id or a registered set ({', '.join(SETS)})"
         )
     if not columns:
         rows = list(itertools.islice(itertools.chain.from_iterable(iterate_rows(path)), NUM_TRIED))
@@ -62,33 +61,33 @@ def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) ->
     return [{"set": name, "columns": guessed_columns(path, columns)}]
 
 
-def guessed_columns(path: Path, said: Mapping[str, str] = NO_COLUMNS) -> dict[str, str]:
-    """Which columns of a file hold problem and answer: as `said`, else by their names.
+def guessed_columns(path: Path, given: Mapping[str, str] = NO_COLUMNS) -> dict[str, str]:
+    """The columns with problem and answer: as `given`, else guessed from their names.
 
-    Raises ConfigError where none do.
+    Raises ConfigError if they cannot be determined.
     """
     rows = next(iterate_rows(path), [])
     if not rows:
         raise ConfigError(f"{path} has no rows; is it the right file?")
     names = list(rows[0])
-    if unknown := [name for name in said.values() if name not in names]:
-        raise ConfigError(f"{path} has no column {unknown[0]}, but {', '.join(names)}; correct --columns")
-    by_word = {name.lower().strip(): name for name in names if name not in said.values()}
-    problem = said.get("problem") or next((by_word[word] for word in _PROBLEMS if word in by_word), None)
+    if unknown := [name for name in given.values() if name not in names]:
+        raise ConfigError(f"{path} has no column {unknown[0]}, only {', '.join(names)}; correct --columns")
+    by_word = {name.lower().strip(): name for name in names if name not in given.values()}
+    problem = given.get("problem") or next((by_word[word] for word in _PROBLEMS if word in by_word), None)
     answers = (by_word[word] for word in _ANSWERS if word in by_word and by_word[word] != problem)
-    answer = said.get("answer") or next(answers, None)
+    answer = given.get("answer") or next(answers, None)
     if problem is None or answer is None:
         if len(names) == 1 and (signs := set(names[0]) & set(";\t|")):
             raise ConfigError(f"{path} is separated by {signs.pop()!r}; save it with commas")
         raise ConfigError(
-            f"{path} has the columns {', '.join(names)}, none of which says by its name that it holds "
+            f"{path} has the columns {', '.join(names)}, and no name suggests that it holds "
             f"the {'problem' if problem is None else 'answer'}; add --columns problem=NAME,answer=NAME"
         )
     asked = "messages" if chat_of(rows[0][problem]) is not None else "problem"
-    return {**said, asked: problem, "answer": answer}
+    return {**given, asked: problem, "answer": answer}
 
 
-def columns_said(text: str | None) -> dict[str, str]:
+def parse_columns(text: str | None) -> dict[str, str]:
     """`problem=NAME,answer=NAME` as a dictionary. Raises ConfigError for anything else."""
     pairs = [part.partition("=") for part in (text or "").split(",") if part]
     if not all(name in ("problem", "answer") and column for name, _, column in pairs):
@@ -97,7 +96,7 @@ def columns_said(text: str | None) -> dict[str, str]:
 
 
 def _read_as(path: Path, rows: Sequence[Row], known: ProblemSet) -> list[tuple[dict[str, Any], Problem]]:
-    """What a set reads of a file's first rows, with their problems; none if one of them is of another form."""
+    """The first rows as read by a registered set, with their problems; empty if a row does not fit."""
     try:
         tried = list(problems_of(path, [rows] if rows else [], known.schemas))
     except ProblemsError:
@@ -111,60 +110,59 @@ def _read_as(path: Path, rows: Sequence[Row], known: ProblemSet) -> list[tuple[d
 
 
 def _is_unmistakable(found: Sequence[tuple[Row, Problem]]) -> bool:
-    """Whether a set's form says more than columns do: an answer within a text, options to be written out."""
+    """True if the set's schema does more than name columns, as with answers inside texts, or options."""
     return any(
         not {problem.text, problem.gold} <= {str(value) for value in row.values()} for row, problem in found
     )
 
 
 def data_sets(
-    beside: Beside,
+    new_files: NewFiles,
     train: str,
     held_out: str | None,
     columns: Mapping[str, str] = NO_COLUMNS,
     facts: ModelFacts | None = None,
 ) -> tuple[dict[str, Any], SetCount]:
-    """data.train and data.eval: two sets, the test split of one, or two files of its rows beside the recipe.
+    """data.train and data.eval: two sets, a set with a test split, or two files split from one.
 
-    The files lack the rows that cannot be used and, where a prompt is too long for the model, all whose prompts
-    take more than half of its positions: the count has them. Raises ConfigError for a source without a held-out
-    set that has to be fetched, or is too large or small to be split here, and DataError if more than half of its
-    rows are left out.
+    Written files omit unusable rows. If a prompt is too long for the model, they also omit all prompts longer than
+    half of its positions. The returned count includes both. Raises ConfigError if a set without held-out problems
+    must be fetched or is too large or small to split, and DataError if more than half of the rows are omitted.
     """
     if held_out is None and train in SETS and SETS[train].test:
         return {"train": train, "eval": train}, SetCount(train)
     value, path = data_set(train, "data", columns), Path(train)
-    parts = {"train": value, "eval": value if held_out is None else _held_out(beside, held_out, columns)}
+    parts = {"train": value, "eval": value if held_out is None else _held_out(new_files, held_out, columns)}
     if not path.is_file() or path.stat().st_size > MAX_SPLIT_BYTES:
         if held_out is None:
-            raise ConfigError(f"--data {train} comes without a held-out set; name one with --eval")
+            raise ConfigError(f"--data {train} has no held-out set; name one with --eval")
         return parts, SetCount(train)
     config = ChainConfig.model_validate({"data": {"train": value, "eval": value}, "model": {"source": "recipe"}})
     source, count = train_sources(config)[0], SetCount(train)
     one = value[0] if isinstance(value, list) else {"set": value}
-    is_solved = one["set"] in SETS  # a part of a set must not bear its name: accuracy would not compare
-    if path.stat().st_size > MUCH_BYTES:
-        logger.info("reading all of %s, which has %s: this may take a minute", train, decimal(path.stat().st_size))
+    is_solved = one["set"] in SETS  # a part must not use the name of the set: accuracy would not compare
+    if path.stat().st_size > LARGE_FILE_BYTES:
+        logger.info("reading all of %s (%s); this may take a minute", train, decimal(path.stat().st_size))
     found = [(count.read - 1, problem, row) for problem, row in iterate_source(config, source, count)]
     too_long = set[int]()
     if facts is not None and facts.tokenizer is not None and facts.positions:
         prompts = [to_row(source, problem, row)["prompt"] for _, problem, row in found]
-        if longest_prompt(facts, prompts) > facts.positions - LEAST_RESPONSE:
+        if longest_prompt(facts, prompts) > facts.positions - MIN_RESPONSE_TOKENS:
             too_long = _leave_out_long(facts, prompts, found, count)
     rows = [
         {"id": str(at), "problem": problem.text, "answer": problem.gold} if is_solved else dict(row)
         for at, (_, problem, row) in enumerate(each for each in found if each[0] not in too_long)
     ]
-    count.require_usable(MOST_LEFT_OUT, "Correct the rows, or name other columns with --columns.")
+    count.require_usable(MAX_LEFT_OUT_RATIO, "Correct the rows, or name other columns with --columns.")
     written: dict[str, list[dict[str, Any]]] = {"train": rows} if count.refused else {}
     if held_out is None:
-        if len(rows) < 2 * LEAST_HELD_OUT:
-            raise ConfigError(f"{train} has {len(rows)} rows, too few to hold some out; name others with --eval")
-        every = len(rows) // min(max(len(rows) // HELD_OUT_PART, LEAST_HELD_OUT), MOST_HELD_OUT)
+        if len(rows) < 2 * MIN_HELD_OUT:
+            raise ConfigError(f"{train} has {len(rows)} rows, too few to split; name a held-out set with --eval")
+        every = len(rows) // min(max(len(rows) // HELD_OUT_PART, MIN_HELD_OUT), MAX_HELD_OUT)
         written = {"train": [row for at, row in enumerate(rows) if at % every], "eval": rows[::every]}
     one = {"set": train} if is_solved else one
     for name, part in written.items():
-        file = beside.write(name, part)
+        file = new_files.write(name, part)
         parts[name] = [{**one, "set": file}] if len(one) > 1 else file
     return parts, count
 
@@ -172,7 +170,7 @@ def data_sets(
 def _leave_out_long(
     facts: ModelFacts, prompts: Sequence[Any], found: Sequence[tuple[int, Problem, Row]], count: SetCount
 ) -> set[int]:
-    """The numbers of the rows whose prompts take more than half of the model's positions, counted as refused."""
+    """Rows whose prompts exceed half of the model's positions; also counted as refused."""
     limit, too_long = (facts.positions or 0) // 2, set[int]()
     logger.info("a prompt is too long for the model: counting the tokens of all %d", len(prompts))
     for at in range(0, len(prompts), BATCH_PROMPTS):
@@ -184,10 +182,10 @@ def _leave_out_long(
     return too_long
 
 
-def _held_out(beside: Beside, held_out: str, columns: Mapping[str, str]) -> Any:
+def _held_out(new_files: NewFiles, held_out: str, columns: Mapping[str, str]) -> Any:
     """The value of data.eval; a part of a registered set is written beside the recipe, without its name.
 
-    A file with none of the columns that --columns names is read by its own names.
+    --columns is ignored for files that have none of these columns.
     """
     path = Path(held_out)
     if columns and path.exists():
@@ -195,13 +193,18 @@ def _held_out(beside: Beside, held_out: str, columns: Mapping[str, str]) -> Any:
         columns = columns if any(row.keys() & {*columns.values()} for row in rows) else NO_COLUMNS
     value = data_set(held_out, "eval", columns)
     known = value[0]["set"] if isinstance(value, list) else ""
-    if known in SETS and SETS[known].num_items is not None and not _is_complete(path, SETS[known]):
-        return beside.write("eval", _solved_rows(path, SETS[known]))
-    return value
+    if known not in SETS or SETS[known].num_items is None:
+        return value
+    tried = iterate_problems(path, SETS[known].schemas)
+    problems = [problem for _, _, problem in tried if isinstance(problem, Problem)]
+    if len({problem.text for problem in problems}) == SETS[known].num_items:
+        return value
+    rows = [{"id": str(at), "problem": one.text, "answer": one.gold} for at, one in enumerate(problems)]
+    return new_files.write("eval", rows)
 
 
-class Beside:
-    """New files beside a recipe; they, and new folders, are removed if the block raises."""
+class NewFiles:
+    """Writes files beside a recipe; they and new folders are removed if the block raises."""
 
     def __init__(self, recipe: Path) -> None:
         self._recipe = recipe
@@ -209,17 +212,19 @@ class Beside:
         self._written = set[Path]()
 
     def write(self, part: str, rows: Sequence[Mapping[str, Any]]) -> str:
-        """The path of RECIPE.PART.jsonl with the rows. Raises ConfigError if the user has that file."""
+        """Write rows to RECIPE.PART.jsonl and return its path. Raises ConfigError if the file exists."""
         path = self._recipe.with_name(f"{self._recipe.stem}.{part}.jsonl")
         if path.exists() and path not in self._written:
-            raise ConfigError(f"{path} exists, and the recipe needs a file of its own there: give it another name")
+            raise ConfigError(
+                f"{path} exists, but the recipe needs to write this file: give the recipe another name"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         self._written.add(path)
         lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         path.write_text("".join(lines), encoding="utf-8")
         return str(path)
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> NewFiles:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -228,16 +233,3 @@ class Beside:
                 path.unlink(missing_ok=True)
             for folder in self._folders if self._written else ():
                 folder.rmdir()
-
-
-def _is_complete(path: Path, known: ProblemSet) -> bool:
-    texts = {
-        problem.text for _, _, problem in iterate_problems(path, known.schemas) if isinstance(problem, Problem)
-    }
-    return len(texts) == known.num_items
-
-
-def _solved_rows(path: Path, known: ProblemSet) -> list[dict[str, Any]]:
-    """The usable rows of a file in a registered set's form, as {id, problem, answer}."""
-    found = [problem for _, _, problem in iterate_problems(path, known.schemas) if isinstance(problem, Problem)]
-    return [{"id": str(number), "problem": one.text, "answer": one.gold} for number, one in enumerate(found)]

@@ -1,6 +1,6 @@
-"""One training at a time: a kernel lock, which the training's supervisor inherits.
+"""One training at a time: a file lock that the training's supervisor inherits, so it outlives a killed flow.
 
-So the lock outlives a flow that was killed. What the file says is for people, and true only while it is locked.
+The text in the file is for people and only valid while the file is locked.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from pathlib import Path
 from durable import LockHeld, find_holder, locked
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 from tasks.config import ChainConfig
+from tasks.processes.time_limit import time_limit_paused
 from tasks.runs.plan import plan_chain
 from tasks.runs.run import RunSkipped
-from tasks.time_limit import clock_stopped
 
 TRAINING_LOCK = "training.lock"
 
 
 def training_lock_path(config: ChainConfig) -> Path:
-    """flow.lock_path, or a file beside the locks of the store."""
+    """flow.lock_path, or a file among the locks of the store."""
     default = Path(config.store.path) / ".locks" / TRAINING_LOCK
     return Path(config.flow.lock_path or default).absolute()
 
 
 def nightly_lock_path(config: ChainConfig) -> Path:
-    """What a nightly run holds from its start to its end: a file beside the training's lock, named after it."""
+    """The lock that a nightly run holds from start to end, beside the training lock and named after it."""
     path = training_lock_path(config)
     return path.with_name(f"nightly-{path.name}")
 
 
 @contextlib.contextmanager
 def hold(path: Path, run: str, key: str = "", skips_if_locked: bool = False) -> Iterator[int]:
-    """Hold the lock for the block and yield its descriptor, for a child that is to hold it too.
+    """Hold the lock and yield its descriptor, which a child process may inherit.
 
-    While another process has it: waits, or raises RunSkipped.
+    If another process holds it, waits or, with `skips_if_locked`, raises RunSkipped.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     note = f"run {run}, stage key {key[:SHORT_KEY_LENGTH]}" if key else f"run {run}"
     waiting = None if skips_if_locked else f"which holds the lock {path}"
     with contextlib.ExitStack() as stack:
         try:
-            with clock_stopped():
+            with time_limit_paused():
                 lock = stack.enter_context(locked(path, note=note, waiting=waiting))
         except LockHeld as error:
             raise RunSkipped(f"The run was skipped because {error}") from None
@@ -50,7 +50,7 @@ def hold(path: Path, run: str, key: str = "", skips_if_locked: bool = False) -> 
 
 
 def check_free(path: Path, config: ChainConfig) -> None:
-    """Raise RunSkipped while a training runs that is not this configuration's own."""
+    """Raise RunSkipped if a training of another configuration is running."""
     if (holder := find_holder(path)) is None:
         return
     [training] = [stage for stage in plan_chain(config) if stage.label == "train_policy"]

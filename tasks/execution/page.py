@@ -1,6 +1,6 @@
-"""What Prefect's page shows of a run: progress, newest training steps, stages with their inputs, the report.
+"""Prefect artifacts of a run: progress, recent training steps, stages with their inputs, the report.
 
-Keys of artifacts begin with the recipe's name, so that the page keeps a history of versions for each recipe.
+Artifact keys begin with the recipe's name, so that Prefect keeps a version history per recipe.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 UPDATE_SECONDS = 10.0
 REQUEST_SECONDS = 10.0
-RETRY_SECONDS, PATIENCE_SECONDS = 5.0, 60.0  # while the server is away
+RETRY_SECONDS, PATIENCE_SECONDS = 5.0, 60.0  # while the server is unreachable
 NUM_STEPS = 10
-SHOWN_CHARACTERS = 2000  # of each end of a response
+SHOWN_CHARACTERS = 2000  # at each end of a response
 STEP_LINE = re.compile(r"[a-z ]+ (?:step|percent) (?P<done>\d+)(?:/| of )(?P<total>\d+)\b.*")
 STEP_COLUMNS = {
     "step": "step",
@@ -55,14 +55,14 @@ STEP_COLUMNS = {
     "tokens/s per device": "perf/throughput",
 }
 
-# No stage waits for the server; a flow run waits for this thread when it ends.
+# Stages never wait for the server; the flow run waits for this thread at its end.
 sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefect-page")
 
 
 def artifact_key(recipe: str, name: str) -> str:
-    """The key of an artifact on the page: lower-case letters, digits and dashes.
+    """The Prefect key of an artifact: lower-case letters, digits and dashes.
 
-    A recipe's name that this alters by more than case and underscores gets a digest, to stay apart from others.
+    If this changes more than the case and underscores of the recipe's name, a digest keeps the key unique.
     """
     plain = recipe.lower().replace("_", "-")
     slug = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
@@ -71,7 +71,7 @@ def artifact_key(recipe: str, name: str) -> str:
 
 
 def show_stage(run: Run, label: str, artifact: Artifact) -> None:
-    """Put a finished stage on the page: where its output is, how it came about, its numbers, its inputs."""
+    """Show a finished stage: path of its output, cached or built, metrics and inputs."""
     manifest, record = artifact.manifest(), run.stages[label]
     built = f"built in {manifest['seconds']:.1f} s on {manifest['ended_at'][:10]}"
     how = f"cached, {built}" if record.cached else built
@@ -89,7 +89,7 @@ def show_stage(run: Run, label: str, artifact: Artifact) -> None:
 
 
 def show_report(run: Run, folder: Path, verdict: str) -> None:
-    """Put the report on the page, with the path of report.html, which has the plots, and links to the stages."""
+    """Show the report, with links to the stages and the path of report.html, which has the plots."""
     report = unwrapped((folder / REPORT_MARKDOWN).read_text(encoding="utf-8"))
     stages = ", ".join(_link(run, label) for label in run.stages)
     place = f"With plots: {_code(str(folder / REPORT_PAGE))}"
@@ -98,12 +98,12 @@ def show_report(run: Run, folder: Path, verdict: str) -> None:
 
 
 def wait_until_sent() -> None:
-    """Wait until the page has everything shown so far: Prefect's client cannot send while Python shuts down."""
+    """Wait until everything has been sent; Prefect's client cannot send while Python shuts down."""
     sender.submit(lambda: None).result()
 
 
 def unwrapped(markdown: str) -> str:
-    """The text with each paragraph and list item in one line: Prefect's page breaks where a line ends."""
+    """The text with each paragraph and list item on one line, since Prefect renders line breaks."""
     lines: list[str] = []
     for line in markdown.splitlines():
         begins = not line.strip() or line.startswith(("|", "#", "- "))
@@ -115,24 +115,24 @@ def unwrapped(markdown: str) -> str:
 
 
 class StageProgress:
-    """The progress of a stage as a bar on the page; for a training also a table of its newest steps."""
+    """A progress bar for a stage; for training also a table of recent steps and validation responses."""
 
     def __init__(self, run: Run, label: str, folder: Path | None = None) -> None:
         self._bar = PageArtifact(run, f"{label}-progress", "progress", f"{label} of {run.config.run.name}")
-        self._table = PageArtifact(run, f"{label}-steps", "table", f"Newest steps of {run.config.run.name}")
-        about = f"Newest validation of {run.config.run.name}"
+        self._table = PageArtifact(run, f"{label}-steps", "table", f"Recent steps of {run.config.run.name}")
+        about = f"Latest validation of {run.config.run.name}"
         self._generations = PageArtifact(run, f"{label}-generations", "markdown", about)
         self._folder = folder
         self._step_shown = -1
         self._update_at = 0.0
 
     def on_line(self, line: str) -> None:
-        """Read the progress from a line that a child wrote, if it names a step."""
+        """Update the progress if the line of a child process names a step."""
         if match := STEP_LINE.fullmatch(line.strip()):
             self.on_progress(int(match["done"]), int(match["total"]))
 
     def on_progress(self, done: int, total: int) -> None:
-        """Bring the page up to date, at most every 10 s and at the end."""
+        """Update the page, at most every 10 s and at the end."""
         if time.monotonic() < self._update_at and done < total:
             return
         self._bar.show(round(100 * done / max(total, 1), 1))
@@ -143,7 +143,7 @@ class StageProgress:
         self._update_at = time.monotonic() + UPDATE_SECONDS
 
     def _show_generations(self, folder: Path, last_step: int) -> None:
-        """Put responses of the newest validation on the page."""
+        """Show responses of the latest validation."""
         for step in range(last_step, self._step_shown, -1):
             if rows := read_json_lines(generations_file(folder, step)):
                 self._generations.show(generations_page(step, rows))
@@ -152,7 +152,7 @@ class StageProgress:
 
 
 def generations_page(step: int, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Responses of a validation as Markdown; of a long one the beginning and the end."""
+    """Validation responses as Markdown; long ones are cut in the middle."""
     parts = [f"# Responses after training step {step}"]
     for row in rows:
         about = f"{row['set']}: {row['verdict']}, score {_number(row['score'])}, answer {row['answer']!r}"
@@ -166,7 +166,7 @@ def generations_page(step: int, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 class PageArtifact:
-    """An artifact that is created once and then updated: a new version each time would fill the database."""
+    """A Prefect artifact that is created once and then updated, to avoid filling the database with versions."""
 
     def __init__(self, run: Run, name: str, kind: str, description: str) -> None:
         key = artifact_key(run.config.run.name, name)
@@ -175,9 +175,9 @@ class PageArtifact:
         self._id: UUID | None = None
 
     def show(self, data: Any) -> None:
-        """Send the content to the API of this flow run; returns at once. Outside a flow run there is no page."""
+        """Send the content to this flow run's API in the background. Does nothing outside a flow run."""
         if self._request.flow_run_id is None:
-            return  # a client without a server's address would start one, which outlives this process
+            return  # a client without a server address would start a server that outlives this process
         data = redacted(data)
         sender.submit(contextvars.copy_context().run, self._send, data)
 
@@ -190,13 +190,16 @@ class PageArtifact:
                 is_away = isinstance(error, httpx.TransportError)
                 if not is_away or time.monotonic() > deadline:
                     logger.warning(
-                        "Prefect's page lacks %s: %s: %s", self._request.key, type(error).__name__, error
+                        "cannot show %s on the Prefect page: %s: %s",
+                        self._request.key,
+                        type(error).__name__,
+                        error,
                     )
                     return
                 time.sleep(RETRY_SECONDS)
 
     def _send_once(self, data: Any) -> None:
-        # Prefect's own retries would hold up what comes after for minutes.
+        # Prefect's own retries would delay later updates for minutes.
         with (
             temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
             get_client(httpx_settings={"timeout": REQUEST_SECONDS}, sync_client=True) as client,
@@ -212,7 +215,7 @@ def _link(run: Run, label: str) -> str:
 
 
 def _number(value: Any) -> Any:
-    """A number with four significant digits, from 1000 on a whole one; anything else as it is."""
+    """A number rounded to four significant digits, or to an integer from 1000; other values unchanged."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return value
     short = round(value) if abs(value) >= 1000 else float(f"{value:.4g}")

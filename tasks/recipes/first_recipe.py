@@ -1,4 +1,4 @@
-"""`dapo init`: a commented recipe for a model and a dataset, sized for this machine, the model and the prompts."""
+"""`dapo init`: a commented recipe sized for the machine, the model and the prompts."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from dapo_core.memory.devices import GIB
 from dapo_core.reward.routing import routes
 from eval.problems.registry import OWN
 from tasks.config import ChainConfig
+from tasks.config.lengths import Bounds, Lengths, fitted
 from tasks.data.sources import ARITHMETIC
-from tasks.first_data import HUB_ID, NO_COLUMNS, Beside, data_sets
-from tasks.lengths import Bounds, Lengths, fitted
 from tasks.preflight.finding import Findings
 from tasks.preflight.inputs import inputs_here
 from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import longest_prompt
+from tasks.recipes.first_data import HUB_ID, NO_COLUMNS, NewFiles, data_sets
 
 logger = logging.getLogger(__name__)
 
 CPU_RESPONSE_TOKENS, RESPONSE_TOKENS = 256, 8192
-CPU_CACHE_SEQUENCES = 16  # longest sequences that an engine's cache has room for on a CPU
+CPU_CACHE_SEQUENCES = 16  # longest sequences that fit into the KV cache on a CPU
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices that a recipe may use."""
+    """The devices available to a recipe."""
 
     kind: str
     num_devices: int
@@ -44,7 +44,7 @@ class Machine:
 
     @staticmethod
     def this() -> Machine:
-        """NPUs if there are any, else CUDA devices, else the CPU."""
+        """This machine: NPUs if any, else CUDA devices, else the CPU."""
         cores = len(os.sched_getaffinity(0))
         for device in accelerators():
             if count := len(device.visible(os.environ)):
@@ -60,14 +60,14 @@ def first_recipe(
     machine: Machine,
     columns: Mapping[str, str] = NO_COLUMNS,
 ) -> str:
-    """The recipe's text; `model` is its section of that name.
+    """The text of a recipe; `model` is its section `model`.
 
-    Files that no recipe can name as they are, are written beside it in another form; if it raises, none stays.
-    Raises ConfigError for what is neither a file nor a name, and for rows whose columns say nothing.
+    Data files that a recipe cannot use directly are converted beside it, and removed again on errors. Raises
+    ConfigError for unknown names, and for files whose columns cannot be identified.
     """
-    with Beside(path) as beside:
+    with NewFiles(path) as new_files:
         facts = _facts(model)
-        data, count = data_sets(beside, train, held_out, columns, facts)
+        data, count = data_sets(new_files, train, held_out, columns, facts)
         tree: dict[str, Any] = {"data": data, "model": dict(model)}
         bounds, unknown = _bounds(tree, facts)
         lengths = sized_lengths(machine, bounds)
@@ -84,7 +84,7 @@ def first_recipe(
 
 
 def model_keys(model: str, chat_template: Path | None = None) -> dict[str, Any]:
-    """The section `model` for a folder or a hub's id. Raises ConfigError for neither."""
+    """The section `model` for a folder or a hub id; raises ConfigError for anything else."""
     more = {} if chat_template is None else {"chat_template": str(chat_template)}
     if Path(model).exists():
         return {"source": "path", "path": model, **more}
@@ -92,12 +92,12 @@ def model_keys(model: str, chat_template: Path | None = None) -> dict[str, Any]:
     name, _, revision = rest.partition("@")
     source = {"": "huggingface", "hf": "huggingface", "modelscope": "modelscope"}.get(hub)
     if source is None or not HUB_ID.fullmatch(name):
-        raise ConfigError(f"--model {model} is no folder here and no id of a hub, such as Qwen/Qwen3-8B")
+        raise ConfigError(f"--model {model} is neither a folder here nor a hub id such as Qwen/Qwen3-8B")
     return {"source": source, "id": name, **({"revision": revision} if revision else {}), **more}
 
 
 def _facts(model: Mapping[str, Any]) -> ModelFacts:
-    """What the model says, as far as it is here. Raises PreflightError for an unusable one."""
+    """Facts about a local model; empty for a remote one. Raises PreflightError if it is unusable."""
     no_data = {"train": ARITHMETIC, "eval": ARITHMETIC}
     config, findings = ChainConfig.model_validate({"data": no_data, "model": dict(model)}), Findings()
     facts = ModelFacts()
@@ -108,9 +108,9 @@ def _facts(model: Mapping[str, Any]) -> ModelFacts:
 
 
 def _bounds(tree: dict[str, Any], facts: ModelFacts) -> tuple[Bounds, list[str]]:
-    """The bounds of model and prompts, as far as they are here, and data sources without a scorer.
+    """The bounds of the local model and prompts, and data sources without a scorer.
 
-    Raises PreflightError for what is unusable.
+    Raises PreflightError for unusable inputs.
     """
     findings = Findings()
     inputs = inputs_here(ChainConfig.model_validate(tree), findings)
@@ -125,16 +125,16 @@ def _bounds(tree: dict[str, Any], facts: ModelFacts) -> tuple[Bounds, list[str]]
 
 
 def sized_lengths(machine: Machine, bounds: Bounds) -> Lengths:
-    """Lengths for the machine that fit the model and the prompts. Raises ConfigError where none do."""
+    """Lengths that suit the machine, model and prompts. Raises ConfigError if none fit."""
     response = CPU_RESPONSE_TOKENS if machine.kind == "cpu" else RESPONSE_TOKENS
     known = bounds.longest_prompt
     prompt = 1024 if known is None else max(-(-known // 64) * 64, 64)
-    wanted = Lengths(prompt, response, response // 5, response, prompt + response, 2 * (prompt + response))
-    lengths = fitted(wanted, bounds)
+    preferred = Lengths(prompt, response, response // 5, response, prompt + response, 2 * (prompt + response))
+    lengths = fitted(preferred, bounds)
     if lengths is None:
         raise ConfigError(
-            f"the longest prompt has {known} tokens, which leaves a response no room in the model's "
-            f"{bounds.positions} positions; take a model with more, or shorter prompts"
+            f"the longest prompt has {known} tokens, which leaves no room for a response in the model's "
+            f"{bounds.positions} positions; use a model with more positions, or shorter prompts"
         )
     served = lengths.prompt + lengths.answer
     served = max(served, (bounds.longest_question or 0) + lengths.answer)
@@ -142,7 +142,7 @@ def sized_lengths(machine: Machine, bounds: Bounds) -> Lengths:
 
 
 def sized(machine: Machine, facts: ModelFacts, lengths: Lengths) -> dict[str, Any]:
-    """The sections whose keys depend on the machine."""
+    """The sections that depend on the machine."""
     is_cpu = machine.kind == "cpu"
     num_ranks = 1 if is_cpu else max(machine.num_devices // 2, 1)
     workers = 1 if is_cpu else max(machine.num_devices - num_ranks, 1)
@@ -177,14 +177,14 @@ def sized(machine: Machine, facts: ModelFacts, lengths: Lengths) -> dict[str, An
 
 
 def cache_gigabytes(facts: ModelFacts, tokens: int) -> float:
-    """A cache for some of the longest sequences, at most an eighth of the memory, in steps of a tenth."""
-    wanted = CPU_CACHE_SEQUENCES * tokens * (facts.token_bytes or 65_536) * 2 / GIB  # float32
-    most = psutil.virtual_memory().total / 8 / GIB
-    return max(math.ceil(10 * min(wanted, most)) / 10, 0.2)
+    """KV cache size for some of the longest sequences, at most 1/8 of memory, in steps of 0.1 GiB."""
+    needed = CPU_CACHE_SEQUENCES * tokens * (facts.token_bytes or 65_536) * 2 / GIB  # float32
+    limit = psutil.virtual_memory().total / 8 / GIB
+    return max(math.ceil(10 * min(needed, limit)) / 10, 0.2)
 
 
 def render(tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bounds) -> str:
-    """The tree as YAML, with a comment on each section."""
+    """The recipe as YAML with a comment per section."""
     is_cpu = machine.kind == "cpu"
     devices = f"{machine.num_cores} cores" if is_cpu else f"{machine.num_devices} {machine.kind} devices"
     model = f"a model of {facts.parameters:,} parameters" if facts.parameters else "a model that is fetched first"
@@ -202,20 +202,19 @@ def render(tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bo
     }
     lines = [f"# Written by dapo init for {devices}, {model}{positions}."]
     lines += ["# Every other key has its default: dapo config explain KEY. Next: dapo plan, then dapo run."]
+    defaults = {
+        name: field.get_default(call_default_factory=True, validated_data={})
+        for name, field in known_fields(ChainConfig).items()
+    }
     for section, keys in tree.items():
-        chosen = {name: value for name, value in keys.items() if value != _default(section, name)}
+        chosen = {name: value for name, value in keys.items() if value != defaults.get(f"{section}.{name}")}
         text = yaml.dump({section: chosen}, Dumper=_Plain, sort_keys=False, allow_unicode=True)
         lines += [f"# {comments[section]}", text.rstrip()] if chosen else []
     return "\n".join(lines) + "\n"
 
 
 class _Plain(yaml.SafeDumper):
-    """YAML without anchors: columns are written for each set."""
+    """YAML without anchors, so that columns are repeated for each set."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
-
-
-def _default(section: str, name: str) -> Any:
-    field = known_fields(ChainConfig).get(f"{section}.{name}")
-    return None if field is None else field.get_default(call_default_factory=True, validated_data={})

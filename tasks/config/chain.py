@@ -1,4 +1,4 @@
-"""The sections of a recipe that the chain of stages reads beside those of the training."""
+"""The sections of a recipe that the chain reads besides those of training."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.training import TrainingConfig
 from dapo_core.config.warm_start import ModelCodeConfig, WarmStartConfig
-from tasks.data_config import DataConfig
-from tasks.evaluate_config import BenchmarkConfig, EvaluateConfig
-from tasks.external_config import ExternalConfig
-from tasks.lengths import KEYS, Lengths, bounds_of, explain
-from tasks.serve_model.config import ServeConfig
+from tasks.config.data import DataConfig
+from tasks.config.evaluate import BenchmarkConfig, EvaluateConfig
+from tasks.config.external import ExternalConfig
+from tasks.config.lengths import KEYS, Lengths, bounds_of, explain
+from tasks.config.serve import ServeConfig
 
 
 class StoreConfig(Section):
@@ -29,13 +29,12 @@ class ModelConfig(ModelCodeConfig):
     source: Literal["path", "recipe", "huggingface", "modelscope", "url"] = key(
         "path",
         "`path` takes a local folder, `recipe` builds a small model, `huggingface` and `modelscope` fetch from a "
-        "hub, "
-        "`url` from a web server.",
+        "hub, `url` from a web server.",
     )
     path: str | None = key(None, "Hugging Face model folder (source: path).")
     id: str | None = key(None, "ORG/NAME of the model (source: huggingface or modelscope).")
     revision: str | None = key(
-        None, "Branch, tag or commit, resolved once a run; unset: the hub's default branch."
+        None, "Branch, tag or commit, resolved once per run; unset: the hub's default branch."
     )
     urls: tuple[str, ...] = key(
         (), "Addresses of files, or of one archive, each ending in #sha256=DIGEST (source: url)."
@@ -44,7 +43,7 @@ class ModelConfig(ModelCodeConfig):
         None, "File with the Jinja chat template of a base model, for training, serving and evaluation."
     )
     allow_pickle: bool = key(
-        False, "Take pickled weights of a hub or URL that has no safetensors, and convert them to these."
+        False, "Accept pickled weights if the hub or URL has no safetensors, and convert them."
     )
     recipe: WarmStartConfig = Field(default_factory=WarmStartConfig)
 
@@ -64,13 +63,13 @@ class ModelConfig(ModelCodeConfig):
         if self.id is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.id):
             raise ValueError(f"model.id={self.id} is not of the form ORG/NAME, such as Qwen/Qwen3-8B")
         if self.urls:
-            from downloads import resolve  # sends nothing
+            from downloads import resolve  # makes no request
 
             resolve(self.urls)
         return self
 
 
-# The sources that read a key, and for a key that they need what it is set to.
+# Per key: the sources that read it, and an example if they require it.
 _HUBS = ("huggingface", "modelscope")
 _MODEL_KEYS: dict[str, tuple[tuple[str, ...], str]] = {
     "path": (("path",), "a Hugging Face folder"),
@@ -95,7 +94,7 @@ class MergeConfig(Section):
 
 
 class TimeLimitsConfig(Section):
-    """Hours after which a stage is ended without a retry; its progress is kept. Unset: no limit."""
+    """Hours after which a stage is stopped without a retry; its progress is kept. Unset: no limit."""
 
     prepare_data_hours: float | None = volatile(2.0, "Limit of prepare-data.", gt=0)
     fetch_model_hours: float | None = volatile(12.0, "Limit of fetch-model.", gt=0)
@@ -109,24 +108,24 @@ class FlowConfig(Section):
 
     lock_path: str | None = volatile(
         None,
-        "Lock file that lets one training run at a time; unset: a file in store.path. Stores that share devices "
+        "Lock file that limits training to one at a time; unset: a file in store.path. Stores that share devices "
         "need the same file.",
     )
     unwatched_minutes: float = volatile(
-        30.0, "How long training continues after its parent process died; 0 ends it at once.", ge=0
+        30.0, "How long training continues after its parent process dies; 0 stops it at once.", ge=0
     )
     stop_seconds: float = volatile(120.0, "Time for a stopping training to write its last checkpoint.", ge=0)
     log_lines_per_minute: int = volatile(
         120,
-        "Most lines per minute from a stage's output on Prefect's page, plus as many warnings; the log file has "
-        "all.",
+        "Maximum lines per minute from a stage's output on the Prefect page, plus as many warnings; the log file "
+        "has all.",
         ge=1,
     )
     time_limits: TimeLimitsConfig = Field(default_factory=TimeLimitsConfig)
 
 
 class ChainConfig(TrainingConfig):
-    """What the stages of the chain read, checked together."""
+    """Everything the stages of the chain read, validated together."""
 
     store: StoreConfig = Field(default_factory=StoreConfig)
     data: DataConfig
@@ -138,12 +137,12 @@ class ChainConfig(TrainingConfig):
     flow: FlowConfig = Field(default_factory=FlowConfig)
 
     def for_benchmark(self, benchmark: BenchmarkConfig) -> ChainConfig:
-        """The recipe as it holds for one benchmark, asked alone."""
+        """The recipe for one benchmark alone."""
         return self.model_copy(update={"evaluate": self.evaluate.of(benchmark)})
 
     @property
     def served(self) -> ServeConfig:
-        """`serve` with the argument that model.trust_remote_code stands for."""
+        """The section `serve`, plus the argument implied by model.trust_remote_code."""
         if not self.model.trust_remote_code:
             return self.serve
         return self.serve.model_copy(update={"extra_args": (*self.serve.extra_args, "--trust-remote-code")})
@@ -154,13 +153,13 @@ class ChainConfig(TrainingConfig):
             if given := sorted(name for name, value in self.external if value != getattr(ExternalConfig(), name)):
                 raise ValueError(
                     f"external.{given[0]} would be ignored by train.backend=own; set train.backend to the "
-                    "trainer that it is of, or remove it"
+                    "trainer it belongs to, or remove it"
                 )
             return self
         if self.checkpoint.keep_best:
             raise ValueError(
-                f"checkpoint.keep_best={self.checkpoint.keep_best}: {self.train.backend} keeps its newest "
-                "checkpoints only; set checkpoint.keep_best=0, and name steps in evaluate.checkpoints"
+                f"checkpoint.keep_best={self.checkpoint.keep_best}: {self.train.backend} keeps only its newest "
+                "checkpoints; set checkpoint.keep_best=0, and name steps in evaluate.checkpoints"
             )
         return self
 
@@ -185,12 +184,12 @@ class ChainConfig(TrainingConfig):
 
     @property
     def lengths(self) -> Lengths:
-        """The keys that bound tokens of prompts and responses; of a suite those of the longest answer."""
+        """The token limits of the recipe; for a suite, those of the benchmark with the longest answers."""
         asked = [self.lengths_of(one) for one in self.evaluate.benchmarks] or [self.lengths_of(None)]
         return max(asked, key=lambda lengths: lengths.answer)
 
     def lengths_of(self, benchmark: BenchmarkConfig | None) -> Lengths:
-        """The same for one benchmark, or for data.eval."""
+        """The token limits with those of one benchmark, or of data.eval."""
         settings, answer_key = self.evaluate, KEYS["answer"]
         if benchmark is not None:
             settings = settings.of(benchmark)
@@ -208,7 +207,7 @@ class ChainConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> ChainConfig:
-        """All contradictions of lengths at once, those of a training and those of the servers."""
+        """Reports all conflicts between token limits at once, of training and of serving."""
         found, advice = explain(self.lengths, bounds_of(self))
         if found:
             raise ValueError("\n".join([*found, advice]))

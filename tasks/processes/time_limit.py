@@ -1,4 +1,4 @@
-"""A limit on how long a stage may take, kept by an alarm in the main thread, where stages run."""
+"""Time limits of stages, enforced by SIGALRM in the main thread, where stages run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPEAT_SECONDS = 5.0  # between alarms
 
 
 class StageTimedOut(DapoError, TimeoutError):
-    """A stage took longer than its flow.time_limits allow."""
+    """A stage exceeded its limit in flow.time_limits."""
 
 
 class _LimitReached(KeyboardInterrupt):
@@ -27,15 +27,15 @@ class _LimitReached(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def time_limit(hours: float | None, key: str, afterwards: str) -> Iterator[None]:
-    """End the block after that many hours with StageTimedOut, which names the key and what to do.
+    """Raise StageTimedOut in the block after that many hours; the message names the key and the advice.
 
-    The block's own `finally` clauses, which end child processes, may take longer.
+    The block's `finally` clauses, which end child processes, may take longer.
     """
     if hours is None:
         yield
         return
     if threading.current_thread() is not threading.main_thread():
-        logger.warning("%s=%g is not kept: this stage does not run in the main thread", key, hours)
+        logger.warning("%s=%g is not enforced: this stage does not run in the main thread", key, hours)
         yield
         return
     handler = signal.signal(signal.SIGALRM, _raise_limit_reached)
@@ -48,13 +48,13 @@ def time_limit(hours: float | None, key: str, afterwards: str) -> Iterator[None]
             signal.signal(signal.SIGALRM, handler)
     except _LimitReached:
         raise StageTimedOut(
-            f"{key}={hours:g}: ended after {_duration(hours)}; raise it, or {afterwards}"
+            f"{key}={hours:g}: stopped after {_duration(hours)}; raise it, or {afterwards}"
         ) from None
 
 
 @contextlib.contextmanager
-def clock_stopped() -> Iterator[None]:
-    """Do not count the block, which waits for a lock, towards the limit around it."""
+def time_limit_paused() -> Iterator[None]:
+    """Suspend the enclosing limit, for a block that waits for a lock."""
     if signal.getsignal(signal.SIGALRM) is not _raise_limit_reached:
         yield
         return
@@ -66,7 +66,7 @@ def clock_stopped() -> Iterator[None]:
 
 
 def _raise_limit_reached(number: int, frame: FrameType | None) -> None:
-    """Raise unless the block is already ending. Alarms repeat, since Python drops what a finalizer raises."""
+    """Raise unless the block is ending already. Alarms repeat since Python drops exceptions in finalizers."""
     error = sys.exc_info()[1]
     while error is not None:
         if isinstance(error, _LimitReached):

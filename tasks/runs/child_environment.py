@@ -1,4 +1,4 @@
-"""The variables that the chain sets for its child processes, as manifests and records of runs list them."""
+"""The environment variables that the chain sets for child processes, as listed in manifests and run records."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from tasks.serve_model.command import API_KEY_VARIABLE, SOCKETS_VARIABLE, serve_
 from tasks.stages import EVALUATE_MODEL
 
 Rows = list[dict[str, Any]]
-COMMANDS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # by every command of `dapo`, also of loading a model's weights
+COMMANDS = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1"
+}  # set by every `dapo` command; also hides the progress of weight loading
 
 
 def child_environment(link: Link, metrics: Mapping[str, Any], environment: Mapping[str, str]) -> Rows:
-    """What a stage that was built, with these metrics, set for its children: name, value, children, why.
+    """The variables a stage set for its child processes: name, value, children, why.
 
-    Without defaults in whose place `environment` has another value, and without the values of secrets.
+    Excludes defaults that `environment` overrides, and the values of secrets. `metrics` are those of the stage.
     """
     effects = {row["name"]: row["effect"] for row in table_rows()}
     found = []
@@ -41,8 +43,8 @@ def child_environment(link: Link, metrics: Mapping[str, Any], environment: Mappi
     return found
 
 
-def of_stages(stages: Mapping[str, Rows]) -> Rows:
-    """The rows of all stages, equal ones once, each with the labels of its stages."""
+def merge_stages(stages: Mapping[str, Rows]) -> Rows:
+    """The distinct rows of all stages, each with the labels of its stages."""
     found: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     for label, rows in stages.items():
         for row in rows:
@@ -51,7 +53,7 @@ def of_stages(stages: Mapping[str, Rows]) -> Rows:
 
 
 def by_children(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Variables as a shell assigns them, by the processes that get them."""
+    """Shell assignments by child process."""
     found: dict[str, list[str]] = {}
     for row in rows:
         word = f"{row['name']}={shlex.quote(row['value'])}"
@@ -76,7 +78,7 @@ def _given(link: Link, metrics: Mapping[str, Any], environment: Mapping[str, str
         case "merge_checkpoint":
             yield from _of_command("merge")
             if config.external.converter is not None:
-                yield Given("converter", _said(config))
+                yield Given("converter", _external_env(config))
 
 
 def _of_command(name: str) -> Iterator[Given]:
@@ -84,12 +86,12 @@ def _of_command(name: str) -> Iterator[Given]:
 
 
 def _of_servers(config: ChainConfig, environment: Mapping[str, str]) -> Iterator[Given]:
-    first, *others = each = serve_environments(config.served, environment)
-    alike = {name: value for name, value in first.items() if all(one.get(name) == value for one in others)}
+    first, *others = servers = serve_environments(config.served, environment)
+    shared = {name: value for name, value in first.items() if all(one.get(name) == value for one in others)}
     yield Given("servers", OUTPUT_AT_ONCE, is_default=True)
-    yield Given("servers", alike | {API_KEY_VARIABLE: REDACTED, SOCKETS_VARIABLE: "(a new folder)"})
-    for number, place in enumerate(each, 1):
-        yield Given(f"server {number}", {name: value for name, value in place.items() if name not in alike})
+    yield Given("servers", shared | {API_KEY_VARIABLE: REDACTED, SOCKETS_VARIABLE: "(a new folder)"})
+    for number, place in enumerate(servers, 1):
+        yield Given(f"server {number}", {name: value for name, value in place.items() if name not in shared})
 
 
 def _of_training(config: ChainConfig) -> Iterator[Given]:
@@ -99,10 +101,10 @@ def _of_training(config: ChainConfig) -> Iterator[Given]:
 
 
 def _of_trainer(config: ChainConfig) -> Iterator[Given]:
-    """What another trainer gets; a variable that external.env names is not looked up."""
-    own = trainers.environment(config.train.backend, config.model_dump(mode="json"))
-    yield Given(config.train.backend, {**own_ray(config.external), **own, **_said(config)})
+    """The environment of another trainer; $NAME references in external.env are not resolved."""
+    rendered = trainers.environment(config.train.backend, config.model_dump(mode="json"))
+    yield Given(config.train.backend, {**own_ray(config.external), **rendered, **_external_env(config)})
 
 
-def _said(config: ChainConfig) -> dict[str, str]:
+def _external_env(config: ChainConfig) -> dict[str, str]:
     return {name: str(value) for name, value in config.external.env.items()}

@@ -1,4 +1,4 @@
-"""How the problems of a set are asked: prompt template and system prompt."""
+"""How problems become prompts: template and system prompt."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from eval.problems import ProblemsError
 from eval.problems.items import Problem
 from eval.problems.prompts import DEFAULT, TEMPLATES, Message, read_utf8
 from eval.problems.rows import Row, text_of
-from tasks.data_config import ColumnsConfig
+from tasks.config.data import ColumnsConfig
 
 # {name}, but not the argument of a LaTeX command such as \boxed{answer}.
 _PLACE = re.compile(r"(?<![A-Za-z\\])\{([A-Za-z_][\w .-]*)\}")
 
 
 @dataclass(frozen=True)
-class Asking:
-    """A template, its name if it is one of evaluate.prompt, and what is said before it."""
+class PromptFormat:
+    """A prompt template and a system prompt."""
 
-    template: str
-    keeps_chat: bool  # where rows have one
+    template: str  # a name of evaluate.prompt, or "own"
+    keeps_chat: bool  # use the chat of a row, if it has one
     text: str
-    columns: tuple[str, ...]  # that the text names, beside {problem}
+    columns: tuple[str, ...]  # columns used in `text` besides {problem}
     system_prompt: str | None = None
     system_column: str | None = None
 
     def messages(self, problem: Problem, row: Row) -> list[Message]:
-        """The chat that asks the problem of a row: its own where that is kept, else the template."""
+        """The chat for a row: its own if that is kept, else the filled-in template."""
         chat = list(problem.messages or ()) if self.keeps_chat else []
         if not chat:
             values = {"problem": problem.text, **{name: str(row.get(name) or "") for name in self.columns}}
@@ -41,37 +41,37 @@ class Asking:
         return chat
 
     def template_of(self, problem: Problem) -> str:
-        """The template of evaluate.prompt that asks the same; `given` for a chat that has to be kept as it is."""
+        """The equivalent template of evaluate.prompt; `given` if the chat must be kept as it is."""
         is_own = self.template not in TEMPLATES or self.system_prompt is not None or self.system_column is not None
         return "given" if is_own or (self.keeps_chat and problem.messages) else self.template
 
 
-def find_asking(prompt: str, system_prompt: str | None, default: str, columns: ColumnsConfig) -> Asking:
-    """What data.prompt_template says: `default`, a known template, a text with {problem}, or a file with one.
+def find_format(prompt: str, system_prompt: str | None, default: str, columns: ColumnsConfig) -> PromptFormat:
+    """Resolve data.prompt_template: `default`, a known template, a text with {problem}, or a file with one.
 
-    Raises ProblemsError for a text without {problem}, one that shows the answer, and for a missing file.
+    Raises ProblemsError for a missing file, and for a text without {problem} or with the answer.
     """
     name = default if prompt == DEFAULT else prompt
     if name in TEMPLATES:
-        return Asking(
+        return PromptFormat(
             name, prompt == DEFAULT or name == "given", TEMPLATES[name].text, (), system_prompt, columns.system
         )
     text = prompt
     if "{" not in prompt:
         if not Path(prompt).is_file():
             raise ProblemsError(
-                f"data.prompt_template={prompt} is no text with {{problem}}, no file, and no template of "
+                f"data.prompt_template={prompt} is not a text with {{problem}}, a file, or one of the templates "
                 f"{', '.join(TEMPLATES)}"
             )
         text = read_utf8(Path(prompt)).removesuffix("\n")
     named = dict.fromkeys(_PLACE.findall(text))
     if "problem" not in named:
-        raise ProblemsError(f"data.prompt_template has no {{problem}}, where the problem goes: {text[:100]!r}")
+        raise ProblemsError(f"data.prompt_template has no placeholder {{problem}}: {text[:100]!r}")
     if {columns.answer, "answer", "solution", "ground_truth"} & named.keys():
         raise ProblemsError(
-            "data.prompt_template names a column that holds the answer: the prompt would show it; "
+            "data.prompt_template contains a column that holds the answer, which the prompt would reveal; "
             "write \\boxed{...} for a box"
         )
-    return Asking(
+    return PromptFormat(
         "own", False, text, tuple(name for name in named if name != "problem"), system_prompt, columns.system
     )

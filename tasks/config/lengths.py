@@ -1,4 +1,4 @@
-"""The keys that bound tokens of prompts and responses: what contradicts what, and one set of them that fits."""
+"""Token limits of prompts and responses: finds conflicts and proposes values that fit together."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ KEYS = {
     "served": "serve.max_model_len",
     "micro_batch": "train.micro_batch_tokens",
 }
-ROUND_TOKENS = 16  # a proposed limit of prompts is a multiple of this
-BUFFER_PART = 5  # of the response limit, as in the DAPO paper: 4,096 of 20,480
+ROUND_TOKENS = 16  # proposed prompt limits are multiples of this
+BUFFER_PART = 5  # response limit / buffer, as in the DAPO paper: 20,480 / 4,096
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """The keys in `KEYS` with their values, in tokens."""
+    """The values of the keys in `KEYS`, in tokens."""
 
     prompt: int
     response: int
@@ -30,10 +30,10 @@ class Lengths:
     answer: int
     served: int
     micro_batch: int
-    answer_key: str = KEYS["answer"]  # or what a benchmark of a suite sets in its place, in the recipe's file
+    answer_key: str = KEYS["answer"]  # or the key of a benchmark in the suite
 
     def changes(self, other: Lengths) -> list[str]:
-        """The `--set` words that lead from these lengths to the others."""
+        """The `--set` options that change these lengths to the others."""
         keys = {name: f"--set {key}" for name, key in KEYS.items()}
         if self.answer_key != KEYS["answer"]:
             keys["answer"] = self.answer_key
@@ -46,22 +46,22 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the lengths must fit; the model's positions and the longest prompts only where these are known."""
+    """Limits for the lengths; positions and longest prompts are None if unknown."""
 
     sequence_parallel: int = 1
     has_buffer: bool = True
     positions: int | None = None
-    longest_prompt: int | None = None  # to train on or to validate with
-    longest_question: int | None = None  # of the evaluation
+    longest_prompt: int | None = None  # in training and validation
+    longest_question: int | None = None  # in the evaluation
 
 
 def bounds_of(config: TrainingConfig) -> Bounds:
-    """The bounds that a configuration sets by itself."""
+    """The bounds known from the configuration alone."""
     return Bounds(config.train.sequence_parallel, config.reward.overlong.enabled)
 
 
 def explain(lengths: Lengths, bounds: Bounds) -> tuple[list[str], str]:
-    """Every conflict with its numbers, and one set of keys without any; two empty values when all fit."""
+    """All conflicts with their numbers, and the changes that resolve them; both empty if everything fits."""
     found = [message for is_so, message in (*_of_keys(lengths, bounds), *_of_inputs(lengths, bounds)) if is_so]
     if not found:
         return [], ""
@@ -69,15 +69,15 @@ def explain(lengths: Lengths, bounds: Bounds) -> tuple[list[str], str]:
     if other is None:
         longest = max(bounds.longest_prompt or 0, bounds.longest_question or 0)
         return found, (
-            f"no lengths fit: prompts of {longest} tokens leave a response no room in {bounds.positions} "
-            "positions; take a model with more, or shorter prompts (data.too_long=drop with a lower "
-            "data.max_prompt_tokens leaves long ones out of the training)"
+            f"no lengths fit: prompts of {longest} tokens leave no room for a response in {bounds.positions} "
+            "positions; use a model with more positions, or shorter prompts (data.too_long=drop with a lower "
+            "data.max_prompt_tokens drops long prompts from training)"
         )
     return found, "these fit together: " + " ".join(lengths.changes(other))
 
 
 def _of_keys(lengths: Lengths, bounds: Bounds) -> list[tuple[bool, str]]:
-    """Contradictions among the keys, each with whether it holds."""
+    """Conflicts among the keys, each with whether it applies."""
     longest, served = lengths.prompt + lengths.response, lengths.prompt + lengths.answer
     most = lengths.micro_batch * bounds.sequence_parallel
     return [
@@ -90,7 +90,7 @@ def _of_keys(lengths: Lengths, bounds: Bounds) -> list[tuple[bool, str]]:
             longest > most,
             f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} is above train.micro_batch_tokens="
             f"{lengths.micro_batch} x train.sequence_parallel={bounds.sequence_parallel} = {most}: the longest "
-            "sequence would not fit into one micro-batch; raise train.micro_batch_tokens",
+            "sequence does not fit into one micro-batch; raise train.micro_batch_tokens",
         ),
         (
             served > lengths.served,
@@ -101,7 +101,7 @@ def _of_keys(lengths: Lengths, bounds: Bounds) -> list[tuple[bool, str]]:
 
 
 def _of_inputs(lengths: Lengths, bounds: Bounds) -> list[tuple[bool, str]]:
-    """Contradictions between the keys, the model and the prompts."""
+    """Conflicts between the keys, the model and the prompts."""
     longest, positions = lengths.prompt + lengths.response, bounds.positions
     prompt, question = bounds.longest_prompt or 0, bounds.longest_question or 0
     return [
@@ -128,7 +128,7 @@ def _of_inputs(lengths: Lengths, bounds: Bounds) -> list[tuple[bool, str]]:
 
 
 def fitted(lengths: Lengths, bounds: Bounds) -> Lengths | None:
-    """Lengths without a conflict, with few changes; None when they leave a response no room."""
+    """The nearest lengths without a conflict; None if no room is left for a response."""
     limit, known = bounds.positions, bounds.longest_prompt
     prompt = max(lengths.prompt, known or 0)
     if limit is not None and prompt + max(lengths.response, lengths.answer) > limit:

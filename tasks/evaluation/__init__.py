@@ -1,0 +1,1 @@
+"""What the evaluation stage uses: settings, sets, graders, and models served elsewhere."""

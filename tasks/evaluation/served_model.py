@@ -1,0 +1,205 @@
+"""Identifies the model behind a running server, by its files and by the log-probs it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from durable import write_atomically
+from eval.endpoint import LOOPBACK, Endpoint
+from eval.identity import LogProbs, Weights, probe_requests, read_logprobs
+from redaction import redact
+from tasks.artifacts.artifact import canonical_json
+from tasks.artifacts.references import once_per_run
+from tasks.config import ChainConfig
+from tasks.config.evaluate import BaselineConfig
+from tasks.serve_model.failure import ServeError, ServerUnreachable
+from tasks.serve_model.servers import Server
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+CLIENT_SECONDS = 60.0
+KNOWN_FOLDER = ".served"  # of a store
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model behind a URL, with its identity as observed through the server."""
+
+    server: Server
+    identity: str  # digest of its folder or name, and of local files
+    weights: Weights  # as first stored, since log-probs of equal weights differ by rounding
+    known: Path  # file that lists the weights seen under this identity
+
+    @property
+    def digest(self) -> str:
+        """Stands for the weights in the key of an evaluation."""
+        return hashlib.sha256(canonical_json([self.identity, self.weights.to_json()])).hexdigest()
+
+    def remember(self) -> None:
+        """Store the weights for later runs."""
+        listed = _known_weights(self.known)
+        if self.weights not in listed:
+            self.known.parent.mkdir(parents=True, exist_ok=True)
+            stored = [weights.to_json() for weights in (*listed, self.weights)]
+            write_atomically(self.known, json.dumps(stored))
+
+
+def server_of(baseline: BaselineConfig) -> Server:
+    """The server of a baseline. Raises ServeError if the variable with its API key is not set."""
+    key, variable = "", baseline.api_key_variable
+    if variable is not None and not (key := os.environ.get(variable, "")):
+        raise ServeError(
+            f"evaluate.baselines: {baseline.name} reads its API key from {variable}, which is not set; set it "
+            "where the run (or its Prefect worker) starts"
+        )
+    return Server(str(baseline.base_url), str(baseline.model), key)
+
+
+def served_model(config: ChainConfig, baseline: BaselineConfig) -> ServedModel:
+    """The model that a baseline's server serves, queried once per run.
+
+    Raises ServeError if it serves no model of that name, and ServerUnreachable if it does not answer.
+    """
+    return once_per_run(
+        (config.store.path, baseline), lambda: _query(Path(config.store.path).absolute() / KNOWN_FOLDER, baseline)
+    )
+
+
+def _query(folder: Path, baseline: BaselineConfig) -> ServedModel:
+    server, variable = server_of(baseline), baseline.api_key_variable or "its api_key_variable"
+    terms = ServedBy(f"base_url of evaluate.baselines: {baseline.name}", "its `model`", variable)
+    identity = served_model_identity([server], terms)
+    weights = Weights(None, _logprobs(server))
+    known = folder / f"{identity[:16]}.json"
+    same = (other for other in _known_weights(known) if other.difference(weights) is None)
+    return ServedModel(server, identity, next(same, weights), known)
+
+
+def _known_weights(path: Path) -> list[Weights]:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return [weights for entry in stored if (weights := Weights.of(entry)) is not None]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        logger.warning("%s cannot be read (%s): the weights are queried again", path, error)
+        return []
+
+
+def _logprobs(server: Server) -> LogProbs | None:
+    """Log-probs of a fixed prompt; None if the server does not return any. Raises ServerUnreachable."""
+    with model_client(server) as client:
+        for path, body in probe_requests(server.model):
+            answer = _post(client, server.url(path), body)
+            with contextlib.suppress(ValueError):
+                if answer.is_success and (found := read_logprobs(answer.json())) is not None:
+                    return found
+    return None
+
+
+def _post(client: httpx.Client, url: str, body: Mapping[str, Any]) -> httpx.Response:
+    """POST with retries while the server is busy or unreachable."""
+    reason = ""
+    for attempt in range(MAX_ATTEMPTS):
+        time.sleep(attempt)
+        try:
+            answer = client.post(url, json=body)
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            continue
+        if answer.status_code < 500 and answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
+            return answer
+        reason = f"HTTP {answer.status_code}"
+    raise ServerUnreachable(f"{url} does not answer a fixed prompt: {reason}")
+
+
+@dataclass(frozen=True)
+class ServedBy:
+    """How the user specified a server, for error messages."""
+
+    url: str = "--base-url"
+    model: str = "--model-name"
+    key_variable: str = "VLLM_API_KEY"
+
+
+def served_folder(server: Endpoint) -> Path | None:
+    """The folder of the served model, if it is on this machine."""
+    root = Path(_served_models(server, ServedBy()).get(server.model, ""))
+    return root if (root / "config.json").is_file() else None
+
+
+def served_model_identity(servers: Sequence[Endpoint], terms: ServedBy = ServedBy()) -> str:
+    """A digest of the served model: its folder, and its files if they are local.
+
+    Raises ServeError if a server does not serve that name, or serves a different model than the first server, and
+    ServerUnreachable if one does not answer.
+    """
+    identities = [_identity(server, terms) for server in servers]
+    for server, identity in zip(servers, identities, strict=True):
+        if identity != identities[0]:
+            raise ServeError(
+                f"{server.base_url} serves {identity[0]} and {servers[0].base_url} {identities[0][0]}, or other "
+                f"files of that name: all servers must serve the same model; start them with the same folder"
+            )
+    return hashlib.sha256(repr(identities[0]).encode()).hexdigest()
+
+
+def _identity(server: Endpoint, terms: ServedBy) -> tuple[str, list[tuple[str, int, int]]]:
+    url = server.url("models")
+    roots = _served_models(server, terms)
+    if server.model not in roots:
+        raise ServeError(f"{url} serves {', '.join(roots)}, not {server.model!r}; set {terms.model}")
+    folder = Path(roots[server.model])
+    files = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))
+    ]
+    return str(folder), files
+
+
+def model_client(server: Endpoint, terms: ServedBy = ServedBy()) -> httpx.Client:
+    """An HTTP client with the server's API key; ignores proxy settings for servers on this machine."""
+    api_key = server.api_key or ""
+    if not (api_key.isascii() and api_key.isprintable()):  # the HTTP library's error would quote it
+        raise ServeError(
+            f"{terms.key_variable} holds a character that HTTP headers forbid, such as a newline; correct it"
+        )
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    is_local = urlsplit(server.base_url).hostname in LOOPBACK
+    return httpx.Client(headers=headers, timeout=CLIENT_SECONDS, trust_env=not is_local)
+
+
+def _served_models(server: Endpoint, terms: ServedBy) -> dict[str, str]:
+    """Served name -> model folder, or the name itself if the server does not list the folder."""
+    url = server.url("models")
+    try:
+        with model_client(server, terms) as client:
+            answer = client.get(url)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServerUnreachable(
+            f"{url} does not answer: {str(error) or type(error).__name__}; start it with dapo serve, or check "
+            f"{terms.url}"
+        ) from None
+    if answer.status_code in (401, 403):
+        reason = f"{terms.key_variable} is not " + ("the server's" if server.api_key else "set")
+        raise ServeError(f"{url} refuses the key: HTTP {answer.status_code}; {reason}")
+    try:
+        models = answer.raise_for_status().json()["data"]
+        return {model["id"]: str(model.get("root") or model["id"]) for model in models}
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
+        raise ServeError(
+            f"{url} does not list models: HTTP {answer.status_code}, {redact(answer.text)[:100]!r}; {terms.url} "
+            "must be an OpenAI-compatible server"
+        ) from None

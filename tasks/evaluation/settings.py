@@ -1,0 +1,229 @@
+"""Turns the section `evaluate` into evaluation sets, sampling, graders, judge and client limits."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dapo_core.errors import ConfigError
+from dapo_core.reward.custom import require_function
+from dapo_core.reward.scorers import SCORERS
+from eval.answers.grading import Grader, ScorerGrader
+from eval.answers.pool import Pool
+from eval.dispatch import Limits
+from eval.endpoint import Endpoint, Sampling
+from eval.judge import PROMPT, Judge
+from eval.problems.files import columns_of
+from eval.problems.items import EvaluationSet
+from eval.problems.registry import load_set
+from eval.problems.sources import default_cache
+from eval.recorder import Benchmark
+from eval.results import make_folder
+from eval.suite import Member, require_single, write_suite
+from tasks.artifacts.artifact import sha256_of
+from tasks.config import ChainConfig
+from tasks.config.data import SetConfig
+from tasks.config.evaluate import EvaluateConfig
+from tasks.data.layout import benchmark_file
+
+logger = logging.getLogger(__name__)
+
+# Further sampling keys of generation_config.json, named as in vLLM requests.
+_FURTHER_SAMPLING = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def set_of(settings: EvaluateConfig, problems: str | Path | None, name: str | None = None) -> EvaluationSet:
+    """`load_set` with the prompt and mode of the settings; `name` is the problems' registered set, if any."""
+    return load_set(problems, name, settings.prompt, settings.api, settings.system_prompt, settings.mode)
+
+
+def benchmark_of(
+    settings: EvaluateConfig, asked: EvaluationSet, output: Path, name: str, model_folder: Path | None
+) -> Benchmark:
+    """A benchmark with the sampling, grader and judge of the settings; `model_folder` as in `sampling_of`."""
+    sampling, grader, judge = sampling_of(settings, model_folder), grader_for(settings), judge_for(settings)
+    return Benchmark(asked, sampling, output, name, settings.max_failed_ratio, grader, judge)
+
+
+def load_sets(config: ChainConfig, problems: str | None, name: str | None = None) -> dict[str, EvaluationSet]:
+    """The sets of evaluate.benchmarks by name, prepared as in a run; without a suite, one set under "".
+
+    That set is `problems` (of the registered set `name`, if given), or set `name` from its default source.
+    data.columns apply to files that have all of them; prepared files do not. Raises ProblemsError for bad rows.
+    """
+    settings, columns = config.evaluate, config.data.columns
+    is_file = problems is not None and name is None and Path(problems).exists()
+    if not settings.benchmarks and not (is_file and columns.is_set):
+        return {"": set_of(settings, problems, name)}
+    from tasks.data.prepare import write_held_out  # imports pyarrow
+    from tasks.data.sources import benchmark_sources, eval_sources
+
+    if not settings.benchmarks:
+        path = Path(str(problems))
+        if not {one for one in dict(columns).values() if one}.issubset(columns_of(path)):
+            return {"": set_of(settings, path)}
+        asked = config.data.model_copy(update={"eval": (SetConfig(set=str(path)),)})
+        with tempfile.TemporaryDirectory() as work:
+            file = Path(work) / f"{path.stem}.parquet"
+            write_held_out(config, eval_sources(config.model_copy(update={"data": asked})), file)
+            return {"": set_of(settings, file)}
+    found = {}
+    with tempfile.TemporaryDirectory() as work:
+        for name, source in benchmark_sources(config).items():
+            file = Path(work) / benchmark_file(name)
+            if not source.is_generated:
+                source = replace(source, path=source.local(default_cache()))
+            write_held_out(config, [source], file)
+            found[name] = set_of(settings.of(settings.named[name]), file)
+    return found
+
+
+def benchmarks_into(
+    output: Path, settings: EvaluateConfig, sets: Mapping[str, EvaluationSet], model_folder: Path | None
+) -> list[Benchmark]:
+    """Benchmarks for the sets of `load_sets`, each with its results folder; writes suite.json for a suite.
+
+    Raises ResultsError if the output folder holds a single evaluation and this is a suite, or vice versa.
+    """
+    named = settings.named
+    if not named:
+        require_single(output)
+        return [benchmark_of(settings, sets[""], output, "", model_folder)]
+    write_suite(
+        make_folder(output), [Member(name, one.weight) for name, one in named.items()], settings.headline_name
+    )
+    return [
+        benchmark_of(settings.of(named[name]), found, output / name, name, model_folder)
+        for name, found in sets.items()
+    ]
+
+
+def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling:
+    """The sampling settings; with `sampling: model`, those of generation_config.json in the model folder.
+
+    Without a folder no values are sent and the server's defaults apply. For vLLM these come from the same file,
+    unless it was started with `--generation-config vllm`. Raises ConfigError if the file sets no sampling.
+    """
+    if settings.mode == "loglikelihood":  # nothing is sampled
+        return Sampling(1, seed=settings.seed, extra_body=settings.extra_body or None)
+    sampling = Sampling(
+        max_tokens=settings.max_response_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        seed=settings.seed,
+        num_samples=settings.num_samples,
+        chat_template_kwargs=settings.chat_template_kwargs or None if settings.api == "chat" else None,
+        extra_body=settings.extra_body or None,
+    )
+    if settings.sampling == "settings":
+        return sampling
+    if model_folder is None:
+        logger.warning(
+            "evaluate.sampling=model: the model's folder is not on this machine, so temperature, top_p and top_k "
+            "are not sent and the server's defaults apply; settings.json cannot record their values"
+        )
+        return replace(sampling, temperature=None, top_p=None, top_k=None, source="server")
+    named = _read_generation_config(model_folder)
+    further = {name: named[name] for name in _FURTHER_SAMPLING if name in named} | settings.extra_body
+    return replace(
+        sampling,
+        temperature=named["temperature"],
+        top_p=named.get("top_p", 1.0),
+        top_k=named.get("top_k"),
+        extra_body=further or None,
+        source="model",
+    )
+
+
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    """The values set in generation_config.json, with a temperature; like vLLM, 1 if the file sets none."""
+    path = folder / "generation_config.json"
+    try:
+        named = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"evaluate.sampling=model needs {path}: {error}; set evaluate.sampling=settings and a temperature"
+        ) from None
+    named = {name: value for name, value in named.items() if value is not None} if isinstance(named, dict) else {}
+    if "temperature" in named or named.keys() & {"top_p", "top_k"}:
+        return {"temperature": 1.0, **named}
+    if named.get("do_sample") is False:
+        return {**named, "temperature": 0.0}
+    raise ConfigError(
+        f"evaluate.sampling=model: {path} sets no temperature, top_p or top_k, so the model has no default "
+        f"sampling; set evaluate.sampling=settings and evaluate.temperature"
+    )
+
+
+SCORER_SECONDS = 30.0  # per call
+NUM_SCORERS = 4
+SHORT_DIGEST = 12
+JUDGE_KEY_VARIABLE = "DAPO_JUDGE_API_KEY"
+
+
+def grader_for(settings: EvaluateConfig) -> Grader | None:
+    """The grader for evaluate.scorer; None to use the set's grader. Raises ConfigError."""
+    if settings.scorer is None or settings.mode == "loglikelihood":
+        return None
+    file, rule = scorer_file(settings), f"scorer-{settings.scorer}/1"
+    arguments: tuple[str, ...] = ()
+    if file is not None:
+        arguments = (str(file[0]), file[1])
+        rule = f"scorer-{file[0].name}:{file[1]}/{sha256_of(file[0])[:SHORT_DIGEST]}"
+    pool = Pool(
+        "dapo_core.reward.custom:load_scorer", arguments, num_processes=NUM_SCORERS, timeout_seconds=SCORER_SECONDS
+    )
+    return ScorerGrader(pool, None if file else settings.scorer, rule)
+
+
+def judge_for(settings: EvaluateConfig) -> Judge | None:
+    """The judge of evaluate.judge, if any. Raises ConfigError or InputError for an unusable prompt."""
+    named = settings.judge
+    if named.base_url is None or named.model is None or settings.mode == "loglikelihood":
+        return None
+    try:
+        prompt = PROMPT if named.prompt is None else Path(named.prompt).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"evaluate.judge.prompt={named.prompt} cannot be read: {error}") from None
+    return Judge(
+        Endpoint(named.base_url, named.model, os.environ.get(JUDGE_KEY_VARIABLE)),
+        Sampling(named.max_response_tokens, named.temperature, seed=settings.seed),
+        named.votes,
+        prompt,
+        named.headline,
+        limits_of(settings),
+    )
+
+
+def limits_of(settings: EvaluateConfig) -> Limits:
+    """Concurrency, request rate and timeouts of the client."""
+    return Limits(
+        concurrency=settings.concurrency,
+        requests_per_second=settings.requests_per_second,
+        timeout_seconds=settings.request_timeout_seconds,
+        max_attempts=settings.max_attempts,
+        outage_seconds=settings.outage_seconds,
+    )
+
+
+def scorer_file(settings: EvaluateConfig) -> tuple[Path, str] | None:
+    """File and function of evaluate.scorer; None for a built-in scorer. Raises ConfigError."""
+    scorer = settings.scorer
+    if scorer is None or scorer in SCORERS:
+        return None
+    start, suffix, function = scorer.rpartition(".py")
+    if not suffix or (function and not function.startswith(":")):
+        close = difflib.get_close_matches(scorer, SCORERS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"scorers are {', '.join(sorted(SCORERS))}"
+        raise ConfigError(f"evaluate.scorer={scorer} is not a scorer, FILE.py or FILE.py:FUNCTION; {hint}")
+    file = Path(start + suffix), function[1:] or "compute_score"
+    require_function(*file, keys=("evaluate.scorer", "evaluate.scorer"))
+    return file

@@ -1,0 +1,101 @@
+"""Runs a stage as a child process: the `dapo` command a person would type, logged to a file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from redaction import redact
+from tasks.artifacts.stage_key import StageKey
+from tasks.processes.child import run_command
+from tasks.processes.detached import DetachOptions, attach_or_start
+from tasks.runs.run import Run, current_stage
+
+logger = logging.getLogger(__name__)
+page_logger = logging.getLogger(f"{__name__}.page")  # for lines that only the Prefect page shows
+
+METRICS_LINE = "step:"  # metric lines go to the log file only
+WARNS = re.compile(r"\[supervisor\]|\b(?:WARNING|ERROR|CRITICAL|Traceback)\b|\w+Error:")
+
+
+def dapo_command(*arguments: str | Path) -> list[str]:
+    """`dapo ARGUMENTS` with this interpreter, wherever the console script is installed."""
+    return [sys.executable, "-m", "flows.cli", *map(str, arguments)]
+
+
+def run_dapo(
+    arguments: Sequence[str | Path],
+    run: Run,
+    key: StageKey,
+    *,
+    detach: DetachOptions | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> None:
+    """Run `dapo ARGUMENTS` to completion; output goes to the stage's log file, linked from the run's folder.
+
+    Lines other than metrics are also logged here, and shown on the Prefect page as far as `PageLines` admits them;
+    `on_line` gets every line. With `detach` the command may outlive this process; a running one is attached to.
+    Raises ChildProcessFailed with the exit code, the last lines and the path of the log.
+    """
+    log_path = run.store.log_path(key.stage, key.key)
+    link_log(run, log_path)
+    page = PageLines(run.config.flow.log_lines_per_minute, log_path)
+
+    def forward(line: str) -> None:
+        line = redact(line)
+        if line.strip() and not line.startswith(METRICS_LINE):
+            logger.info("%s", line.rstrip(), extra={"send_to_api": page.admits(line)})
+        if on_line is not None:
+            on_line(line)
+
+    command = dapo_command(*arguments)
+    try:
+        if detach is None:
+            run_command(command, log_path=log_path, label=key.stage, on_line=forward)
+        else:
+            attach_or_start(command, log_path=log_path, label=key.stage, options=detach, on_line=forward)
+    finally:
+        page.close_minute()
+
+
+def link_log(run: Run, log_path: Path) -> None:
+    """Link the log of the current stage into the run's folder."""
+    link = run.folder / f"{current_stage.get()}.log"
+    if not link.is_symlink():  # an earlier attempt made it
+        link.symlink_to(os.path.relpath(log_path, run.folder))
+
+
+class PageLines:
+    """Limits the lines shown on the Prefect page to N per minute, plus N warnings."""
+
+    def __init__(self, lines_per_minute: int, log_path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.lines_per_minute = lines_per_minute
+        self.log_path = log_path
+        self._clock = clock
+        self._minute_began = clock()
+        self._num_admitted = {False: 0, True: 0}  # by whether the line is a warning
+        self._num_omitted = 0
+
+    def admits(self, line: str) -> bool:
+        """True if the line goes to the page; reports the number of omitted lines after each minute."""
+        if self._clock() - self._minute_began >= 60.0:
+            self.close_minute()
+            self._minute_began = self._clock()
+        is_warning = WARNS.search(line) is not None
+        is_admitted = self._num_admitted[is_warning] < self.lines_per_minute
+        self._num_admitted[is_warning] += is_admitted
+        self._num_omitted += not is_admitted
+        return is_admitted
+
+    def close_minute(self) -> None:
+        """Report on the page how many lines were omitted, and reset the counts."""
+        if self._num_omitted:
+            page_logger.info(
+                "... %d lines omitted in this minute; all are in %s", self._num_omitted, self.log_path
+            )
+        self._num_admitted, self._num_omitted = {False: 0, True: 0}, 0
