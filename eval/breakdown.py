@@ -78,6 +78,14 @@ class MetricChange:
     ci95: tuple[float, float]  # paired
 
 
+@dataclass(frozen=True)
+class Speed:
+    """How fast a server answered. `latency` is of single requests, with retries and the waiting between them."""
+
+    latency: dict[str, float]  # {"50", "95", "max"}, seconds
+    tokens_per_second: float | None  # while requests were in flight; None where times or tokens are not recorded
+
+
 def changes_of(pairs: Iterable[Pair]) -> list[int]:
     """By how many right responses each item changed."""
     return [num_right(after) - num_right(before) for before, after in pairs]
@@ -154,6 +162,21 @@ def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
         edges=edges.tolist(),
         histogram={name: np.histogram(lengths, edges)[0].tolist() for name, lengths in sides.items()},
     )
+
+
+def speed_of(rows: Sequence[Row]) -> Speed:
+    """The speed of an evaluation, over its answered rows. Pauses between attempts do not count."""
+    seconds = np.array([row.seconds for row in rows])
+    latency = {name: float(np.percentile(seconds, q)) for name, q in (("50", 50), ("95", 95), ("max", 100))}
+    spans = sorted((row.ended_at - row.seconds, row.ended_at) for row in rows if row.ended_at is not None)
+    tokens = [row.response_tokens for row in rows if row.response_tokens is not None]
+    if len(spans) < len(rows) or len(tokens) < len(rows):
+        return Speed(latency, None)
+    busy, end = 0.0, 0.0
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return Speed(latency, sum(tokens) / busy if busy else None)
 
 
 def compare_graders(pairs: Sequence[Pair]) -> Graders:

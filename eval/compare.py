@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from eval import InputError, breakdown
 from eval.answers.grading import grade
-from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part
+from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part, Speed
 from eval.identity import describe_weights
-from eval.measured import Speed, speed_of
 from eval.results import (
     SERVED,
     Evaluation,
@@ -24,11 +23,7 @@ from eval.results import (
     num_right,
     rate,
 )
-from eval.statistics import (
-    SIGNIFICANCE,
-    measure_change,
-    share_interval,
-)
+from eval.statistics import SIGNIFICANCE, measure_change, share_interval
 from eval.summary import acc_norm, group_by, same_answer_by, summarise_scores, summarise_votes
 from eval.thinking import Budget, Thinking, by_limit, measure_thinking
 
@@ -278,7 +273,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
         acc_norm=acc_norm(rows),
         num_finished=len(finished),
         finished_accuracy=rate(finished, lambda row: row.is_right),
-        speed=speed_of(rows),
+        speed=breakdown.speed_of(rows),
     )
 
 

@@ -6,14 +6,10 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from downloads.nearest import nearest
 from eval import InputError
 from eval.problems.registry import POOLED
-
-if TYPE_CHECKING:
-    from eval.compare import Side
 
 BEFORE = "before"
 LAST_NIGHT = "last-night"  # the column that a nightly run adds where there is an earlier night
@@ -104,18 +100,6 @@ def check_gate(gate: Gate, measured: Measured) -> GateResult:
         return GateResult(gate.text, unit, value, None, None if is_night else False, reason)
     value, bound = round(value, _DECIMALS), round(base + gate.points, _DECIMALS)
     return GateResult(gate.text, unit, value, bound, _SIGNS[gate.sign](value, bound), None)
-
-
-def metrics_of(side: Side) -> dict[str, float | None]:
-    """The values that gates may name, in percent or tokens."""
-    return {
-        ACCURACY: 100 * side.accuracy,
-        "finished": 100 * side.finished_accuracy if side.num_finished else None,
-        "truncated": 100 * side.truncated_rate,
-        "no_answer": 100 * side.no_answer_rate,
-        "request_failed": 100 * side.request_failed_rate,
-        "tokens": side.mean_response_tokens,
-    }
 
 
 def describe_gates(results: Sequence[GateResult]) -> list[str]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from durable import write_atomically
-from eval.compare import Comparison, compare_evaluations
+from eval.compare import Comparison, Side, compare_evaluations
 from eval.identity import NO_LOGPROBS
 from eval.item_pages import PackedItems, pack_items
-from eval.measured import UNKNOWN, Provenance, describe_measurement
 from eval.pages import field_of, format_p, inline_script, percent, points, render
 from eval.plots import Plots, draw_plots
 from eval.results import load_evaluation, make_folder
@@ -22,11 +22,31 @@ from eval.training import Steps, read_training_metrics, skipped_steps_notes, tra
 
 REPORT_JSON, REPORT_MARKDOWN, REPORT_PAGE = "report.json", "report.md", "report.html"
 MOSTLY_CUT = 0.5
+SHORT_DIGEST = 12
 SAME_MODEL = "Both sides are the same model: any change is noise of serving and sampling, not training."
 THESE_MODELS = (
     "This compares these two models on items like these. It does not predict the result of training again with "
     "another seed."
 )
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What a report knows beside its two results directories."""
+
+    title: str = "Before/after report"
+    problems: str = "own problems"  # what they are where they are no known benchmark
+    models: Mapping[str, str] = field(default_factory=dict)  # side -> name
+    engine: Mapping[str, str] = field(default_factory=dict)  # package -> version
+    data: str | None = None  # digest of the problems' file
+    made: Mapping[str, str] = field(default_factory=dict)  # recipe, run, code ..., for the block at the end
+    stages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> {cached, seconds}
+    artifacts: Mapping[str, str | Path] = field(default_factory=dict)  # name -> path
+    traces: Mapping[str, str] = field(default_factory=dict)  # name -> path relative to the report
+    card: Mapping[str, Any] | None = None  # data_card.json, with prompt_lengths where a training measured them
+
+
+UNKNOWN = Provenance()
 
 
 def write_report(
@@ -214,3 +234,69 @@ def _left_out(comparison: Comparison) -> list[str]:
         f"{unpaired.after} after); whatever the answers would have been, the change over all {total} items lies "
         f"between {low} and {high} points."
     ]
+
+
+def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict[str, str]:
+    """What was measured, for the top of a report: {label: words}."""
+    settings = comparison.settings
+    k, n = comparison.num_samples, comparison.n + comparison.unpaired.num_items
+    sides = {"before": comparison.before, "after": comparison.after}
+    template = settings.get("prompt_template") or {"name": "given"}
+    system = ", with a system prompt" if template.get("system") else ""
+    data = provenance.data or settings.get("prompts", "")
+    found = {
+        "benchmark": f"{settings.get('benchmark') or provenance.problems}, {n} items"
+        + (f", {k} responses to each" if k > 1 else ""),
+        **{
+            f"model {side}": model_words(provenance.models.get(side), result.model)
+            for side, result in sides.items()
+        },
+        "prompt": f"{template['name']}, {settings.get('api', 'unknown API')}{system}",
+        "sampling": "; after: ".join(dict.fromkeys(_sampling(side.sampling) for side in sides.values())),
+        "engine": _engine(provenance.engine, sides),
+        "grader": str(settings.get("grader")),
+        "judge": _judge(settings.get("judge")),
+        "data": f"sha256 {str(data)[:SHORT_DIGEST]}" if data else "",
+    }
+    return {label: words for label, words in found.items() if words}
+
+
+def _judge(judge: Mapping[str, Any] | None) -> str:
+    if not judge:
+        return ""
+    role = "the headline" if judge["headline"] else "beside the grader"
+    return f"{judge['model']}, {judge['votes']} vote{'s' * (judge['votes'] > 1)} on each response, {role}"
+
+
+def model_words(name: str | None, model: str) -> str:
+    """The name with the short content digest, which is what the settings call a model of a store."""
+    is_digest = len(model) == 64 and not model.strip("0123456789abcdef")
+    short = f"sha256 {model[:SHORT_DIGEST]}" if is_digest else model
+    return f"{name} ({short})" if name and name != short else short
+
+
+def _engine(versions: Mapping[str, str], sides: Mapping[str, Side]) -> str:
+    """The installed versions, else what the servers called themselves; both where the two sides differ."""
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    # vLLM adds a hash of its settings, which the name of the model alone changes.
+    named = {side: re.sub(r"-[0-9a-f]{8}$", "", result.engine) for side, result in sides.items() if result.engine}
+    if len(set(named.values())) > 1:
+        served = ", ".join(f"{side} {engine}" for side, engine in named.items())
+        return f"{installed}; {served}" if installed else served
+    return installed or next(iter(named.values()), "")
+
+
+def _sampling(sampling: Mapping[str, Any]) -> str:
+    temperature, k, seed = sampling["temperature"], sampling["num_samples"], sampling["seed"]
+    if temperature is None:
+        words = "the server's own default"
+    else:
+        words = "greedy" if temperature == 0 else f"temperature {temperature:g}, top_p {sampling['top_p']:g}"
+    if temperature and sampling.get("top_k") is not None:
+        words += f", top_k {sampling['top_k']}"
+    if sampling.get("source") == "model":
+        words += " (the model's generation_config.json)"
+    for name in ("chat_template_kwargs", "extra_body"):
+        words += "".join(f", {key}={value}" for key, value in (sampling.get(name) or {}).items())
+    seeds = f"seeds {seed} to {seed + k - 1}" if k > 1 else f"seed {seed}"
+    return f"{words}, at most {sampling['max_tokens']:,} tokens, {seeds}"

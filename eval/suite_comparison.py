@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from eval.compare import Comparison
-from eval.gates import Metrics, metrics_of
+from eval.compare import Comparison, Side
+from eval.gates import ACCURACY, Metrics
 from eval.problems.prompts import PLACE
 from eval.results import Evaluation
 from eval.statistics import SIGNIFICANCE, Interval, PairedChange, Stratum, holm, measure_pooled_change
@@ -86,11 +86,23 @@ class Paired:
             gained=comparison.c,
             lost=comparison.b,
             num_elsewhere=0,
-            before_metrics=metrics_of(before),
-            after_metrics=metrics_of(after),
+            before_metrics=_metrics_of(before),
+            after_metrics=_metrics_of(after),
         )
         right = {problems[i]: (x, y) for i, (x, y) in comparison.items.items() if x is not None and y is not None}
         return Paired(row, right, comparison.is_one_evaluation)
+
+
+def _metrics_of(side: Side) -> dict[str, float | None]:
+    """The values that gates may name, in percent or tokens."""
+    return {
+        ACCURACY: 100 * side.accuracy,
+        "finished": 100 * side.finished_accuracy if side.num_finished else None,
+        "truncated": 100 * side.truncated_rate,
+        "no_answer": 100 * side.no_answer_rate,
+        "request_failed": 100 * side.request_failed_rate,
+        "tokens": side.mean_response_tokens,
+    }
 
 
 def compare_suite(pairs: Sequence[Paired]) -> SuiteComparison:

@@ -14,16 +14,24 @@ from eval.checkpoint_curve import checkpoint_curve
 from eval.compare import Comparison, ComparisonError, compare_evaluations
 from eval.gates import BEFORE, LAST_NIGHT, GateResult, check_gate, describe_gates, parse_gate
 from eval.item_pages import pack_items
-from eval.measured import UNKNOWN, Provenance, model_words
 from eval.pages import field_of, format_p, percent, plain_p, points, points_interval, render
-from eval.plots import Plots, draw_plots, prompt_length_plot, training_plots
+from eval.plots import Plots, checkpoint_plot, draw_plots, prompt_length_plot, suite_plots, training_plots
 from eval.problems.registry import POOLED
-from eval.report import REPORT_PAGE, SAME_MODEL, THESE_MODELS, make_report, render_html, write_pages
+from eval.report import (
+    REPORT_PAGE,
+    SAME_MODEL,
+    THESE_MODELS,
+    UNKNOWN,
+    Provenance,
+    make_report,
+    model_words,
+    render_html,
+    write_pages,
+)
 from eval.results import Evaluation, load_evaluation, make_folder
 from eval.statistics import SIGNIFICANCE
 from eval.suite import Member, Suite, describe_suite, read_suite
 from eval.suite_comparison import BenchmarkChange, Paired, SuiteComparison, compare_suite
-from eval.suite_plots import checkpoint_plot, suite_plots
 from eval.training import Steps, read_training_metrics, skipped_steps_notes, training_totals
 
 CHECKPOINT_PAGE = "checkpoints.html"

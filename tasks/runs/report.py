@@ -13,8 +13,8 @@ from dapo_core.policy.profiling import PROFILES
 from dapo_core.tokenizing import LENGTHS_FILE
 from dapo_core.trackers import tracked_runs
 from durable import write_atomically
-from eval.measured import Provenance
 from eval.plots import Plots
+from eval.report import Provenance
 from eval.suite_report import Models, write_suite_report
 from tasks.artifacts.artifact import Artifact, read_manifest
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions

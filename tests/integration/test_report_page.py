@@ -16,8 +16,7 @@ import pytest
 from eval.compare import compare_evaluations
 from eval.history import make_history, write_page
 from eval.item_pages import pack_items
-from eval.measured import Provenance
-from eval.report import make_report, render_html, write_report
+from eval.report import Provenance, make_report, render_html, write_report
 from eval.suite import Member, write_suite
 from eval.suite_report import Models, write_suite_report
 from tests.evaluations import evaluation, make_items, no_plots, write_results

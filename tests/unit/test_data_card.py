@@ -9,11 +9,10 @@ from typing import Any
 
 from eval.compare import compare_evaluations
 from eval.item_pages import pack_items
-from eval.measured import Provenance
 from eval.plots import prompt_length_plot
 from eval.problems.problem_set import Split
 from eval.problems.registry import OWN
-from eval.report import make_report, render_html, render_markdown
+from eval.report import Provenance, make_report, render_html, render_markdown
 from tasks.data.asking import Asking
 from tasks.data.card import CARD_JSON, CARD_MARKDOWN, answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit

@@ -15,12 +15,20 @@ from xml.etree import ElementTree
 import pytest
 
 from eval.answers.grading import MathGrader
+from eval.breakdown import Speed, speed_of
 from eval.compare import ComparisonError, compare, compare_evaluations
 from eval.endpoint import Sampling
-from eval.measured import UNKNOWN, Provenance, Speed, describe_measurement, speed_of
 from eval.pages import format_duration
 from eval.plots import accuracy_plots
-from eval.report import make_report, render_markdown, verdict, write_report
+from eval.report import (
+    UNKNOWN,
+    Provenance,
+    describe_measurement,
+    make_report,
+    render_markdown,
+    verdict,
+    write_report,
+)
 from eval.results import Evaluation, ResultsError
 from eval.training import read_training_metrics, training_totals, with_kept_share
 from tests.evaluations import (

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from eval.compare import compare
-from eval.measured import Provenance
-from eval.report import make_report, render_markdown
+from eval.report import Provenance, make_report, render_markdown
 from tasks.chain import take_model_folder
 from tasks.links import link_of
 from tasks.runs.nights import LAST_NIGHT, NIGHTLY, describe_change, since_first_night, with_last_night

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from eval.compare import ComparisonError
-from eval.measured import Provenance
 from eval.plots import Plots
 from eval.problems.items import Item
+from eval.report import Provenance
 from eval.results import Evaluation
 from eval.statistics import holm, sign_flip_test
 from eval.suite import Member, write_suite
