@@ -1,4 +1,4 @@
-"""Where a difference comes from: groups of items, format or content, lengths, the two graders, samples."""
+"""Where a difference comes from: groups of items, format or content, lengths, graders, samples, speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eval.results import Row, Samples, num_right
 from eval.statistics import PairedChange, change_interval, holm, measure_change, share_interval
 from eval.summary import IsSame, count_agreement, group_by, item_metrics, largest_steps, list_disagreements
 
-Pair = tuple[Samples, Samples]  # one item before and after, every request answered
+Pair = tuple[Samples, Samples]  # one item before and after; every request was answered
 ANSWERED = tuple(verdict for verdict in VERDICTS if verdict != "request_failed")
 UNFINISHED = ("no_answer", "truncated")
 QUANTILES = (5, 25, 50, 75, 95)
@@ -23,7 +23,7 @@ NUM_BINS = 30
 
 @dataclass(frozen=True)
 class GroupChange:
-    """A level's or subject's change, with p-values for one group and for many."""
+    """Change of one level or subject, with raw and adjusted p-values."""
 
     n: int
     difference: float
@@ -36,7 +36,7 @@ class GroupChange:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the difference, with its 95 % interval."""
+    """One component of the difference, with its 95 % interval."""
 
     difference: float
     ci95: tuple[float, float]
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the responses are. `histogram[side][i]` counts lengths from `edges[i]` up to `edges[i + 1]`."""
+    """Response lengths. `histogram[side][i]` counts lengths from `edges[i]` up to `edges[i + 1]`."""
 
     unit: Literal["tokens", "characters"]
     quantiles: dict[str, dict[str, float]]  # side -> {"5", ..., "95", "mean", "max"}
@@ -54,14 +54,14 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Graders:
-    """AISBench's verdicts beside the exact grader's, over the paired items."""
+    """AISBench's verdicts compared with the exact grader's, over the paired items."""
 
     before: float  # accuracy under AISBench's rule
     after: float
     difference: float
     ci95: tuple[float, float]
     p: float
-    raises: dict[str, int]  # side -> responses on which AISBench itself would raise
+    raises: dict[str, int]  # side -> responses on which AISBench's own code would raise
     agreement: dict[str, dict[str, int]]  # side -> {both_right, only_exact, only_aisbench, neither}
     disagreements: list[dict[str, Any]]
 
@@ -80,19 +80,19 @@ class MetricChange:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a server answered. `latency` is of single requests, with retries and the waiting between them."""
+    """Speed of a server. `latency` is per request, including retries and the waits between them."""
 
     latency: dict[str, float]  # {"50", "95", "max"}, seconds
-    tokens_per_second: float | None  # while requests were in flight; None where times or tokens are not recorded
+    tokens_per_second: float | None  # while requests were in flight; None if times or tokens are missing
 
 
 def changes_of(pairs: Iterable[Pair]) -> list[int]:
-    """By how many right responses each item changed."""
+    """Change in the number of right responses, per item."""
     return [num_right(after) - num_right(before) for before, after in pairs]
 
 
 def group_changes(pairs: Sequence[Pair], fields: Sequence[str]) -> dict[str, dict[str, GroupChange]]:
-    """{field: {group: change}} in natural order, p-values adjusted over the groups of all the fields together."""
+    """{field: {group: change}} in natural order; p-values are adjusted over all groups of all fields."""
     groups = {
         field: {
             key: [pair for pair in pairs if getattr(pair[0][0], field) == key]
@@ -116,7 +116,7 @@ def group_changes(pairs: Sequence[Pair], fields: Sequence[str]) -> dict[str, dic
 
 
 def transitions_of(pairs: Iterable[Pair]) -> dict[str, dict[str, float]]:
-    """[x][y]: items with verdict x before and y after; k samples count in each of the k * k ways to pair them."""
+    """[x][y]: items with verdict x before and y after, averaged over the k * k pairs of an item's samples."""
     counts: Counter[tuple[str, str]] = Counter()
     num_ways = 1
     for before, after in pairs:
@@ -128,8 +128,8 @@ def transitions_of(pairs: Iterable[Pair]) -> dict[str, dict[str, float]]:
 def gain_parts(pairs: Sequence[Pair]) -> dict[str, Part]:
     """{format, no_answer, truncated, content}: format = no_answer + truncated; format + content = the difference.
 
-    Format is the share of items that went from no finished answer to right, minus the share that went back.
-    Content is the same for wrong answers.
+    Format is the share of items that went from unfinished to right, minus the share that went back. Content is the
+    same for wrong answers.
     """
     parts = {verdict: [_net(pair, (verdict,)) for pair in pairs] for verdict in UNFINISHED}
     parts = {"format": [_net(pair, UNFINISHED) for pair in pairs], **parts}
@@ -139,7 +139,7 @@ def gain_parts(pairs: Sequence[Pair]) -> dict[str, Part]:
 
 
 def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
-    """Lengths in tokens if the server counted all of them, else in characters."""
+    """Response lengths, in tokens if the server counted all of them, else in characters."""
     unit: Literal["tokens", "characters"] = "tokens"
     if any(row.response_tokens is None for row in (*before, *after)):
         unit = "characters"
@@ -164,8 +164,8 @@ def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
     )
 
 
-def speed_of(rows: Sequence[Row]) -> Speed:
-    """The speed of an evaluation, over its answered rows. Pauses between attempts do not count."""
+def measure_speed(rows: Sequence[Row]) -> Speed:
+    """Speed over the answered rows. Pauses between attempts of the evaluation do not count."""
     seconds = np.array([row.seconds for row in rows])
     latency = {name: float(np.percentile(seconds, q)) for name, q in (("50", 50), ("95", 95), ("max", 100))}
     spans = sorted((row.ended_at - row.seconds, row.ended_at) for row in rows if row.ended_at is not None)
@@ -180,7 +180,7 @@ def speed_of(rows: Sequence[Row]) -> Speed:
 
 
 def compare_graders(pairs: Sequence[Pair]) -> Graders:
-    """AISBench's accuracies, and where its verdicts differ from the exact ones."""
+    """AISBench's accuracies, and where its verdicts differ from the exact grader's."""
     k = len(pairs[0][0])
     counts = [[sum(row.aisbench_right for row in samples) for samples in pair] for pair in pairs]
     change = measure_change([y - x for x, y in counts], k)
@@ -230,7 +230,7 @@ def _group_change(pairs: Sequence[Pair], change: PairedChange, p_holm: float) ->
 
 
 def _net(pair: Pair, verdicts: Sequence[str]) -> float:
-    """Share of an item's pairs of samples that go from `verdicts` to right, minus the share that go back."""
+    """Share of an item's sample pairs that go from `verdicts` to right, minus the share that go back."""
     before, after = pair
     gained = _count(before, verdicts) * num_right(after)
     lost = num_right(before) * _count(after, verdicts)

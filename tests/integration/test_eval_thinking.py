@@ -144,7 +144,7 @@ def test_a_lower_limit_cuts_longer_responses_and_the_report_shows_thinking_and_l
         ["|", "mean", "tokens,", "thinking", "|", "23.8", "|", "28.5", "|", "|"],
         ["|", "mean", "tokens,", "answer", "|", "6.2", "|", "2.8", "|", "|"],
     ]
-    assert "Computed from one run by cutting" in markdown
+    assert "Simulated from this run" in markdown
     packed = pack_items(*(load_evaluation(tmp_path / side) for side in ("before", "after")))
     page = render_html(report, no_plots(comparison, []), packed)
     assert page.count("by the share of text") == 2  # one row of the new side was not counted

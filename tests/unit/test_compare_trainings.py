@@ -43,7 +43,7 @@ def test_trainings_get_the_same_names(logs: dict[str, Path]) -> None:
     assert sides[1].metrics["critic/rewards/mean"].last == pytest.approx(0.48755, abs=1e-4)
     assert [side.metrics["perf/throughput"].last for side in sides] == [70, 50, 90]
     table = render_markdown(sides)
-    assert "| tokens/s and device " in table
+    assert "| tokens/s per device " in table
     assert "1,002 → 1,020" in table
     assert "over all drawn prompts" in table  # of MindSpeed's throughput
     assert [row.split("|")[3].strip() for row in table.splitlines() if "entropy" in row] == ["-"]
@@ -73,7 +73,7 @@ def test_the_command_takes_logs_and_folders(logs: dict[str, Path], tmp_path: Pat
 def test_a_file_without_steps_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("Traceback (most recent call last):\n")
-    with pytest.raises(ResultsError, match="shows no training step"):
+    with pytest.raises(ResultsError, match="contains no training step"):
         compare_trainings({"train.log": log})
-    with pytest.raises(ResultsError, match="7 trainings are too many"):
+    with pytest.raises(ResultsError, match="7 trainings do not fit"):
         compare_trainings({str(number): log for number in range(7)})

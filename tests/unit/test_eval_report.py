@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from eval.answers.grading import MathGrader
-from eval.breakdown import Speed, speed_of
+from eval.breakdown import Speed, measure_speed
 from eval.compare import ComparisonError, compare, compare_evaluations
 from eval.endpoint import Sampling
 from eval.pages import format_duration
@@ -127,7 +127,7 @@ def test_failed_requests_bound_the_difference_over_all_items(report: dict[str, A
     unpaired = {"num_items": 1, "before": 1, "after": 0, "difference_range": [0.25, 0.375]}
     assert report["unpaired"] == unpaired
     assert report["verdict"].endswith(
-        "1 further item is left out because a request failed (1 before, 0 after); whatever the answers would have "
+        "1 more item is left out because a request failed (1 before, 0 after); whatever the answers would have "
         "been, the change over all 8 items lies between +25.0 and +37.5 points."
     )
 
@@ -242,13 +242,13 @@ def test_what_was_measured_and_how_fast() -> None:
     assert report["provenance"] == {"recipe": "arith"}
     lines = render_markdown(report).splitlines()
     assert "- benchmark: math500, 4 items" in lines
-    assert any(line.replace(" ", "").startswith("|amongfinishedanswers|50.0%|") for line in lines)
+    assert any(line.replace(" ", "").startswith("|offinishedresponses|50.0%|") for line in lines)
     served = {"before": "vllm-0.32.0-0123abcd", "after": "vllm-0.33.0-4567abcd"}
     sides = {side: replace(getattr(result, side), engine=engine) for side, engine in served.items()}
     engine = describe_measurement(replace(result, **sides), UNKNOWN)["engine"]
     assert engine == "before vllm-0.32.0, after vllm-0.33.0"
     old = [replace(row, ended_at=None) for row in rows]
-    assert speed_of(old).tokens_per_second is None
+    assert measure_speed(old).tokens_per_second is None
 
 
 def test_lengths_are_tokens_where_the_server_counted_all() -> None:
@@ -356,7 +356,7 @@ def test_different_items_prompts_golds_and_samples_are_refused_with_counts() -> 
     with pytest.raises(ComparisonError) as caught:
         compare_evaluations(evaluation(ITEMS, "r" * 8), evaluation(items, " ".join(["rr"] * 8)))
     message = str(caught.value)
-    assert "responses to each item: 1 before, 2 after" in message
+    assert "responses per item: 1 before, 2 after" in message
     assert "1 of 8 items are only in before (first: '0')" in message
     assert "1 of 8 items are only in after (first: 'other')" in message
     assert "prompts: 1 of 7 shared items differ (first: '2')" in message
