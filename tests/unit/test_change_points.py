@@ -1,4 +1,4 @@
-"""Change points: as rare as promised without a change, found with one, by hand where orders can be counted."""
+"""Change points: false-alarm rate, detection, and p-values by enumeration."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def test_without_a_change_at_most_one_line_in_twenty_is_marked() -> None:
     }
     for name, lines in noises.items():
         marked = sum(bool(find_change_points([line.tolist()], 499)[0]) for line in lines)
-        # 300 lines at 5 %: 15, and 3.8 for one standard deviation
+        # 300 lines at 5 %: 15 expected, standard deviation 3.8
         assert marked <= 15 + 3 * 3.8, name
 
 
 @pytest.mark.slow
-def test_p_is_the_share_of_orders_that_are_as_far_apart() -> None:
+def test_p_equals_the_share_of_permutations_at_least_as_extreme() -> None:
     line = [0.1, 0.2, 0.3, 0.4, 0.9, 1.0, 1.1, 1.2]
     ((point,),) = find_change_points([line])
 
@@ -38,7 +38,7 @@ def test_p_is_the_share_of_orders_that_are_as_far_apart() -> None:
     assert (point.place, point.before, point.after) == (4, pytest.approx(0.25), pytest.approx(1.05))
 
 
-def test_two_changes_are_found_and_an_outlier_is_none() -> None:
+def test_two_changes_are_found_and_an_outlier_is_ignored() -> None:
     rng = np.random.default_rng(1)
     levels = np.repeat([0.5, 0.6, 0.55], 12)
     (points,) = find_change_points([(levels + rng.normal(0, 0.01, 36)).tolist()])
@@ -51,7 +51,7 @@ def test_two_changes_are_found_and_an_outlier_is_none() -> None:
     assert find_change_points([outlier]) == [[]]
 
 
-def test_a_change_must_survive_the_number_of_lines_and_short_lines_say_nothing() -> None:
+def test_p_is_adjusted_over_lines_and_short_lines_have_no_change_points() -> None:
     line = [0.1, 0.2, 0.3, 0.4, 0.9, 1.0, 1.1, 1.2]  # p of about 0.03
     constant = [0.5] * 20
     assert find_change_points([line, constant]) == [[], []]
