@@ -23,9 +23,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 COLOURS = dict(zip(VARIANTS, ("#2563a8", "#d9822b", "#3c8a5a", "#8e5ea2", "#b5473c"), strict=True))
 CURVES = {  # metric: title of its plot
-    "sampler/accuracy": "Right in training (share of finished responses)",
+    "sampler/accuracy": "Accuracy in training (share of finished responses)",
     "actor/entropy": "Policy entropy (nats per token)",
-    "response_length/mean": "Length trained on (tokens)",
+    "response_length/mean": "Response length in training (tokens)",
 }
 WINDOW = 5  # steps averaged in each point of a curve and in the table's last values
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
