@@ -7,7 +7,6 @@ kill.
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from downloads.errors import AccessDenied, DownloadError, NotFound, Offline, Unreachable, unreachable
@@ -63,7 +62,7 @@ def _call(request: Any, repo: str, revision: str | None, kind: Kind) -> Any:
     except errors.RepositoryNotFoundError as error:
         raise NotFound(
             f"there is no {kind} {repo} at {_endpoint()}, or it is private (HTTP {error.response.status_code})"
-            f"{_nearest_repository(repo, kind)}; {_denied(repo, kind)}"
+            f"; {_denied(repo, kind)}"
         ) from None
     except errors.HFValidationError as error:
         raise NotFound(f"{repo} is not a valid {kind} name: {error}") from None
@@ -115,16 +114,3 @@ def _nearest_revision(repo: str, revision: str | None, kind: Kind) -> str:
     except (errors.HTTPError, OSError):
         return "; check its name on the hub"
     return nearest(revision or "", [ref.name for ref in (*refs.branches, *refs.tags)])
-
-
-def _nearest_repository(repo: str, kind: Kind) -> str:
-    from huggingface_hub import HfApi, errors
-
-    ask: Any = HfApi().list_models if kind == "model" else HfApi().list_datasets
-    author, _, name = repo.partition("/")
-    try:  # repositories of the organisation, and repositories of that name
-        found = [each.id for query in ({"author": author}, {"search": name}) for each in ask(**query, limit=200)]
-    except (errors.HTTPError, OSError):
-        return ""
-    close = difflib.get_close_matches(repo, found, n=3, cutoff=0.6)
-    return f" (did you mean {', '.join(close)}?)" if close else ""

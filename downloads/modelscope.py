@@ -46,15 +46,17 @@ def fetch_files(snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, m
     from modelscope_hub import ProgressCallback
 
     class Callback(ProgressCallback):
+        received = 0
+
         def update(self, size: int) -> None:
-            meter.add(self.filename, size)
+            self.received += size
+            meter.update(self.filename, self.received)
 
     pending = []
     for file in files:
         target = folder / file.path
         if target.is_file() and is_right(target, file):
-            meter.add(file.path, target.stat().st_size)
-            meter.finish(file.path)
+            meter.update(file.path, target.stat().st_size, is_finished=True)
         else:
             pending.append(file)
     rows = [{"Path": file.path, "Size": file.size, "Sha256": file.sha256, "Type": "blob"} for file in pending]
@@ -75,7 +77,7 @@ def fetch_files(snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, m
         target = folder / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         (folder / PARTS / file.path).replace(target)
-        meter.finish(file.path)
+        meter.update(file.path, target.stat().st_size, is_finished=True)
 
 
 def _api() -> Any:

@@ -59,31 +59,17 @@ class Meter:
         self._on_progress = on_progress
         self._num_files = len(files)
         self._total = sum(file.size or 0 for file in files)
-        self._done: dict[str, int] = {}
-        self._finished: set[str] = set()
+        self._received: dict[str, int] = {}
+        self._num_finished = 0
 
-    def set(self, path: str, num_bytes: int) -> None:
-        """Set the bytes received of a file."""
+    def update(self, path: str, num_bytes: int, is_finished: bool = False) -> None:
+        """Set the bytes received of a file; `is_finished` once it is complete and verified."""
         with self._lock:
-            self._done[path] = num_bytes
-            self._report()
-
-    def add(self, path: str, num_bytes: int) -> None:
-        """Add to the bytes received of a file."""
-        with self._lock:
-            self._done[path] = self._done.get(path, 0) + num_bytes
-            self._report()
-
-    def finish(self, path: str) -> None:
-        """Count a file as complete and verified."""
-        with self._lock:
-            self._finished.add(path)
-            self._report()
-
-    def _report(self) -> None:
-        if self._on_progress is not None:
-            done = sum(self._done.values())
-            self._on_progress(Progress(len(self._finished), self._num_files, done, max(self._total, done)))
+            self._received[path] = num_bytes
+            self._num_finished += is_finished
+            if self._on_progress is not None:
+                done = sum(self._received.values())
+                self._on_progress(Progress(self._num_finished, self._num_files, done, max(self._total, done)))
 
 
 def fetch_files(
@@ -170,9 +156,7 @@ class _Download:
 
     def fetch(self, file: RemoteFile) -> None:
         target, part = self.folder / file.path, self.folder / PARTS / file.path
-        if target.is_file() and is_right(target, file):
-            self.meter.set(file.path, target.stat().st_size)
-        else:
+        if not (target.is_file() and is_right(target, file)):
             part.parent.mkdir(parents=True, exist_ok=True)
             self._receive_all(file, part)
             if not is_right(part, file):  # the part may be left over from different content
@@ -182,7 +166,7 @@ class _Download:
                 raise self._wrong(file, part)
             target.parent.mkdir(parents=True, exist_ok=True)
             part.replace(target)
-        self.meter.finish(file.path)
+        self.meter.update(file.path, target.stat().st_size, is_finished=True)
 
     def _receive_all(self, file: RemoteFile, part: Path) -> None:
         failures = 0
@@ -205,7 +189,7 @@ class _Download:
         """Append the missing bytes to `part`. Raises Unreachable if a retry may help."""
         have = _size(part)
         if file.size is not None and have >= file.size > 0:
-            self.meter.set(file.path, have)
+            self.meter.update(file.path, have)
             return
         request = self.request_for(file)
         headers = {**request.headers, "Accept-Encoding": "identity"}
@@ -214,11 +198,12 @@ class _Download:
         with self._response(file, request, headers) as response:
             begin = _RANGE.match(response.headers.get("Content-Range", ""))
             resumes = response.status_code == 206 and begin is not None and int(begin[1]) == have
-            self.meter.set(file.path, have if resumes else 0)
+            received = have if resumes else 0
             with part.open("ab" if resumes else "wb") as content:
                 for chunk in response.iter_bytes():
                     content.write(chunk)
-                    self.meter.add(file.path, len(chunk))
+                    received += len(chunk)
+                    self.meter.update(file.path, received)
                     if self.stopping.is_set():
                         raise Unreachable(f"{file.path} was stopped because another file failed")
         if file.size is not None and _size(part) < file.size:
