@@ -89,8 +89,7 @@ def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = U
     num_lost, num_gained = fields.pop("b"), fields.pop("c")
     num_groups = sum(map(len, comparison.groups.values()))
     report = {
-        "title": provenance.title,
-        "created_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **run_fields(steps, provenance),
         "verdict": verdict(comparison),
         "notes": [*skipped_steps_notes(steps), *notes(comparison)],
         "measured": describe_measurement(comparison, provenance),
@@ -103,19 +102,27 @@ def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = U
         "num_groups": num_groups,
         "expected_false_alarms": SIGNIFICANCE * num_groups,
         "flips": flips,
-        "train": training_totals(steps),
         "gates": [],
         "baselines": [],
         "absent": {},
         "checkpoints": None,
-        "data": provenance.card,
-        "stages": {name: dict(stage) for name, stage in provenance.stages.items()},
-        "traces": dict(provenance.traces),
         "artifacts": {name: str(path) for name, path in provenance.artifacts.items()},
     }
     if comparison.num_samples == 1:
         report["mcnemar"] = {"b": num_lost, "c": num_gained, "p": comparison.p, "mid_p": comparison.mid_p}
     return json.loads(json.dumps(report))  # as read back from the file: tuples become lists
+
+
+def run_fields(steps: Steps, provenance: Provenance) -> dict[str, Any]:
+    """Fields of report.json about the whole run, shared by single reports and suites."""
+    return {
+        "title": provenance.title,
+        "created_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "train": training_totals(steps),
+        "data": provenance.card,
+        "stages": {name: dict(stage) for name, stage in provenance.stages.items()},
+        "traces": dict(provenance.traces),
+    }
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -11,7 +10,7 @@ from typing import Any
 
 from durable import write_atomically
 from eval.checkpoint_curve import checkpoint_curve
-from eval.compare import Comparison, ComparisonError, compare_evaluations
+from eval.compare import ComparisonError, compare_evaluations
 from eval.gates import BEFORE, LAST_NIGHT, GateResult, check_gate, describe_gates, parse_gate
 from eval.item_pages import pack_items
 from eval.pages import field_of, format_p, percent, plain_p, points, points_interval, render
@@ -26,13 +25,14 @@ from eval.report import (
     make_report,
     model_words,
     render_html,
+    run_fields,
     write_pages,
 )
 from eval.results import Evaluation, load_evaluation, make_folder
 from eval.statistics import SIGNIFICANCE
 from eval.suite import Member, Suite, describe_suite, read_suite
 from eval.suite_comparison import BenchmarkChange, Paired, SuiteComparison, compare_suite
-from eval.training import Steps, read_training_metrics, skipped_steps_notes, training_totals
+from eval.training import Steps, read_training_metrics, skipped_steps_notes
 
 CHECKPOINT_PAGE = "checkpoints.html"
 Keep = Callable[[str, Callable[[], Plots]], Plots]  # (name, draw) -> plots, cached or drawn
@@ -174,13 +174,12 @@ class _SuiteWriter:
         """Compare one benchmark; in a suite, also write its own page."""
         comparison = compare_evaluations(before, after)
         self.pairs.append(Paired.of(name, weight, comparison, before))
-        title = f"{self._provenance.title}: {name}"
-        own = replace(self._provenance, title=title, problems=name, data="", stages={}, traces={}, card=None)
-        report = (
-            make_report(comparison, [], own)
-            if self._is_suite
-            else make_report(comparison, self._steps, self._provenance)
-        )
+        steps, provenance = self._steps, self._provenance
+        if self._is_suite:  # the front page shows what concerns the whole run
+            title = f"{provenance.title}: {name}"
+            provenance = replace(provenance, title=title, problems=name, data="", stages={}, traces={}, card=None)
+            steps = []
+        report = make_report(comparison, steps, provenance)
         if name == self._suite.headline:
             self._headline = report
         self._asked[name] = report["measured"]
@@ -188,7 +187,7 @@ class _SuiteWriter:
         if self._output_dir is None:
             return
         items = pack_items(before, after)
-        plots = self._keep(name, lambda: self._plots(comparison))
+        plots = self._keep(name, lambda: {**draw_plots(comparison, steps), **_prompt_plots(provenance)})
         if self._is_suite:
             write_pages(report, render_html(report, plots, items), self._output_dir / name)
         else:
@@ -210,28 +209,15 @@ class _SuiteWriter:
         if self._output_dir is not None:
             if report["checkpoints"]:
                 write_checkpoint_page(report, self._output_dir)
-            page = self._render_front(report, compared) if self._is_suite else self._render_own(report)
+            page = self._render_front(report) if self._is_suite else self._render_own(report)
             write_pages(report, page, self._output_dir)
         return report
 
-    def _plots(self, comparison: Comparison) -> Plots:
-        return (
-            draw_plots(comparison, [])
-            if self._is_suite
-            else self._with_prompts(draw_plots(comparison, self._steps))
-        )
-
-    def _with_prompts(self, plots: Plots) -> Plots:
-        lengths = (self._provenance.card or {}).get("prompt_lengths")
-        return {**plots, "prompts": [prompt_length_plot(lengths)] if lengths else []}
-
     def _front(self, compared: SuiteComparison) -> dict[str, Any]:
         """Fields of the suite's report that replace or extend the headline's."""
-        provenance, one = self._provenance, self._headline
-        shown = ("model before", "model after", "engine")
+        one, shown = self._headline, ("model before", "model after", "engine")
         return {
-            "title": provenance.title,
-            "created_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **run_fields(self._steps, self._provenance),
             "sentences": suite_verdict(compared, self._suite.headline),
             "notes": [*skipped_steps_notes(self._steps), *self._notes(compared)],
             "measured": {label: words for label, words in one["measured"].items() if label in shown},
@@ -239,10 +225,6 @@ class _SuiteWriter:
             "headline": self._suite.headline,
             **_content(compared),
             "asked": self._asked,
-            "train": training_totals(self._steps),
-            "data": provenance.card,
-            "stages": {name: dict(stage) for name, stage in provenance.stages.items()},
-            "traces": dict(provenance.traces),
         }
 
     def _notes(self, compared: SuiteComparison) -> list[str]:
@@ -262,11 +244,11 @@ class _SuiteWriter:
         ]
         return [*found, THESE_MODELS]
 
-    def _render_front(self, report: Mapping[str, Any], compared: SuiteComparison) -> str:
+    def _render_front(self, report: Mapping[str, Any]) -> str:
         from markupsafe import Markup
 
         def draw() -> Plots:
-            return self._with_prompts({"training": training_plots(self._steps)})
+            return {"training": training_plots(self._steps), **_prompt_plots(self._provenance)}
 
         plots = {**self._keep(POOLED, draw), "suite": suite_plots(report)}
         return render(
@@ -276,6 +258,11 @@ class _SuiteWriter:
             page=REPORT_PAGE,
             plots={name: [Markup(plot) for plot in drawn] for name, drawn in plots.items()},
         )
+
+
+def _prompt_plots(provenance: Provenance) -> Plots:
+    lengths = (provenance.card or {}).get("prompt_lengths")
+    return {"prompts": [prompt_length_plot(lengths)] if lengths else []}
 
 
 def write_checkpoint_page(report: Mapping[str, Any], output_dir: Path) -> None:
