@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from eval import InputError, breakdown
@@ -18,7 +17,6 @@ from eval.results import (
     Samples,
     describe_differences,
     is_answered,
-    load_evaluation,
     mean_response_tokens,
     num_right,
     rate,
@@ -142,17 +140,11 @@ class Comparison:
         return self.p < SIGNIFICANCE
 
 
-def compare(before_dir: str | Path, after_dir: str | Path) -> Comparison:
-    """Pair two results directories by item id.
-
-    Raises ComparisonError if benchmark, items, prompts, gold answers, API, sampling settings or grader differ, and
-    ResultsError if an evaluation is unfinished.
-    """
-    return compare_evaluations(load_evaluation(before_dir), load_evaluation(after_dir))
-
-
 def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
-    """Like `compare`, for loaded evaluations."""
+    """Pair two evaluations by item id.
+
+    Raises ComparisonError if benchmark, items, prompts, gold answers, API, sampling settings or grader differ.
+    """
     _require_comparable(before, after)
     pairs = [(samples, after.items[identity]) for identity, samples in before.items.items()]
     paired = [(x, y) for x, y in pairs if is_answered(x) and is_answered(y)]

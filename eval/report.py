@@ -5,20 +5,20 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from durable import write_atomically
-from eval.compare import Comparison, Side, compare_evaluations
+from eval.compare import Comparison, Side
 from eval.identity import NO_LOGPROBS
-from eval.item_pages import PackedItems, pack_items
+from eval.item_pages import PackedItems
 from eval.pages import field_of, format_p, inline_script, percent, points, points_interval, render
-from eval.plots import Plots, draw_plots
-from eval.results import load_evaluation, make_folder
+from eval.plots import Plots
+from eval.results import make_folder
 from eval.statistics import SIGNIFICANCE
-from eval.training import Steps, read_training_metrics, skipped_steps_notes, training_totals
+from eval.training import Steps, skipped_steps_notes, training_totals
 
 REPORT_JSON, REPORT_MARKDOWN, REPORT_PAGE = "report.json", "report.md", "report.html"
 MOSTLY_TRUNCATED = 0.5
@@ -47,26 +47,6 @@ class Provenance:
 
 
 UNKNOWN = Provenance()
-
-
-def write_report(
-    before_dir: str | Path,
-    after_dir: str | Path,
-    train_metrics: str | Path | None,
-    output_dir: str | Path,
-    provenance: Provenance = UNKNOWN,
-    draw: Callable[[Comparison, Steps], Plots] = draw_plots,
-) -> dict[str, Any]:
-    """Write report.json, report.md and report.html to `output_dir` and return the content of report.json.
-
-    `train_metrics` is the training run's metrics.jsonl; None if nothing was trained. Raises what `compare` does.
-    """
-    before, after = load_evaluation(before_dir), load_evaluation(after_dir)
-    comparison = compare_evaluations(before, after)
-    steps = read_training_metrics(train_metrics) if train_metrics is not None else []
-    report = make_report(comparison, steps, provenance)
-    write_pages(report, render_html(report, draw(comparison, steps), pack_items(before, after)), output_dir)
-    return report
 
 
 def write_pages(report: Mapping[str, Any], page: str, output_dir: str | Path) -> None:

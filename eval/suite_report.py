@@ -62,9 +62,10 @@ def write_suite_report(
 ) -> dict[str, Any]:
     """Write report.json, report.md and report.html to `output_dir`, if given; return the content of report.json.
 
-    With several benchmarks these describe the suite, and each benchmark has its own report in a subfolder.
-    If a baseline lacks a benchmark or used other settings, that benchmark is left out there, with the reason.
-    Raises what `compare` and `parse_gate` raise, and ComparisonError if the two sides have different benchmarks.
+    With several benchmarks these describe the suite, and each benchmark has its own report in a subfolder. If a
+    baseline lacks a benchmark or used other settings, that benchmark is left out there, with the reason. Raises
+    what `compare_evaluations` and `parse_gate` raise, and ComparisonError if the two sides have different
+    benchmarks.
     """
     suite = describe_suite(models.after)
     folders = {BEFORE: read_suite(models.before), "after": read_suite(models.after)}

@@ -15,8 +15,7 @@ from eval.compare import Comparison, compare_evaluations
 from eval.endpoint import Endpoint, Sampling
 from eval.plots import Plots
 from eval.problems.items import Item
-from eval.results import Evaluation, Row, make_settings, write_rows
-from eval.training import Steps
+from eval.results import Evaluation, Row, load_evaluation, make_settings, write_rows
 
 SAMPLING = Sampling(max_tokens=64)
 # One letter per response: r right, w wrong, n no answer, t truncated, f failed request.
@@ -107,6 +106,11 @@ def packed_items(page: str) -> tuple[list[list[Any]], list[str]]:
     return index, [chunks[row[-2]][row[-1]] for row in index]
 
 
-def no_plots(comparison: Comparison | None, steps: Steps) -> Plots:
-    """Empty plots for `write_report`; drawing takes most of a report's time."""
-    return {name: [""] for name in ("accuracy", "gain", "length", "limit", "transition", "training")}
+def compare_folders(before: Path, after: Path) -> Comparison:
+    """Comparison of two results directories."""
+    return compare_evaluations(load_evaluation(before), load_evaluation(after))
+
+
+def no_plots(*_: object) -> Plots:
+    """Empty plots, also as `keep` of `write_suite_report`: drawing takes most of a report's time."""
+    return {name: [""] for name in ("accuracy", "gain", "length", "limit", "transition", "training", "prompts")}

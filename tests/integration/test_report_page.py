@@ -16,7 +16,7 @@ import pytest
 from eval.compare import compare_evaluations
 from eval.history import make_history, write_page
 from eval.item_pages import pack_items
-from eval.report import Provenance, make_report, render_html, write_report
+from eval.report import Provenance, make_report, render_html
 from eval.suite import Member, write_suite
 from eval.suite_report import Models, write_suite_report
 from tests.evaluations import evaluation, make_items, no_plots, write_results
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(1, 9)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    write_report(*sides, folder / "metrics.jsonl", folder / "report", Provenance(title="Pa<ge"))
+    write_suite_report(Models(*sides), folder / "metrics.jsonl", folder / "report", Provenance(title="Pa<ge"))
     write_page(make_history([*sides, folder / "report"]), folder)
     write_suite_pages(folder, dict(zip(("before", "after"), sides, strict=True)))
     return folder

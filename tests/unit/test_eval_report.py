@@ -16,7 +16,7 @@ import pytest
 
 from eval.answers.grading import MathGrader
 from eval.breakdown import Speed, measure_speed
-from eval.compare import ComparisonError, compare, compare_evaluations
+from eval.compare import ComparisonError, compare_evaluations
 from eval.endpoint import Sampling
 from eval.pages import format_duration
 from eval.plots import accuracy_plots
@@ -27,11 +27,12 @@ from eval.report import (
     make_report,
     render_markdown,
     verdict,
-    write_report,
 )
 from eval.results import Evaluation, ResultsError
+from eval.suite_report import Models, write_suite_report
 from eval.training import read_training_metrics, training_totals, with_kept_share
 from tests.evaluations import (
+    compare_folders,
     compared,
     evaluation,
     make_items,
@@ -66,9 +67,11 @@ def write_metrics(path: Path) -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both evaluations, metrics.jsonl, and their report."""
     folder = tmp_path_factory.mktemp("report")
-    write_report(
-        write_results(folder / "before", BEFORE, ITEMS, "base"),
-        write_results(folder / "after", AFTER, ITEMS, "trained"),
+    write_suite_report(
+        Models(
+            write_results(folder / "before", BEFORE, ITEMS, "base"),
+            write_results(folder / "after", AFTER, ITEMS, "trained"),
+        ),
         write_metrics(folder / "metrics.jsonl"),
         folder / "report",
         Provenance(
@@ -305,7 +308,7 @@ def test_markdown_is_narrow_and_its_tables_survive_pipes(tmp_path: Path) -> None
     items = [replace(item, id=f"test/some_subject/{i}|0.json", **changes) for i, item in enumerate(ITEMS)]
     before = write_results(tmp_path / "b", "w" * 8, items)
     after = write_results(tmp_path / "a", "r" * 8, items)
-    write_report(before, after, None, tmp_path / "report", draw=no_plots)
+    write_suite_report(Models(before, after), None, tmp_path / "report", keep=no_plots)
     lines = (tmp_path / "report" / "report.md").read_text().splitlines()
     assert max(map(len, lines)) <= 100
     tables: list[list[str]] = [[]]
@@ -327,7 +330,7 @@ def test_characters_that_the_font_lacks_or_utf8_cannot_encode(
     rows = write_results(tmp_path / "before", "n" * 8, items) / "results.jsonl"
     rows.write_text(rows.read_text().replace("no idea", "no \\ud800 idea"))  # a server may send this
     write_results(tmp_path / "after", "r" * 8, items)
-    write_report(tmp_path / "before", tmp_path / "after", None, tmp_path / "report")
+    write_suite_report(Models(tmp_path / "before", tmp_path / "after"), None, tmp_path / "report")
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert "基金从业" in page
     _, bodies = packed_items(page)
@@ -349,7 +352,7 @@ def test_different_settings_are_named_and_refused(tmp_path: Path, changes: dict[
     before = write_results(tmp_path / "before", BEFORE)
     after = write_results(tmp_path / "after", AFTER, settings=changes)
     with pytest.raises(ComparisonError, match=message):
-        compare(before, after)
+        compare_folders(before, after)
 
 
 def test_different_items_prompts_golds_and_samples_are_counted_and_refused() -> None:
@@ -371,7 +374,7 @@ def test_an_unfinished_evaluation_or_one_without_common_answers_is_refused(tmp_p
     lines = (after / "results.jsonl").read_text().splitlines(keepends=True)
     (after / "results.jsonl").write_text("".join(lines[:-1]) + lines[-1][:30])
     with pytest.raises(ResultsError, match=r"after holds 7 of 8 .*: the evaluation did not finish"):
-        compare(before, after)
+        compare_folders(before, after)
     with pytest.raises(ComparisonError, match="none of the 2 items was answered on both sides"):
         compared("fr", "rf")
 
@@ -396,8 +399,8 @@ def test_a_training_without_weight_updates_is_noted(folder: Path, tmp_path: Path
     def first_note(*kept: int) -> str:
         steps = [{"step": step, "sampler/kept_groups": kept} for step, kept in enumerate(kept, 1)]
         (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-        arguments = folder / "before", folder / "after", tmp_path / "metrics.jsonl", tmp_path / "report"
-        return str(write_report(*arguments, draw=no_plots)["notes"][0])
+        report = write_suite_report(Models(folder / "before", folder / "after"), tmp_path / "metrics.jsonl", None)
+        return str(report["notes"][0])
 
     assert first_note(0, 0).startswith(
         "None of the 2 training steps found a group with signal, so no weight changed"

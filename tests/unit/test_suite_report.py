@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 from eval.compare import ComparisonError
-from eval.plots import Plots
 from eval.problems.items import Item
 from eval.report import Provenance
 from eval.results import Evaluation
@@ -54,10 +53,6 @@ def report_of(folder: Path, *gates: str, weights: dict[str, float] | None = None
     return write_suite_report(models, None, None, Provenance(title="T"), gates)
 
 
-def kept(name: str, draw: Any) -> Plots:
-    return no_plots(None, []) if name != "pooled" else {"training": [], "prompts": []}  # type: ignore[arg-type]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both sides, a baseline without `tiny`, and the written report."""
@@ -68,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "instruct", 1, {"algebra": 1.0, "words": 1.0}, "instruct <b>")
     models = Models(folder / "before", folder / "after", {"instruct": folder / "instruct"})
     gates = ("words >= before - 1", "algebra >= instruct")
-    write_suite_report(models, None, folder / "report", Provenance(title="A <suite>"), gates, kept)
+    write_suite_report(models, None, folder / "report", Provenance(title="A <suite>"), gates, no_plots)
     return folder
 
 
@@ -229,7 +224,7 @@ def test_a_failed_gate_is_exit_status_3(folder: Path, gate: str, status: int) ->
 def test_gates_of_a_single_benchmark_are_in_its_own_report(folder: Path, tmp_path: Path) -> None:
     models = Models(folder / "before" / "words", folder / "after" / "words", {"other": folder / "after" / "words"})
     gates = ("words.no_answer <= 5", "pooled >= other")
-    report = write_suite_report(models, None, tmp_path / "report", Provenance(), gates, kept)
+    report = write_suite_report(models, None, tmp_path / "report", Provenance(), gates, no_plots)
     assert [gate["is_passed"] for gate in report["gates"]] == [False, True]
     assert report["verdict"].endswith("GATES FAILED, 1 of 2: words.no_answer <= 5 (measured 40, threshold 5 %).")
     page = (tmp_path / "report" / "report.html").read_text()
@@ -259,7 +254,7 @@ def test_the_best_checkpoint_is_chosen_on_one_half_and_measured_on_the_other(tmp
         last_step=60,
         absent={"step 50": "no room"},
     )
-    report = write_suite_report(models, None, tmp_path / "report", Provenance(title="T"), (), kept)
+    report = write_suite_report(models, None, tmp_path / "report", Provenance(title="T"), (), no_plots)
     curve, best = report["checkpoints"], report["checkpoints"]["best"]
     assert curve["steps"] == [0, 20, 40, 60]
     assert [share["accuracy"] for share in curve["pooled"]] == [4 / 60, 20 / 60, 34 / 60, 30 / 60]
