@@ -35,7 +35,7 @@ class WrongContent(DownloadError):
 
 
 class DiskTooSmall(DownloadError):
-    """The files do not fit on the disk. Raised before the first byte."""
+    """The files do not fit on the disk."""
 
 
 class Unreachable(DownloadError):
@@ -61,12 +61,12 @@ def disk_is_full(error: OSError) -> DiskTooSmall | None:
     )
 
 
-def require_room(num_bytes: int, folder: Path, what: str) -> None:
+def require_room(num_bytes: int, folder: Path, label: str) -> None:
     """Raise DiskTooSmall unless `num_bytes` more fit on the folder's disk."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise DiskTooSmall(
-            f"{num_bytes:,} bytes {what} do not fit on the disk of {folder}, which has {free:,} free; free some "
+            f"{num_bytes:,} bytes {label} do not fit on the disk of {folder}, which has {free:,} free; free some "
             "space (dapo gc removes what no run needs), or set store.path to another disk"
         )
 

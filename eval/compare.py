@@ -290,12 +290,12 @@ def _flips(pairs: Sequence[Pair], is_gain: bool) -> tuple[Flip, ...]:
     flips = []
     for before, after in ordered:
         first = before[0]
-        sides = _shown(before, right=not is_gain), _shown(after, right=is_gain)
+        sides = _sample_fields(before, right=not is_gain), _sample_fields(after, right=is_gain)
         flips.append(Flip(first.id, first.level, first.subject, first.problem, first.gold, *sides))
     return tuple(flips)
 
 
-def _shown(samples: Samples, right: bool) -> dict[str, Any]:
+def _sample_fields(samples: Samples, right: bool) -> dict[str, Any]:
     row = next((row for row in samples if row.is_right == right), samples[0])
     return {
         "verdict": row.verdict,

@@ -216,13 +216,13 @@ class _SuiteWriter:
 
     def _front(self, compared: SuiteComparison) -> dict[str, Any]:
         """Fields of the suite's report that replace or extend the headline's."""
-        one, shown = self._headline, ("model before", "model after", "engine")
+        headline, shared = self._headline, ("model before", "model after", "engine")
         return {
             **run_fields(self._steps, self._provenance),
             "sentences": suite_verdict(compared, self._suite.headline),
             "notes": [*skipped_steps_notes(self._steps), *self._notes(compared)],
-            "measured": {label: words for label, words in one["measured"].items() if label in shown},
-            "graders": {**one["graders"], "disagreements": []},
+            "measured": {label: words for label, words in headline["measured"].items() if label in shared},
+            "graders": {**headline["graders"], "disagreements": []},
             "headline": self._suite.headline,
             **_content(compared),
             "asked": self._asked,

@@ -245,7 +245,7 @@ def test_facts_and_speed_of_the_measurement() -> None:
     assert report["provenance"] == {"recipe": "arith"}
     lines = render_markdown(report).splitlines()
     assert "- benchmark: math500, 4 items" in lines
-    assert any(line.replace(" ", "").startswith("|offinishedresponses|50.0%|") for line in lines)
+    assert any(line.replace(" ", "").startswith("|finishedresponsesonly|50.0%|") for line in lines)
     served = {"before": "vllm-0.32.0-0123abcd", "after": "vllm-0.33.0-4567abcd"}
     sides = {side: replace(getattr(result, side), engine=engine) for side, engine in served.items()}
     engine = describe_measurement(replace(result, **sides), UNKNOWN)["engine"]
