@@ -102,20 +102,22 @@ def write_suite_report(
     }
     whole = {step: column.pairs[BEFORE] for step, column in checkpoints.items() if not column.missing}
     curve = checkpoint_curve(whole | ({models.last_step: work.pairs} if models.last_step and whole else {}))
-    since = provenance.made.get("since the first night")
-    nights = [
-        last_night_verdict(found.comparison("after"))
-        for name, found in baselines.items()
-        if name == LAST_NIGHT and found.pairs
-    ]
     extras = {
-        "nights": [*nights, f"The trained model is {since}."] if since else nights,
+        "nights": _night_sentences(baselines, provenance),
         "gates": [asdict(result) for result in results],
         "baselines": [baseline.content() for baseline in baselines.values()],
         "absent": {**models.absent, **missing},
         "checkpoints": curve and asdict(curve),
     }
     return work.finish(compared, results, extras)
+
+
+def _night_sentences(baselines: Mapping[str, _Column], provenance: Provenance) -> list[str]:
+    """How a nightly run compares with the last and the first night, if there are any."""
+    last_night = baselines.get(LAST_NIGHT)
+    sentences = [last_night_verdict(last_night.comparison("after"))] if last_night and last_night.pairs else []
+    since = provenance.made.get("since the first night")
+    return [*sentences, f"The trained model is {since}."] if since else sentences
 
 
 class _Column:

@@ -395,20 +395,6 @@ def test_missing_training_metrics_are_unknown_not_zero(tmp_path: Path) -> None:
     assert steps[1] == {"step": 2}
 
 
-def test_a_training_without_weight_updates_is_noted(folder: Path, tmp_path: Path) -> None:
-    def first_note(*kept: int) -> str:
-        steps = [{"step": step, "sampler/kept_groups": kept} for step, kept in enumerate(kept, 1)]
-        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-        report = write_suite_report(Models(folder / "before", folder / "after"), tmp_path / "metrics.jsonl", None)
-        return str(report["notes"][0])
-
-    assert first_note(0, 0).startswith(
-        "None of the 2 training steps found a group with signal, so no weight changed"
-    )
-    assert first_note(0, 8, 0) == "2 of 3 training steps found no group with signal and changed no weight."
-    assert "training steps" not in first_note(8, 8)
-
-
 def test_durations() -> None:
     texts = {0.04: "0.0 s", 59.6: "1 min 00 s", 125: "2 min 05 s", 7800: "2 h 10 min"}
     assert {seconds: format_duration(seconds) for seconds in texts} == texts

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from eval.compare import compare_evaluations
-from eval.report import notes, verdict
+from eval.report import make_report, notes, verdict
 from eval.results import Evaluation
 from tests.evaluations import compared, evaluation, make_items, make_rows, settings_of
 
@@ -85,3 +85,13 @@ def test_one_stored_evaluation_is_not_reported_as_two_measurements() -> None:
     again = [replace(row, seconds=0.6) for row in make_rows(ITEMS, AFTER)]
     result = compare_evaluations(evaluation(ITEMS, AFTER), Evaluation.of(settings_of(ITEMS), again))
     assert verdict(result).startswith("No significant change in accuracy: 75.0 % before")
+
+
+def test_a_training_without_weight_updates_is_noted() -> None:
+    def first_note(*kept: int) -> str:
+        steps = [{"step": step, "sampler/kept_groups": groups} for step, groups in enumerate(kept, 1)]
+        return str(make_report(compared("rw", "rr"), steps)["notes"][0])
+
+    assert first_note(0, 0).startswith("None of the 2 training steps found a group with signal, so no weight")
+    assert first_note(0, 8, 0) == "2 of 3 training steps found no group with signal and changed no weight."
+    assert "training steps" not in first_note(8, 8)
