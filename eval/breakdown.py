@@ -11,7 +11,7 @@ import numpy as np
 
 from eval.answers.grading import VERDICTS
 from eval.results import Row, Samples, num_right
-from eval.statistics import PairedChange, change_interval, holm, measure_change, share_interval
+from eval.statistics import change_interval, holm, measure_change, share_interval
 from eval.summary import IsSame, count_agreement, group_by, item_metrics, largest_steps, list_disagreements
 
 Pair = tuple[Samples, Samples]  # one item before and after; every request was answered
@@ -93,26 +93,26 @@ def changes_of(pairs: Iterable[Pair]) -> list[int]:
 
 def group_changes(pairs: Sequence[Pair], fields: Sequence[str]) -> dict[str, dict[str, GroupChange]]:
     """{field: {group: change}} in natural order; p-values are adjusted over all groups of all fields."""
-    groups = {
-        field: {
-            key: [pair for pair in pairs if getattr(pair[0][0], field) == key]
-            for key in group_by((before[0] for before, _ in pairs), field)
-        }
+    groups = [
+        (field, key, [pair for pair in pairs if getattr(pair[0][0], field) == key])
         for field in fields
-    }
-    changes = {
-        (field, key): measure_change(changes_of(group), len(group[0][0]))
-        for field in fields
-        for key, group in groups[field].items()
-    }
-    adjusted = dict(zip(changes, holm([change.p for change in changes.values()]), strict=True))
-    return {
-        field: {
-            key: _group_change(group, changes[field, key], adjusted[field, key])
-            for key, group in groups[field].items()
-        }
-        for field in fields
-    }
+        for key in group_by((before[0] for before, _ in pairs), field)
+    ]
+    changes = [measure_change(changes_of(group), len(group[0][0])) for *_, group in groups]
+    adjusted = holm([change.p for change in changes])
+    found: dict[str, dict[str, GroupChange]] = {field: {} for field in fields}
+    for (field, key, group), change, p_holm in zip(groups, changes, adjusted, strict=True):
+        counts = changes_of(group)
+        found[field][key] = GroupChange(
+            n=change.n,
+            difference=change.difference,
+            interval=change.ci95,
+            gained=sum(count > 0 for count in counts),
+            lost=sum(count < 0 for count in counts),
+            p=change.p,
+            p_holm=p_holm,
+        )
+    return found
 
 
 def transitions_of(pairs: Iterable[Pair]) -> dict[str, dict[str, float]]:
@@ -214,19 +214,6 @@ def compare_metrics(
         )
         for name, x in item_metrics(before, is_same).items()
     }
-
-
-def _group_change(pairs: Sequence[Pair], change: PairedChange, p_holm: float) -> GroupChange:
-    changes = changes_of(pairs)
-    return GroupChange(
-        n=change.n,
-        difference=change.difference,
-        interval=change.ci95,
-        gained=sum(count > 0 for count in changes),
-        lost=sum(count < 0 for count in changes),
-        p=change.p,
-        p_holm=p_holm,
-    )
 
 
 def _net(pair: Pair, verdicts: Sequence[str]) -> float:

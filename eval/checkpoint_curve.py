@@ -10,7 +10,7 @@ from eval.statistics import (
     PairedChange,
     Stratum,
     measure_pooled_change,
-    pooled_share,
+    pooled_mean,
     share_interval,
 )
 from eval.suite_comparison import Paired
@@ -103,7 +103,7 @@ def _lines(points: Mapping[int, Sequence[Paired]]) -> list[_Line]:
 
 
 def _pooled(shares: Sequence[tuple[_Line, Share]]) -> Share:
-    return Share(*pooled_share([(share.accuracy, share.interval, line.weight) for line, share in shares]))
+    return Share(*pooled_mean([(share.accuracy, share.interval, line.weight) for line, share in shares]))
 
 
 def _best(lines: Sequence[_Line], steps: Sequence[int]) -> Best | None:

@@ -168,26 +168,11 @@ def limit_plot(comparison: Comparison) -> str:
 
 def gain_plot(comparison: Comparison) -> str:
     """The difference and its components, in points with 95 % intervals."""
-    parts = [
-        ("difference", comparison.difference, comparison.ci95),
-        *(
-            (name, part.difference, part.ci95)
-            for name, part in comparison.gain.items()
-            if name in ("content", "format")
-        ),
-    ]
-    figure, axes = new_figure(width=5.2, height=2.6)
-    for row, (_, value, (low, high)) in enumerate(reversed(parts)):
-        axes.barh(row, 100 * value, height=0.55, color=COLOUR["up" if value >= 0 else "down"], alpha=0.85)
-        axes.plot(
-            [100 * low, 100 * high], [row, row], color=COLOUR["ink"], linewidth=1.2, marker="|", markersize=7
-        )
-    axes.axvline(0, color=COLOUR["soft"], linewidth=1)
-    axes.set_yticks(range(len(parts)), [name for name, *_ in reversed(parts)])
-    axes.grid(visible=False, axis="y")
-    axes.grid(visible=True, axis="x", color=COLOUR["line"], linewidth=0.8)
-    axes.set_title("Components of the difference (points)", loc="left", fontsize=9.5)
-    return svg_of(figure, "Components of the difference")
+    parts = {name: comparison.gain[name] for name in ("content", "format")}
+    rows = {"difference": (comparison.difference, comparison.ci95)}
+    rows |= {name: (part.difference, part.ci95) for name, part in parts.items()}
+    colours = ["up" if low > 0 else "down" if high < 0 else "soft" for _, (low, high) in rows.values()]
+    return _interval_plot(rows, colours, "Components of the difference (points), 95 % intervals", (5.2, 2.6))
 
 
 def transition_plot(comparison: Comparison) -> str:
@@ -255,7 +240,10 @@ def suite_plots(report: Mapping[str, Any]) -> list[str]:
     """Plots of a suite: each benchmark's change and, with baselines, the accuracies of every model."""
     rows, pooled = report["benchmarks"], report["pooled"]
     names = [row["name"] for row in rows]
-    plots = [_change_rows([*names, "pooled"], [*rows, {**pooled, "direction": "pooled"}])]
+    changes = {row["name"]: (row["difference"], row["ci95"]) for row in [*rows, {**pooled, "name": "pooled"}]}
+    colours = [*(row["direction"] or "soft" for row in rows), "ink"]
+    size = (7.6, 1.3 + 0.3 * len(changes))
+    plots = [_interval_plot(changes, colours, "After minus before (points), 95 % intervals", size)]
     models = {side: [(row[side], row[f"{side}_interval"]) for row in rows] for side in ("before", "after")}
     for baseline in report["baselines"]:
         found = {row["name"]: row for row in baseline.get("after", {"benchmarks": []})["benchmarks"]}
@@ -268,21 +256,25 @@ def suite_plots(report: Mapping[str, Any]) -> list[str]:
     return [*plots, _grouped_bars([wrapped(name) for name in names], models, "Accuracy of every model")]
 
 
-def _change_rows(names: Sequence[str], changes: Sequence[Mapping[str, Any]]) -> str:
-    figure, axes = new_figure(width=7.6, height=1.3 + 0.3 * len(names))
-    colours = {"up": COLOUR["up"], "down": COLOUR["down"], "pooled": COLOUR["ink"], "": COLOUR["soft"]}
-    for row, change in enumerate(changes):
-        colour = colours[change["direction"]]
-        axes.plot([100 * bound for bound in change["ci95"]], [row, row], color=colour, linewidth=1.6)
-        marker = "D" if change["direction"] == "pooled" else "o"
-        axes.plot([100 * change["difference"]], [row], color=colour, marker=marker, markersize=6)
+def _interval_plot(
+    rows: Mapping[str, tuple[float, Sequence[float]]],
+    colours: Sequence[str],
+    title: str,
+    size: tuple[float, float],
+) -> str:
+    """One row per name: a difference in points and its interval."""
+    figure, axes = new_figure(*size)
+    for row, ((difference, interval), colour) in enumerate(zip(rows.values(), colours, strict=True)):
+        axes.plot([100 * bound for bound in interval], [row, row], color=COLOUR[colour], linewidth=1.6)
+        marker = "D" if colour == "ink" else "o"
+        axes.plot([100 * difference], [row], color=COLOUR[colour], marker=marker, markersize=6)
     axes.axvline(0, color=COLOUR["ink"], linewidth=0.8)
-    axes.set_yticks(range(len(names)), [plain(name) for name in names])
+    axes.set_yticks(range(len(rows)), [plain(name) for name in rows])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x", color=COLOUR["line"], linewidth=0.8)
-    axes.set_title("After minus before (points), 95 % intervals", loc="left", fontsize=9.5)
-    return svg_of(figure, "Change of each benchmark")
+    axes.set_title(title, loc="left", fontsize=9.5)
+    return svg_of(figure, title)
 
 
 def checkpoint_plot(curve: Mapping[str, Any]) -> str:

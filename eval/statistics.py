@@ -126,30 +126,24 @@ def measure_pooled_change(strata: Sequence[Stratum]) -> PairedChange:
     The test is `pooled_sign_flip_test`. The interval combines the strata's score intervals, which may be
     asymmetric, with MOVER (Zou, Huang and Zhang, Comput Stat Data Anal 53:1080, 2009).
     """
-    total = sum(stratum.weight for stratum in strata)
-    difference = below = above = least = 0.0
-    for stratum in strata:
-        k, n, share = stratum.num_samples, len(stratum.changes), stratum.weight / total
-        mean = sum(stratum.changes) / (n * k)
-        low, high = change_interval([change / k for change in stratum.changes], 1 / k)
-        difference += share * mean
-        below += (share * (mean - low)) ** 2
-        above += (share * (high - mean)) ** 2
-        least = max(least, share / (n * k))
-    interval = max(-1.0, difference - math.sqrt(below)), min(1.0, difference + math.sqrt(above))
-    test = pooled_sign_flip_test(
-        [(each.changes, each.weight / total / (each.num_samples * len(each.changes))) for each in strata]
-    )
-    return _decided(sum(len(each.changes) for each in strata), difference, interval, test, least)
+    total = sum(each.weight for each in strata)
+    scales = [each.weight / total / (each.num_samples * len(each.changes)) for each in strata]
+    parts = []
+    for each in strata:
+        interval = change_interval([change / each.num_samples for change in each.changes], 1 / each.num_samples)
+        parts.append((sum(each.changes) / (each.num_samples * len(each.changes)), interval, each.weight))
+    difference, interval = pooled_mean(parts, lowest=-1.0)
+    test = pooled_sign_flip_test([(each.changes, scale) for each, scale in zip(strata, scales, strict=True)])
+    return _decided(sum(len(each.changes) for each in strata), difference, interval, test, max(scales))
 
 
-def pooled_share(shares: Sequence[tuple[float, Interval, float]]) -> tuple[float, Interval]:
-    """Weighted mean of independent (share, interval, weight) with its MOVER interval."""
-    total = sum(weight for _, _, weight in shares)
-    mean = sum(weight * share for share, _, weight in shares) / total
-    below = math.sqrt(sum((weight / total * (share - low)) ** 2 for share, (low, _), weight in shares))
-    above = math.sqrt(sum((weight / total * (high - share)) ** 2 for share, (_, high), weight in shares))
-    return mean, (max(0.0, mean - below), min(1.0, mean + above))
+def pooled_mean(parts: Sequence[tuple[float, Interval, float]], lowest: float = 0.0) -> tuple[float, Interval]:
+    """Weighted mean of independent (mean, interval, weight) with its MOVER interval, within [lowest, 1]."""
+    total = sum(weight for _, _, weight in parts)
+    pooled = sum(weight / total * mean for mean, _, weight in parts)
+    below = math.sqrt(sum((weight / total * (mean - low)) ** 2 for mean, (low, _), weight in parts))
+    above = math.sqrt(sum((weight / total * (high - mean)) ** 2 for mean, (_, high), weight in parts))
+    return pooled, (max(lowest, pooled - below), min(1.0, pooled + above))
 
 
 def _decided(n: int, difference: float, interval: Interval, test: PValues, response: float) -> PairedChange:

@@ -22,7 +22,7 @@ from eval.statistics import (
     holm,
     measure_change,
     measure_pooled_change,
-    pooled_share,
+    pooled_mean,
     pooled_sign_flip_test,
     share_interval,
     sign_flip_test,
@@ -94,7 +94,7 @@ def test_the_pooled_change_is_a_weighted_mean_whose_interval_agrees_with_its_tes
     alone = measure_pooled_change([Stratum(flips(4, 9), 1, 7.0)])
     assert alone.ci95 == pytest.approx(measure_change(flips(4, 9), 1).ci95)
     # Two equal halves: the squares of half the distances add up, to 1 / sqrt(2) of one.
-    share, interval = pooled_share([(0.5, (0.4, 0.7), 1.0), (0.5, (0.4, 0.7), 1.0)])
+    share, interval = pooled_mean([(0.5, (0.4, 0.7), 1.0), (0.5, (0.4, 0.7), 1.0)])
     assert (share, interval) == (0.5, pytest.approx((0.5 - 0.1 / math.sqrt(2), 0.5 + 0.2 / math.sqrt(2))))
 
 
