@@ -270,7 +270,7 @@ def _interval_plot(
         axes.plot([100 * difference], [row], color=COLOUR[colour], marker=marker, markersize=6)
     axes.axvline(0, color=COLOUR["ink"], linewidth=0.8)
     axes.set_yticks(range(len(rows)), [plain(name) for name in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x", color=COLOUR["line"], linewidth=0.8)
     axes.set_title(title, loc="left", fontsize=9.5)

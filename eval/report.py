@@ -39,7 +39,7 @@ class Provenance:
     models: Mapping[str, str] = field(default_factory=dict)  # side -> name
     engine: Mapping[str, str] = field(default_factory=dict)  # package -> version
     data: str | None = None  # digest of the problem file
-    made: Mapping[str, str] = field(default_factory=dict)  # the Provenance table: recipe, run, code ...
+    facts: Mapping[str, str] = field(default_factory=dict)  # the Provenance table: recipe, run, code ...
     stages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> {cached, seconds}
     artifacts: Mapping[str, str | Path] = field(default_factory=dict)  # name -> path
     traces: Mapping[str, str] = field(default_factory=dict)  # name -> path relative to the report
@@ -73,7 +73,7 @@ def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = U
         "verdict": verdict(comparison),
         "notes": [*skipped_steps_notes(steps), *notes(comparison)],
         "measured": describe_measurement(comparison, provenance),
-        "provenance": dict(provenance.made),
+        "provenance": dict(provenance.facts),
         "is_significant": comparison.is_significant,
         **fields,
         "num_gained": num_gained,

@@ -116,7 +116,7 @@ def _night_sentences(baselines: Mapping[str, _Column], provenance: Provenance) -
     """How a nightly run compares with the last and the first night, if there are any."""
     last_night = baselines.get(LAST_NIGHT)
     sentences = [last_night_verdict(last_night.comparison("after"))] if last_night and last_night.pairs else []
-    since = provenance.made.get("since the first night")
+    since = provenance.facts.get("since the first night")
     return [*sentences, f"The trained model is {since}."] if since else sentences
 
 

@@ -115,7 +115,7 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
         models={"before": model, "after": f"{model}, {run.config.train.total_steps} steps"},
         engine=engines["after"],
         data=manifests["before"]["inputs"].get("eval_data", ""),
-        made={
+        facts={
             "recipe": f"{run.config.run.name}, {run.config_path}",
             "model": model_facts(run),
             "run": run.folder.name,

@@ -108,5 +108,5 @@ def test_a_run_and_its_report_list_them_and_no_key_depends_on_them(
             artifact_at(Path(first.stages[label].artifact))
             for label in ("evaluate_before", "evaluate_after", "train_policy")
         ),
-    ).made
+    ).facts
     assert "; Ray's workers: OMP_WAIT_POLICY=PASSIVE " in made["environment"]

@@ -110,7 +110,7 @@ def test_tonight_is_compared_with_the_first_night(tmp_path: Path) -> None:
     assert since_first_night(tmp_path, "arith_cpu", own) == ""  # one measurement
     assert since_first_night(tmp_path, "other", after) == ""
     shown = render_markdown(
-        make_report(compare_folders(own, after), [], Provenance(made={"since the first night": said}))
+        make_report(compare_folders(own, after), [], Provenance(facts={"since the first night": said}))
     )
     assert f"Tonight's model is {said}." in " ".join(shown.split())
     change = {"difference": -0.1, "p": 0.01}

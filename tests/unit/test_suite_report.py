@@ -118,8 +118,8 @@ def test_a_baseline_is_compared_with_both_sides_and_its_missing_benchmarks_are_n
 @pytest.mark.slow
 def test_a_fall_below_last_night_is_named_despite_the_average(folder: Path) -> None:
     nights = {"last-night": folder / "before"}
-    made = Provenance(made={"since the first night": "better than the first night, 20260101 (+3.0 points)"})
-    report = write_suite_report(Models(folder / "before", folder / "after", nights), None, None, made)
+    provenance = Provenance(facts={"since the first night": "better than the first night, 20260101 (+3.0 points)"})
+    report = write_suite_report(Models(folder / "before", folder / "after", nights), None, None, provenance)
     sentence = next(one for one in report["sentences"] if "last night" in one)
     assert sentence.startswith(
         "The trained model is not significantly different from last night's: pooled over 3 benchmarks, -9.0 points"
