@@ -1,8 +1,8 @@
-"""DAPO ablation: trains the CPU recipe in full and without one ingredient at a time, and writes docs/ablation.md.
+"""Trains the CPU recipe whole and with one ingredient of DAPO removed at a time, and writes docs/ablation.md.
 
-Stages are built with the chain's `dapo` commands into an artifact store: finished stages are reused, an
-interrupted training resumes, and a change of the training code restarts it. Accuracy is measured on greedy answers
-to the held-out set by the in-process Hugging Face engine, which needs no server and takes seconds.
+Stages are built with the `dapo` commands of the chain into an artifact store: nothing finished is repeated, an
+interrupted training continues, and a change of the training code starts it over. Accuracy is that of greedy
+answers to the held-out set by the Hugging Face engine in process, which needs no server and takes seconds.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ ANSWERS_FILE = "answers.jsonl"
 
 
 def main() -> None:
-    """Run the missing jobs, then write the page and the plot."""
+    """Run what is missing, then write the page and the plot."""
     arguments = _arguments()
-    _configure_logging()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that child processes end
+    _print_lines()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that blocks are left and children ended
     variants = list(dict.fromkeys([FULL, *arguments.variants]))
     befores = [Job(None, seed, arguments.steps, arguments.store) for seed in arguments.seeds]
     trainings = [
@@ -60,8 +60,8 @@ def main() -> None:
 
 
 def run_job(job: Job) -> Outcome:
-    """Build the job's artifacts that are not in the store; runs in its own process."""
-    _configure_logging()
+    """Build what the job needs and is not in the store; runs in a process of its own."""
+    _print_lines()
     from dapo_core.metrics import METRICS_FILE
     from eval.training import read_training_metrics, series, training_totals
     from flows.config import load_config
@@ -92,7 +92,7 @@ def run_job(job: Job) -> Outcome:
 
 
 def _run_jobs(jobs: Sequence[Job], parallel: int) -> list[Outcome]:
-    """Outcomes in order of completion. An error or a signal ends the jobs and their children."""
+    """Outcomes as they come; leaving early, by an error or a signal, ends the jobs and what they started."""
     outcomes = []
     with multiprocessing.get_context("spawn").Pool(parallel, maxtasksperchild=1) as pool:
         for outcome in pool.imap_unordered(run_job, jobs):
@@ -106,7 +106,7 @@ def _run_jobs(jobs: Sequence[Job], parallel: int) -> list[Outcome]:
 def _train(
     config: Config, store: ArtifactStore, data: Artifact, model: Artifact, job: Job
 ) -> tuple[Artifact, Artifact]:
-    """The training artifact and its merged model."""
+    """The training and its policy as a model folder."""
     from tasks.data.layout import TRAIN_FILE
     from tasks.links import link_of
 
@@ -120,12 +120,12 @@ def _train(
 
 
 def _produce(store: ArtifactStore, key: StageKey, job: Job, words: Any, resumable: bool = False) -> Artifact:
-    """The artifact of the key, built if missing with the `dapo` command from `words(folder)`."""
+    """The artifact of the key, made if need be by the `dapo` command that `words(folder)` gives."""
     from flows.progress import STEP_LINE
     from tasks.processes.child import run_command
     from tasks.stage_command import METRICS_LINE, dapo_command
 
-    def log_line(line: str) -> None:
+    def tell(line: str) -> None:
         step = STEP_LINE.match(line)
         is_shown = not step or int(step["done"]) % 10 == 0 or step["done"] == step["total"]
         if is_shown and line.strip() and not line.startswith(METRICS_LINE):
@@ -133,17 +133,17 @@ def _produce(store: ArtifactStore, key: StageKey, job: Job, words: Any, resumabl
 
     def build(folder: Path) -> Mapping[str, Any]:
         command = [*words(folder)]
-        if command[0] != "merge":  # takes no recipe
+        if command[0] != "merge":  # which takes no recipe
             command += [word for override in job.overrides for word in ("--set", override)]
         log_path = store.log_path(key.stage, key.key)
-        run_command(dapo_command(*command), log_path=log_path, label=key.stage, on_line=log_line)
+        run_command(dapo_command(*command), log_path=log_path, label=key.stage, on_line=tell)
         return {}
 
     return store.produce(key, build, resumable=resumable)[0]
 
 
 def _answer(config: Config, store: ArtifactStore, data: Artifact, model: Artifact) -> tuple[float, float]:
-    """Accuracy and mean response tokens of greedy answers to the held-out items."""
+    """Accuracy and mean response tokens of a model's greedy answers to the held-out items."""
     from tasks.stages import Stage, evaluate_model_inputs
 
     stage = Stage(
@@ -202,7 +202,7 @@ def _write_answers(config: Config, data: Artifact, model: Artifact, folder: Path
     return {}
 
 
-def _configure_logging() -> None:
+def _print_lines() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logger.setLevel(logging.INFO)
 
@@ -214,22 +214,22 @@ def _arguments() -> argparse.Namespace:
     removed = [name for name in VARIANTS if name != FULL]
     parser.add_argument(
         "--variants", nargs="+", choices=list(VARIANTS), default=removed, metavar="INGREDIENT",
-        help=f"ingredients to remove one at a time, in addition to the full recipe (default: {' '.join(removed)})",
+        help=f"ingredients to remove, each alone, beside the full recipe (default: {' '.join(removed)})",
     )  # fmt: skip
     parser.add_argument(
         "--seeds", nargs="+", type=int, default=[0, 1, 2], help="at least 2 for intervals (default: 0 1 2)"
     )
     parser.add_argument("--steps", type=int, help="training steps (default: the recipe's)")
     parser.add_argument(
-        "--parallel", type=int, default=1, help="trainings at a time, with 3 threads each (default: 1)"
+        "--parallel", type=int, default=1, help="trainings at a time, of 3 threads each (default: 1)"
     )
     parser.add_argument(
-        "--store", default=".dapo", help="artifact store (default: %(default)s, shared with the demo)"
+        "--store", default=".dapo", help="artifact store; the demo's is shared (default: %(default)s)"
     )
     parser.add_argument("--output", type=Path, default=Path("docs"), help="folder of ablation.md (default: docs)")
     arguments = parser.parse_args()
     if len(set(arguments.seeds)) != len(arguments.seeds) or len(arguments.seeds) > 10:
-        parser.error("--seeds takes up to 10 distinct numbers")
+        parser.error("--seeds takes up to 10 different numbers")
     return arguments
 
 

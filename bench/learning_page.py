@@ -1,4 +1,4 @@
-"""Page and plot of bench/learning.py."""
+"""The page and the plot of bench/learning.py, from what its trainings showed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FULL = "full"
-# Removed ingredient: overrides. Without dynamic sampling, gen_prompts must equal the prompts of a step: more would
-# sample a step ahead, which is a different change.
+# Removed ingredient: what is set instead. More open prompts than a step trains on serve dynamic sampling; kept,
+# they would sample a step ahead, which is another change.
 VARIANTS: dict[str, tuple[str, ...]] = {
     FULL: (),
     "clip-higher": ("algorithm.clip_ratio_high=0.2",),
@@ -23,18 +23,18 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 COLOURS = dict(zip(VARIANTS, ("#2563a8", "#d9822b", "#3c8a5a", "#8e5ea2", "#b5473c"), strict=True))
 CURVES = {  # metric: title of its plot
-    "sampler/accuracy": "Accuracy in training (share of finished responses)",
+    "sampler/accuracy": "Right in training (share of finished responses)",
     "actor/entropy": "Policy entropy (nats per token)",
-    "response_length/mean": "Response length in training (tokens)",
+    "response_length/mean": "Length trained on (tokens)",
 }
-WINDOW = 5  # steps averaged in each point of a curve and in the table's last values
+WINDOW = 5  # steps that a curve's point, and a table's last value, is the mean of
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training, or the model before training if `variant` is None."""
+    """One training, or with no variant the model before training."""
 
     variant: str | None
     seed: int
@@ -55,23 +55,23 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of one job."""
+    """What one job showed."""
 
     job: Job
     accuracy: float  # on the held-out items, greedy
-    answer_tokens: float  # mean over those answers
+    answer_tokens: float  # mean over these
     curves: Mapping[str, list[float]]  # metric: a value per step
     generated_tokens: float
     num_items: int
 
     def last(self, metric: str) -> float:
-        """Mean over the last WINDOW steps."""
+        """Mean over the last steps."""
         return statistics.fmean(self.curves[metric][-WINDOW:])
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Accuracy of a variant minus the full recipe's, paired by seed, in points."""
+    """Accuracy of a variant minus that of the full recipe, paired by seed, in points."""
 
     differences: list[float]
 
@@ -81,21 +81,21 @@ class Comparison:
 
     @property
     def half_width(self) -> float | None:
-        """Half-width of the 95 % t-interval of the mean; None for a single seed."""
+        """Of the 95 % t-interval of the mean; None with a single seed, which says nothing about noise."""
         n = len(self.differences)
         return T_95[n - 2] * statistics.stdev(self.differences) / n**0.5 if n > 1 else None
 
     @property
     def verdict(self) -> str:
         if self.half_width is None:
-            return "one seed: noise unknown"
+            return "one seed: no word on noise"
         if abs(self.mean) <= self.half_width:
             return "within noise"
         return "worse" if self.mean < 0 else "better"
 
 
 def render(outcomes: Sequence[Outcome], command: str) -> str:
-    """The page: a table and a sentence per comparison. `command` is the command that wrote it."""
+    """The page: table, and a sentence for each comparison. `command` is what wrote it."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     templates = FileSystemLoader(Path(__file__).parent)
@@ -120,25 +120,25 @@ def render(outcomes: Sequence[Outcome], command: str) -> str:
 
 
 def ingredient(variant: str) -> str:
-    """The ingredient that a variant lacks, in words."""
+    """What the variant lacks, in words."""
     return variant if variant in ("clip-higher", "token-mean") else variant.replace("-", " ")
 
 
 def by_variant(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """Training outcomes by variant, in order of seed."""
+    """Outcomes of the trainings by variant, in order of seed."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.job.seed)
     groups = {name: [outcome for outcome in ordered if outcome.job.variant == name] for name in VARIANTS}
     return {name: group for name, group in groups.items() if group}
 
 
 def compare(group: Sequence[Outcome], full: Sequence[Outcome]) -> Comparison:
-    """Compare a variant with the full recipe, for the same seeds."""
+    """A variant's trainings against the full recipe's of the same seeds."""
     assert [outcome.job.seed for outcome in group] == [outcome.job.seed for outcome in full]
     return Comparison([100 * (a.accuracy - b.accuracy) for a, b in zip(group, full, strict=True)])
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Plot training curves (mean over seeds, band from min to max) and held-out accuracies (dots)."""
+    """Curves of training, mean over seeds in a band from least to most, and held-out accuracies as dots."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -159,13 +159,13 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
         axes.plot([place] * len(group), accuracies, "o", color=COLOURS[name], alpha=0.6, markersize=5)
         axes.plot([place - 0.2, place + 0.2], [statistics.fmean(accuracies)] * 2, color=COLOURS[name], linewidth=2)
     axes.set_xticks(range(len(trained)), [_name(name).replace(" ", "\n", 1) for name in trained])
-    _style(axes, "Held-out accuracy after training (%), one dot per seed")
+    _style(axes, "Held-out accuracy after training (%), a dot for each seed")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
 def _row(name: str, group: Sequence[Outcome], full: Sequence[Outcome]) -> list[str]:
-    """Table cells of a variant."""
+    """Cells of a variant in the page's table."""
     return [
         _name(name),
         _spread([100 * outcome.accuracy for outcome in group], 1),
@@ -185,7 +185,7 @@ def _interval(comparison: Comparison) -> str:
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
-    """Mean and (min..max)."""
+    """Mean and (least..most)."""
     return f"{statistics.fmean(values):,.{digits}f} ({min(values):,.{digits}f}..{max(values):,.{digits}f})"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from eval import InputError, breakdown
@@ -17,6 +18,7 @@ from eval.results import (
     Samples,
     describe_differences,
     is_answered,
+    load_evaluation,
     mean_response_tokens,
     num_right,
     rate,
@@ -138,6 +140,11 @@ class Comparison:
     def is_significant(self) -> bool:
         """True when the exact test rejects "no change" at the 5 % level."""
         return self.p < SIGNIFICANCE
+
+
+def compare(before_dir: str | Path, after_dir: str | Path) -> Comparison:
+    """Load and compare two results directories. Raises ResultsError if an evaluation is unfinished."""
+    return compare_evaluations(load_evaluation(before_dir), load_evaluation(after_dir))
 
 
 def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:

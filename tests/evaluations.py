@@ -15,7 +15,7 @@ from eval.compare import Comparison, compare_evaluations
 from eval.endpoint import Endpoint, Sampling
 from eval.plots import Plots
 from eval.problems.items import Item
-from eval.results import Evaluation, Row, load_evaluation, make_settings, write_rows
+from eval.results import Evaluation, Row, make_settings, write_rows
 
 SAMPLING = Sampling(max_tokens=64)
 # One letter per response: r right, w wrong, n no answer, t truncated, f failed request.
@@ -104,11 +104,6 @@ def packed_items(page: str) -> tuple[list[list[Any]], list[str]]:
     packed = re.findall(r'<template class="packed">([^<]*)</template>', page)
     index, *chunks = [json.loads(gzip.decompress(base64.b64decode(text))) for text in packed]
     return index, [chunks[row[-2]][row[-1]] for row in index]
-
-
-def compare_folders(before: Path, after: Path) -> Comparison:
-    """Comparison of two results directories."""
-    return compare_evaluations(load_evaluation(before), load_evaluation(after))
 
 
 def no_plots(*_: object) -> Plots:

@@ -19,7 +19,7 @@ TOKENS = ("HF_TOKEN", "MODELSCOPE_API_TOKEN")
 
 @contextlib.contextmanager
 def hub_of_this_machine(folder: Path) -> Iterator[HubServer]:
-    """A hub that the clients use during the block."""
+    """A hub whose addresses the clients have for the length of the block."""
     with pytest.MonkeyPatch.context() as patch, serving() as server:
         patch.setattr(constants, "ENDPOINT", server.url)
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"

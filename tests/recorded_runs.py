@@ -12,6 +12,7 @@ from typing import Any
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, step_folder
 from dapo_core.metrics import METRICS_FILE
+from eval.compare import compare
 from eval.report import REPORT_JSON, REPORT_MARKDOWN, Provenance, make_report, render_markdown
 from eval.training import read_training_metrics
 from flows.config import Config, load_config
@@ -22,7 +23,7 @@ from tasks.links import chain_of, link_of
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import headline
 from tasks.runs.run import Run
-from tests.evaluations import compare_folders, write_results
+from tests.evaluations import write_results
 
 SMALL = ("data.arithmetic.num_train=32", "data.arithmetic.num_eval=8")
 LABELS = tuple(link.label for link in chain_of(load_config(PROJECT_ROOT / "configs" / "arith_cpu.yaml")))
@@ -61,7 +62,7 @@ def record_run(
 
 def write_report(run: Run, artifacts: Mapping[str, Artifact]) -> None:
     """The run's report but for the page, whose plots take a second."""
-    comparison = compare_folders(artifacts["evaluate_before"].path, artifacts["evaluate_after"].path)
+    comparison = compare(artifacts["evaluate_before"].path, artifacts["evaluate_after"].path)
     steps = read_training_metrics(Path(artifacts["train_policy"].path) / METRICS_FILE)
     places = {label: stage.artifact for label, stage in run.stages.items()}
     report = make_report(comparison, steps, Provenance(title=run.config.run.name, artifacts=places))

@@ -12,7 +12,7 @@ import pytest
 
 from dapo_core.errors import ConfigError
 from eval import EvaluationError, InputError
-from eval.compare import ComparisonError
+from eval.compare import ComparisonError, compare
 from eval.endpoint import Endpoint, Sampling
 from eval.judge import VOTES_FILE, Judge, read_vote
 from eval.recorder import Benchmark
@@ -23,7 +23,6 @@ from eval.run import evaluate_all
 from eval.summary import Summary, summarise_votes
 from flows.config import load_config_or_defaults
 from tasks.graders import judge_for
-from tests.evaluations import compare_folders
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
 SAMPLING = Sampling(max_tokens=64)
@@ -115,14 +114,14 @@ def test_votes_are_reported_beside_the_grader_and_failures_are_no_verdicts(
     assert regrade(tmp_path / "before").summary.judge == summary.judge
 
     summary, _ = evaluated(server, tmp_path / "after", judge)
-    comparison = compare_folders(tmp_path / "before", tmp_path / "after")
+    comparison = compare(tmp_path / "before", tmp_path / "after")
     assert comparison.after.judge == summary.judge
     markdown = render_markdown(make_report(comparison, []))
     assert "court, 3 votes per response, in addition to the grader" in " ".join(markdown.split())
     assert any(line.split()[1:5] == ["LLM", "judge", "|", "66.7"] for line in markdown.splitlines())
     evaluated(server, tmp_path / "alone", None)
     with pytest.raises(ComparisonError, match=r"judge.* before, unset after"):
-        compare_folders(tmp_path / "before", tmp_path / "alone")
+        compare(tmp_path / "before", tmp_path / "alone")
 
 
 def test_as_the_headline_its_majority_is_the_verdict_and_what_it_does_not_settle_is_not_wrong(
@@ -138,7 +137,7 @@ def test_as_the_headline_its_majority_is_the_verdict_and_what_it_does_not_settle
     assert (len(server.requests), len(court.requests)) == (num_asked, num_votes)
     assert [row.verdict for row in rows] == ["wrong", "right", "right", "truncated"]
     assert (summary.accuracy, summary.judge and summary.judge["grader_agreement"]) == (0.5, pytest.approx(1 / 3))
-    note = make_report(compare_folders(tmp_path / "out", tmp_path / "out"), [])["measured"]["judge"]
+    note = make_report(compare(tmp_path / "out", tmp_path / "out"), [])["measured"]["judge"]
     assert note == "court, 1 vote per response, used for the headline"
     again = regrade(tmp_path / "out")
     assert (again.verdicts, again.summary.accuracy) == ({}, 0.5)

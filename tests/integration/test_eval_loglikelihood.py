@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from eval import RequestsRefused
+from eval.compare import compare
 from eval.endpoint import Endpoint, Sampling
 from eval.problems import ProblemsError
 from eval.problems.registry import load_set
@@ -18,7 +19,6 @@ from eval.report import make_report, render_markdown
 from eval.results import read_rows
 from eval.run import evaluate
 from flows.config import load_config_or_defaults
-from tests.evaluations import compare_folders
 from tests.integration.arithmetic_server import ArithmeticServer, running
 
 SAMPLING = Sampling(max_tokens=64, extra_body={"add_special_tokens": False})
@@ -68,7 +68,7 @@ def test_the_likeliest_option_is_the_answer_as_lm_eval_finds_it(server: Arithmet
     assert (start, f"{start} A", f"{start} B", f"{start} C") in prompts
     settings = json.loads((tmp_path / "before" / "settings.json").read_text())
     assert (settings["api"], settings["grader"]) == ("completions, log-probs of options", "loglikelihood/1")
-    markdown = render_markdown(make_report(compare_folders(tmp_path / "before", tmp_path / "after"), []))
+    markdown = render_markdown(make_report(compare(tmp_path / "before", tmp_path / "after"), []))
     assert any(line.split()[1:5] == ["acc_norm", "|", "60.0", "%"] for line in markdown.splitlines())
     assert regrade(tmp_path / "before").summary.acc_norm == 0.6  # what was weighed stays
 

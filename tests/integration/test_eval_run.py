@@ -19,6 +19,7 @@ import pytest
 
 from eval import EvaluationError, RequestsRefused
 from eval.answers.grading import MathGrader
+from eval.compare import compare
 from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
 from eval.history import make_history
@@ -28,7 +29,6 @@ from eval.results import ResultsError, exclusive, load_evaluation, read_rows
 from eval.run import evaluate
 from tasks.evaluation_settings import served_model_identity
 from tasks.serve_model.failure import ServeError
-from tests.evaluations import compare_folders
 from tests.integration.arithmetic_server import ArithmeticServer, Behaviour, Handler, make_set, running
 from tests.processes import wait_until
 
@@ -147,7 +147,7 @@ def test_a_problem_on_several_rows_is_one_item_and_is_tested_as_one(
     assert sorted(seeds) == list(range(7, 15))
     server.behave = be_wrong_on(3, 4)
     evaluate(aime, endpoints, sampled, tmp_path / "after", limits=LIMITS)
-    result = compare_folders(tmp_path / "before", tmp_path / "after")
+    result = compare(tmp_path / "before", tmp_path / "after")
     # Three better, one worse: 2 * (1 + 4) / 2^4.
     assert (result.n, result.num_samples, result.b, result.c, result.p) == (30, 8, 1, 3, pytest.approx(0.625))
     assert result.ci95[0] <= 0 <= result.ci95[1]

@@ -9,6 +9,7 @@ import pytest
 
 from dapo_core.errors import ConfigError
 from eval import InputError
+from eval.compare import compare
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import EvaluationSet
 from eval.recorder import Benchmark
@@ -20,7 +21,6 @@ from eval.summary import Summary
 from flows.config import load_config_or_defaults
 from tasks import graders
 from tasks.graders import grader_for
-from tests.evaluations import compare_folders
 from tests.integration.arithmetic_server import ArithmeticServer, make_set
 
 SAMPLING = Sampling(max_tokens=64)
@@ -126,7 +126,7 @@ def test_a_scorer_of_the_project_s_own_grades_and_the_report_has_its_scores(
         # A box gives 0.9; the format's 0.1 needs thinking in tags, which the server does not send.
         assert summary.scorer == {"mean_score": pytest.approx(0.6), "errors": 0}
         assert (summary.accuracy, summary.settings["grader"]) == (pytest.approx(2 / 3), "scorer-geo3k/1")
-    markdown = render_markdown(make_report(compare_folders(tmp_path / "before", tmp_path / "after"), []))
+    markdown = render_markdown(make_report(compare(tmp_path / "before", tmp_path / "after"), []))
     assert [line.split() for line in markdown.splitlines() if "mean score" in line] == [
         ["|", "mean", "score", "|", "0.6", "|", "0.6", "|", "|"]
     ]

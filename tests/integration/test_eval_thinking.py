@@ -12,6 +12,7 @@ import pytest
 
 from eval.answers.extraction import split_thinking
 from eval.answers.grading import grade
+from eval.compare import compare
 from eval.endpoint import Endpoint, Sampling
 from eval.item_pages import pack_items
 from eval.regrade import regrade
@@ -20,7 +21,7 @@ from eval.results import Row, load_evaluation, read_rows, write_rows
 from eval.run import evaluate
 from eval.summary import Summary
 from eval.thinking import Budget, Thinking
-from tests.evaluations import compare_folders, make_items, make_row, no_plots, packed_items
+from tests.evaluations import make_items, make_row, no_plots, packed_items
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set
 
 SAMPLING = Sampling(max_tokens=64)
@@ -135,7 +136,7 @@ def test_a_lower_limit_cuts_longer_responses_and_the_report_shows_thinking_and_l
     assert summary.by_limit == [Budget(*one) for one in expected]
     shorter = [(said[0][0], "stop", tokens(8)), *said[1:3], (message, "length", tokens(64, 64))]
     answered(server, tmp_path / "after", *shorter)
-    comparison = compare_folders(tmp_path / "before", tmp_path / "after")
+    comparison = compare(tmp_path / "before", tmp_path / "after")
     assert comparison.by_limit[1] == (Budget(32, 0.5, 0.5), Budget(32, 0.5, 0.5))
     report = make_report(comparison, [])
     markdown = render_markdown(report)

@@ -1,4 +1,4 @@
-"""bench/learning.py: interval, verdict, page and variants."""
+"""What bench/learning.py says about its trainings: the interval, the verdict, and the page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ([0.0, 0.0, 0.0], 0.0, 0.0, "within noise"),
     ],
 )
-def test_the_paired_interval_decides_the_verdict(
+def test_a_difference_is_judged_by_its_paired_interval(
     page: ModuleType, differences: list[float], mean: float, half_width: float, verdict: str
 ) -> None:
     comparison = page.Comparison(differences)
@@ -41,11 +41,11 @@ def test_the_paired_interval_decides_the_verdict(
     assert comparison.half_width == pytest.approx(half_width, abs=1e-4)
     assert comparison.verdict == verdict
     one_seed = page.Comparison([-20.0])
-    assert (one_seed.half_width, one_seed.verdict) == (None, "one seed: noise unknown")
+    assert (one_seed.half_width, one_seed.verdict) == (None, "one seed: no word on noise")
 
 
 def outcomes(page: ModuleType, accuracies: dict[str | None, list[float]]) -> list[object]:
-    """Trainings of 6 steps with these held-out accuracies by seed; None is the model before training."""
+    """Trainings of 6 steps with these held-out accuracies by seed; None is the model before."""
     curve = [6.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     return [
         page.Outcome(
@@ -61,14 +61,16 @@ def outcomes(page: ModuleType, accuracies: dict[str | None, list[float]]) -> lis
     ]
 
 
-def test_the_page_shows_numbers_and_a_verdict_per_comparison(page: ModuleType) -> None:
+def test_the_page_has_the_figures_and_a_plain_word_for_each_comparison(page: ModuleType) -> None:
     accuracies: dict[str | None, list[float]] = {
         None: [0.3, 0.4, 0.5],
         "full": [0.60, 0.70, 0.80],
         "clip-higher": [0.59, 0.73, 0.78],  # -1, +3, -2 points: mean 0
         "token-mean": [0.57, 0.66, 0.75],  # -3, -4, -5
     }
-    text = page.render(outcomes(page, accuracies)[::-1], "bench/learning.py")  # in any order of completion
+    text = page.render(
+        outcomes(page, accuracies)[::-1], "bench/learning.py"
+    )  # the order in which they end does not matter
     assert "| full recipe | 70.0 (60.0..80.0) |  | 3.000 (3.000..3.000) |" in text  # mean of 1, 2, 3, 4, 5
     assert "| 12,346 (12,346..12,346) |" in text
     assert "| without token-mean | 66.0 (57.0..75.0) | -4.0 [-6.5, -1.5] |" in text
@@ -84,7 +86,7 @@ def test_the_plot_is_drawn(page: ModuleType, tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_each_variant_is_a_distinct_valid_recipe(page: ModuleType) -> None:
+def test_each_variant_changes_the_recipe_in_the_keys_it_names(page: ModuleType) -> None:
     recipe = ROOT / "configs" / "arith_cpu.yaml"
     configs = {name: load_config(recipe, keys) for name, keys in page.VARIANTS.items()}
     assert len(set(configs.values())) == len(configs) == 5

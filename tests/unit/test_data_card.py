@@ -40,7 +40,7 @@ def entry(folder: Path, split: Split = "train", name: str = "my.jsonl") -> dict[
     return set_entry(source, count)
 
 
-def test_the_card_accounts_for_every_row(tmp_path: Path) -> None:
+def test_a_card_says_what_became_of_every_row(tmp_path: Path) -> None:
     hits = [Hit("my.jsonl", 3, "aime24", "7", True, 1.0, "What is 1 + 1?", "what is 1+1")]
     card = make_card([entry(tmp_path), entry(tmp_path, "test", "aime24.jsonl")], hits, "remove")
     write_card({**card, "prompt_lengths": LENGTHS}, tmp_path)
@@ -68,7 +68,7 @@ def test_the_card_accounts_for_every_row(tmp_path: Path) -> None:
     assert "None found." in (tmp_path / CARD_MARKDOWN).read_text(encoding="utf-8")
 
 
-def test_lone_surrogates_are_written(tmp_path: Path) -> None:
+def test_text_that_is_no_text_is_written_all_the_same(tmp_path: Path) -> None:
     hit = Hit("my.jsonl", 3, "aime24", "7", True, 1.0, "lone \ud800", "lone \ud800")
     write_card(make_card([entry(tmp_path)], [hit], "warn"), tmp_path)
     assert json.loads((tmp_path / CARD_JSON).read_bytes())["contamination"]["hits"][0]["item_text"] == "lone ?"
@@ -87,7 +87,7 @@ def test_answers_by_kind() -> None:
         assert {answer_kind(gold) for gold in examples} == {kind}, kind
 
 
-def test_the_report_shows_the_data_card() -> None:
+def test_the_report_shows_what_the_data_was() -> None:
     lengths = {
         "num_prompts": 9, "mean": 20.5, "quantiles": {"50": 19, "95": 60}, "max": 700, "max_prompt_tokens": 64,
         "num_too_long": 2, "too_long": "drop", "edges": [0, 32, 64, 701], "counts": [5, 2, 2],

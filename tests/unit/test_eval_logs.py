@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from eval.compare import ComparisonError
+from eval.compare import ComparisonError, compare
 from eval.exported_logs import export_inspect, export_lm_eval
 from eval.foreign_logs import import_log, read_log
 from eval.results import Evaluation, ResultsError, load_evaluation, read_rows, read_settings, write_rows
-from tests.evaluations import compare_folders, write_results
+from tests.evaluations import write_results
 
 LOGS = Path(__file__).resolve().parents[1] / "logs"
 
@@ -88,7 +88,7 @@ def test_a_log_of_lm_eval_reads_back(tmp_path: Path) -> None:
     assert fields_of(tmp_path / "back", "id", "prompt", "response", "gold")[:4] == answered
     assert fields_of(tmp_path / "back", "response")[4] == ("",)
     with pytest.raises(ComparisonError, match="imported_from"):
-        compare_folders(tmp_path / "own", tmp_path / "back")
+        compare(tmp_path / "own", tmp_path / "back")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows loaded without texts give the same results in a fraction of the memory."""
+"""Rows without their texts give every figure that whole rows give, in a fraction of the memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def figures_of(*folders: Path, with_texts: bool) -> dict[str, Any]:
     return fields
 
 
-def test_outlines_give_the_same_results_as_full_rows(tmp_path: Path) -> None:
+def test_outlines_give_the_figures_of_whole_rows(tmp_path: Path) -> None:
     folders = (
         thinking_results(tmp_path / "a", "rwntf rrrr", "m"),
         thinking_results(tmp_path / "b", "wrrrr rrww", "n"),

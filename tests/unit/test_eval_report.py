@@ -16,7 +16,7 @@ import pytest
 
 from eval.answers.grading import MathGrader
 from eval.breakdown import Speed, measure_speed
-from eval.compare import ComparisonError, compare_evaluations
+from eval.compare import ComparisonError, compare, compare_evaluations
 from eval.endpoint import Sampling
 from eval.pages import format_duration
 from eval.plots import accuracy_plots
@@ -32,7 +32,6 @@ from eval.results import Evaluation, ResultsError
 from eval.suite_report import Models, write_suite_report
 from eval.training import read_training_metrics, training_totals, with_kept_share
 from tests.evaluations import (
-    compare_folders,
     compared,
     evaluation,
     make_items,
@@ -352,7 +351,7 @@ def test_different_settings_are_named_and_refused(tmp_path: Path, changes: dict[
     before = write_results(tmp_path / "before", BEFORE)
     after = write_results(tmp_path / "after", AFTER, settings=changes)
     with pytest.raises(ComparisonError, match=message):
-        compare_folders(before, after)
+        compare(before, after)
 
 
 def test_different_items_prompts_golds_and_samples_are_counted_and_refused() -> None:
@@ -374,7 +373,7 @@ def test_an_unfinished_evaluation_or_one_without_common_answers_is_refused(tmp_p
     lines = (after / "results.jsonl").read_text().splitlines(keepends=True)
     (after / "results.jsonl").write_text("".join(lines[:-1]) + lines[-1][:30])
     with pytest.raises(ResultsError, match=r"after holds 7 of 8 .*: the evaluation did not finish"):
-        compare_folders(before, after)
+        compare(before, after)
     with pytest.raises(ComparisonError, match="none of the 2 items was answered on both sides"):
         compared("fr", "rf")
 

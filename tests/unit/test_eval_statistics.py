@@ -14,6 +14,7 @@ import pytest
 from eval.answers.grading import grade
 from eval.breakdown import compare_metrics
 from eval.change_points import MIN_RUNS, find_change_points
+from eval.compare import compare
 from eval.results import Evaluation, ResultsError, load_evaluation
 from eval.statistics import (
     PValues,
@@ -29,7 +30,6 @@ from eval.statistics import (
 )
 from eval.summary import item_metrics, majority_share, pass_at, same_answer_by, summarise
 from tests.evaluations import (
-    compare_folders,
     evaluation,
     make_items,
     make_row,
@@ -284,7 +284,7 @@ def test_stored_rows_with_the_same_prompt_are_samples_of_one_item(tmp_path: Path
     ]
     write_results(tmp_path / "before", "wwrr" * 3, items)
     write_results(tmp_path / "after", "rwrw" * 3, items)
-    result = compare_folders(tmp_path / "before", tmp_path / "after")
+    result = compare(tmp_path / "before", tmp_path / "after")
     assert (result.n, result.num_samples, result.b, result.c, result.p) == (4, 3, 1, 1, pytest.approx(1.0))
     write_results(tmp_path / "uneven", "wwrr" * 2 + "ww", items[:10])
     uneven = load_evaluation(tmp_path / "uneven")

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from eval.compare import compare
 from eval.report import Provenance, make_report, render_markdown
 from tasks.chain import take_model_folder
 from tasks.links import link_of
 from tasks.runs.nights import LAST_NIGHT, NIGHTLY, describe_change, since_first_night, with_last_night
 from tasks.runs.run import Run
-from tests.evaluations import compare_folders
 from tests.garbage import collect
 from tests.recorded_runs import Outcome, builder, produce, record_run, small_config
 from tests.tiny_models import build_tiny_qwen3
@@ -110,7 +110,7 @@ def test_tonight_is_compared_with_the_first_night(tmp_path: Path) -> None:
     assert since_first_night(tmp_path, "arith_cpu", own) == ""  # one measurement
     assert since_first_night(tmp_path, "other", after) == ""
     shown = render_markdown(
-        make_report(compare_folders(own, after), [], Provenance(facts={"since the first night": said}))
+        make_report(compare(own, after), [], Provenance(facts={"since the first night": said}))
     )
     assert f"Tonight's model is {said}." in " ".join(shown.split())
     change = {"difference": -0.1, "p": 0.01}

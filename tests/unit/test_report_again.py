@@ -1,4 +1,4 @@
-"""A cached chain rewrites its report without a Prefect server and without redrawing plots."""
+"""A chain that is built: its report is written again, without a Prefect server and without drawing its plots."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.recorded_runs import Outcome, record_run, small_config
 from tests.webhooks import started_receiver
 
 
-def run_command(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command without a Prefect server, with PREFECT_HOME in the folder."""
+def built_again(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command in a process without a Prefect server, whose PREFECT_HOME is in the folder."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     return subprocess.run(
         [sys.executable, "-m", "flows.cli", *words],
@@ -39,7 +39,7 @@ def run_command(folder: Path, *words: str | Path) -> subprocess.CompletedProcess
 
 
 @pytest.mark.slow
-def test_plots_of_equal_evaluations_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plots_of_equal_contents_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
     monkeypatch.setattr(suite_report, "draw_plots", lambda *what: drawn.append(what) or draw_plots(*what))
     config = small_config(tmp_path / "store")
@@ -51,7 +51,7 @@ def test_plots_of_equal_evaluations_are_drawn_once(tmp_path: Path, monkeypatch: 
         pages.append((run.folder / "report" / "report.html").read_text())
     assert len(drawn) == 1
     assert [page.count("<svg") for page in pages] == [6, 6]
-    (run.folder / PLOTS_FILE).write_text("{")  # damaged: falls back to the previous run
+    (run.folder / PLOTS_FILE).write_text("{")  # damaged: those of the run before it are taken
     with Run.start(config) as run:
         repeat_chain(run)
     assert len(drawn) == 1
@@ -63,7 +63,7 @@ def test_plots_of_equal_evaluations_are_drawn_once(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_a_failed_gate_is_recorded_and_exits_with_status_3(tmp_path: Path) -> None:
+def test_a_failed_gate_is_recorded_named_and_exit_status_3(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store", "evaluate.gates=[pooled >= 0, pooled >= 101]")
     record_run(config)
     with Run.start(config) as run:
@@ -79,7 +79,7 @@ def test_a_failed_gate_is_recorded_and_exits_with_status_3(tmp_path: Path) -> No
     assert outcome(passed := {"is_failed": False}) is passed
 
 
-def test_a_chain_is_built_if_every_output_is_intact(tmp_path: Path) -> None:
+def test_a_chain_counts_as_built_with_every_output_in_its_place(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     assert not is_built(config)
     run = record_run(config)
@@ -89,13 +89,13 @@ def test_a_chain_is_built_if_every_output_is_intact(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dapo_run_of_a_built_chain_starts_no_prefect_server(tmp_path: Path) -> None:
+def test_dapo_run_of_a_built_chain_starts_no_server(tmp_path: Path) -> None:
     with started_receiver() as receiver:
         config = small_config(tmp_path / "store", f"flow.webhook.url={receiver.url()}")
         record_run(config)
         resolved = tmp_path / "recipe.yaml"
         resolved.write_text(next(read_runs(tmp_path / "store")).folder.joinpath("config.yaml").read_text())
-        done = run_command(tmp_path, "run", resolved)
+        done = built_again(tmp_path, "run", resolved)
     assert done.returncode == 0, done.stderr
     newest = next(read_runs(tmp_path / "store"))
     assert (newest.state, newest.num_built, newest.num_cached) == ("completed", 0, 6)
@@ -111,10 +111,10 @@ def test_dapo_run_of_a_built_chain_starts_no_prefect_server(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_dapo_stage_with_an_existing_output_starts_no_prefect_server(tmp_path: Path) -> None:
+def test_dapo_stage_of_an_output_that_is_there_starts_no_server(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     built = record_run(config)
-    done = run_command(tmp_path, "stage", "evaluate-model", built.config_path, "--side", "before")
+    done = built_again(tmp_path, "stage", "evaluate-model", built.config_path, "--side", "before")
     assert done.returncode == 0, done.stderr
     assert "no Prefect server is started" in done.stdout
     assert done.stdout.endswith(f"{built.stages['evaluate_before'].artifact}\n")
@@ -124,7 +124,7 @@ def test_dapo_stage_with_an_existing_output_starts_no_prefect_server(tmp_path: P
     assert not (tmp_path / "prefect" / "prefect.db").exists()
 
 
-def test_an_output_exists_if_it_and_its_inputs_are_intact(tmp_path: Path) -> None:
+def test_an_output_counts_as_there_when_it_is_whole_and_its_inputs_are(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     run = record_run(config)
     assert has_output(config, "merge_checkpoint")
