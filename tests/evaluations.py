@@ -1,4 +1,4 @@
-"""Builds evaluations and results directories with given verdicts."""
+"""Results directories whose every verdict a test chooses, written as an evaluation writes them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_row(item: Item, letter: str, sample: int = 0, **changes: Any) -> Row:
 
 
 def make_rows(items: list[Item], outcomes: str) -> list[Row]:
-    """Rows for `outcomes`: a group of letters per item, or one letter per item if there are no spaces."""
+    """Rows of `outcomes`, a group of letters for each item; without spaces one letter for each."""
     groups = outcomes.split() if len(outcomes.split()) == len(items) else list(outcomes.replace(" ", ""))
     return [
         make_row(item, letter, sample)
@@ -68,12 +68,12 @@ def make_rows(items: list[Item], outcomes: str) -> list[Row]:
 
 
 def settings_of(items: list[Item], model: str = "m", **changes: Any) -> dict[str, Any]:
-    """Settings of an evaluation of these items."""
+    """The settings of an evaluation of these items."""
     return {**make_settings(items, Endpoint("http://localhost", model), SAMPLING, None), **changes}
 
 
 def evaluation(items: list[Item], outcomes: str, model: str = "m") -> Evaluation:
-    """An evaluation with one or more samples per item."""
+    """An evaluation as it is read, with one or more samples per item."""
     return Evaluation.of(settings_of(items, model), make_rows(items, outcomes))
 
 
@@ -93,14 +93,14 @@ def write_results(
 
 
 def compared(before: str, after: str) -> Comparison:
-    """Comparison of two evaluations of the same items, all of one level."""
+    """The comparison of two evaluations of the same items, all of one level."""
     num_items = len(before.split()) if " " in before else len(before)
     items = make_items(num_items, per_level=max(4, num_items))
     return compare_evaluations(evaluation(items, before, "base"), evaluation(items, after, "trained"))
 
 
 def packed_items(page: str) -> tuple[list[list[Any]], list[str]]:
-    """The index of the items in a report's page, and their bodies in index order."""
+    """The index of the items in a report's page, and their bodies in its order."""
     packed = re.findall(r'<template class="packed">([^<]*)</template>', page)
     index, *chunks = [json.loads(gzip.decompress(base64.b64decode(text))) for text in packed]
     return index, [chunks[row[-2]][row[-1]] for row in index]
