@@ -1,4 +1,4 @@
-"""Files that survive a crash; locks and processes that end with their holder. Standard library only."""
+"""Crash-safe file writes, kernel locks and parent-death signals. Standard library only."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from pathlib import Path
 from typing import Any
 
 POLL_SECONDS = 0.2
-GRACE_SECONDS = 1.0  # in which `is_locked` of another process lets go of a lock
-REMIND_SECONDS = 60.0  # of who waits for a lock; then each time twice as long
+GRACE_SECONDS = 1.0  # `is_locked` in another process briefly holds the lock
+REMIND_SECONDS = 60.0  # first repeat of the log line while waiting; then the interval doubles
 TAIL_BYTES = 64 * 1024
 PR_SET_PDEATHSIG = 1
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-UNSET = object()  # the value of a key that only the other side of a comparison has
+UNSET = object()  # value of a key that only the other side of a comparison has
 
 logger = logging.getLogger(__name__)
 
 
 class LockHeld(BlockingIOError):
-    """Another process holds the lock; the message says which."""
+    """Another process holds the lock; the message names it."""
 
 
 @contextlib.contextmanager
 def locked(path: Path, *, shared: bool = False, note: str = "", waiting: str | None = None) -> Iterator[int]:
-    """Hold a kernel lock on the file for the block; yields its descriptor.
+    """Hold a kernel lock on the file during the block; yields its descriptor.
 
-    The kernel drops the lock when the last copy of the descriptor closes, however the holder dies; forks have a
-    copy, other children do not. An exclusive holder writes `note`, its pid and host into the file for those who
-    wait. Inside the block the file may be removed or renamed; those who wait then lock the file that has its name.
+    The kernel drops the lock when the last copy of the descriptor closes, however the holder dies. Forks have a
+    copy, other children do not. An exclusive holder writes `note`, its pid and host into the file. The block may
+    remove or rename the file; waiters then lock whatever file has its name.
 
-    A held lock raises LockHeld after a second. With `waiting`, which says what the holder does, the call waits and
-    the log names the holder, at once and ever more seldom.
+    Raises LockHeld after a second if the lock is held. With `waiting`, a description of what the holder does, the
+    call waits instead and logs the holder at increasing intervals.
     """
     began, say_at = time.monotonic(), 0.0
     while (descriptor := try_lock(path, shared=shared)) is None:
@@ -63,7 +63,7 @@ def locked(path: Path, *, shared: bool = False, note: str = "", waiting: str | N
             try:
                 os.write(descriptor, (f"{note} ({holder})" if note else holder).encode())
             except OSError as error:
-                if error.errno not in FULL_DISK_ERRORS:  # a full disk must not keep `dapo gc` from locking
+                if error.errno not in FULL_DISK_ERRORS:  # `dapo gc` must be able to lock on a full disk
                     raise
         yield descriptor
     finally:
@@ -71,14 +71,14 @@ def locked(path: Path, *, shared: bool = False, note: str = "", waiting: str | N
 
 
 def is_full(folder: Path, num_bytes: int) -> bool:
-    """Whether the folder's file system has less free space than this; False if that cannot be read."""
+    """True if the folder's file system has less free space than `num_bytes`; False if unknown."""
     with contextlib.suppress(OSError):
         return shutil.disk_usage(folder).free < num_bytes
     return False
 
 
 def try_lock(path: Path, *, shared: bool = False) -> int | None:
-    """A descriptor that holds the file's lock until it is closed, None while another process does."""
+    """A descriptor that holds the lock until closed, or None if another process holds it."""
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -96,7 +96,7 @@ def try_lock(path: Path, *, shared: bool = False) -> int | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock exclusively. A missing file is unlocked."""
+    """True if a process holds the lock exclusively. A missing file is unlocked."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
@@ -111,19 +111,19 @@ def is_locked(path: Path) -> bool:
 
 
 def read_holder(path: Path) -> str:
-    """Who last locked the file exclusively: its note, and "pid 12 on node3 since 2026-01-31T10:00:00+00:00"."""
+    """The last exclusive holder, e.g. "NOTE (pid 12 on node3 since 2026-01-31T10:00:00+00:00)"."""
     with contextlib.suppress(OSError):
         return path.read_text(errors="replace").strip() or "another process"
     return "another process"
 
 
 def find_holder(path: Path) -> str | None:
-    """Who holds the lock, None if it is free."""
+    """The current holder, or None if the lock is free."""
     return read_holder(path) if is_locked(path) else None
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """fsync a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -132,15 +132,15 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush every file and folder below, and the folder itself, to the disk."""
+    """fsync the folder and every file and folder below it."""
     for path in folder.rglob("*"):
-        if not path.is_symlink() and (path.is_file() or path.is_dir()):  # opening a pipe would wait
+        if not path.is_symlink() and (path.is_file() or path.is_dir()):  # opening a pipe would block
             sync(path)
     sync(folder)
 
 
 def publish(partial: Path, target: Path) -> None:
-    """Rename a file or folder to its final name once its content is on the disk; replaces a file, not a folder."""
+    """fsync a file or folder, then rename it to its final name. Replaces an existing file, not a folder."""
     if partial.is_dir():
         sync_tree(partial)
     else:
@@ -150,7 +150,7 @@ def publish(partial: Path, target: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A hard link to a file, or a copy where the file system allows none."""
+    """Hard-link a file, or copy it if the file system does not support links."""
     try:
         os.link(source, target)
     except OSError:
@@ -158,7 +158,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new one."""
+    """Write a file atomically: readers and crashes see either the old or the new content."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -168,7 +168,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
-    """Append one line to a log and flush it to the disk; begins on a new line where a crash tore the last one."""
+    """Append and fsync one line. Starts on a new line if a crash tore the last one."""
     is_new = not path.exists()
     with path.open("a+b") as file:
         file.seek(max(file.tell() - 1, 0))
@@ -181,12 +181,12 @@ def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """The lines of a log without those that a crash tore, [] when it is missing."""
+    """The lines of a log, skipping torn ones; [] if the file is missing."""
     return list(iterate_json_lines(path))
 
 
 def iterate_json_lines(path: Path) -> Iterator[Any]:
-    """As `read_json_lines`, one after the other: memory holds one line."""
+    """Like `read_json_lines`, one line at a time."""
     if path.exists():
         with path.open("rb") as file:
             for line in file:
@@ -195,17 +195,17 @@ def iterate_json_lines(path: Path) -> Iterator[Any]:
 
 
 def parse_json(text: bytes) -> Any:
-    """As json.loads, in a third of the time."""
-    import orjson  # here: the supervisor imports this file with the standard library alone
+    """json.loads, about three times as fast."""
+    import orjson  # lazy: the supervisor imports this module without third-party packages
 
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
-        return json.loads(text)  # NaN, half of a surrogate pair, or an error that says what is wrong
+        return json.loads(text)  # accepts NaN and lone surrogates; raises a clearer error
 
 
 def tail(path: Path, num_lines: int, offset: int = 0) -> list[str]:
-    """The last lines of a log from byte `offset` on, without empty ones; reads at most 64 KiB."""
+    """The last non-empty lines of a log from byte `offset` on; reads at most 64 KiB."""
     with path.open("rb") as log:
         end = log.seek(0, os.SEEK_END)
         log.seek(max(offset, end - TAIL_BYTES, 0))
@@ -214,10 +214,7 @@ def tail(path: Path, num_lines: int, offset: int = 0) -> list[str]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(dotted key, value before, value after) of every leaf that differs, in the order of `after`.
-
-    A key that one side lacks has the value UNSET there.
-    """
+    """(dotted key, old value, new value) of every differing leaf, in the order of `after`; UNSET if missing."""
     old, new = leaves(before), leaves(after)
     pairs = [
         (key, old.get(key, UNSET), new.get(key, UNSET)) for key in [*new, *(key for key in old if key not in new)]
@@ -226,7 +223,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tup
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested mappings by dotted key; an empty mapping is a value."""
+    """Flatten nested mappings to {dotted key: value}. An empty mapping is a value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         is_branch = isinstance(value, Mapping) and value
@@ -235,7 +232,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the file still has the name; its last holder may have removed it after we opened it."""
+    """True if `path` still names the open file; the previous holder may have removed it meanwhile."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -243,7 +240,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def end_with(parent_pid: int) -> None:
-    """Have this process killed when the thread of its parent that started it ends; exit if it has ended."""
+    """Kill this process when the parent thread that started it ends; exit if it already has."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:

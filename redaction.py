@@ -1,4 +1,4 @@
-"""Keeps secrets out of what is written: results, logs and messages. Standard library only."""
+"""Redacts secrets in results, logs and messages. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 REDACTED = "[redacted]"
-MIN_SECRET_CHARS = 6  # a shorter "secret" is a placeholder such as EMPTY, and also an ordinary word
+MIN_SECRET_CHARS = 6  # shorter values are placeholders such as EMPTY, or ordinary words
 MIN_URL_PART_CHARS = 16
 _SECRET_NAME = re.compile(
     r"(^|_)((API|ACCESS|SECRET|PRIVATE|SIGNING|ENCRYPTION|ACCOUNT)_?KEY|TOKEN|PAT|SECRET|CREDENTIALS?|AUTH_STRING"
     r"|PASSWORD|PASSWD|PASSPHRASE|PASS|(?<=_)PWD|DSN|CONNECTION_STRING)$",
     re.IGNORECASE,
 )
-_KEY_NAME = re.compile(r"(^|_)KEY$", re.IGNORECASE)  # PRIMARY_KEY=problem is no secret
+_KEY_NAME = re.compile(r"(^|_)KEY$", re.IGNORECASE)  # PRIMARY_KEY=problem is not a secret
 _KEY_VALUE = re.compile(r"(?=\D*\d)(?=[^a-z]*[a-z])\S{16,}", re.IGNORECASE)
 _WEBHOOK_NAME = re.compile(r"WEBHOOK", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"://[^/@\s:]*:([^/\s]+)@")
@@ -26,32 +26,32 @@ _added: set[str] = set()
 
 
 def add_secret(secret: str | None) -> None:
-    """Have `redact` replace this secret too, in this process; too short a one is ignored."""
+    """Make `redact` replace this secret too, in this process. Short ones are ignored."""
     if secret:
         _added.add(secret)
 
 
 def add_secret_url(url: str) -> None:
-    """Have `redact` replace the secrets of a URL: user, password, and long parts of its path and query."""
+    """Make `redact` replace the secrets of a URL: user, password, and long parts of its path and query."""
     _added.update(_secrets_of_url(url))
 
 
 def redact(text: str) -> str:
-    """The text with every known secret of MIN_SECRET_CHARS or more replaced, also where it is percent-encoded.
+    """Replace every known secret of at least MIN_SECRET_CHARS characters, also if percent-encoded.
 
-    Known are those added, and of the environment: values of variables whose name ends as a secret's does (API_KEY,
-    TOKEN, PASS, DSN and others; another KEY if its value looks like one: 16 or more characters, letters and digits
-    among them), passwords of URLs in any variable, and the secret parts of URLs where the name contains WEBHOOK.
+    Known secrets are those added, plus from the environment: values of variables whose name ends like a secret's
+    (API_KEY, TOKEN, PASS, DSN and others; any other KEY if its value has 16 or more characters with letters and
+    digits), passwords of URLs in any variable, and the secret parts of URLs if the name contains WEBHOOK.
     """
     return redactor()(text)
 
 
 def redactor(min_chars: int = MIN_SECRET_CHARS) -> Callable[[str], str]:
-    """`redact` with the secrets of `min_chars` or more known now: for many texts, the environment is read once."""
+    """Return `redact` for many texts: it reads the environment once, for secrets of at least `min_chars`."""
     known = sorted((one for one in _known_secrets() if len(one) >= min_chars), key=len, reverse=True)
 
     def replace_known(text: str) -> str:
-        for secret in known:  # the longest first: one may contain another
+        for secret in known:  # longest first: one may contain another
             text = text.replace(secret, REDACTED)
         return text
 
@@ -59,7 +59,7 @@ def redactor(min_chars: int = MIN_SECRET_CHARS) -> Callable[[str], str]:
 
 
 def redacted(value: Any) -> Any:
-    """A tree of JSON values with `redact` applied to each text in it."""
+    """Apply `redact` to every string in a tree of JSON values."""
     if isinstance(value, Mapping):
         return {name: redacted(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -68,7 +68,7 @@ def redacted(value: Any) -> Any:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether an environment variable holds a secret: by its name, or by the password of a URL in its value."""
+    """True if an environment variable holds a secret, judged by its name or by a URL password in its value."""
     return bool(_is_named_secret(name, value) or _WEBHOOK_NAME.search(name) or _URL_PASSWORD.search(value))
 
 
@@ -82,8 +82,8 @@ def _known_secrets() -> set[str]:
     for name, value in os.environ.items():
         parts = _URL_PASSWORD.findall(value)
         if _is_named_secret(name, value):
-            known |= {value, value.strip(), value.partition(":")[2]}  # of USER:PASSWORD
-            parts += _ASSIGNED_SECRET.findall(value)  # of a connection string
+            known |= {value, value.strip(), value.partition(":")[2]}  # USER:PASSWORD
+            parts += _ASSIGNED_SECRET.findall(value)  # connection strings
         elif _WEBHOOK_NAME.search(name):
             known |= _secrets_of_url(value)
         known |= {*parts, *map(unquote, parts)}

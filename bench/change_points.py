@@ -1,10 +1,10 @@
-"""How often change points are marked: in lines of runs without a change, and with one of a known size.
+"""Detection rate of change points in simulated series of runs, without a change and with one of known size.
 
     python bench/change_points.py [--repeats 1000]
 
-Each line of the table: the share of lines with a mark under no change, for three kinds of noise, and for a change
-of 1, 2 and 3 standard deviations of the runs in the middle. More than 5 % without a change, beyond the
-simulation's own error, is an error.
+Each line of the table shows the share of series with a change point: without a change, for three kinds of noise,
+and with a change of 1, 2 and 3 standard deviations in the middle. A false-alarm rate above 5 %, beyond simulation
+error, fails the benchmark.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eval import EvaluationError
 from eval.change_points import find_change_points
 from eval.statistics import SIGNIFICANCE
 
-SPREAD = 0.02  # of the accuracies of runs, a standard deviation
+SPREAD = 0.02  # standard deviation of the accuracies of runs
 CHANGES = (1, 2, 3)
 NUM_ORDERS = 499
 
@@ -36,7 +36,7 @@ def draw(kind: str, rng: np.random.Generator, repeats: int, num_runs: int) -> np
 
 
 def share_marked(lines: np.ndarray) -> float:
-    """The share of lines with at least one change point."""
+    """Share of lines with at least one change point."""
     return float(np.mean([bool(find_change_points([line.tolist()], NUM_ORDERS)[0]) for line in lines]))
 
 
@@ -48,13 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rng, kinds = np.random.default_rng(5), ("normal", "30 items", "outliers")
     allowed = SIGNIFICANCE + 3 * (SIGNIFICANCE * (1 - SIGNIFICANCE) / chosen.repeats) ** 0.5
     worst = 0.0
-    print(
-        "runs  no change: "
-        + ", ".join(kinds)
-        + "   change of "
-        + ", ".join(map(str, CHANGES))
-        + " sd   (% marked)"
-    )
+    changes = ", ".join(map(str, CHANGES))
+    print(f"runs  no change: {', '.join(kinds)}   change of {changes} sd   (% marked)")
     for num_runs in chosen.runs:
         alarms = [share_marked(draw(kind, rng, chosen.repeats, num_runs)) for kind in kinds]
         half = np.arange(num_runs) >= num_runs // 2

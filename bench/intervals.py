@@ -1,12 +1,12 @@
-"""Coverage of the 95 % intervals by simulation: evaluations of n items with k responses each, drawn many times.
+"""Simulated coverage of the 95 % intervals, for evaluations of n items with k responses each.
 
     python bench/intervals.py [--repeats 500]
 
-Each line: the share of evaluations whose interval holds the true accuracy, and the true change between two models,
-mean and lowest over several kinds of items, beside the percentile bootstrap over items. Then for trends over runs:
-the share whose interval holds the true slope, and of those that find a rise by 20 points. Then for suites: the
-share whose interval holds the true pooled change, and of p below 0.05 where nothing changed. Coverage below
-94 % or alarms above 5 %, beyond the simulation's own error, are an error.
+Each line shows how often the interval contains the true accuracy and the true change between two models (mean and
+minimum over several item distributions), next to the percentile bootstrap over items. Then, for trends over runs:
+how often the interval contains the true slope, and how often a rise of 20 points is found. Then, for suites: how
+often the interval contains the true pooled change, and how often p is below 0.05 without a change. Coverage below
+94 % or false alarms above 5 %, beyond simulation error, fail the benchmark.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from eval.history import measure_trend
 from eval.statistics import SIGNIFICANCE, Stratum, measure_change, measure_pooled_change, share_interval
 
 REQUIRED = 0.94
-# Chances of a right response over items, as the parameters of a beta distribution: from hard and easy items with
-# little between, to items that are all alike.
+# Beta distributions of the probability of a right response over items, from polarized to uniform difficulty.
 ITEMS = ((0.1, 1.0), (0.3, 0.3), (0.5, 1.5), (1.0, 1.0), (2.0, 5.0))
-# Benchmarks as (items, responses to each, kind of items, weight).
+# benchmarks as (items, responses per item, index into ITEMS, weight)
 SUITES = {
     "500, 272, 40, 30, 30 items": ((500, 1, 3, 1), (272, 1, 2, 1), (40, 1, 3, 1), (30, 1, 1, 1), (30, 1, 0, 1)),
     "100, 100 items": ((100, 1, 3, 1), (100, 1, 1, 1)),
     "30, 30 items": ((30, 1, 3, 1), (30, 1, 1, 1)),
     "30 x 4, 30 x 4, 500 items": ((30, 4, 1, 1), (30, 4, 0, 1), (500, 1, 3, 2)),
 }
-TRENDS = ((3, 100, 1), (10, 100, 1), (30, 30, 4), (90, 30, 1), (90, 100, 1))  # (runs, items, responses to each)
-CHANGED = 0.2  # share of items whose chance the training draws again, from better ones
+TRENDS = ((3, 100, 1), (10, 100, 1), (30, 30, 4), (90, 30, 1), (90, 100, 1))  # (runs, items, responses per item)
+CHANGED = 0.2  # share of items whose probability is redrawn from a better distribution
 
 
 def coverage(setting: tuple[int, int, tuple[float, float], int]) -> tuple[float, float, float, float]:
-    """(accuracy, change, and both by the bootstrap): shares of evaluations whose interval holds the truth."""
+    """Coverage of (accuracy, change, accuracy by bootstrap, change by bootstrap)."""
     n, k, (a, b), repeats = setting
     rng = np.random.default_rng([n, k, int(10 * a)])
     truth = a / (a + b)
@@ -62,30 +61,30 @@ def coverage(setting: tuple[int, int, tuple[float, float], int]) -> tuple[float,
 
 
 def trend_coverage(setting: tuple[tuple[int, int, int], int]) -> tuple[float, float]:
-    """(share of trends whose interval holds the true slope, share that finds a rise by 20 points).
+    """(coverage of the true slope, share of trends that detect a rise of 20 points).
 
-    For the coverage some items improve, as between two models; for the rise each item's chance grows by 0.2.
+    For coverage, some items improve, as between two models. For the rise, each item's probability grows by 0.2.
     """
     (runs, n, k), repeats = setting
     rng, along = np.random.default_rng([runs, n, k]), np.arange(runs) / (runs - 1)
-    held = found = 0
+    covered = found = 0
     for index in range(repeats):
         a, b = ITEMS[index % len(ITEMS)]
         chances = rng.beta(a, b, size=n)
         later = np.where(rng.random(n) < CHANGED, rng.beta(a + 1, b, size=n), chances)
         gain = CHANGED * ((a + 1) / (a + 1 + b) - a / (a + b))
         drawn = rng.binomial(k, chances[:, None] + np.outer(later - chances, along)) / k
-        held += holds(measure_trend(drawn.tolist(), k).ci95, gain / (runs - 1))
+        covered += holds(measure_trend(drawn.tolist(), k).ci95, gain / (runs - 1))
         risen = rng.binomial(k, 0.8 * chances[:, None] + 0.2 * along) / k
         found += measure_trend(risen.tolist(), k).ci95[0] > 0
-    return held / repeats, found / repeats
+    return covered / repeats, found / repeats
 
 
 def suite_coverage(setting: tuple[str, int]) -> tuple[float, float]:
-    """(share of suites whose interval holds the true pooled change, share of p < 0.05 without a change)."""
+    """(coverage of the true pooled change, share of p < 0.05 without a change)."""
     name, repeats = setting
     rng, total = np.random.default_rng(len(name)), sum(weight for *_, weight in SUITES[name])
-    held = alarms = 0
+    covered = alarms = 0
     for changed in (CHANGED, 0.0):
         for _ in range(repeats):
             strata, truth = [], 0.0
@@ -96,13 +95,13 @@ def suite_coverage(setting: tuple[str, int]) -> tuple[float, float]:
                 later = np.where(rng.random(n) < changed, rng.beta(a + 1, b, size=n), chances)
                 strata.append(Stratum((rng.binomial(k, later) - rng.binomial(k, chances)).tolist(), k, weight))
             change = measure_pooled_change(strata)
-            held += bool(changed) and holds(change.ci95, truth)
+            covered += bool(changed) and holds(change.ci95, truth)
             alarms += not changed and change.p < SIGNIFICANCE
-    return held / repeats, alarms / repeats
+    return covered / repeats, alarms / repeats
 
 
 def holds(interval: tuple[float, float], truth: float) -> bool:
-    """Whether the interval contains the truth."""
+    """True if the interval contains the truth."""
     return interval[0] <= truth <= interval[1]
 
 
@@ -117,7 +116,7 @@ def _change_interval(changes: tuple[int, ...], k: int) -> tuple[float, float]:
 
 
 def bootstrap(values: np.ndarray, rng: np.random.Generator) -> tuple[float, float]:
-    """The percentile bootstrap over items."""
+    """Percentile bootstrap over items."""
     distinct, counts = np.unique(values, return_counts=True)
     draws = rng.multinomial(len(values), counts / len(values), size=400) @ distinct / len(values)
     low, high = np.quantile(draws, [0.025, 0.975])
@@ -145,17 +144,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
                 if min(mean[:2]) < 100 * REQUIRED or min(lowest[:2]) < 100 * (REQUIRED - error):
                     missed.append(f"n={n}, k={k}")
-        print("runs, items, responses: coverage of the slope, a rise by 20 points found (%)")
+        print("runs, items, responses: coverage of the slope, rises of 20 points detected (%)")
         trends = [(setting, chosen.repeats) for setting in TRENDS]
-        for (setting, _), (held, rises) in zip(trends, pool.map(trend_coverage, trends), strict=True):
-            print(f"{', '.join(map(str, setting)):28} {100 * held:.1f} {100 * rises:.1f}", flush=True)
-            if held < REQUIRED - error:
+        for (setting, _), (covered, rises) in zip(trends, pool.map(trend_coverage, trends), strict=True):
+            print(f"{', '.join(map(str, setting)):28} {100 * covered:.1f} {100 * rises:.1f}", flush=True)
+            if covered < REQUIRED - error:
                 missed.append(f"the trend over {setting[0]} runs")
         print("suite: coverage of the pooled change, p below 0.05 without a change (%)")
         jobs = [(name, chosen.repeats) for name in SUITES]
-        for (name, _), (held, alarms) in zip(jobs, pool.map(suite_coverage, jobs), strict=True):
-            print(f"{name:28} {100 * held:.1f} {100 * alarms:.1f}", flush=True)
-            if held < REQUIRED - error or alarms > SIGNIFICANCE + error:
+        for (name, _), (covered, alarms) in zip(jobs, pool.map(suite_coverage, jobs), strict=True):
+            print(f"{name:28} {100 * covered:.1f} {100 * alarms:.1f}", flush=True)
+            if covered < REQUIRED - error or alarms > SIGNIFICANCE + error:
                 missed.append(name)
     if missed:
         raise EvaluationError(f"coverage below {REQUIRED:.0%}: {'; '.join(missed)}")

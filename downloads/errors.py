@@ -1,66 +1,78 @@
-"""Errors of downloads: each says what happened, what it means and what to change."""
+"""Download errors. Each message says what happened, what it means and what to change."""
 
 from __future__ import annotations
 
 import email.utils
 import errno
 import re
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 
 class DownloadError(Exception):
-    """Base of the errors that downloads raise on purpose. Takes one message and is picklable."""
+    """Base of all deliberate download errors. Takes one message and is picklable."""
 
-    is_lasting = True  # until the user changes something; the others may pass when tried again
+    is_lasting = True  # True if a retry cannot help until the user changes something
 
 
 class BadReference(DownloadError, ValueError):
-    """A reference is misspelt, or names no digest where one is needed."""
+    """A reference is malformed, or lacks a required digest."""
 
 
 class NotFound(DownloadError):
-    """The repository, its revision or a file in it does not exist, or not for this user."""
+    """The repository, revision or file does not exist or is not visible to this user."""
 
 
 class AccessDenied(DownloadError):
-    """The hub wants a token, another token, or its terms accepted."""
+    """The hub requires a token, a different token, or accepted terms."""
 
 
 class WrongContent(DownloadError):
-    """What came has another size or digest than was announced."""
+    """The downloaded content has a different size or digest than announced."""
 
 
 class DiskTooSmall(DownloadError):
-    """The files do not fit on the disk. Raised before the first byte."""
+    """The files do not fit on the disk."""
 
 
 class Unreachable(DownloadError):
-    """The hub does not answer, or is busy; worth another attempt unless a setting of this machine is the cause."""
+    """The hub does not respond or is busy. Worth a retry unless local settings are the cause."""
 
     is_lasting = False
-    retry_after: float | None = None  # seconds that the server asks to wait
+    retry_after: float | None = None  # seconds, as requested by the server
 
 
 class Offline(Unreachable):
-    """The environment forbids asking the hub."""
+    """The environment forbids network access to the hub."""
 
     is_lasting = True
 
 
 def disk_is_full(error: OSError) -> DiskTooSmall | None:
-    """The error of a disk that filled up during a download; None for any other one."""
+    """DiskTooSmall if the disk filled up during a download; None for other errors."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     return DiskTooSmall(
-        f"the disk filled up during the download: {error}. What has come is kept; make room (dapo gc removes what "
-        "no run needs) and run it again, or set store.path to another disk"
+        f"the disk filled up during the download: {error}. Partial files are kept; free some space (dapo gc "
+        "removes what no run needs) and run it again, or set store.path to another disk"
     )
 
 
+def require_room(num_bytes: int, folder: Path, label: str) -> None:
+    """Raise DiskTooSmall unless `num_bytes` more fit on the folder's disk."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise DiskTooSmall(
+            f"{num_bytes:,} bytes {label} do not fit on the disk of {folder}, which has {free:,} free; free some "
+            "space (dapo gc removes what no run needs), or set store.path to another disk"
+        )
+
+
 def seconds_from_now(retry_after: str) -> float | None:
-    """The seconds that a Retry-After header asks to wait, as a number or a date; None where it says neither."""
+    """Seconds to wait per a Retry-After header (a number or a date); None if it is neither."""
     text = retry_after.strip()
     try:
         moment = None if text[:1].isdigit() else email.utils.parsedate_to_datetime(text).timestamp()
@@ -74,35 +86,35 @@ _DNS = re.compile(r"gaierror|NameResolution|getaddrinfo|Name or service not know
 
 
 def unreachable(address: str, error: BaseException) -> Unreachable:
-    """What an exception of an HTTP library means: a certificate, a proxy, a name, or the network."""
+    """Explain an exception of an HTTP library: certificate, proxy, name resolution or network."""
     reasons = list(_causes(error))
     text = " ".join(f"{type(reason).__name__} {reason}" for reason in reasons)
     root = reasons[-1]
-    said = f"{type(root).__name__}: {root}" if str(root) else type(root).__name__
+    reason = f"{type(root).__name__}: {root}" if str(root) else type(root).__name__
     if _TLS.search(text):
         problem = Unreachable(
-            f"{address} shows no certificate that this machine trusts ({said}); where a proxy of your network "
-            "signs connections, put its certificate in a file that SSL_CERT_FILE and REQUESTS_CA_BUNDLE name"
+            f"{address} has no certificate that this machine trusts ({reason}); if a proxy in your network signs "
+            "connections, point SSL_CERT_FILE and REQUESTS_CA_BUNDLE at a file with its certificate"
         )
         problem.is_lasting = True
         return problem
     if (proxy := _proxy_for(address)) is not None:
         problem = Unreachable(
-            f"{address} cannot be reached through the proxy {proxy} ({said}); correct HTTPS_PROXY, HTTP_PROXY or "
-            "ALL_PROXY (http://USER:PASSWORD@HOST:PORT), or list the host in NO_PROXY"
+            f"{address} cannot be reached through the proxy {proxy} ({reason}); correct HTTPS_PROXY, HTTP_PROXY "
+            "or ALL_PROXY (http://USER:PASSWORD@HOST:PORT), or list the host in NO_PROXY"
         )
-        problem.is_lasting = "407" in text  # it wants a user and password
+        problem.is_lasting = "407" in text  # the proxy requires user and password
         return problem
     if _DNS.search(text):
         return Unreachable(
-            f"the name of {address} cannot be resolved ({said}); check the network, the spelling of the endpoint, "
-            "or set HTTPS_PROXY if this machine reaches the internet through a proxy"
+            f"the host name in {address} cannot be resolved ({reason}); check the network and the spelling of the "
+            "endpoint, or set HTTPS_PROXY if this machine reaches the internet through a proxy"
         )
-    return Unreachable(f"{address} cannot be reached ({said}); check the network and the endpoint, and try again")
+    return Unreachable(f"{address} cannot be reached ({reason}); check the network and the endpoint, then retry")
 
 
 def _proxy_for(address: str) -> str | None:
-    """Host and port of the proxy that the environment names for an address."""
+    """Host and port of the proxy that the environment sets for an address."""
     from urllib.request import getproxies, proxy_bypass  # 0.1 s
 
     parts = urlsplit(address)
@@ -114,7 +126,7 @@ def _proxy_for(address: str) -> str | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what caused it, outermost first."""
+    """The error and its causes, outermost first."""
     current: BaseException | None = error
     while current is not None:
         yield current

@@ -1,12 +1,12 @@
-"""Repositories of the Hugging Face hub and its mirrors, asked through huggingface_hub.
+"""Repositories of the Hugging Face Hub and its mirrors, through huggingface_hub.
 
 The client finds endpoint (HF_ENDPOINT), token (HF_TOKEN or `hf auth login`) and offline mode (HF_HUB_OFFLINE).
-Files come through downloads.transfer: hf_hub_download of huggingface_hub 2 begins a file again that a kill cut.
+Files are downloaded by downloads.transfer, because hf_hub_download of huggingface_hub 2 restarts a file after a
+kill.
 """
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from downloads.errors import AccessDenied, DownloadError, NotFound, Offline, Unreachable, unreachable
@@ -18,18 +18,18 @@ TIMEOUT_SECONDS = 30.0
 
 
 def resolve(repo: str, revision: str | None, kind: Kind) -> Snapshot:
-    """The commit of a revision and its files, in one request; of a gated repository two. Raises DownloadError."""
+    """A revision's commit and files, in one request (two for a gated repository). Raises DownloadError."""
     from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 
-    def ask() -> Any:
+    def request() -> Any:
         describe: Any = HfApi().model_info if kind == "model" else HfApi().dataset_info
         info = describe(repo, revision=revision, files_metadata=True, timeout=TIMEOUT_SECONDS)
-        if info.gated and info.siblings:  # everybody may list it; who may read it, only a file tells
+        if info.gated and info.siblings:  # anyone may list it; only a file shows who may read it
             first = info.siblings[0].rfilename
             get_hf_file_metadata(hf_hub_url(repo, first, repo_type=kind, revision=info.sha))
         return info
 
-    info = retried(lambda: _asked(ask, repo, revision, kind))
+    info = retried(lambda: _call(request, repo, revision, kind))
     files = tuple(
         RemoteFile(file.rfilename, file.size, file.lfs.sha256 if file.lfs else None, file.blob_id)
         for file in info.siblings or ()
@@ -38,7 +38,7 @@ def resolve(repo: str, revision: str | None, kind: Kind) -> Snapshot:
 
 
 def request_for(snapshot: Snapshot, file: RemoteFile) -> Request:
-    """Where a file of the snapshot is. Raises Offline."""
+    """The request for a file of the snapshot. Raises Offline."""
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
@@ -48,11 +48,11 @@ def request_for(snapshot: Snapshot, file: RemoteFile) -> Request:
     return Request(url, build_hf_headers(), _denied(snapshot.repo, snapshot.kind))
 
 
-def _asked(ask: Any, repo: str, revision: str | None, kind: Kind) -> Any:
+def _call(request: Any, repo: str, revision: str | None, kind: Kind) -> Any:
     from huggingface_hub import errors
 
     try:
-        return ask()
+        return request()
     except errors.OfflineModeIsEnabled:
         raise _offline(repo) from None
     except errors.GatedRepoError:
@@ -62,10 +62,10 @@ def _asked(ask: Any, repo: str, revision: str | None, kind: Kind) -> Any:
     except errors.RepositoryNotFoundError as error:
         raise NotFound(
             f"there is no {kind} {repo} at {_endpoint()}, or it is private (HTTP {error.response.status_code})"
-            f"{_nearest_repository(repo, kind)}; {_denied(repo, kind)}"
+            f"; {_denied(repo, kind)}"
         ) from None
     except errors.HFValidationError as error:
-        raise NotFound(f"{repo} cannot be the name of a {kind}: {error}") from None
+        raise NotFound(f"{repo} is not a valid {kind} name: {error}") from None
     except errors.HfHubHTTPError as error:
         raise _http_error(error, repo, kind) from None
     except (errors.HTTPError, OSError) as error:
@@ -77,26 +77,26 @@ def _http_error(error: Any, repo: str, kind: Kind) -> DownloadError:
     if status in (401, 403):
         return AccessDenied(f"{repo}: {_denied(repo, kind)} (HTTP {status})")
     if status in BUSY or status >= 500:
-        busy = Unreachable(f"{_endpoint()} answers HTTP {status} for {repo}; run it again later")
+        busy = Unreachable(f"{_endpoint()} returned HTTP {status} for {repo}; run it again later")
         busy.retry_after = retry_after(error.response.headers)
         return busy
     return DownloadError(
-        f"{_endpoint()} refuses to describe {repo}: HTTP {status}: {error.server_message or error}"
+        f"{_endpoint()} refused the request for {repo}: HTTP {status}: {error.server_message or error}"
     )
 
 
 def _denied(repo: str, kind: Kind) -> str:
     place = f"{_endpoint()}/{'datasets/' if kind == 'dataset' else ''}{repo}"
     return (
-        f"accept its terms at {place} if it is gated, and set HF_TOKEN to a token of that account that may read "
-        "it (or type: hf auth login)"
+        f"accept its terms at {place} if it is gated, and set HF_TOKEN to a token of that account with read "
+        "access (or run: hf auth login)"
     )
 
 
 def _offline(repo: str) -> Offline:
     return Offline(
-        f"HF_HUB_OFFLINE is set, so {repo} cannot be asked for; unset it, or name a local folder with "
-        "model.source=path (of data: a local file)"
+        f"HF_HUB_OFFLINE is set, so {repo} cannot be requested; unset it, or use a local folder with "
+        "model.source=path (for data: a local file)"
     )
 
 
@@ -114,16 +114,3 @@ def _nearest_revision(repo: str, revision: str | None, kind: Kind) -> str:
     except (errors.HTTPError, OSError):
         return "; check its name on the hub"
     return nearest(revision or "", [ref.name for ref in (*refs.branches, *refs.tags)])
-
-
-def _nearest_repository(repo: str, kind: Kind) -> str:
-    from huggingface_hub import HfApi, errors
-
-    ask: Any = HfApi().list_models if kind == "model" else HfApi().list_datasets
-    author, _, name = repo.partition("/")
-    try:  # what the organisation has, and what others call so
-        found = [each.id for query in ({"author": author}, {"search": name}) for each in ask(**query, limit=200)]
-    except (errors.HTTPError, OSError):
-        return ""
-    close = difflib.get_close_matches(repo, found, n=3, cutoff=0.6)
-    return f" (did you mean {', '.join(close)}?)" if close else ""

@@ -1,7 +1,7 @@
-"""Repositories of ModelScope, asked for and downloaded through its own client, modelscope_hub.
+"""ModelScope repositories, through its own client, modelscope_hub.
 
-The client finds endpoint (MODELSCOPE_ENDPOINT) and token (MODELSCOPE_API_TOKEN or `ms login`). It shows no commit:
-a digest of the listing, which has a sha256 for every file, takes its place.
+The client finds endpoint (MODELSCOPE_ENDPOINT) and token (MODELSCOPE_API_TOKEN or `ms login`). It exposes no
+commit, so a digest of the file listing, which has a sha256 per file, takes its place.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from downloads.errors import (
     unreachable,
 )
 from downloads.nearest import nearest
-from downloads.snapshot import Kind, RemoteFile, Snapshot
-from downloads.transfer import MAX_PARALLEL, retried
+from downloads.snapshot import PARTS, Kind, RemoteFile, Snapshot
+from downloads.transfer import MAX_PARALLEL, Meter, is_right, retried
 
 DEFAULT_REVISION = "master"
 
 
 def resolve(repo: str, revision: str | None, kind: Kind) -> Snapshot:
-    """The files of a revision, and the digest of this list as the commit. Raises DownloadError."""
+    """The files of a revision, with the digest of their listing as commit. Raises DownloadError."""
     listed = retried(
-        lambda: _asked(lambda: _api().list_repo_files(repo, kind, revision=revision), repo, revision, kind)
+        lambda: _call(lambda: _api().list_repo_files(repo, kind, revision=revision), repo, revision, kind)
     )
     files = tuple(
         RemoteFile(file.path, file.size, file.sha256) for file in listed if file.type != "tree" and file.path
@@ -41,47 +41,60 @@ def resolve(repo: str, revision: str | None, kind: Kind) -> Snapshot:
     return Snapshot("modelscope", repo, hashlib.sha1(repr(rows).encode()).hexdigest(), files, kind, revision)
 
 
-def fetch_files(
-    snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, on_bytes: Callable[[str, int], None]
-) -> None:
-    """Download the files into the folder; `on_bytes(path, number)` as they come. Raises DownloadError."""
+def fetch_files(snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, meter: Meter) -> None:
+    """Download the files into the folder, keeping those that are complete. Raises DownloadError."""
     from modelscope_hub import ProgressCallback
 
-    class Meter(ProgressCallback):
+    class Callback(ProgressCallback):
+        received = 0
+
         def update(self, size: int) -> None:
-            on_bytes(self.filename, size)
+            self.received += size
+            meter.update(self.filename, self.received)
 
-    rows = [{"Path": file.path, "Size": file.size, "Sha256": file.sha256, "Type": "blob"} for file in files]
+    pending = []
+    for file in files:
+        target = folder / file.path
+        if target.is_file() and is_right(target, file):
+            meter.update(file.path, target.stat().st_size, is_finished=True)
+        else:
+            pending.append(file)
+    rows = [{"Path": file.path, "Size": file.size, "Sha256": file.sha256, "Type": "blob"} for file in pending]
 
-    def ask() -> Any:
+    def download() -> Any:
         return _api().download_repo(
             snapshot.repo,
             snapshot.kind,
             revision=snapshot.revision,
-            local_dir=folder,
+            local_dir=folder / PARTS,
             max_workers=MAX_PARALLEL,
             file_list=rows,
-            progress_callbacks=[Meter],
+            progress_callbacks=[Callback],
         )
 
-    _asked(ask, snapshot.repo, snapshot.revision, snapshot.kind)
+    _call(download, snapshot.repo, snapshot.revision, snapshot.kind)
+    for file in pending:
+        target = folder / file.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (folder / PARTS / file.path).replace(target)
+        meter.update(file.path, target.stat().st_size, is_finished=True)
 
 
 def _api() -> Any:
-    os.environ.setdefault("TQDM_DISABLE", "1")  # its bars cannot be switched off otherwise
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the only way to turn off its progress bars
     from modelscope_hub.api import HubApi
 
-    logging.getLogger("modelscope_hub").setLevel(logging.ERROR)  # its failures come as errors
+    logging.getLogger("modelscope_hub").setLevel(logging.ERROR)  # failures are raised as errors
 
     return HubApi()
 
 
-def _asked(ask: Callable[[], Any], repo: str, revision: str | None, kind: Kind) -> Any:
-    """The client's answer, its errors as DownloadError."""
+def _call(request: Callable[[], Any], repo: str, revision: str | None, kind: Kind) -> Any:
+    """Call the client; raises its errors as DownloadError."""
     from modelscope_hub import errors
 
     try:
-        return ask()
+        return request()
     except errors.FileDownloadError as error:
         first = next(iter(error.failed_files.values()), error)
         raise _explained(first, repo, revision, kind) from error
@@ -92,12 +105,12 @@ def _asked(ask: Callable[[], Any], repo: str, revision: str | None, kind: Kind) 
 def _explained(error: BaseException, repo: str, revision: str | None, kind: Kind) -> DownloadError:
     from modelscope_hub import errors
 
-    place = f"{kind} {repo} of {_endpoint()}"
+    place = f"{kind} {repo} at {_endpoint()}"
     match error:
         case errors.AuthenticationError() | errors.PermissionDeniedError():
             return AccessDenied(
-                f"{place} is refused (HTTP {error.status_code}): accept its terms on its page if it has any, and "
-                "set MODELSCOPE_API_TOKEN to a token that may read it"
+                f"access to {place} is denied (HTTP {error.status_code}): accept its terms on its page, if any, "
+                "and set MODELSCOPE_API_TOKEN to a token with read access"
             )
         case errors.NotExistError():
             return NotFound(
@@ -107,15 +120,15 @@ def _explained(error: BaseException, repo: str, revision: str | None, kind: Kind
             )
         case errors.FileIntegrityError():
             return WrongContent(
-                f"a file of {place} is not the one that is listed: {error.message}. Nothing of it was kept; it "
-                "may have changed during the download: run it again"
+                f"a file of {place} does not match its listing: {error.message}. It was discarded; it may have "
+                "changed during the download: run it again"
             )
         case errors.RateLimitError() | errors.ServerError():
             busy = Unreachable(f"{_endpoint()} is busy: {error}; run it again later")
             busy.retry_after = float(getattr(error, "retry_after", None) or 0.0)
             return busy
         case errors.APIError():
-            return DownloadError(f"{_endpoint()} refuses {place}: {error}")
+            return DownloadError(f"{_endpoint()} refused the request for {place}: {error}")
         case OSError() if (full := disk_is_full(error)) is not None:
             return full
     return unreachable(_endpoint(), error)

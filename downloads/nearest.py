@@ -1,4 +1,4 @@
-"""Names that a misspelt one may have meant."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_SHOWN = 8
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """` (did you mean X?)`, or what there is; "" without names."""
+    """` (did you mean X?)` for close names, else a list of the names; "" if there are none."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     if close:
         return f" (did you mean {', '.join(close)}?)"

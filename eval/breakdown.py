@@ -1,4 +1,4 @@
-"""Where a difference comes from: groups of items, format or content, lengths, the two graders, samples."""
+"""Where a difference comes from: groups of items, format or content, lengths, graders, samples, speed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from eval.answers.grading import VERDICTS
 from eval.results import Row, Samples, num_right
-from eval.statistics import PairedChange, change_interval, holm, measure_change, share_interval
+from eval.statistics import change_interval, holm, measure_change, share_interval
 from eval.summary import IsSame, count_agreement, group_by, item_metrics, largest_steps, list_disagreements
 
-Pair = tuple[Samples, Samples]  # one item before and after, every request answered
+Pair = tuple[Samples, Samples]  # one item before and after; every request was answered
 ANSWERED = tuple(verdict for verdict in VERDICTS if verdict != "request_failed")
 UNFINISHED = ("no_answer", "truncated")
 QUANTILES = (5, 25, 50, 75, 95)
@@ -23,7 +23,7 @@ NUM_BINS = 30
 
 @dataclass(frozen=True)
 class GroupChange:
-    """A level's or subject's change, with p-values for one group and for many."""
+    """Change of one level or subject, with raw and adjusted p-values."""
 
     n: int
     difference: float
@@ -36,7 +36,7 @@ class GroupChange:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the difference, with its 95 % interval."""
+    """One component of the difference, with its 95 % interval."""
 
     difference: float
     ci95: tuple[float, float]
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the responses are. `histogram[side][i]` counts lengths from `edges[i]` up to `edges[i + 1]`."""
+    """Response lengths. `histogram[side][i]` counts lengths from `edges[i]` up to `edges[i + 1]`."""
 
     unit: Literal["tokens", "characters"]
     quantiles: dict[str, dict[str, float]]  # side -> {"5", ..., "95", "mean", "max"}
@@ -54,14 +54,14 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Graders:
-    """AISBench's verdicts beside the exact grader's, over the paired items."""
+    """AISBench's verdicts compared with the exact grader's, over the paired items."""
 
     before: float  # accuracy under AISBench's rule
     after: float
     difference: float
     ci95: tuple[float, float]
     p: float
-    raises: dict[str, int]  # side -> responses on which AISBench itself would raise
+    raises: dict[str, int]  # side -> responses on which AISBench's own code would raise
     agreement: dict[str, dict[str, int]]  # side -> {both_right, only_exact, only_aisbench, neither}
     disagreements: list[dict[str, Any]]
 
@@ -78,37 +78,45 @@ class MetricChange:
     ci95: tuple[float, float]  # paired
 
 
+@dataclass(frozen=True)
+class Speed:
+    """Speed of a server. `latency` is per request, including retries and the waits between them."""
+
+    latency: dict[str, float]  # {"50", "95", "max"}, seconds
+    tokens_per_second: float | None  # while requests were in flight; None if times or tokens are missing
+
+
 def changes_of(pairs: Iterable[Pair]) -> list[int]:
-    """By how many right responses each item changed."""
+    """Change in the number of right responses, per item."""
     return [num_right(after) - num_right(before) for before, after in pairs]
 
 
 def group_changes(pairs: Sequence[Pair], fields: Sequence[str]) -> dict[str, dict[str, GroupChange]]:
-    """{field: {group: change}} in natural order, p-values adjusted over the groups of all the fields together."""
-    groups = {
-        field: {
-            key: [pair for pair in pairs if getattr(pair[0][0], field) == key]
-            for key in group_by((before[0] for before, _ in pairs), field)
-        }
+    """{field: {group: change}} in natural order; p-values are adjusted over all groups of all fields."""
+    groups = [
+        (field, key, [pair for pair in pairs if getattr(pair[0][0], field) == key])
         for field in fields
-    }
-    changes = {
-        (field, key): measure_change(changes_of(group), len(group[0][0]))
-        for field in fields
-        for key, group in groups[field].items()
-    }
-    adjusted = dict(zip(changes, holm([change.p for change in changes.values()]), strict=True))
-    return {
-        field: {
-            key: _group_change(group, changes[field, key], adjusted[field, key])
-            for key, group in groups[field].items()
-        }
-        for field in fields
-    }
+        for key in group_by((before[0] for before, _ in pairs), field)
+    ]
+    changes = [measure_change(changes_of(group), len(group[0][0])) for *_, group in groups]
+    adjusted = holm([change.p for change in changes])
+    found: dict[str, dict[str, GroupChange]] = {field: {} for field in fields}
+    for (field, key, group), change, p_holm in zip(groups, changes, adjusted, strict=True):
+        counts = changes_of(group)
+        found[field][key] = GroupChange(
+            n=change.n,
+            difference=change.difference,
+            interval=change.ci95,
+            gained=sum(count > 0 for count in counts),
+            lost=sum(count < 0 for count in counts),
+            p=change.p,
+            p_holm=p_holm,
+        )
+    return found
 
 
 def transitions_of(pairs: Iterable[Pair]) -> dict[str, dict[str, float]]:
-    """[x][y]: items with verdict x before and y after; k samples count in each of the k * k ways to pair them."""
+    """[x][y]: items with verdict x before and y after, averaged over the k * k pairs of an item's samples."""
     counts: Counter[tuple[str, str]] = Counter()
     num_ways = 1
     for before, after in pairs:
@@ -120,8 +128,8 @@ def transitions_of(pairs: Iterable[Pair]) -> dict[str, dict[str, float]]:
 def gain_parts(pairs: Sequence[Pair]) -> dict[str, Part]:
     """{format, no_answer, truncated, content}: format = no_answer + truncated; format + content = the difference.
 
-    Format is the share of items that went from no finished answer to right, minus the share that went back.
-    Content is the same for wrong answers.
+    Format is the share of items that went from unfinished to right, minus the share that went back. Content is the
+    same for wrong answers.
     """
     parts = {verdict: [_net(pair, (verdict,)) for pair in pairs] for verdict in UNFINISHED}
     parts = {"format": [_net(pair, UNFINISHED) for pair in pairs], **parts}
@@ -131,7 +139,7 @@ def gain_parts(pairs: Sequence[Pair]) -> dict[str, Part]:
 
 
 def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
-    """Lengths in tokens if the server counted all of them, else in characters."""
+    """Response lengths, in tokens if the server counted all of them, else in characters."""
     unit: Literal["tokens", "characters"] = "tokens"
     if any(row.response_tokens is None for row in (*before, *after)):
         unit = "characters"
@@ -156,8 +164,23 @@ def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
     )
 
 
+def measure_speed(rows: Sequence[Row]) -> Speed:
+    """Speed over the answered rows. Pauses between attempts of the evaluation do not count."""
+    seconds = np.array([row.seconds for row in rows])
+    latency = {name: float(np.percentile(seconds, q)) for name, q in (("50", 50), ("95", 95), ("max", 100))}
+    spans = sorted((row.ended_at - row.seconds, row.ended_at) for row in rows if row.ended_at is not None)
+    tokens = [row.response_tokens for row in rows if row.response_tokens is not None]
+    if len(spans) < len(rows) or len(tokens) < len(rows):
+        return Speed(latency, None)
+    busy, end = 0.0, 0.0
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return Speed(latency, sum(tokens) / busy if busy else None)
+
+
 def compare_graders(pairs: Sequence[Pair]) -> Graders:
-    """AISBench's accuracies, and where its verdicts differ from the exact ones."""
+    """AISBench's accuracies, and where its verdicts differ from the exact grader's."""
     k = len(pairs[0][0])
     counts = [[sum(row.aisbench_right for row in samples) for samples in pair] for pair in pairs]
     change = measure_change([y - x for x, y in counts], k)
@@ -193,21 +216,8 @@ def compare_metrics(
     }
 
 
-def _group_change(pairs: Sequence[Pair], change: PairedChange, p_holm: float) -> GroupChange:
-    changes = changes_of(pairs)
-    return GroupChange(
-        n=change.n,
-        difference=change.difference,
-        interval=change.ci95,
-        gained=sum(count > 0 for count in changes),
-        lost=sum(count < 0 for count in changes),
-        p=change.p,
-        p_holm=p_holm,
-    )
-
-
 def _net(pair: Pair, verdicts: Sequence[str]) -> float:
-    """Share of an item's pairs of samples that go from `verdicts` to right, minus the share that go back."""
+    """Share of an item's sample pairs that go from `verdicts` to right, minus the share that go back."""
     before, after = pair
     gained = _count(before, verdicts) * num_right(after)
     lost = num_right(before) * _count(after, verdicts)

@@ -1,4 +1,4 @@
-"""Change points of accuracies over runs: where the level changes, marked only when a permutation test says so."""
+"""Change points in accuracies over runs, confirmed by a permutation test."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ import numpy as np
 
 from eval.statistics import SIGNIFICANCE, holm
 
-MIN_SIDE = 3  # runs on each side of a change: fewer are an outlier
-MIN_RUNS = 8  # fewer have no order of runs that is rare enough
+MIN_SIDE = 3  # runs on each side of a change; fewer could be outliers
+MIN_RUNS = 8  # with fewer, no order of runs is rare enough to be significant
 NUM_ORDERS = 9_999
 
 
 @dataclass(frozen=True)
 class ChangePoint:
-    """From the run at `place` on the level is `after`, up to the next change point; before it is `before`."""
+    """The mean accuracy changes from `before` to `after` at the run with index `place`."""
 
     place: int
     before: float
     after: float
-    p: float  # of the series, or of the part between change points found before
+    p: float  # of the series, or of the segment between earlier change points
 
 
 def find_change_points(lines: Sequence[Sequence[float]], num_orders: int = NUM_ORDERS) -> list[list[ChangePoint]]:
-    """The change points of each line of accuracies, in order.
+    """Change points of each line of accuracies, in order.
 
-    Under "no change" the runs of a line could have come in any order. The statistic is the largest difference of
-    the means before and after a place, over its standard error at equal variance (CUSUM). p is the share of orders
-    with one at least as large, of `num_orders` random ones and the observed one (Antoch and Huskova, Stat Probab
-    Lett 53:37, 2001). The search over places is part of the test. Holm's adjustment is over the lines. Where a
-    change is found, both parts are tested again, each at half the level.
+    Under "no change", all orders of a line's runs are equally likely. The statistic is the maximum over places of
+    the difference in means before and after, divided by its standard error at equal variance (CUSUM). p is the
+    share of orders with a statistic at least as large, among `num_orders` random orders and the observed one
+    (Antoch and Huskova, Stat Probab Lett 53:37, 2001), so it accounts for the search over places. p-values are
+    adjusted over the lines with Holm's method. After a change, both segments are tested again, each at half the
+    level.
     """
     found = [_test(line, num_orders) for line in lines]
     adjusted = holm([p for _, p in found])
@@ -56,7 +57,7 @@ def _split(
 
 
 def _test(line: Sequence[float], num_orders: int) -> tuple[int, float]:
-    """(the likeliest place of a change, p); 1 for a line that is too short or constant."""
+    """(most likely place of a change, p). p is 1 for a line that is too short or constant."""
     if len(line) < MIN_RUNS or max(line) == min(line):
         return 0, 1.0
     values = np.asarray(line) - np.mean(line)
@@ -68,7 +69,7 @@ def _test(line: Sequence[float], num_orders: int) -> tuple[int, float]:
 
 
 def _statistics(rows: np.ndarray) -> np.ndarray:
-    """[orders, places from MIN_SIDE to T - MIN_SIDE] of centred rows [orders, T]."""
+    """CUSUM statistics [orders, places from MIN_SIDE to T - MIN_SIDE] of centred rows [orders, T]."""
     num_runs = rows.shape[1]
     places = np.arange(MIN_SIDE, num_runs - MIN_SIDE + 1)
     return np.abs(np.cumsum(rows, axis=1)[:, places - 1]) / np.sqrt(places * (num_runs - places) / num_runs)

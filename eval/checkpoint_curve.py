@@ -1,4 +1,4 @@
-"""Accuracy against training steps; the best step, chosen on one half of the problems and measured on the other."""
+"""Accuracy over training steps. The best step is chosen on one half of the problems and measured on the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eval.statistics import (
     PairedChange,
     Stratum,
     measure_pooled_change,
-    pooled_share,
+    pooled_mean,
     share_interval,
 )
 from eval.suite_comparison import Paired
@@ -29,27 +29,27 @@ class Best:
     """The step with the highest pooled accuracy on one half of the problems, and its figures on the other half."""
 
     step: int
-    num_chosen_on: int  # problems
-    chosen_on: float  # its accuracy there, the highest of all steps: too high on average
+    num_chosen_on: int  # problems in the first half
+    chosen_on: float  # its accuracy there; as a maximum it is biased upwards
     num_reported_on: int
     reported: Share
     last_step: int
-    change: PairedChange  # from the last step to this one, on the other half
+    change: PairedChange  # from the last step to the best one, on the other half
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Models along one training, by step; step 0 is the model before it."""
+    """Accuracies over one training, by step; step 0 is the model before training."""
 
     steps: tuple[int, ...]
     pooled: tuple[Share, ...]
     benchmarks: dict[str, tuple[Share, ...]]
-    best: Best | None  # None where no half holds a problem of every benchmark
+    best: Best | None  # None unless both halves have a problem of every benchmark
 
 
 @dataclass(frozen=True)
 class _Line:
-    """One benchmark along the training: the right responses of each problem, by step."""
+    """One benchmark over the training: right responses per problem and step."""
 
     name: str
     weight: float
@@ -57,19 +57,19 @@ class _Line:
     right: dict[str, dict[int, int]]  # digest of a problem -> step -> right responses
 
     def half(self, is_second: bool) -> dict[str, dict[int, int]]:
-        """The problems of one half, by a digit of their digests: the same in every run."""
+        """The problems of one half. The split uses a digit of the digest, so it is the same in every run."""
         return {problem: found for problem, found in self.right.items() if int(problem[-1], 16) % 2 == is_second}
 
     def share(self, step: int, problems: Mapping[str, Mapping[int, int]]) -> Share:
-        """The accuracy at a step on these problems."""
+        """Accuracy at a step on these problems."""
         values = [found[step] / self.num_samples for found in problems.values()]
         return Share(sum(values) / len(values), share_interval(values, 1 / self.num_samples))
 
 
 def checkpoint_curve(points: Mapping[int, Sequence[Paired]]) -> Curve | None:
-    """The curve of evaluations by step, each benchmark paired with the model before training.
+    """Accuracy curve from evaluations by step, each benchmark paired with the model before training.
 
-    Only problems that every step answered count, and each once. None for fewer than two steps after the start.
+    Only problems that every step answered count, each once. None for fewer than two steps after step 0.
     """
     if len(points) < 2:
         return None
@@ -103,7 +103,7 @@ def _lines(points: Mapping[int, Sequence[Paired]]) -> list[_Line]:
 
 
 def _pooled(shares: Sequence[tuple[_Line, Share]]) -> Share:
-    return Share(*pooled_share([(share.accuracy, share.interval, line.weight) for line, share in shares]))
+    return Share(*pooled_mean([(share.accuracy, share.interval, line.weight) for line, share in shares]))
 
 
 def _best(lines: Sequence[_Line], steps: Sequence[int]) -> Best | None:

@@ -1,4 +1,4 @@
-"""Two evaluations of the same items, paired: did the model get better?"""
+"""Paired comparison of two evaluations of the same items: did the model get better?"""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from eval import InputError, breakdown
 from eval.answers.grading import grade
-from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part
+from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part, Speed
 from eval.identity import describe_weights
-from eval.measured import Speed, speed_of
 from eval.results import (
     SERVED,
     Evaluation,
@@ -24,26 +23,22 @@ from eval.results import (
     num_right,
     rate,
 )
-from eval.statistics import (
-    SIGNIFICANCE,
-    measure_change,
-    share_interval,
-)
+from eval.statistics import SIGNIFICANCE, measure_change, share_interval
 from eval.summary import acc_norm, group_by, same_answer_by, summarise_scores, summarise_votes
 from eval.thinking import Budget, Thinking, by_limit, measure_thinking
 
 GROUP_FIELDS = ("level", "subject")
-# Settings that may differ: the model is what is compared, the others are checked item by item.
+# Settings that may differ: the model is being compared; the others are checked item by item.
 _NOT_COMPARED = ("model", SERVED, "num_items", "prompts", "golds")
 
 
 class ComparisonError(InputError):
-    """Two results directories cannot be paired: other items, prompts, sampling settings or grader."""
+    """Two evaluations cannot be paired: their items, prompts, sampling settings or graders differ."""
 
 
 @dataclass(frozen=True)
 class GroupResult:
-    """One side's accuracy on a level, a subject or everything, with its 95 % interval."""
+    """One side's accuracy with its 95 % interval, on one level, one subject or all items."""
 
     n: int  # items
     right: int  # responses
@@ -53,12 +48,12 @@ class GroupResult:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two models, over the paired items."""
+    """Results of one of the two models, over the paired items."""
 
     model: str
-    weights: str  # what identifies them, in words
-    engine: str | None  # version and settings, as the server says
-    evaluation: str  # digest of the measurement: copies share it
+    weights: str  # description of what identifies them
+    engine: str | None  # version and settings, as reported by the server
+    evaluation: str  # digest of the measurement; copies share it
     sampling: Mapping[str, Any]  # as in settings.json
     n: int
     right: int
@@ -71,17 +66,17 @@ class Side:
     request_failed_rate: float  # over all items of this side, paired or not
     mean_response_tokens: float | None
     thinking: Thinking | None
-    scorer: dict[str, float] | None  # {mean_score, errors} where a scorer grades
-    judge: dict[str, float] | None  # as eval.summary.summarise_votes
-    acc_norm: float | None  # where options are weighed
-    num_finished: int  # responses that are right or wrong: neither truncated nor without an answer
-    finished_accuracy: float  # of those
+    scorer: dict[str, float] | None  # {mean_score, errors} if a scorer grades
+    judge: dict[str, float] | None  # see eval.summary.summarise_votes
+    acc_norm: float | None  # if options are scored by log-probs
+    num_finished: int  # right or wrong responses: neither truncated nor without an answer
+    finished_accuracy: float  # over those
     speed: Speed
 
 
 @dataclass(frozen=True)
 class Flip:
-    """An item that changed between right and not right, or of which more or fewer samples are right."""
+    """An item with more or fewer right samples after than before."""
 
     id: str
     level: str | None
@@ -94,12 +89,12 @@ class Flip:
 
 @dataclass(frozen=True)
 class Unpaired:
-    """Items left out because a request failed, and bounds of the difference over all items."""
+    """Items left out because a request failed, with bounds on the difference over all items."""
 
     num_items: int
-    before: int  # those that failed before
+    before: int  # items with a failed request before
     after: int
-    difference_range: tuple[float, float]  # if every failed request were answered wrong, or right
+    difference_range: tuple[float, float]  # for any possible answers to the failed requests
 
 
 @dataclass(frozen=True)
@@ -128,13 +123,13 @@ class Comparison:
     gain: dict[str, Part]
     transitions: dict[str, dict[str, float]]
     lengths: Lengths
-    by_limit: list[tuple[Budget, ...]]  # of both sides, what lower token limits would have left
+    by_limit: list[tuple[Budget, ...]]  # both sides under simulated lower token limits
     graders: Graders
     metrics: dict[str, MetricChange]
     lost: tuple[Flip, ...]
     gained: tuple[Flip, ...]
-    items: dict[str, tuple[int | None, int | None]]  # right responses before and after, None where one failed
-    settings: dict[str, Any]  # what both sides share
+    items: dict[str, tuple[int | None, int | None]]  # right responses before and after, None if a request failed
+    settings: dict[str, Any]  # shared by both sides
 
     @property
     def is_one_evaluation(self) -> bool:
@@ -148,17 +143,16 @@ class Comparison:
 
 
 def compare(before_dir: str | Path, after_dir: str | Path) -> Comparison:
-    """Pair two results directories by item id.
-
-    Raises ComparisonError, saying what differs, when benchmark, items, prompts, gold answers, api, sampling
-    settings or grader are not the same on both sides, and ResultsError when one of them is unfinished.
-    """
+    """Load and compare two results directories. Raises ResultsError if an evaluation is unfinished."""
     return compare_evaluations(load_evaluation(before_dir), load_evaluation(after_dir))
 
 
 def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
-    """As `compare`, of evaluations that are already loaded."""
-    _refuse_different(before, after)
+    """Pair two evaluations by item id.
+
+    Raises ComparisonError if benchmark, items, prompts, gold answers, API, sampling settings or grader differ.
+    """
+    _require_comparable(before, after)
     pairs = [(samples, after.items[identity]) for identity, samples in before.items.items()]
     paired = [(x, y) for x, y in pairs if is_answered(x) and is_answered(y)]
     if not paired:
@@ -200,15 +194,11 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
     )
 
 
-def _refuse_different(before: Evaluation, after: Evaluation) -> None:
-    left, right = (
-        {**{key: value for key, value in side.settings.items() if key not in _NOT_COMPARED}, **_set_sampling(side)}
-        for side in (before, after)
-    )
-    reasons = describe_differences(left, right)
+def _require_comparable(before: Evaluation, after: Evaluation) -> None:
+    reasons = describe_differences(_comparable_settings(before), _comparable_settings(after))
     hint = " Grade both by the same rule with `dapo grade`." if "grader:" in "; ".join(reasons) else ""
     if before.num_samples != after.num_samples:
-        reasons.append(f"responses to each item: {before.num_samples} before, {after.num_samples} after")
+        reasons.append(f"responses per item: {before.num_samples} before, {after.num_samples} after")
     for label, side, other in (("before", before, after), ("after", after, before)):
         only = [identity for identity in side.items if identity not in other.items]
         if only:
@@ -223,17 +213,18 @@ def _refuse_different(before: Evaluation, after: Evaluation) -> None:
     if reasons:
         raise ComparisonError(
             f"the two evaluations cannot be compared: {'; '.join(reasons)}. A difference in accuracy would not "
-            f"be the model's alone: evaluate both with the same evaluate.* settings.{hint}"
+            f"be due to the model alone: evaluate both with the same evaluate.* settings.{hint}"
         )
 
 
-def _set_sampling(side: Evaluation) -> dict[str, Any]:
-    """The sampling that a recipe sets: without what generation_config.json says, in which models may differ."""
-    sampling = side.settings["sampling"]
-    if sampling.get("source") != "model":
-        return {"sampling": sampling}
-    own = ("temperature", "top_p", "top_k", "extra_body")
-    return {"sampling": {name: value for name, value in sampling.items() if name not in own}}
+def _comparable_settings(side: Evaluation) -> dict[str, Any]:
+    """Settings that must be equal. Sampling values from generation_config.json may differ between models."""
+    settings = {key: value for key, value in side.settings.items() if key not in _NOT_COMPARED}
+    sampling = settings["sampling"]
+    if sampling.get("source") == "model":
+        from_model = ("temperature", "top_p", "top_k", "extra_body")
+        settings["sampling"] = {key: value for key, value in sampling.items() if key not in from_model}
+    return settings
 
 
 def _unpaired(pairs: Sequence[Pair]) -> Unpaired:
@@ -278,7 +269,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
         acc_norm=acc_norm(rows),
         num_finished=len(finished),
         finished_accuracy=rate(finished, lambda row: row.is_right),
-        speed=speed_of(rows),
+        speed=breakdown.measure_speed(rows),
     )
 
 
@@ -301,17 +292,17 @@ def _rows(items: Sequence[Samples]) -> list[Row]:
 
 
 def _flips(pairs: Sequence[Pair], is_gain: bool) -> tuple[Flip, ...]:
-    """Flips, the largest first; of several samples, one that shows the change."""
+    """Flips, largest first, each with one sample that shows the change."""
     ordered = sorted(pairs, key=lambda pair: -abs(num_right(pair[1]) - num_right(pair[0])))
     flips = []
     for before, after in ordered:
         first = before[0]
-        sides = _shown(before, right=not is_gain), _shown(after, right=is_gain)
+        sides = _sample_fields(before, right=not is_gain), _sample_fields(after, right=is_gain)
         flips.append(Flip(first.id, first.level, first.subject, first.problem, first.gold, *sides))
     return tuple(flips)
 
 
-def _shown(samples: Samples, right: bool) -> dict[str, Any]:
+def _sample_fields(samples: Samples, right: bool) -> dict[str, Any]:
     row = next((row for row in samples if row.is_right == right), samples[0])
     return {
         "verdict": row.verdict,

@@ -1,4 +1,4 @@
-"""Trainings side by side, those of other trainers included: what each metric began and ended with, and plots."""
+"""Side-by-side comparison of trainings, including other trainers': first and last values of each metric, plots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _METRICS = {
     "critic/score/mean": "score",
     "validation/accuracy": "accuracy, held-out",
     "response_length/mean": "response tokens",
-    "response_length/clip_ratio": "responses cut",
+    "response_length/clip_ratio": "responses truncated",
     "prompt_length/mean": "prompt tokens",
     "actor/entropy": "entropy",
     "actor/pg_loss": "policy loss",
@@ -31,20 +31,20 @@ _METRICS = {
     "actor/grad_norm": "gradient norm",
     "actor/lr": "learning rate",
     "train/num_gen_batches": "draws",
-    "perf/throughput": "tokens/s and device",
+    "perf/throughput": "tokens/s per device",
     "timing_s/step": "seconds per step",
-    "timing_s/gen": "generate, seconds",
+    "timing_s/gen": "generation, seconds",
     "timing_s/old_log_prob": "old log-probs, seconds",
     "timing_s/update_actor": "update, seconds",
     "timing_s/weight_sync": "weight sync, seconds",
 }
-_PER_SET = "val-core/"  # verl's and our accuracies by data source
-_PART = 10  # what begins and ends a training is a tenth of its steps
+_PER_SET = "val-core/"  # accuracies by data source
+_PART = 10  # "first" and "last" are means over a tenth of the steps
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Means of a metric over the first and the last tenth of a training's steps that have it."""
+    """Means of a metric over the first and last tenth of the steps that report it."""
 
     first: float
     last: float
@@ -53,7 +53,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class Side:
-    """One training: where its steps are from, and how each metric began and ended."""
+    """One training: its steps, and the first and last values of each metric."""
 
     label: str
     trainer: str
@@ -62,18 +62,18 @@ class Side:
 
     @property
     def extent(self) -> str:
-        """Its steps in words; a step 0 is a validation before training."""
+        """Range of steps in words. Step 0 is a validation before training."""
         numbers = [metrics["step"] for metrics in self.steps]
         return f"{numbers[0]:,} to {numbers[-1]:,}" if len(numbers) > 1 else f"{numbers[0]:,}"
 
 
 def compare_trainings(paths: Mapping[str, Path]) -> list[Side]:
-    """The trainings whose console logs or metrics files are at these paths, by label.
+    """Read the console logs or metrics files at these paths, by label.
 
-    Raises ResultsError for a file without a training step, and for more than MAX_SIDES of them.
+    Raises ResultsError for a file without training steps, and for more than MAX_SIDES files.
     """
     if len(paths) > MAX_SIDES:
-        raise ResultsError(f"{len(paths)} trainings are too many for one plot; name at most {MAX_SIDES}")
+        raise ResultsError(f"{len(paths)} trainings do not fit in one plot; name at most {MAX_SIDES}")
     return [_read(label, path) for label, path in paths.items()]
 
 
@@ -81,8 +81,8 @@ def _read(label: str, path: Path) -> Side:
     training = read_training(path)
     if not training.steps:
         raise ResultsError(
-            f"{path} shows no training step. A console log of verl has lines `step:1 - name:value - ...`, one of "
-            "MindSpeed `iteration: 1 / 100 | name : value | ...`, and a metrics file JSON lines with `step`"
+            f"{path} contains no training step. Expected are lines `step:1 - name:value - ...` (verl console), "
+            "`iteration: 1 / 100 | name : value | ...` (MindSpeed) or JSON with `step` (metrics file)"
         )
     names = dict.fromkeys(name for metrics in training.steps for name in metrics if name != "step")
     metrics = {name: ends for name in names if (ends := _ends(training.steps, name)) is not None}
@@ -103,7 +103,7 @@ def _ends(steps: Steps, name: str) -> Ends | None:
 
 
 def _table(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
-    """(metric in words, a cell for each side) of every metric that a side has."""
+    """(metric label, one cell per side) for every metric that a side has."""
     by_set = sorted({name for side in sides for name in side.metrics if name.startswith(_PER_SET)})
     labels = {**_METRICS, **{name: name for name in by_set}}
     rows = [("steps", [side.extent for side in sides])]
@@ -121,7 +121,7 @@ def _cell(ends: Ends | None) -> str:
 
 
 def _notes(sides: Sequence[Side]) -> list[str]:
-    """How values of other trainers differ from ours under the same name."""
+    """How values of other trainers differ from dapo-pipeline's values of the same name."""
     notes = []
     for trainer in dict.fromkeys(side.trainer for side in sides if side.trainer != "own"):
         for entry in metric_names(trainer.lower()).values():
@@ -132,12 +132,12 @@ def _notes(sides: Sequence[Side]) -> list[str]:
 
 
 def render_markdown(sides: Sequence[Side]) -> str:
-    """The table for a terminal."""
+    """The table as Markdown for a terminal."""
     return render("trainings.md.j2", sides=sides, rows=_table(sides), notes=_notes(sides))
 
 
 def write_page(sides: Sequence[Side], output_dir: str | Path) -> Path:
-    """trainings.html, with a plot of reward, length, entropy and throughput, and trainings.json beside it."""
+    """Write trainings.html (plots of reward, length, entropy, throughput) and trainings.json; returns the page."""
     from markupsafe import Markup
 
     folder = make_folder(output_dir)

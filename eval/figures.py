@@ -1,4 +1,4 @@
-"""Figures of the report's plots: drawn by matplotlib, as SVG text in the page's light and dark colours."""
+"""matplotlib figures as SVG text in the page's light and dark colours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# matplotlib draws in these unique colours; each is then replaced by the page's own light or dark one.
+# matplotlib draws in these placeholder colours; `svg_of` replaces each with the page's CSS variable.
 _PAGE_COLOURS = {
     "#010101": "--ink", "#020202": "--soft", "#030303": "--line", "#040404": "--before", "#050505": "--after",
     "#060606": "--up", "#070707": "--down", "#080808": "--third", "#090909": "--fourth", "#0a0a0a": "--fifth",
@@ -22,27 +22,27 @@ COLOUR = {name.removeprefix("--"): code for code, name in _PAGE_COLOURS.items()}
 
 
 def legend(axes: Axes) -> None:
-    """A legend in the upper right corner."""
+    """Put a legend in the upper right corner."""
     axes.legend(frameon=False, fontsize=7.5, ncols=2, loc="upper right", borderaxespad=0)
 
 
 def legend_above(axes: Axes, ncols: int) -> None:
-    """A legend above the axes."""
+    """Put a legend above the axes."""
     axes.legend(frameon=False, fontsize=8, ncols=ncols, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
 
 
 def plain(text: str) -> str:
-    """Literal text: matplotlib reads text between dollar signs as mathematics."""
+    """Escape dollar signs, which matplotlib would read as math mode."""
     return text.replace("$", r"\$")
 
 
 def wrapped(text: str) -> str:
-    """The text on at most three short lines."""
-    return "\n".join(textwrap.wrap(text, 13, max_lines=3, placeholder=" ...")) or text
+    """Wrap the text to at most three short lines."""
+    return "\n".join(textwrap.wrap(text, 14, max_lines=3, placeholder=" ...")) or text
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure of that size in inches with the page's plain axes."""
+    """A figure of this size in inches, with axes styled like the page."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -60,10 +60,7 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def svg_of(figure: Figure, label: str) -> str:
-    """The figure's <svg> element: text as text, and no date, so equal data give equal bytes.
-
-    `label` is for screen readers.
-    """
+    """The figure's <svg> element, labelled for screen readers. Equal data give equal bytes."""
     import matplotlib
     from markupsafe import escape
 
@@ -72,12 +69,12 @@ def svg_of(figure: Figure, label: str) -> str:
         matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif"}),
         warnings.catch_warnings(),
     ):
-        # The reader's font draws the text; it may have glyphs that ours lacks.
+        # The browser's font draws the text and may have glyphs that matplotlib's lacks.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     drawing = buffer.getvalue()
     drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL)
-    drawing = re.sub(r' id="[A-Za-z.0-9]+_\d+"', "", drawing)  # the same in every figure of the page
+    drawing = re.sub(r' id="[A-Za-z.0-9]+_\d+"', "", drawing)  # ids repeat across the page's figures
     drawing = re.sub("|".join(_PAGE_COLOURS), lambda match: f"var({_PAGE_COLOURS[match.group()]})", drawing)
     return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
 

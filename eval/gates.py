@@ -1,4 +1,4 @@
-"""Gates: what a recipe requires of the measured result, such as `math500 >= before - 1`."""
+"""Gates: conditions on the measured results, such as `math500 >= before - 1`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from downloads.nearest import nearest
 from eval import InputError
 from eval.problems.registry import POOLED
 
-if TYPE_CHECKING:
-    from eval.compare import Side
-
 BEFORE = "before"
-LAST_NIGHT = "last-night"  # the column that a nightly run adds where there is an earlier night
+LAST_NIGHT = "last-night"  # the column that a nightly run adds if there is an earlier night
 ACCURACY = "accuracy"
 METRICS = (ACCURACY, "finished", "truncated", "no_answer", "request_failed", "tokens")
 FORM = "NAME[.METRIC] >= NUMBER, or NAME[.METRIC] >= COLUMN - NUMBER; the sign is >=, >, <= or <"
@@ -27,52 +23,52 @@ _GATE = re.compile(
     r"(?P<name>\w[\w-]*)(?:\.(?P<metric>[\w@]+))?\s*(?P<sign>>=|<=|>|<)\s*"
     rf"(?P<bound>-?{_NUMBER}|(?P<column>[^\W\d][\w-]*?)(?P<shift>\s*[+-]\s*{_NUMBER})?)"
 )
-_DECIMALS = 9  # of a percentage; binary fractions of a share differ beyond it
+_DECIMALS = 9  # of a percentage; hides binary rounding
 
 Metrics = Mapping[str, float | None]  # {metric: percent, or tokens}
-# {column: {benchmark or `pooled`: (metrics of the column, metrics after, over the same items)}}
+# {column: {benchmark or `pooled`: (metrics of the column, metrics after training)}}, over the same items
 Measured = Mapping[str, Mapping[str, tuple[Metrics, Metrics]]]
 
 
 class GateError(InputError):
-    """A gate cannot be read, or names what the recipe does not have."""
+    """A gate cannot be parsed, or names an unknown benchmark, metric or column."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """`name.metric sign column + points`, or without a column `name.metric sign points`."""
+    """`name.metric sign column + points`, or `name.metric sign points` without a column."""
 
     text: str
-    name: str  # of a benchmark, or `pooled`
+    name: str  # a benchmark or `pooled`
     metric: str
     sign: str
     column: str | None
-    points: float  # of a percentage, or tokens
+    points: float  # percentage points or tokens
 
 
 @dataclass(frozen=True)
 class GateResult:
-    """What a gate came to. `is_passed` is None where there is no comparable earlier night."""
+    """Outcome of a gate. `is_passed` is None if there is no comparable earlier night."""
 
     gate: str
     unit: str
     measured: float | None
     bound: float | None
     is_passed: bool | None
-    reason: str | None  # why there are no values
+    reason: str | None  # why it was not measured
 
 
 def parse_gate(text: str, benchmarks: Sequence[str], columns: Sequence[str]) -> Gate:
-    """The gate that the text says. Raises GateError, with what was probably meant.
+    """Parse a gate. Raises GateError, suggesting the nearest name.
 
-    `benchmarks` is empty where there is only one: any name means it, and the gate's is `pooled`.
+    `benchmarks` is empty if there is only one. Any name then refers to it, and the parsed name is `pooled`.
     """
     match = _GATE.fullmatch(text.strip())
     if match is None:
         raise GateError(f"evaluate.gates: {text!r} is not of the form {FORM}")
     name, metric = match["name"], match["metric"] or ACCURACY
     column, shift = match["column"], match["shift"] or "0"
-    if match["bound"] in columns:  # a name that ends like a number of points
+    if match["bound"] in columns:  # a column such as qwen3-8, which also reads as "qwen3 minus 8"
         column, shift = match["bound"], "0"
     if benchmarks and name not in (*benchmarks, POOLED):
         raise GateError(f"evaluate.gates: {text!r}: no benchmark {name}{nearest(name, (*benchmarks, POOLED))}")
@@ -87,17 +83,17 @@ def parse_gate(text: str, benchmarks: Sequence[str], columns: Sequence[str]) -> 
 
 
 def check_gate(gate: Gate, measured: Measured) -> GateResult:
-    """The gate against the measured values themselves, not their intervals.
+    """Check a gate against the measured values, not their intervals.
 
-    Where a value is missing the gate fails, but for last night's: there may be none, or one asked in another way.
+    A missing value fails the gate, except for `last-night`: that night may not exist or not be comparable.
     """
     unit = "tokens" if gate.metric == "tokens" else "%"
-    theirs, ours = measured.get(gate.column or BEFORE, {}).get(gate.name, ({}, {}))
-    value = ours.get(gate.metric)
-    base = 0.0 if gate.column is None else theirs.get(gate.metric)
+    reference, after = measured.get(gate.column or BEFORE, {}).get(gate.name, ({}, {}))
+    value = after.get(gate.metric)
+    base = 0.0 if gate.column is None else reference.get(gate.metric)
     if value is None or base is None:
-        is_night = gate.column == LAST_NIGHT  # which the recipe cannot promise
-        where = f"beside {gate.column}" if gate.column else "after training"
+        is_night = gate.column == LAST_NIGHT
+        where = f"for {gate.column}" if gate.column else "after training"
         reason = f"{gate.name} has no {gate.metric} {where}"
         if is_night and LAST_NIGHT not in measured:
             reason = "there is no earlier night"
@@ -106,27 +102,15 @@ def check_gate(gate: Gate, measured: Measured) -> GateResult:
     return GateResult(gate.text, unit, value, bound, _SIGNS[gate.sign](value, bound), None)
 
 
-def metrics_of(side: Side) -> dict[str, float | None]:
-    """The values that gates may name, in percent or tokens."""
-    return {
-        ACCURACY: 100 * side.accuracy,
-        "finished": 100 * side.finished_accuracy if side.num_finished else None,
-        "truncated": 100 * side.truncated_rate,
-        "no_answer": 100 * side.no_answer_rate,
-        "request_failed": 100 * side.request_failed_rate,
-        "tokens": side.mean_response_tokens,
-    }
-
-
 def describe_gates(results: Sequence[GateResult]) -> list[str]:
-    """The gates in a sentence: which failed, with the measured values; none without gates."""
+    """The outcome of the gates in one sentence, naming those that failed; [] without gates."""
     if not results:
         return []
     failed = [result for result in results if result.is_passed is False]
     skipped = sum(result.is_passed is None for result in results)
     more = f", {skipped} without a comparable earlier night" if skipped else ""
     if not failed:
-        return [f"Gates: {len(results) - skipped} of {len(results)} hold{more}."]
+        return [f"Gates: {len(results) - skipped} of {len(results)} passed{more}."]
     words = (f"{result.gate} ({_values(result)})" for result in failed)
     return [f"GATES FAILED, {len(failed)} of {len(results)}{more}: {'; '.join(words)}."]
 
@@ -134,4 +118,4 @@ def describe_gates(results: Sequence[GateResult]) -> list[str]:
 def _values(result: GateResult) -> str:
     if result.bound is None or result.measured is None:
         return f"not measured: {result.reason}"
-    return f"measured {result.measured:.4g}, against {result.bound:.4g} {result.unit}"
+    return f"measured {result.measured:.4g}, threshold {result.bound:.4g} {result.unit}"

@@ -1,4 +1,4 @@
-"""Evaluations over time: each paired with the previous one and with the first, and their trend."""
+"""Evaluations over time: each paired with the previous and the first one, plus trend and change points."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MIN_TREND_RUNS = 3
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluation: right responses of each item, None where a request failed."""
+    """One evaluation: right responses per item, None if a request failed."""
 
     benchmark: str
     label: str
@@ -50,16 +50,16 @@ class Point:
     num_samples: int
     right: dict[str, int | None]
     evaluation: str  # digest of the measurement
-    num_repeats: int = 0  # later runs that used the same stored measurement
+    num_repeats: int = 0  # later runs that reused this measurement
 
     @property
     def answered(self) -> list[int]:
-        """Right responses of the items that were answered."""
+        """Right responses of the answered items."""
         return [count for count in self.right.values() if count is not None]
 
     @property
     def accuracy(self) -> float:
-        """Share of right responses, over answered items."""
+        """Share of right responses over answered items."""
         return sum(self.answered) / (self.num_samples * len(self.answered))
 
     @property
@@ -70,14 +70,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Change(PairedChange):
-    """A point against an earlier one, over the items that both answered."""
+    """Change of a point from an earlier one, over the items that both answered."""
 
-    is_significant: bool  # after Holm's adjustment over every change of the series
+    is_significant: bool  # after Holm's adjustment over all changes of the series
 
 
 @dataclass(frozen=True)
 class Trend:
-    """The straight line through a series, one step per run, over the items that every run answered."""
+    """Least-squares line through a series, one step per run, over the items that every run answered."""
 
     n: int
     slope: float  # per run
@@ -96,36 +96,36 @@ class Series:
     to_first: tuple[Change | None, ...]
     trend: Trend | None
     num_tests: int
-    differs: tuple[str, ...]  # from the first series of the benchmark, in words
+    differs: tuple[str, ...]  # differences from the first series of the benchmark
     change_points: tuple[ChangePoint, ...] = ()
-    num_lines: int = 1  # that the search for change points is adjusted over
+    num_lines: int = 1  # series that the change-point test is adjusted over
 
     @property
     def expected_false_alarms(self) -> float:
-        """Upper bound on the expected number of p below 0.05 if no run differed."""
+        """Upper bound on the expected number of p below 0.05 if all runs were equal."""
         return SIGNIFICANCE * self.num_tests
 
     @property
     def newest(self) -> str:
-        """In a sentence: the newest run against the one before it and against the first; "" for one run."""
-        changes = {"the run before": self.to_previous[-1], "the first run": self.to_first[-1]}
+        """A sentence comparing the newest run with the previous and the first; "" for a single run."""
+        changes = {"the previous run": self.to_previous[-1], "the first run": self.to_first[-1]}
         if len(self.points) == 2:
             changes.pop("the first run")
-        said = [
+        parts = [
             f"{_better_or_worse(change)} {name}{_figures(change)}" for name, change in changes.items() if change
         ]
-        return f"{self.points[-1].label} is {', and '.join(said)}." if said else ""
+        return f"{self.points[-1].label} is {', and '.join(parts)}." if parts else ""
 
     @property
-    def said_of_levels(self) -> list[str]:
-        """The change points in sentences, or that there is none; nothing for a series too short to tell."""
+    def level_sentences(self) -> list[str]:
+        """A sentence per change point, or one that there is none; [] for a series too short to test."""
         if len(self.points) < MIN_RUNS:
             return []
         return [
             f"The level changed at {self.points[point.place].label}: {percent(point.before)} before, "
-            f"{percent(point.after)} from there on (p {format_p(point.p)})."
+            f"{percent(point.after)} from then on (p {format_p(point.p)})."
             for point in self.change_points
-        ] or [f"No change point over {len(self.points)} runs."]
+        ] or [f"No change point in {len(self.points)} runs."]
 
 
 def _better_or_worse(change: Change) -> str:
@@ -140,12 +140,12 @@ def _figures(change: Change) -> str:
 
 
 def render_markdown(history: Sequence[Series]) -> str:
-    """The history for a terminal."""
+    """The history as Markdown for a terminal."""
     return render("history.md.j2", history=history, change_cell=_change_cell, p_cell=_p_cell)
 
 
 def write_page(history: Sequence[Series], output_dir: str | Path) -> Path:
-    """history.html, with a plot of each series, written to `output_dir`."""
+    """Write history.html, with a plot per series, to `output_dir`; returns its path."""
     from markupsafe import Markup
 
     from eval.plots import history_plot
@@ -171,17 +171,17 @@ def _change_cell(change: Change | None) -> str:
 
 
 def _p_cell(change: Change | None) -> str:
-    """The p-value, with a star if it is significant after adjustment."""
+    """The p-value, starred if significant after adjustment."""
     if change is None:
         return ""
     return plain_p(change.p) + (" *" if change.is_significant else "")
 
 
 def make_history(paths: Sequence[str | Path], benchmark: str | None = None) -> list[Series]:
-    """The evaluations at these paths: for each benchmark a series for each set of settings, the largest first.
+    """Series of comparable evaluations at these paths, per benchmark and settings, longest first.
 
-    A path is a results directory, a suite of them, a report.json or the folder with one (its "after" counts), or a
-    store, whose runs' reports are taken. `benchmark` chooses one. Raises ResultsError for anything else.
+    A path is a results directory, a suite of them, a report.json or its folder (the "after" side is used), or a
+    store (the reports of its runs are used). `benchmark` selects one. Raises ResultsError for anything else.
     """
     found = sorted((point for path in paths for point in _points(Path(path))), key=lambda point: point.at)
     if not found:
@@ -192,7 +192,7 @@ def make_history(paths: Sequence[str | Path], benchmark: str | None = None) -> l
     history = []
     for name in names if benchmark is None else [benchmark]:
         alike: dict[str, list[Point]] = {}
-        for point in _measured_once([point for point in found if point.benchmark == name]):
+        for point in _without_repeats([point for point in found if point.benchmark == name]):
             key = json.dumps([point.settings, point.num_samples, sorted(point.right)], sort_keys=True)
             alike.setdefault(key, []).append(point)
         ordered = sorted(alike.values(), key=len, reverse=True)
@@ -201,7 +201,7 @@ def make_history(paths: Sequence[str | Path], benchmark: str | None = None) -> l
 
 
 def _with_change_points(history: Sequence[Series]) -> list[Series]:
-    """The series with the change points of those that are long enough to have any."""
+    """The series with change points found in those that are long enough."""
     lines = {number: line for number, series in enumerate(history) if (line := _line(series))}
     found = dict(zip(lines, find_change_points([*lines.values()]), strict=True)) if lines else {}
     return [
@@ -211,14 +211,14 @@ def _with_change_points(history: Sequence[Series]) -> list[Series]:
 
 
 def _line(series: Series) -> list[float]:
-    """The accuracies over the items that every run answered; empty for too few runs, or without such items."""
+    """Accuracies over the items that every run answered; [] if there are too few runs or no such items."""
     rows = _shared_rows(series.points)
     return (
         [sum(column) / len(rows) for column in zip(*rows, strict=True)] if len(series.points) >= MIN_RUNS else []
     )
 
 
-def _measured_once(points: Sequence[Point]) -> list[Point]:
+def _without_repeats(points: Sequence[Point]) -> list[Point]:
     """The first point of each measurement, with the number of later runs that reused it."""
     labels: dict[str, set[str]] = {}
     for point in points:
@@ -247,13 +247,13 @@ def _points(path: Path) -> list[Point]:
 
 
 def _from_store(store: Path) -> list[Point]:
-    """The runs that have a report; an unreadable one is logged and left out."""
+    """Points of the runs that have a report; unreadable reports are logged and skipped."""
     points = []
     for path in sorted(store.glob(f"runs/*/report/{REPORT_JSON}")):
         try:
             points += _from_report(path)
         except ResultsError as error:
-            logger.warning("left out of the history: %s", error)
+            logger.warning("skipped in the history: %s", error)
     return points
 
 
@@ -279,13 +279,13 @@ def _from_report(path: Path) -> list[Point]:
         if "benchmarks" not in report:
             return [_from_content(report, str(report["settings"].get("benchmark") or OWN), label, path)]
         names = [row["name"] for row in report["benchmarks"]]
-        own = {name: folder / name / REPORT_JSON for name in names}
-        read = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in own.items()}
-        return [_from_content(read[name], name, label, own[name]) for name in names]
+        files = {name: folder / name / REPORT_JSON for name in names}
+        read = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
+        return [_from_content(read[name], name, label, files[name]) for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ResultsError(
-            f"{path} is not a report that a history can be made from ({error!r}). Write it again from its two "
-            f"results directories, with `dapo report`."
+            f"{path} is not a report that the history can read ({error!r}). Write it again from its two results "
+            f"directories with `dapo report`."
         ) from error
 
 
@@ -297,13 +297,15 @@ def _from_content(report: Mapping[str, Any], name: str, label: str, path: Path) 
         settings=report["settings"],
         num_samples=report["num_samples"],
         right={identity: after for identity, (_, after) in report["items"].items()},
-        evaluation=report["after"].get("evaluation", str(path)),  # reports of earlier versions lack it
+        evaluation=report["after"].get("evaluation", str(path)),  # absent in reports of earlier versions
     )
 
 
 def _series(points: Sequence[Point], reference: Point) -> Series:
     to_previous = list(zip(points[1:], points, strict=False))
-    to_first = [(point, points[0]) for point in points[2:]]  # the second point's is its `to_previous`
+    to_first = [
+        (point, points[0]) for point in points[2:]
+    ]  # for the second point, the first is also the previous one
     changes = _compare_all([*to_previous, *to_first])
     num_previous = len(to_previous)
     return Series(
@@ -320,16 +322,14 @@ def _series(points: Sequence[Point], reference: Point) -> Series:
 def _differences(reference: Point, other: Point) -> list[str]:
     found = describe_differences(reference.settings, other.settings, "in the first table", "here")
     if reference.num_samples != other.num_samples:
-        found.append(
-            f"{reference.num_samples} responses to each item in the first table, {other.num_samples} here"
-        )
+        found.append(f"{reference.num_samples} responses per item in the first table, {other.num_samples} here")
     if not found and reference.right.keys() != other.right.keys():
-        found.append("other items")
+        found.append("different items")
     return found
 
 
 def _compare_all(pairs: Sequence[tuple[Point, Point]]) -> list[Change]:
-    """(point, earlier point) -> the change over the items that both answered, p adjusted over all pairs."""
+    """The change for each (point, earlier point), over the items both answered; p is adjusted over all pairs."""
     found = []
     for point, earlier in pairs:
         right = [(earlier.right[identity], count) for identity, count in point.right.items()]
@@ -342,7 +342,7 @@ def _compare_all(pairs: Sequence[tuple[Point, Point]]) -> list[Change]:
 
 
 def _shared_rows(points: Sequence[Point]) -> list[list[float]]:
-    """Of each item that every run answered, its share of right responses in each."""
+    """One row per item that every run answered: its share of right responses in each run."""
     shared = [
         [count / point.num_samples for point in points if (count := point.right[identity]) is not None]
         for identity in points[0].right
@@ -356,17 +356,17 @@ def _trend(points: Sequence[Point]) -> Trend | None:
 
 
 def measure_trend(rows: Sequence[Sequence[float]], num_samples: int) -> Trend:
-    """Least squares through the accuracies: the mean of each item's own slope, so items give its interval.
+    """Least-squares line through the accuracies. Each row holds an item's share of right responses per run.
 
-    A row holds an item's shares of right responses, one per run.
+    The slope is the mean of the items' slopes, so its interval comes from their spread.
     """
     num_runs = len(rows[0])
     middle = (num_runs - 1) / 2
     spread = sum((place - middle) ** 2 for place in range(num_runs))
     slopes = [sum((place - middle) * y for place, y in enumerate(row)) / spread for row in rows]
-    steepest = sum(abs(place - middle) for place in range(num_runs)) / 2 / spread  # of one item
+    steepest = sum(abs(place - middle) for place in range(num_runs)) / 2 / spread  # largest slope of one item
     slope = sum(slopes) / len(slopes)
     mean = sum(map(sum, rows)) / (len(rows) * num_runs)
-    step = middle / spread / num_samples  # of a response in the first or last run
+    step = middle / spread / num_samples  # effect of one response in the first or last run
     interval = change_interval(slopes, step, steepest)
     return Trend(len(rows), slope, interval, mean - slope * middle, mean + slope * middle)

@@ -1,6 +1,6 @@
-"""Every item of a comparison, packed into the report's page: an index, and the texts in compressed chunks.
+"""All items of a comparison, packed into report.html: an index plus the texts in compressed chunks.
 
-A browser unpacks a chunk when one of its items is opened, so that ten thousand items still give a page that opens.
+The browser unpacks a chunk when one of its items is opened, so a page with ten thousand items still loads.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from redaction import redact
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-MAX_PAGE_CHARS = 24_000_000  # of all responses; beyond it the page names results.jsonl
+MAX_PAGE_CHARS = 24_000_000  # over all responses; beyond it the page refers to results.jsonl
 MAX_RESPONSE_CHARS = 6000
 MIN_RESPONSE_CHARS = 400
 MAX_FORMULAS = 20_000  # about a third of a millisecond each
 CHUNK_CHARS = 500_000  # of HTML, before compression
-_MAX_CELL_CHARS = 100  # of an answer in the list
+_MAX_CELL_CHARS = 100  # per answer in the list
 
 
 @dataclass(frozen=True)
 class PackedItems:
-    """The page's items: gzipped JSON in base64, the index first and then chunks of HTML."""
+    """Items as gzipped, base64-encoded JSON: the index, and chunks of HTML."""
 
     num_items: int
     index: str
@@ -38,7 +38,7 @@ class PackedItems:
 
 
 def pack_items(before: Evaluation, after: Evaluation) -> PackedItems:
-    """All items of two comparable evaluations; those that changed come first and get their texts first."""
+    """Pack all items of two comparable evaluations. Changed items come first and get page space first."""
     pairs = [(samples, after.items[identity]) for identity, samples in before.items.items()]
     pairs.sort(key=_place)
     rows = [row for pair in pairs for samples in pair for row in samples]
@@ -51,14 +51,14 @@ def pack_items(before: Evaluation, after: Evaluation) -> PackedItems:
             chunks.append([])
             size = 0
         body = _body(pair, texts)
-        index.append([*_listed(pair), len(chunks) - 1, len(chunks[-1])])
+        index.append([*_index_entry(pair), len(chunks) - 1, len(chunks[-1])])
         chunks[-1].append(body)
         size += len(body)
     return PackedItems(len(pairs), _packed(index), [_packed(chunk) for chunk in chunks])
 
 
 def direction_of(pair: tuple[Samples, Samples]) -> str:
-    """How an item changed: gained, lost, right, wrong or mixed on both sides, or failed."""
+    """How an item changed: gained, lost, unchanged (right, wrong or mixed), or failed."""
     before, after = pair
     if not (is_answered(before) and is_answered(after)):
         return "failed"
@@ -69,13 +69,13 @@ def direction_of(pair: tuple[Samples, Samples]) -> str:
 
 
 def _place(pair: tuple[Samples, Samples]) -> int:
-    """The key that puts large changes first and keeps the order of the others."""
+    """Sort key: larger changes first, the rest in their order."""
     has_changed = direction_of(pair) in ("gained", "lost")
     return -abs(num_right(pair[1]) - num_right(pair[0])) if has_changed else 0
 
 
 class _Texts:
-    """Renders the ends of responses while the page has room."""
+    """Renders the ends of texts until the page is full."""
 
     def __init__(self, num_texts: int) -> None:
         share = MAX_PAGE_CHARS // max(1, num_texts)
@@ -84,7 +84,7 @@ class _Texts:
         self._formulas = Formulas(MAX_FORMULAS)
 
     def end_of(self, text: str) -> tuple[int, Markup | None]:
-        """(characters left out before it, the end of the text as HTML), None when the page is full."""
+        """(number of characters cut, end of the text as HTML); the HTML is None once the page is full."""
         if self._left <= 0:
             return len(text), None
         start = _start_of_end(text, self._max_chars)
@@ -93,7 +93,7 @@ class _Texts:
 
 
 def _start_of_end(text: str, max_chars: int) -> int:
-    """Where the last `max_chars` begin: at a paragraph, line or word, so that no formula is cut in two."""
+    """Start of the last `max_chars`, moved to a paragraph, line or word so that it does not split a formula."""
     if len(text) <= max_chars:
         return 0
     start = len(text) - max_chars
@@ -104,8 +104,8 @@ def _start_of_end(text: str, max_chars: int) -> int:
     return start
 
 
-def _listed(pair: tuple[Samples, Samples]) -> list[Any]:
-    """An item's line in the list: its id, level, subject, gold answer, direction, and each side's verdicts."""
+def _index_entry(pair: tuple[Samples, Samples]) -> list[Any]:
+    """Index entry of an item: id, level, subject, gold answer, direction, then four values per side."""
     first, direction = pair[0][0], direction_of(pair)
     sides = []
     for samples, right in zip(pair, (direction == "lost", direction == "gained"), strict=True):
@@ -116,7 +116,7 @@ def _listed(pair: tuple[Samples, Samples]) -> list[Any]:
 
 
 def shown_sample(samples: Samples, right: bool) -> int:
-    """The number of the first sample that is right, or that is not; 0 if there is none."""
+    """Index of the first sample whose is_right equals `right`; 0 if there is none."""
     return next((number for number, row in enumerate(samples) if row.is_right == right), 0)
 
 
@@ -143,5 +143,7 @@ def _samples(samples: Sequence[Row], texts: _Texts) -> list[dict[str, Any]]:
 
 
 def _packed(value: Any) -> str:
-    text = redact(json.dumps(value, ensure_ascii=True, separators=(",", ":")))  # what exports cannot look into
+    text = redact(
+        json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+    )  # exports cannot redact inside the packed text
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()

@@ -1,4 +1,4 @@
-"""Rendering the report's templates: number formats, Markdown tables, pages that run only our own script."""
+"""Template rendering: number formats, Markdown tables, HTML pages that run only the bundled script."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MAX_ID_CHARS = 24
 
 
 def render(template: str, **values: Any) -> str:
-    """The rendered template; an .html.j2 escapes every value that is not Markup."""
+    """Render a template. An .html.j2 escapes every value that is not Markup."""
     is_html = template.endswith(".html.j2")
     return _environment(is_html).get_template(template).render(**values)
 
 
 def inline_script(name: str) -> tuple[Markup, str]:
-    """(the script as Markup, its hash for the page's content security policy)."""
+    """(script as Markup, its hash for the page's Content-Security-Policy)."""
     from markupsafe import Markup
 
     text = (TEMPLATES / name).read_text(encoding="utf-8")
@@ -36,9 +36,9 @@ def inline_script(name: str) -> tuple[Markup, str]:
 
 
 def field_of(content: Mapping[str, Any]) -> Callable[..., Markup]:
-    """`field(form, *keys)`: the value at these keys of `content`, formatted, in an element that names the keys.
+    """Return `field(form, *keys)`, which formats the value at these keys of `content` as a <span>.
 
-    The element's data-field is the path of the keys, so a test can check the page against the JSON.
+    The span's data-field holds the path of keys, so tests can check the page against the JSON.
     """
     from markupsafe import Markup, escape
 
@@ -95,7 +95,7 @@ def interval(bounds: Sequence[float]) -> str:
 
 
 def points_interval(bounds: Sequence[float]) -> str:
-    """An interval of differences, in signed points."""
+    """An interval of differences, in signed percentage points."""
     return f"{points(bounds[0])} to {points(bounds[1])}"
 
 
@@ -152,29 +152,29 @@ def _environment(is_html: bool) -> Environment:
 
 
 def best_step(curve: Mapping[str, Any]) -> str:
-    """What is said of the best checkpoint of a curve, and on which problems it was chosen."""
+    """Sentences on the best checkpoint of a curve and the problems it was chosen on."""
     best = curve["best"]
     if best is None:
-        return "With so few problems no step is chosen as the best."
-    said = (
+        return "There are too few problems to choose a best step."
+    chosen = (
         f"The best of {len(curve['steps'])} steps is {best['step']}, chosen on {best['num_chosen_on']} of the "
         f"problems ({percent(best['chosen_on'])} there). On the other {best['num_reported_on']} it has "
         f"{percent(best['reported']['accuracy'])} (95 % interval {interval(best['reported']['interval'])})"
     )
     if best["step"] == best["last_step"]:
-        return f"{said}. It is the last step."
+        return f"{chosen}. It is the last step."
     change = best["change"]
     against = f"{points(change['difference'])} points (95 % interval {points_interval(change['ci95'])}"
-    return f"{said}, {against}, p {format_p(change['p'])}) against the last step, {best['last_step']}."
+    return f"{chosen}, {against}, p {format_p(change['p'])}) against the last step, {best['last_step']}."
 
 
 def measure(value: float | None, unit: str) -> str:
-    """A percentage or a number of tokens as "81.8 %" or "1,024"; "unknown" for None."""
+    """A percentage or token count as "81.8 %" or "1,024"; "unknown" for None."""
     return "unknown" if value is None else f"{value:.1f} %" if unit == "%" else count(round(value))
 
 
 def _cell(text: Any, width: int = _MAX_CELL_CHARS) -> str:
-    """Text from a model or a problem as a one-line code span that cannot break a Markdown table."""
+    """Untrusted text as a one-line code span that cannot break a Markdown table."""
     line = " ".join(str(text).split()).replace("`", "'")
     if len(line) > width:
         line = line[: width - 3] + "..."
@@ -182,25 +182,25 @@ def _cell(text: Any, width: int = _MAX_CELL_CHARS) -> str:
 
 
 def _id_cell(identity: str) -> str:
-    """The id of an item or a run; a long one is cut at the front, since the end distinguishes them."""
+    """Id of an item or run. Long ids are cut at the front, because their ends distinguish them."""
     short = identity if len(identity) <= _MAX_ID_CHARS else "..." + identity[3 - _MAX_ID_CHARS :]
     return "`" + " ".join(short.split()).replace("`", "'").replace("|", "\\|") + "`"
 
 
 def _plain_cell(text: Any) -> str:
-    """A group's name, as a code span if it contains Markdown characters."""
+    """A group's name, as a code span if it is long or contains Markdown characters."""
     text = str(text)
     is_plain = all(char.isalnum() or char in " &-_.,:/" for char in text) and len(text) <= 1.5 * _MAX_CELL_CHARS
     return text if is_plain else _cell(text)
 
 
 def _answer_cell(side: Mapping[str, Any]) -> str:
-    """The answer of one side of a flip, or its verdict if it has none."""
+    """The answer of a flip's side, or its verdict if there is no answer."""
     return side["verdict"].replace("_", " ") if side["answer"] is None else _cell(side["answer"])
 
 
 def _paragraph(text: str, indent: str = "") -> str:
-    """The paragraph wrapped at MARKDOWN_WIDTH columns."""
+    """Wrap a paragraph at MARKDOWN_WIDTH columns."""
     return textwrap.fill(
         text,
         MARKDOWN_WIDTH,
@@ -211,7 +211,7 @@ def _paragraph(text: str, indent: str = "") -> str:
 
 
 def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table with padded columns, the first left-aligned, the others right-aligned."""
+    """A Markdown table with padded columns: the first left-aligned, the others right-aligned."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
     lines = [

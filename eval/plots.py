@@ -1,7 +1,8 @@
-"""Plots of the report as SVG text for an HTML page, in the page's light and dark colours."""
+"""Report plots as SVG text, in the page's light and dark colours."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,13 +18,13 @@ _MARKED_BELOW = 12  # a curve with fewer points gets markers
 
 
 CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
-    "Reward per response": {"critic/rewards/mean": "reward", "critic/score/mean": "score alone"},
+    "Reward per response": {"critic/rewards/mean": "reward", "critic/score/mean": "score only"},
     "Accuracy (share)": {
         "validation/accuracy": "held-out",
         "sampler/accuracy": "all sampled",
         "reward/right_ratio": "trained on",
     },
-    "Without a finished answer (share)": {
+    "Unfinished responses (share)": {
         "reward/no_answer_ratio": "no answer",
         "response_length/clip_ratio": "truncated",
     },
@@ -41,13 +42,13 @@ CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
         "timing_s/testing": "validation",
     },
 }
-SIDE_PLOTS: dict[str, tuple[str, ...]] = {  # title -> metrics, of which the first that a training has is drawn
+SIDE_PLOTS: dict[str, tuple[str, ...]] = {  # title -> metrics; the first one present is drawn
     "Reward per response": ("critic/rewards/mean", "critic/score/mean"),
     "Response length (tokens)": ("response_length/mean",),
     "Policy entropy": ("actor/entropy",),
-    "Throughput (tokens per second and device)": ("perf/throughput",),
+    "Throughput (tokens/s per device)": ("perf/throughput",),
 }
-_BY_SET = {  # title -> the metric of a set
+_BY_SET = {  # title -> pattern of the per-set metrics
     "Score by set": re.compile("train-core/(.+)/score/mean"),
     "Accuracy by set, all sampled (share)": re.compile("train-core/(.+)/acc/mean"),
     "Accuracy by set, held-out (share)": re.compile("val-core/(.+)/acc/mean@[0-9]+"),
@@ -56,7 +57,7 @@ _SIGNED = ("Reward per response", "Score by set")  # the other plots start at ze
 
 
 def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
-    """All plots of a report: SVGs under "accuracy", "gain", "transition", "length" and "training"."""
+    """All plots of a report: lists of SVGs under accuracy, gain, transition, length, limit and training."""
     return {
         "accuracy": accuracy_plots(comparison.before, comparison.after),
         "gain": [gain_plot(comparison)],
@@ -68,28 +69,28 @@ def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
 
 
 def training_plots(steps: Steps) -> list[str]:
-    """SVGs of the curves that the steps have values for; those of each set where there are several."""
+    """Training curves as SVGs, one plot per group of recorded metrics, with per-set plots for several sets."""
     steps = with_kept_share(steps)
     plots = []
     for title, labels in {**CURVE_PLOTS, **_plots_by_set(steps)}.items():
         curves = {label: series(steps, key) for key, label in labels.items()}
         curves = {label: curve for label, curve in curves.items() if curve[0]}
         if curves:
-            plots.append(_curve_svg(title, curves))
+            plots.append(_curve_plot(title, curves))
     return plots
 
 
 def side_plots(sides: Mapping[str, Steps]) -> list[str]:
-    """SVGs of reward, length, entropy and throughput with a line for each training, at most MAX_SIDES of them."""
+    """Reward, length, entropy and throughput as SVGs, with one line per training (at most MAX_SIDES)."""
     plots = []
     for title, keys in SIDE_PLOTS.items():
         found = {
             label: [curve for key in keys if (curve := series(steps, key))[0]] for label, steps in sides.items()
         }
-        # A place for every side, so that each has its colour in all plots.
+        # Sides without values keep their place, so a side has the same colour in every plot.
         curves = {plain(label): curves[0] if curves else ([], []) for label, curves in found.items()}
         if any(found.values()):
-            plots.append(_curve_svg(title, curves))
+            plots.append(_curve_plot(title, curves))
     return plots
 
 
@@ -104,30 +105,37 @@ def _plots_by_set(steps: Steps) -> dict[str, dict[str, str]]:
 
 
 def prompt_length_plot(lengths: Mapping[str, Any]) -> str:
-    """SVG of the histogram of a data card's prompt lengths; a line marks the longest prompt allowed."""
+    """Histogram of a data card's prompt lengths; a line marks data.max_prompt_tokens."""
     figure, axes = new_figure(width=5.2, height=2.6)
     edges, counts = list(lengths["edges"]), lengths["counts"]
     if len(edges) > 2:
-        edges[-1] = 2 * edges[-2] - edges[-3]  # the last bin holds all that is longer: as wide as the others
+        edges[-1] = 2 * edges[-2] - edges[-3]  # the last bin is open-ended; draw it as wide as the others
     axes.stairs(counts, edges, color=COLOUR["after"], fill=True, alpha=0.85)
     if lengths["max_prompt_tokens"] <= edges[-1]:
         axes.axvline(lengths["max_prompt_tokens"], color=COLOUR["down"], linewidth=1, linestyle=(0, (4, 3)))
-    axes.set_title("Prompt length (tokens); the last bar is open", loc="left", fontsize=9.5)
+    axes.set_title("Prompt length (tokens); the last bar is open-ended", loc="left", fontsize=9.5)
     axes.set_xlim(left=0)
     axes.set_ylabel("prompts")
     return svg_of(figure, "Prompt lengths in tokens")
 
 
 def accuracy_plots(before: Side, after: Side) -> list[str]:
-    """SVGs of both accuracies with 95 % intervals: overall and by level, and by subject if there are subjects."""
-    levels = [(f"level {key}", x, after.by_level[key]) for key, x in before.by_level.items()]
-    subjects = [(key, x, after.by_subject[key]) for key, x in before.by_subject.items()]
-    plots = [_bars([("all", before, after), *levels], "Accuracy before and after, by level")]
-    return [*plots, _bars(subjects, "Accuracy before and after, by subject")] if subjects else plots
+    """Both accuracies with 95 % intervals: overall and by level, then by subject if there are any."""
+    levels = {f"level {key}": (group, after.by_level[key]) for key, group in before.by_level.items()}
+    subjects = {key: (group, after.by_subject[key]) for key, group in before.by_subject.items()}
+    plots = [_before_after_bars({"all": (before, after), **levels}, "Accuracy before and after, by level")]
+    return [*plots, _before_after_bars(subjects, "Accuracy before and after, by subject")] if subjects else plots
+
+
+def _before_after_bars(groups: Mapping[str, tuple[Side | GroupResult, Side | GroupResult]], label: str) -> str:
+    names = [f"{wrapped(name)}\nn = {before.n}" for name, (before, _) in groups.items()]
+    sides = zip(("before", "after"), zip(*groups.values(), strict=True), strict=True)
+    bars = {side: [(group.accuracy, group.interval) for group in results] for side, results in sides}
+    return _grouped_bars(names, bars, label)
 
 
 def length_plot(comparison: Comparison) -> str:
-    """SVG of both length distributions, drawn as outlines over common bins."""
+    """Histograms of both response lengths over common bins."""
     lengths = comparison.lengths
     figure, axes = new_figure(width=5.2, height=2.6)
     for side in ("before", "after"):
@@ -142,7 +150,7 @@ def length_plot(comparison: Comparison) -> str:
 
 
 def limit_plot(comparison: Comparison) -> str:
-    """SVG of both accuracies under lower token limits, computed by cutting."""
+    """Both accuracies under lower token limits, simulated by truncating the responses."""
     figure, axes = new_figure(width=5.2, height=2.6)
     limits = [sides[0].max_tokens for sides in comparison.by_limit]
     for number, side in enumerate(("before", "after")):
@@ -153,37 +161,22 @@ def limit_plot(comparison: Comparison) -> str:
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_ylabel("accuracy (%)")
-    axes.set_xlabel("token limit, by cutting this run's responses")
+    axes.set_xlabel("token limit, simulated by truncating this run's responses")
     legend_above(axes, ncols=2)
     return svg_of(figure, "Accuracy by token limit")
 
 
 def gain_plot(comparison: Comparison) -> str:
-    """SVG of the difference and its parts, in points with 95 % intervals."""
-    parts = [
-        ("difference", comparison.difference, comparison.ci95),
-        *(
-            (name, part.difference, part.ci95)
-            for name, part in comparison.gain.items()
-            if name in ("content", "format")
-        ),
-    ]
-    figure, axes = new_figure(width=5.2, height=2.6)
-    for row, (_, value, (low, high)) in enumerate(reversed(parts)):
-        axes.barh(row, 100 * value, height=0.55, color=COLOUR["up" if value >= 0 else "down"], alpha=0.85)
-        axes.plot(
-            [100 * low, 100 * high], [row, row], color=COLOUR["ink"], linewidth=1.2, marker="|", markersize=7
-        )
-    axes.axvline(0, color=COLOUR["soft"], linewidth=1)
-    axes.set_yticks(range(len(parts)), [name for name, *_ in reversed(parts)])
-    axes.grid(visible=False, axis="y")
-    axes.grid(visible=True, axis="x", color=COLOUR["line"], linewidth=0.8)
-    axes.set_title("Parts of the difference (points)", loc="left", fontsize=9.5)
-    return svg_of(figure, "Parts of the difference")
+    """The difference and its components, in points with 95 % intervals."""
+    parts = {name: comparison.gain[name] for name in ("content", "format")}
+    rows = {"difference": (comparison.difference, comparison.ci95)}
+    rows |= {name: (part.difference, part.ci95) for name, part in parts.items()}
+    colours = ["up" if low > 0 else "down" if high < 0 else "soft" for _, (low, high) in rows.values()]
+    return _interval_plot(rows, colours, "Components of the difference (points), 95 % intervals", (5.2, 2.6))
 
 
 def transition_plot(comparison: Comparison) -> str:
-    """SVG of the transitions: one bar per verdict before, split by verdict after."""
+    """Transitions: one bar per verdict before, split by verdict after."""
     colours = dict(
         zip(comparison.transitions, (COLOUR[x] for x in ("up", "down", "before", "third")), strict=True)
     )
@@ -211,9 +204,10 @@ def history_plot(
     trend: tuple[float, float] | None,
     changes: Sequence[tuple[int, float, float]] = (),
 ) -> str:
-    """SVG of accuracies with 95 % intervals over runs; `trend` is the line's first and last value.
+    """Accuracies with 95 % intervals over runs.
 
-    `changes` are change points, each as (place, level before, level after).
+    `trend` holds the first and last value of the fitted line, `changes` the change points as (index of the first
+    run after the change, mean before, mean after).
     """
     figure, axes = new_figure(width=7.6, height=3.0)
     places = list(range(len(points)))
@@ -242,28 +236,96 @@ def history_plot(
     return svg_of(figure, "Accuracy over runs")
 
 
-def _bars(groups: Sequence[tuple[str, Side | GroupResult, Side | GroupResult]], label: str) -> str:
+def suite_plots(report: Mapping[str, Any]) -> list[str]:
+    """Plots of a suite: each benchmark's change and, with baselines, the accuracies of every model."""
+    rows, pooled = report["benchmarks"], report["pooled"]
+    names = [row["name"] for row in rows]
+    changes = {row["name"]: (row["difference"], row["ci95"]) for row in [*rows, {**pooled, "name": "pooled"}]}
+    colours = [*(row["direction"] or "soft" for row in rows), "ink"]
+    size = (7.6, 1.3 + 0.3 * len(changes))
+    plots = [_interval_plot(changes, colours, "After minus before (points), 95 % intervals", size)]
+    models = {side: [(row[side], row[f"{side}_interval"]) for row in rows] for side in ("before", "after")}
+    for baseline in report["baselines"]:
+        found = {row["name"]: row for row in baseline.get("after", {"benchmarks": []})["benchmarks"]}
+        unknown = (float("nan"), (float("nan"), float("nan")))
+        models[baseline["name"]] = [
+            (found[name]["before"], found[name]["before_interval"]) if name in found else unknown for name in names
+        ]
+    if not report["baselines"]:
+        return plots
+    return [*plots, _grouped_bars([wrapped(name) for name in names], models, "Accuracy of every model")]
+
+
+def _interval_plot(
+    rows: Mapping[str, tuple[float, Sequence[float]]],
+    colours: Sequence[str],
+    title: str,
+    size: tuple[float, float],
+) -> str:
+    """One row per name: a difference in points and its interval."""
+    figure, axes = new_figure(*size)
+    for row, ((difference, interval), colour) in enumerate(zip(rows.values(), colours, strict=True)):
+        axes.plot([100 * bound for bound in interval], [row, row], color=COLOUR[colour], linewidth=1.6)
+        marker = "D" if colour == "ink" else "o"
+        axes.plot([100 * difference], [row], color=COLOUR[colour], marker=marker, markersize=6)
+    axes.axvline(0, color=COLOUR["ink"], linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [plain(name) for name in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x", color=COLOUR["line"], linewidth=0.8)
+    axes.set_title(title, loc="left", fontsize=9.5)
+    return svg_of(figure, title)
+
+
+def checkpoint_plot(curve: Mapping[str, Any]) -> str:
+    """Accuracy over training steps: pooled with 95 % intervals, plus one line per benchmark of a suite."""
+    figure, axes = new_figure(width=7.6, height=3.2)
+    steps, pooled = curve["steps"], curve["pooled"]
+    points = [(share["accuracy"], share["interval"]) for share in pooled]
+    several = len(curve["benchmarks"]) > 1
+    axes.errorbar(
+        steps, [100 * accuracy for accuracy, _ in points], yerr=errors(points), color=COLOUR["ink"],
+        ecolor=COLOUR["soft"], linewidth=1.8, elinewidth=1, capsize=2.5, marker="o", markersize=4,
+        label="pooled" if several else "accuracy, 95 % interval",
+    )  # fmt: skip
+    colours = itertools.cycle(COLOUR[name] for name in ("after", "third", "up", "fourth", "down", "fifth"))
+    for (name, shares), colour in zip(curve["benchmarks"].items() if several else (), colours, strict=False):
+        accuracies = [100 * share["accuracy"] for share in shares]
+        axes.plot(steps, accuracies, color=colour, linewidth=1.2, marker=".", label=plain(name))
+    if curve["best"] is not None:
+        axes.axvline(curve["best"]["step"], color=COLOUR["soft"], linewidth=1, linestyle=(0, (4, 3)), label="best")
+    axes.set_xticks(steps)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("accuracy (%)")
+    legend_above(axes, ncols=5)
+    return svg_of(figure, "Accuracy over training steps")
+
+
+def _grouped_bars(
+    names: Sequence[str], series_of: Mapping[str, Sequence[tuple[float, tuple[float, float]]]], label: str
+) -> str:
+    """One group of bars per name and one bar per series, each an (accuracy, 95 % interval)."""
     figure, axes = new_figure(width=7.6, height=2.9)
-    for side, name in enumerate(("before", "after")):
-        results = [(x, y)[side] for _, x, y in groups]
+    others = (COLOUR[name] for name in ("third", "fourth", "fifth", "soft"))
+    width = 0.76 / len(series_of)
+    for number, (name, results) in enumerate(series_of.items()):
         axes.bar(
-            [place + 0.38 * (side - 0.5) for place in range(len(groups))],
-            [100 * result.accuracy for result in results],
-            width=0.36,
-            color=COLOUR[name],
-            label=name,
-            yerr=errors([(result.accuracy, result.interval) for result in results]),
-            error_kw={"ecolor": COLOUR["ink"], "elinewidth": 1, "capsize": 2.5},
+            [place + width * (number - (len(series_of) - 1) / 2) for place in range(len(names))],
+            [100 * accuracy for accuracy, _ in results],
+            width=0.95 * width,
+            color=COLOUR[name] if name in ("before", "after") else next(others, COLOUR["line"]),
+            label=plain(name),
+            yerr=errors(results),
+            error_kw={"ecolor": COLOUR["ink"], "elinewidth": 1, "capsize": 2},
         )
-    names = [f"{plain(wrapped(name))}\nn = {x.n}" for name, x, _ in groups]
-    axes.set_xticks(range(len(groups)), names)
+    axes.set_xticks(range(len(names)), [plain(name) for name in names])
     axes.set_ylim(0, 100)
     axes.set_ylabel("accuracy (%)")
-    legend_above(axes, ncols=2)
+    legend_above(axes, ncols=4)
     return svg_of(figure, label)
 
 
-def _curve_svg(title: str, curves: Mapping[str, tuple[list[int], list[float]]]) -> str:
+def _curve_plot(title: str, curves: Mapping[str, tuple[list[int], list[float]]]) -> str:
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = new_figure(width=3.7, height=2.3)

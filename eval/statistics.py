@@ -14,31 +14,31 @@ POWER = 0.8
 Interval = tuple[float, float]
 
 _Z = NormalDist().inv_cdf(1 - SIGNIFICANCE / 2)
-# How far unseen values may lie, as a multiple of those seen, from 30 items on; by simulation (bench/intervals.py).
+# Range of unseen values as a multiple of the range seen, for 30 items or more; calibrated in bench/intervals.py.
 _SHARE_REACH = 4.0
 _CHANGE_REACH = 1.5
-_REACH_ITEMS = 30  # fewer say less about what was not seen
-_UNSEEN = 1e-12  # weight of a possible value that did not occur
+_REACH_ITEMS = 30  # with fewer items the range is widened
+_UNSEEN = 1e-12  # weight of a possible but unobserved value
 _MOST_TILT = 80.0
 _ABOVE_ZERO = 1e-9
-_GRID_CELLS = 2**17  # of half the range of a pooled sum
+_GRID_CELLS = 2**17  # cells covering half the range of a pooled sum
 
 
 @dataclass(frozen=True)
 class PValues:
-    """Two-sided p-values of "no change": the exact one decides, the mid-p stands beside it."""
+    """Two-sided p-values for "no change". The exact p decides; the mid-p is informative."""
 
     p: float
     mid_p: float
 
 
 def sign_flip_test(changes: Sequence[int]) -> PValues:
-    """Exact permutation test of "no change" on integer changes, one per item; of -1, 0 and 1 it is McNemar's.
+    """Exact permutation test of "no change" on integer changes per item; McNemar's test if all are -1, 0 or 1.
 
-    Under "no change" before and after are exchangeable item by item, so each change is as likely with the other
+    Under "no change", before and after are exchangeable per item, so each change is equally likely with either
     sign. p is the share of all 2**items sign patterns whose sum is at least as far from zero. The mid-p counts
-    those that are exactly as far by half (Fagerland et al., BMC Med Res Methodol 13:91, 2013); it is less
-    conservative, and rejects slightly more often than 5 % of the time. Both are 1 if nothing changed.
+    sums that are exactly as far by half (Fagerland et al., BMC Med Res Methodol 13:91, 2013). It is less
+    conservative and rejects slightly more often than 5 % of the time. Both are 1 if nothing changed.
     """
     observed = abs(sum(changes))
     chances = _chances_of_sums(changes)
@@ -52,11 +52,11 @@ def sign_flip_test(changes: Sequence[int]) -> PValues:
 
 
 def pooled_sign_flip_test(strata: Sequence[tuple[Sequence[int], float]]) -> PValues:
-    """`sign_flip_test` of the sum over strata of `scale` times the changes, given as (changes, scale).
+    """`sign_flip_test` for the sum of `scale` times the changes over strata, given as (changes, scale).
 
-    The same permutation test: every item of every stratum keeps or flips its sign. The scales of strata have no
-    common unit, so each stratum's sums are rounded to a grid of 2**17 cells up to the largest possible sum. Sums
-    that rounding might have brought below the observed one count as equal to it: p is never too small.
+    Every item of every stratum keeps or flips its sign. Scales have no common unit, so each stratum's sums are
+    rounded to a grid of 2**17 cells up to the largest possible sum. Sums within the rounding error of the observed
+    one count as equal to it, so p is never too small.
     """
     drawn = [(_chances_of_sums(changes), scale) for changes, scale in strata]
     reach = sum(scale * (len(chances) - 1) for chances, scale in drawn)
@@ -77,7 +77,7 @@ def pooled_sign_flip_test(strata: Sequence[tuple[Sequence[int], float]]) -> PVal
 
 
 def _chances_of_sums(changes: Sequence[int]) -> np.ndarray:
-    """Chances of the sums -total, -total + 2, ..., total of the changes with random signs."""
+    """Probabilities of the sums -total, -total + 2, ..., total of the changes with random signs."""
     sizes, counts = np.unique(np.abs(np.asarray(changes, dtype=np.int64)), return_counts=True)
     chances: np.ndarray = np.ones(1)
     for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
@@ -90,21 +90,20 @@ def _chances_of_sums(changes: Sequence[int]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PairedChange:
-    """The mean change of an accuracy over `n` items; the interval contains zero exactly if p is at least 0.05."""
+    """Mean change of an accuracy over `n` items. The interval contains zero exactly if p is at least 0.05."""
 
     n: int
     difference: float
     ci95: Interval
     p: float
     mid_p: float
-    detectable: float  # the smallest true change that is found with 80 % power
+    detectable: float  # smallest true change detected with 80 % power
 
 
 def measure_change(changes: Sequence[int], num_samples: int) -> PairedChange:
-    """The mean change from each item's change in right responses, with its exact test and 95 % interval.
+    """Mean change, from each item's change in right responses, with its exact test and 95 % interval.
 
-    The interval holds the changes that are not rejected: zero by `sign_flip_test`, the others by the score test of
-    `change_interval`.
+    The interval holds the changes that are not rejected: zero by `sign_flip_test`, others by `change_interval`.
     """
     test = sign_flip_test(changes)
     n, difference = len(changes), sum(changes) / (num_samples * len(changes))
@@ -114,7 +113,7 @@ def measure_change(changes: Sequence[int], num_samples: int) -> PairedChange:
 
 @dataclass(frozen=True)
 class Stratum:
-    """One benchmark's part of a pooled change: an item's changes are in responses of `num_samples`."""
+    """One benchmark of a pooled change. Item changes count responses, of `num_samples` per item."""
 
     changes: Sequence[int]
     num_samples: int
@@ -122,42 +121,35 @@ class Stratum:
 
 
 def measure_pooled_change(strata: Sequence[Stratum]) -> PairedChange:
-    """The weighted mean of the strata's mean changes, stratified and paired; no stratum may be empty.
+    """Weighted mean of the strata's mean changes, stratified and paired. No stratum may be empty.
 
-    The test is `pooled_sign_flip_test`. The interval is MOVER's (Zou, Huang and Zhang, Comput Stat Data Anal
-    53:1080, 2009), which combines the strata's own score intervals as squares: strata are independent, and their
-    intervals may be lopsided.
+    The test is `pooled_sign_flip_test`. The interval combines the strata's score intervals, which may be
+    asymmetric, with MOVER (Zou, Huang and Zhang, Comput Stat Data Anal 53:1080, 2009).
     """
-    total = sum(stratum.weight for stratum in strata)
-    difference = below = above = least = 0.0
-    for stratum in strata:
-        k, n, share = stratum.num_samples, len(stratum.changes), stratum.weight / total
-        mean = sum(stratum.changes) / (n * k)
-        low, high = change_interval([change / k for change in stratum.changes], 1 / k)
-        difference += share * mean
-        below += (share * (mean - low)) ** 2
-        above += (share * (high - mean)) ** 2
-        least = max(least, share / (n * k))
-    interval = max(-1.0, difference - math.sqrt(below)), min(1.0, difference + math.sqrt(above))
-    test = pooled_sign_flip_test(
-        [(each.changes, each.weight / total / (each.num_samples * len(each.changes))) for each in strata]
-    )
-    return _decided(sum(len(each.changes) for each in strata), difference, interval, test, least)
+    total = sum(each.weight for each in strata)
+    scales = [each.weight / total / (each.num_samples * len(each.changes)) for each in strata]
+    parts = []
+    for each in strata:
+        interval = change_interval([change / each.num_samples for change in each.changes], 1 / each.num_samples)
+        parts.append((sum(each.changes) / (each.num_samples * len(each.changes)), interval, each.weight))
+    difference, interval = pooled_mean(parts, lowest=-1.0)
+    test = pooled_sign_flip_test([(each.changes, scale) for each, scale in zip(strata, scales, strict=True)])
+    return _decided(sum(len(each.changes) for each in strata), difference, interval, test, max(scales))
 
 
-def pooled_share(shares: Sequence[tuple[float, Interval, float]]) -> tuple[float, Interval]:
-    """The weighted mean of independent shares with MOVER's interval; each is (share, interval, weight)."""
-    total = sum(weight for _, _, weight in shares)
-    mean = sum(weight * share for share, _, weight in shares) / total
-    below = math.sqrt(sum((weight / total * (share - low)) ** 2 for share, (low, _), weight in shares))
-    above = math.sqrt(sum((weight / total * (high - share)) ** 2 for share, (_, high), weight in shares))
-    return mean, (max(0.0, mean - below), min(1.0, mean + above))
+def pooled_mean(parts: Sequence[tuple[float, Interval, float]], lowest: float = 0.0) -> tuple[float, Interval]:
+    """Weighted mean of independent (mean, interval, weight) with its MOVER interval, within [lowest, 1]."""
+    total = sum(weight for _, _, weight in parts)
+    pooled = sum(weight / total * mean for mean, _, weight in parts)
+    below = math.sqrt(sum((weight / total * (mean - low)) ** 2 for mean, (low, _), weight in parts))
+    above = math.sqrt(sum((weight / total * (high - mean)) ** 2 for mean, (_, high), weight in parts))
+    return pooled, (max(lowest, pooled - below), min(1.0, pooled + above))
 
 
 def _decided(n: int, difference: float, interval: Interval, test: PValues, response: float) -> PairedChange:
-    """The change with its interval on the side of zero that the test says; `response` is the weight of one."""
+    """Move the interval to the side of zero that the test implies. `response` is the weight of one response."""
     low, high = interval
-    # As many standard errors as the power needs, and no less than with changes of one response in one direction.
+    # The standard errors needed for the power; at least what changes by one response in one direction need.
     needed = _Z + NormalDist().inv_cdf(POWER)
     detectable = min(1.0, max(needed / _Z * (high - low) / 2, needed**2 * response))
     if test.p >= SIGNIFICANCE:
@@ -172,9 +164,9 @@ def _decided(n: int, difference: float, interval: Interval, test: PValues, respo
 def share_interval(values: Sequence[float], step: float = 1.0) -> Interval:
     """95 % score interval of the mean of values in [0, 1], one per item, such as shares of right responses.
 
-    `step` is the most that one response changes an item's value: 1 / k for the share of k responses. Of single
-    responses it is Wilson's with a continuity correction. An item's samples stay together in its value, whose
-    spread over items contains the noise of sampling.
+    `step` is the largest effect of one response on an item's value: 1 / k for the share of k responses. For single
+    responses this is Wilson's interval with continuity correction. An item's samples form one value, so the spread
+    over items includes sampling noise.
     """
     least, mean, most = min(values), sum(values) / len(values), max(values)
     if least == most:
@@ -188,8 +180,8 @@ def share_interval(values: Sequence[float], step: float = 1.0) -> Interval:
 def change_interval(values: Sequence[float], step: float = 1.0, largest: float = 1.0) -> Interval:
     """95 % score interval of the mean of changes in [-largest, largest], one per item.
 
-    `step` is as in `share_interval`. Of single responses it is Tango's (Stat Med 17, 1998) with a continuity
-    correction.
+    `step` is as in `share_interval`. For single responses this is Tango's interval (Stat Med 17, 1998) with
+    continuity correction.
     """
     reach = _CHANGE_REACH * max(1.0, _REACH_ITEMS / len(values)) * max(map(abs, values))
     reach = min(largest, reach) or largest
@@ -197,11 +189,11 @@ def change_interval(values: Sequence[float], step: float = 1.0, largest: float =
 
 
 def _score_interval(values: Sequence[float], low: float, high: float, step: float) -> Interval:
-    """The means that a score test does not reject, for any distribution over the values seen and `low` and `high`.
+    """Means not rejected by a score test over distributions on the observed values, `low` and `high`.
 
-    A mean is rejected if it is further from that of the values, less half a step, than 1.96 standard errors
-    under the likeliest distribution with this mean. That distribution weights each value seen by
-    1 / (1 + tilt * (value - low)) (empirical likelihood, Owen 1988), so one bisection over the tilt finds a bound.
+    A mean is rejected if its distance from the observed mean, less half a step, exceeds 1.96 standard errors under
+    the most likely distribution with that mean. That distribution weights each observed value by
+    1 / (1 + tilt * (value - low)) (empirical likelihood, Owen 1988), so bisection over the tilt finds a bound.
     """
     distinct, counts = np.unique(np.asarray(values, dtype=float), return_counts=True)
     return (
@@ -211,7 +203,7 @@ def _score_interval(values: Sequence[float], low: float, high: float, step: floa
 
 
 def _least_mean(values: np.ndarray, counts: np.ndarray, correction: float) -> float:
-    """The smallest mean that is not rejected, of values from 0 up; `correction` is in items."""
+    """Smallest mean that is not rejected, for values >= 0. `correction` is in items."""
     n = int(counts.sum())
     values, weights = np.append(values, 0.0), np.append(counts / n, _UNSEEN)
     mean = float(weights @ values)
@@ -234,7 +226,7 @@ def _least_mean(values: np.ndarray, counts: np.ndarray, correction: float) -> fl
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment: below 0.05 anywhere with at most 5 % chance when nothing changed (1979)."""
+    """Holm's step-down adjustment (1979): at most a 5 % chance of any p below 0.05 if nothing changed."""
     adjusted = [0.0] * len(p_values)
     highest = 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
@@ -244,9 +236,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _fair_binomial(n: int) -> list[float]:
-    """Chances of 0 to n heads in n fair throws."""
+    """Probabilities of 0 to n heads in n fair coin tosses."""
     ways, chances = 1, []
     for heads in range(n + 1):
-        chances.append(ways / 2**n)  # of exact integers, so correctly rounded
+        chances.append(ways / 2**n)  # exact integers, so correctly rounded
         ways = ways * (n - heads) // (heads + 1)
     return chances

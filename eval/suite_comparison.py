@@ -1,4 +1,4 @@
-"""A suite of benchmarks before and after: each paired by itself, Holm adjusted over them, the pooled change."""
+"""A suite of benchmarks before and after: each paired, adjusted with Holm's method, plus the pooled change."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from eval.compare import Comparison
-from eval.gates import Metrics, metrics_of
+from eval.compare import Comparison, Side
+from eval.gates import ACCURACY, Metrics
 from eval.problems.prompts import PLACE
 from eval.results import Evaluation
 from eval.statistics import SIGNIFICANCE, Interval, PairedChange, Stratum, holm, measure_pooled_change
@@ -28,16 +28,16 @@ class BenchmarkChange:
     difference: float
     ci95: Interval
     p: float
-    p_holm: float  # over the suite
+    p_holm: float  # adjusted over the suite
     gained: int
     lost: int
-    num_elsewhere: int  # items whose problem the pool counts with an earlier benchmark
+    num_elsewhere: int  # items whose problem the pool counts under an earlier benchmark
     before_metrics: Metrics
     after_metrics: Metrics
 
     @property
     def direction(self) -> str:
-        """`up` or `down` where p is below 0.05 by itself: no adjustment hides a fall."""
+        """`up` or `down` if the unadjusted p is below 0.05, so that no adjustment hides a regression."""
         return ("up" if self.difference > 0 else "down") if self.p < SIGNIFICANCE else ""
 
 
@@ -60,15 +60,15 @@ class SuiteComparison:
 
 @dataclass(frozen=True)
 class Paired:
-    """What a suite keeps of one benchmark's comparison: no responses."""
+    """One benchmark's comparison without its responses."""
 
     row: BenchmarkChange
-    right: dict[str, tuple[int, int]]  # digest of a problem -> right responses on both sides
+    right: dict[str, tuple[int, int]]  # problem digest -> right responses (before, after)
     is_one_evaluation: bool
 
     @staticmethod
     def of(name: str, weight: float, comparison: Comparison, evaluation: Evaluation) -> Paired:
-        """Of a comparison; `evaluation`, either of its sides, has the problems."""
+        """Summarize a comparison; `evaluation` is either side and provides the problems."""
         problems, before, after = problem_digests(evaluation), comparison.before, comparison.after
         row = BenchmarkChange(
             name=name,
@@ -86,18 +86,30 @@ class Paired:
             gained=comparison.c,
             lost=comparison.b,
             num_elsewhere=0,
-            before_metrics=metrics_of(before),
-            after_metrics=metrics_of(after),
+            before_metrics=_metrics_of(before),
+            after_metrics=_metrics_of(after),
         )
         right = {problems[i]: (x, y) for i, (x, y) in comparison.items.items() if x is not None and y is not None}
         return Paired(row, right, comparison.is_one_evaluation)
 
 
-def compare_suite(pairs: Sequence[Paired]) -> SuiteComparison:
-    """The suite from its benchmarks in their order; at least one.
+def _metrics_of(side: Side) -> dict[str, float | None]:
+    """The metrics that gates may name, in percent or tokens."""
+    return {
+        ACCURACY: 100 * side.accuracy,
+        "finished": 100 * side.finished_accuracy if side.num_finished else None,
+        "truncated": 100 * side.truncated_rate,
+        "no_answer": 100 * side.no_answer_rate,
+        "request_failed": 100 * side.request_failed_rate,
+        "tokens": side.mean_response_tokens,
+    }
 
-    Holm's adjustment is over the benchmarks. The pool is stratified by benchmark and paired. A problem that
-    several benchmarks ask counts once, with the first of them, so that the strata are independent.
+
+def compare_suite(pairs: Sequence[Paired]) -> SuiteComparison:
+    """Compare a suite from its benchmarks in order; needs at least one.
+
+    p-values are adjusted over the benchmarks. The pool is stratified by benchmark and paired. A problem in
+    several benchmarks counts once, in the first of them, to keep the strata independent.
     """
     adjusted = holm([pair.row.p for pair in pairs])
     counted = _counted_once(pairs)
@@ -110,7 +122,7 @@ def compare_suite(pairs: Sequence[Paired]) -> SuiteComparison:
 
 
 def problem_digests(evaluation: Evaluation) -> dict[str, str]:
-    """{item: digest of its problem without the prompt template and with plain white space}."""
+    """{item: digest of its problem, without the prompt template and with normalized white space}."""
     text = (evaluation.settings.get("prompt_template") or {"text": PLACE})["text"]
     before, _, after = text.partition(PLACE)
     return {
@@ -122,7 +134,7 @@ def problem_digests(evaluation: Evaluation) -> dict[str, str]:
 
 
 def _counted_once(pairs: Sequence[Paired]) -> list[list[tuple[int, int]]]:
-    """The items of each benchmark whose problem no earlier one has."""
+    """Per benchmark, the items whose problem no earlier benchmark has."""
     seen: set[str] = set()
     counted = []
     for pair in pairs:

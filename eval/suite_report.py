@@ -1,8 +1,7 @@
-"""The report of a suite: a front page over the benchmarks, each benchmark's own page, baselines and gates."""
+"""Report of a suite: a front page, one page per benchmark, baselines, checkpoints and gates."""
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -11,37 +10,46 @@ from typing import Any
 
 from durable import write_atomically
 from eval.checkpoint_curve import checkpoint_curve
-from eval.compare import Comparison, ComparisonError, compare_evaluations
+from eval.compare import ComparisonError, compare_evaluations
 from eval.gates import BEFORE, LAST_NIGHT, GateResult, check_gate, describe_gates, parse_gate
 from eval.item_pages import pack_items
-from eval.measured import UNKNOWN, Provenance, model_words
 from eval.pages import field_of, format_p, percent, plain_p, points, points_interval, render
-from eval.plots import Plots, draw_plots, prompt_length_plot, training_plots
+from eval.plots import Plots, checkpoint_plot, draw_plots, prompt_length_plot, suite_plots, training_plots
 from eval.problems.registry import POOLED
-from eval.report import REPORT_PAGE, SAME_MODEL, THESE_MODELS, make_report, render_html, write_pages
+from eval.report import (
+    REPORT_PAGE,
+    SAME_MODEL,
+    THESE_MODELS,
+    UNKNOWN,
+    Provenance,
+    make_report,
+    model_words,
+    render_html,
+    run_fields,
+    write_pages,
+)
 from eval.results import Evaluation, load_evaluation, make_folder
 from eval.statistics import SIGNIFICANCE
 from eval.suite import Member, Suite, describe_suite, read_suite
 from eval.suite_comparison import BenchmarkChange, Paired, SuiteComparison, compare_suite
-from eval.suite_plots import checkpoint_plot, suite_plots
-from eval.training import Steps, read_training_metrics, skipped_steps_notes, training_totals
+from eval.training import Steps, read_training_metrics, skipped_steps_notes
 
 CHECKPOINT_PAGE = "checkpoints.html"
-Keep = Callable[[str, Callable[[], Plots]], Plots]  # (name, draw) -> what `draw` gives, perhaps kept from earlier
-# Of the headline's report what a suite's report.json leaves to the benchmark's own.
+Keep = Callable[[str, Callable[[], Plots]], Plots]  # (name, draw) -> plots, cached or drawn
+# Fields of the headline's report that a suite's report.json omits: they are in the benchmark's own report.
 _OWN_PAGE = ("flips", "items", "transitions", "groups", "num_groups", "expected_false_alarms", "lengths", "gain")
 
 
 @dataclass(frozen=True)
 class Models:
-    """The results folders of the models that a report compares: suites, or each of one benchmark."""
+    """Results folders of the models to compare: all suites, or all of one benchmark."""
 
     before: str | Path
     after: str | Path
     baselines: Mapping[str, str | Path] = field(default_factory=dict)  # by name
-    checkpoints: Mapping[int, str | Path] = field(default_factory=dict)  # along the training, by step
-    last_step: int | None = None  # that `after` is of, for the curve of the checkpoints
-    absent: Mapping[str, str] = field(default_factory=dict)  # a baseline, or "step N" -> why it was not asked
+    checkpoints: Mapping[int, str | Path] = field(default_factory=dict)  # by training step
+    last_step: int | None = None  # the step of `after`, for the checkpoint curve
+    absent: Mapping[str, str] = field(default_factory=dict)  # a baseline or "step N" -> why it was not evaluated
 
 
 def write_suite_report(
@@ -52,95 +60,106 @@ def write_suite_report(
     gates: Sequence[str] = (),
     keep: Keep = lambda _, draw: draw(),
 ) -> dict[str, Any]:
-    """The content of report.json, written to `output_dir` (None: not written) with report.md and report.html.
+    """Write report.json, report.md and report.html to `output_dir`, if given; return the content of report.json.
 
-    Of one benchmark these are its own pages. Of several they are the suite's, and each benchmark has its own under
-    its name. A benchmark that a baseline lacks, or was asked in another way, is left out there with the reason.
-    Raises what `compare` and `parse_gate` raise, and ComparisonError when the two sides have other benchmarks.
+    With several benchmarks these describe the suite, and each benchmark has its own report in a subfolder. If a
+    baseline lacks a benchmark or used other settings, that benchmark is left out there, with the reason. Raises
+    what `compare_evaluations` and `parse_gate` raise, and ComparisonError if the two sides have different
+    benchmarks.
     """
     suite = describe_suite(models.after)
     folders = {BEFORE: read_suite(models.before), "after": read_suite(models.after)}
     if folders[BEFORE].keys() != folders["after"].keys():
         listed = "; ".join(f"{', '.join(found)} {side}" for side, found in folders.items())
-        raise ComparisonError(f"the two sides are not of the same benchmarks: {listed}. Evaluate both alike.")
+        raise ComparisonError(
+            f"the two sides have different benchmarks: {listed}. Evaluate both on the same ones."
+        )
     names = [member.name for member in suite.members] if len(suite.members) > 1 else []
-    wanted = [parse_gate(gate, names, [BEFORE, *models.baselines, *models.absent, LAST_NIGHT]) for gate in gates]
+    parsed_gates = [
+        parse_gate(gate, names, [BEFORE, *models.baselines, *models.absent, LAST_NIGHT]) for gate in gates
+    ]
     steps = read_training_metrics(train_metrics) if train_metrics is not None else []
-    work = _Work(suite, provenance, steps, output_dir, keep)
-    beside = {name: _Column(name, read_suite(folder)) for name, folder in models.baselines.items()}
-    along = {step: _Column(f"step {step}", read_suite(folder)) for step, folder in models.checkpoints.items()}
+    work = _SuiteWriter(suite, provenance, steps, output_dir, keep)
+    baselines = {name: _Column(name, read_suite(folder)) for name, folder in models.baselines.items()}
+    checkpoints = {
+        step: _Column(f"step {step}", read_suite(folder)) for step, folder in models.checkpoints.items()
+    }
     for member in suite.members:
-        with_texts = output_dir is not None  # only the pages have them
+        with_texts = output_dir is not None  # only the pages show texts
         before, after = (load_evaluation(folders[side][member.name], with_texts) for side in (BEFORE, "after"))
         work.add(member.name, member.weight, before, after)
-        for baseline in beside.values():
+        for baseline in baselines.values():
             baseline.add(member, {BEFORE: before, "after": after})
-        for checkpoint in along.values():
+        for checkpoint in checkpoints.values():
             checkpoint.add(member, {BEFORE: before}, is_later=True)
     compared = compare_suite(work.pairs)
     measured: dict[str, Any] = {BEFORE: _measured(compared)}
-    for name, baseline in beside.items():
+    for name, baseline in baselines.items():
         measured[name] = _measured(baseline.comparison("after")) if baseline.pairs else {}
-    results = [check_gate(gate, measured) for gate in wanted]
-    missing = {column.name: "; ".join(column.missing.values()) for column in along.values() if column.missing}
-    whole = {step: column.pairs[BEFORE] for step, column in along.items() if not column.missing}
+    results = [check_gate(gate, measured) for gate in parsed_gates]
+    missing = {
+        column.name: "; ".join(column.missing.values()) for column in checkpoints.values() if column.missing
+    }
+    whole = {step: column.pairs[BEFORE] for step, column in checkpoints.items() if not column.missing}
     curve = checkpoint_curve(whole | ({models.last_step: work.pairs} if models.last_step and whole else {}))
-    since = provenance.made.get("since the first night")
-    nights = [
-        last_night_verdict(found.comparison("after"))
-        for name, found in beside.items()
-        if name == LAST_NIGHT and found.pairs
-    ]
     extras = {
-        "nights": [*nights, f"The trained model is {since}."] if since else nights,
+        "nights": _night_sentences(baselines, provenance),
         "gates": [asdict(result) for result in results],
-        "baselines": [baseline.content() for baseline in beside.values()],
+        "baselines": [baseline.content() for baseline in baselines.values()],
         "absent": {**models.absent, **missing},
         "checkpoints": curve and asdict(curve),
     }
     return work.finish(compared, results, extras)
 
 
+def _night_sentences(baselines: Mapping[str, _Column], provenance: Provenance) -> list[str]:
+    """How a nightly run compares with the last and the first night, if there are any."""
+    last_night = baselines.get(LAST_NIGHT)
+    sentences = [last_night_verdict(last_night.comparison("after"))] if last_night and last_night.pairs else []
+    since = provenance.facts.get("since the first night")
+    return [*sentences, f"The trained model is {since}."] if since else sentences
+
+
 class _Column:
-    """A further model, paired with others benchmark by benchmark."""
+    """A baseline or checkpoint, paired with other models benchmark by benchmark."""
 
     def __init__(self, name: str, folders: Mapping[str, Path]) -> None:
         self.name = name
         self.missing: dict[str, str] = {}
-        self.pairs: dict[str, list[Paired]] = {}  # by the side that it is paired with
+        self.pairs: dict[str, list[Paired]] = {}  # by the side it is paired with
         self._folders = folders
         self._model = ""
 
     def add(self, member: Member, sides: Mapping[str, Evaluation], is_later: bool = False) -> None:
-        """Pair one benchmark, from this model or, `is_later`, to it; or record why that is not possible."""
+        """Pair one benchmark, with this model as the first side (the second if `is_later`), or record why not."""
         if member.name not in self._folders:
-            self.missing[member.name] = "it was not asked"
+            self.missing[member.name] = "it was not evaluated"
             return
-        own = load_evaluation(self._folders[member.name], with_texts=False)
-        self._model = model_words(None, str(own.settings["model"]))
+        evaluation = load_evaluation(self._folders[member.name], with_texts=False)
+        self._model = model_words(None, str(evaluation.settings["model"]))
         try:
             found = {
-                side: compare_evaluations(*((other, own) if is_later else (own, other)))
+                side: compare_evaluations(*((other, evaluation) if is_later else (evaluation, other)))
                 for side, other in sides.items()
             }
         except ComparisonError as error:
             self.missing[member.name] = str(error)
             return
         for side, comparison in found.items():
-            self.pairs.setdefault(side, []).append(Paired.of(member.name, member.weight, comparison, own))
+            self.pairs.setdefault(side, []).append(Paired.of(member.name, member.weight, comparison, evaluation))
 
     def comparison(self, side: str) -> SuiteComparison:
-        """From this model to the one of that side."""
+        """The change from this model to the given side."""
         return compare_suite(self.pairs[side])
 
     def content(self) -> dict[str, Any]:
-        """As report.json has it: `before` and `after` hold the change from this model to that side."""
+        """Entry in report.json: `before` and `after` hold the change from this model to that side."""
         sides = {side: _content(self.comparison(side)) for side in self.pairs}
         return {"name": self.name, "model": self._model, "missing": self.missing, **sides}
 
 
-class _Work:
-    """The pages and pairs of a suite's benchmarks, one benchmark after the other: responses take memory."""
+class _SuiteWriter:
+    """Compares and writes a suite one benchmark at a time, so that only one has its responses in memory."""
 
     def __init__(
         self, suite: Suite, provenance: Provenance, steps: Steps, output_dir: str | Path | None, keep: Keep
@@ -155,16 +174,15 @@ class _Work:
         self._render_own: Callable[[Mapping[str, Any]], str] = lambda _: ""
 
     def add(self, name: str, weight: float, before: Evaluation, after: Evaluation) -> None:
-        """Compare one benchmark, and write its own page where there are several."""
+        """Compare one benchmark; in a suite, also write its own page."""
         comparison = compare_evaluations(before, after)
         self.pairs.append(Paired.of(name, weight, comparison, before))
-        title = f"{self._provenance.title}: {name}"
-        own = replace(self._provenance, title=title, problems=name, data="", stages={}, traces={}, card=None)
-        report = (
-            make_report(comparison, [], own)
-            if self._is_suite
-            else make_report(comparison, self._steps, self._provenance)
-        )
+        steps, provenance = self._steps, self._provenance
+        if self._is_suite:  # the front page shows what concerns the whole run
+            title = f"{provenance.title}: {name}"
+            provenance = replace(provenance, title=title, problems=name, data="", stages={}, traces={}, card=None)
+            steps = []
+        report = make_report(comparison, steps, provenance)
         if name == self._suite.headline:
             self._headline = report
         self._asked[name] = report["measured"]
@@ -172,7 +190,7 @@ class _Work:
         if self._output_dir is None:
             return
         items = pack_items(before, after)
-        plots = self._keep(name, lambda: self._plots(comparison))
+        plots = self._keep(name, lambda: {**draw_plots(comparison, steps), **_prompt_plots(provenance)})
         if self._is_suite:
             write_pages(report, render_html(report, plots, items), self._output_dir / name)
         else:
@@ -181,7 +199,7 @@ class _Work:
     def finish(
         self, compared: SuiteComparison, results: Sequence[GateResult], extras: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Write the front page, or the only page, and return its content."""
+        """Write the front page (or the only page) and return its content."""
         report = {**self._headline, **extras}
         if self._is_suite:
             report = {key: value for key, value in report.items() if key not in _OWN_PAGE}
@@ -194,39 +212,22 @@ class _Work:
         if self._output_dir is not None:
             if report["checkpoints"]:
                 write_checkpoint_page(report, self._output_dir)
-            page = self._render_front(report, compared) if self._is_suite else self._render_own(report)
+            page = self._render_front(report) if self._is_suite else self._render_own(report)
             write_pages(report, page, self._output_dir)
         return report
 
-    def _plots(self, comparison: Comparison) -> Plots:
-        return (
-            draw_plots(comparison, [])
-            if self._is_suite
-            else self._with_prompts(draw_plots(comparison, self._steps))
-        )
-
-    def _with_prompts(self, plots: Plots) -> Plots:
-        lengths = (self._provenance.card or {}).get("prompt_lengths")
-        return {**plots, "prompts": [prompt_length_plot(lengths)] if lengths else []}
-
     def _front(self, compared: SuiteComparison) -> dict[str, Any]:
-        """What the suite's report has in place of the headline's own, and beyond it."""
-        provenance, one = self._provenance, self._headline
-        shown = ("model before", "model after", "engine")
+        """Fields of the suite's report that replace or extend the headline's."""
+        headline, shared = self._headline, ("model before", "model after", "engine")
         return {
-            "title": provenance.title,
-            "created_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **run_fields(self._steps, self._provenance),
             "sentences": suite_verdict(compared, self._suite.headline),
             "notes": [*skipped_steps_notes(self._steps), *self._notes(compared)],
-            "measured": {label: words for label, words in one["measured"].items() if label in shown},
-            "graders": {**one["graders"], "disagreements": []},
+            "measured": {label: words for label, words in headline["measured"].items() if label in shared},
+            "graders": {**headline["graders"], "disagreements": []},
             "headline": self._suite.headline,
             **_content(compared),
             "asked": self._asked,
-            "train": training_totals(self._steps),
-            "data": provenance.card,
-            "stages": {name: dict(stage) for name, stage in provenance.stages.items()},
-            "traces": dict(provenance.traces),
         }
 
     def _notes(self, compared: SuiteComparison) -> list[str]:
@@ -234,23 +235,23 @@ class _Work:
             return []
         found = [SAME_MODEL] if self._headline["before"]["model"] == self._headline["after"]["model"] else []
         found += [
-            f"{row.num_elsewhere} problems of {row.name} are also in a benchmark above it; the pool counts them "
-            f"there, once."
+            f"{row.num_elsewhere} problems of {row.name} also occur in an earlier benchmark; the pool counts them "
+            f"only there."
             for row in compared.benchmarks
             if row.num_elsewhere
         ]
         found += [
-            f"{number} items of {name} are left out because a request failed; its page has the bounds."
+            f"{number} items of {name} are left out because a request failed; its page shows the bounds."
             for name, number in self._left_out.items()
             if number
         ]
         return [*found, THESE_MODELS]
 
-    def _render_front(self, report: Mapping[str, Any], compared: SuiteComparison) -> str:
+    def _render_front(self, report: Mapping[str, Any]) -> str:
         from markupsafe import Markup
 
         def draw() -> Plots:
-            return self._with_prompts({"training": training_plots(self._steps)})
+            return {"training": training_plots(self._steps), **_prompt_plots(self._provenance)}
 
         plots = {**self._keep(POOLED, draw), "suite": suite_plots(report)}
         return render(
@@ -262,8 +263,13 @@ class _Work:
         )
 
 
+def _prompt_plots(provenance: Provenance) -> Plots:
+    lengths = (provenance.card or {}).get("prompt_lengths")
+    return {"prompts": [prompt_length_plot(lengths)] if lengths else []}
+
+
 def write_checkpoint_page(report: Mapping[str, Any], output_dir: Path) -> None:
-    """Write checkpoints.html: accuracy against training steps."""
+    """Write checkpoints.html: accuracy over training steps."""
     from markupsafe import Markup
 
     drawing = Markup(checkpoint_plot(report["checkpoints"]))
@@ -272,12 +278,12 @@ def write_checkpoint_page(report: Mapping[str, Any], output_dir: Path) -> None:
 
 
 def suite_verdict(compared: SuiteComparison, headline: str) -> list[str]:
-    """Sentences: the pooled change, the headline's, and by name every benchmark that fell or rose."""
+    """Sentences on the pooled change, the headline, and each benchmark that fell or rose."""
     rows, pooled = compared.benchmarks, compared.pooled
     if compared.is_one_evaluation:
         return [
-            f"Both sides are the same stored evaluations of {len(rows)} benchmarks: there was only one "
-            f"measurement of each, so nothing can be said about a change."
+            f"Both sides are the same stored evaluations of {len(rows)} benchmarks: with a single measurement "
+            f"of each, nothing can be said about a change."
         ]
     change = f"changed by {points(pooled.difference)} points, not significantly"
     if pooled.p < SIGNIFICANCE:
@@ -287,30 +293,30 @@ def suite_verdict(compared: SuiteComparison, headline: str) -> list[str]:
         f"Pooled over {len(rows)} benchmarks ({pooled.n:,} problems), accuracy {change} (95 % interval "
         f"{points_interval(pooled.ci95)}, p {format_p(pooled.p)}), from {percent(pooled.before)} to "
         f"{percent(pooled.after)}.",
-        f"Headline {headline}: {percent(chosen.before)} to {percent(chosen.after)}, {_said(chosen)}.",
+        f"Headline {headline}: {percent(chosen.before)} to {percent(chosen.after)}, {_change_words(chosen)}.",
     ]
     for word, direction in (("FELL", "down"), ("Rose", "up")):
-        found = [f"{row.name} {_said(row)}" for row in rows if row.direction == direction]
+        found = [f"{row.name} {_change_words(row)}" for row in rows if row.direction == direction]
         sentences += [f"{word}: {'; '.join(found)}."] if found else []
     lower = [f"{row.name} {points(row.difference)}" for row in rows if row.difference < 0 and not row.direction]
     return [*sentences, f"Lower, but not significantly: {', '.join(lower)}."] if lower else sentences
 
 
 def last_night_verdict(compared: SuiteComparison) -> str:
-    """Whether the trained model is better or worse than last night's, and on what it is worse."""
+    """Whether the trained model is better or worse than last night's, naming benchmarks that fell."""
     pooled = compared.pooled
     words = "better" if pooled.difference > 0 else "WORSE"
     words = f"{words} than" if pooled.p < SIGNIFICANCE else "not significantly different from"
-    what = f"pooled over {len(compared.benchmarks)} benchmarks, " if len(compared.benchmarks) > 1 else ""
-    fell = "; ".join(f"{row.name} {_said(row)}" for row in compared.benchmarks if row.direction == "down")
+    scope = f"pooled over {len(compared.benchmarks)} benchmarks, " if len(compared.benchmarks) > 1 else ""
+    fell = "; ".join(f"{row.name} {_change_words(row)}" for row in compared.benchmarks if row.direction == "down")
     return (
-        f"The trained model is {words} last night's: {what}{points(pooled.difference)} points (95 % interval "
+        f"The trained model is {words} last night's: {scope}{points(pooled.difference)} points (95 % interval "
         f"{points_interval(pooled.ci95)}, p {format_p(pooled.p)})."
-        + (f" BELOW last night: {fell}." if what and fell else "")
+        + (f" BELOW last night: {fell}." if scope and fell else "")
     )
 
 
-def _said(row: BenchmarkChange) -> str:
+def _change_words(row: BenchmarkChange) -> str:
     return f"{points(row.difference)} points (p {format_p(row.p)}, Holm {plain_p(row.p_holm)})"
 
 
@@ -322,7 +328,7 @@ def _content(compared: SuiteComparison) -> dict[str, Any]:
 
 
 def _measured(compared: SuiteComparison) -> dict[str, tuple[dict[str, float | None], dict[str, float | None]]]:
-    """By benchmark and pooled, the metrics of both sides, as gates read them."""
+    """Metrics of both sides by benchmark and pooled, in the form gates expect."""
     found = {row.name: (dict(row.before_metrics), dict(row.after_metrics)) for row in compared.benchmarks}
     pooled = compared.pooled
     if len(found) == 1:

@@ -19,7 +19,6 @@ from eval.recorder import Benchmark
 from eval.results import Evaluation, Row, make_settings, write_rows
 from eval.run import evaluate_all
 from eval.summary import Summary
-from eval.training import Steps
 
 SAMPLING = Sampling(max_tokens=64)
 # A letter per response: r right, w wrong, n no answer, t truncated, f failed request.
@@ -125,6 +124,6 @@ def packed_items(page: str) -> tuple[list[list[Any]], list[str]]:
     return index, [chunks[row[-2]][row[-1]] for row in index]
 
 
-def no_plots(comparison: Comparison | None, steps: Steps) -> Plots:
-    """Skip plots in `write_report`, which take most of its time."""
-    return {name: [""] for name in ("accuracy", "gain", "length", "limit", "transition", "training")}
+def no_plots(*_: object) -> Plots:
+    """Empty plots, also as `keep` of `write_suite_report`: drawing takes most of a report's time."""
+    return {name: [""] for name in ("accuracy", "gain", "length", "limit", "transition", "training", "prompts")}

@@ -1,4 +1,4 @@
-"""A hub on this machine: the interfaces of Hugging Face and ModelScope, and plain files, from dictionaries."""
+"""A local hub server with the Hugging Face and ModelScope APIs and plain files, served from dictionaries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 Files = dict[str, bytes]
 LFS = (".safetensors", ".bin", ".parquet")
-_HF_API = re.compile(r"/api/(models|datasets)(?:/([^/]+/[^/]+)(?:/(refs|revision)(?:/(.+))?)?)?")
+_HF_API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(refs|revision)(?:/(.+))?)?")
 _HF_FILE = re.compile(r"/(?:(datasets)/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 _MS = re.compile(r"/api/v1/(models|datasets)/([^/]+/[^/]+)/(repo/files|repo/tree|revisions|repo)")
 
@@ -30,12 +30,12 @@ class Repo:
 
     commits: dict[str, Files] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
-    token: str | None = None  # that files need
-    is_gated: bool = False  # files are refused to everybody else, with the hub's code for it
-    missing: set[str] = field(default_factory=set)  # listed, but not there
+    token: str | None = None  # required for files
+    is_gated: bool = False  # without the token, files are refused with GatedRepo
+    missing: set[str] = field(default_factory=set)  # listed but not served
 
     def commit(self, files: Files, ref: str = "main") -> str:
-        """Add a commit and let a branch point at it; ModelScope's default branch moves with main."""
+        """Add a commit and point a branch at it. ModelScope's default branch follows main."""
         name = hashlib.sha1(repr((sorted(files.items()), len(self.commits))).encode()).hexdigest()
         self.commits[name] = dict(files)
         self.refs[ref] = name
@@ -49,11 +49,11 @@ class Repo:
 
 @dataclass
 class Asked:
-    """One request and what was sent."""
+    """One request and the number of bytes sent."""
 
     method: str
     path: str
-    begin: int  # of the range
+    begin: int  # start of the range
     headers: dict[str, str]
     num_bytes: int = 0
 
@@ -61,8 +61,8 @@ class Asked:
 class HubServer(ThreadingHTTPServer):
     """Repositories by ("models" or "datasets", "ORG/NAME"), and plain files by their path.
 
-    `interfere(handler)` sees each request first and answers it itself if it returns True. `cut` has the number of
-    bytes after which a content ends early, by a part of the path; it is used up.
+    `interfere(handler)` sees each request first and returns True if it has answered. `cut` maps a part of the path
+    to the numbers of bytes after which successive responses break off.
     """
 
     daemon_threads = True
@@ -73,7 +73,7 @@ class HubServer(ThreadingHTTPServer):
         self.plain: Files = {}
         self.asked: list[Asked] = []
         self.cut: dict[str, list[int]] = {}
-        self.held_from: int | None = None  # content from this byte on is not sent as long as this is set
+        self.held_from: int | None = None  # while set, content from this byte on is held back
         self.interfere: Callable[[Handler], bool] = lambda handler: False
 
     @property
@@ -82,7 +82,7 @@ class HubServer(ThreadingHTTPServer):
 
     @property
     def cdn(self) -> str:
-        """The same server under another name: clients must not send it the hub's token."""
+        """The same server under another host name; clients must not send it the hub's token."""
         return f"http://localhost:{self.server_address[1]}"
 
     def model(self, name: str = "org/tiny") -> Repo:
@@ -92,11 +92,11 @@ class HubServer(ThreadingHTTPServer):
         return self.repos.setdefault(("datasets", name), Repo())
 
     def contents(self) -> list[Asked]:
-        """The requests that were answered with content of files."""
+        """Requests that were answered with file content."""
         return [asked for asked in self.asked if asked.method == "GET" and asked.num_bytes]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Nothing: a connection that breaks is part of these tests."""
+        """Ignore broken connections."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -113,11 +113,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.interfere(self):
             return
         parts = urlsplit(self.path)
-        path, query = parts.path, {name: values[0] for name, values in parse_qs(parts.query).items()}
+        path = parts.path
         if match := _MS.fullmatch(path):
+            query = {name: values[0] for name, values in parse_qs(parts.query).items()}
             self.modelscope(match[1], match[2], match[3], query)
         elif match := _HF_API.fullmatch(path):
-            self.hugging_face(match[1], match[2], match[3], match[4], query)
+            self.hugging_face(match[1], match[2], match[3], match[4])
         elif match := _HF_FILE.fullmatch(path):
             self.hugging_face_file(match[1] or "models", match[2], unquote(match[3]), unquote(match[4]))
         elif path.startswith("/cdn/"):
@@ -132,15 +133,11 @@ class Handler(BaseHTTPRequestHandler):
             for files in repo.commits.values():
                 yield from files.values()
 
-    def hugging_face(self, kind: str, name: str | None, what: str | None, rev: str | None, query: Any) -> None:
-        if name is None:
-            begin, part = f"{query['author']}/" if "author" in query else "", query.get("search", "")
-            found = [n for k, n in self.server.repos if k == kind and n.startswith(begin) and part in n]
-            return self.json([{"id": each, "modelId": each} for each in found])
+    def hugging_face(self, kind: str, name: str, resource: str | None, rev: str | None) -> None:
         repo = self.server.repos.get((kind, name))
         if repo is None or (repo.token and not repo.is_gated and not self.knows(repo)):
             return self.refuse(401, "RepoNotFound")
-        if what == "refs":
+        if resource == "refs":
             rows = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": c} for n, c in repo.refs.items()]
             return self.json({"branches": rows, "converts": [], "tags": []})
         revision = unquote(rev or "main")
@@ -153,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
             row["blobId"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
             if path.endswith(LFS):
                 row["lfs"] = {"size": len(content), "sha256": sha256(content), "pointerSize": 130}
-                row["blobId"] = "f" * 40  # of the pointer
+                row["blobId"] = "f" * 40  # the pointer's
             siblings.append(row)
         info = {"id": name, "sha": repo.refs.get(revision, revision), "siblings": siblings, "tags": []}
         self.json({**info, "gated": "manual" if repo.is_gated else False})
@@ -173,19 +170,19 @@ class Handler(BaseHTTPRequestHandler):
             return self.end_headers()
         self.content(content)
 
-    def modelscope(self, kind: str, name: str, what: str, query: dict[str, str]) -> None:
+    def modelscope(self, kind: str, name: str, resource: str, query: dict[str, str]) -> None:
         repo = self.server.repos.get((kind, name))
         if repo is None:
             return self.refuse(404)
         if repo.token and not self.knows(repo):
             return self.refuse(403)
-        if what == "revisions":
+        if resource == "revisions":
             rows = [{"Revision": ref} for ref in repo.refs if ref != "main"]
             return self.json({"Code": 200, "Data": {"RevisionMap": {"Branches": rows, "Tags": []}}})
         files = repo.files(query.get("Revision", "master"))
         if files is None:
             return self.refuse(404)
-        if what == "repo":
+        if resource == "repo":
             path = query["FilePath"]
             return self.content(files[path]) if path in files and path not in repo.missing else self.refuse(404)
         rows = [
@@ -213,7 +210,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def content(self, content: bytes) -> None:
-        """Send a file, from the range's begin on."""
+        """Send a file from the start of the range."""
         begin = self.row.begin
         if begin >= len(content) > 0:
             return self.refuse(416, **{"Content-Range": f"bytes */{len(content)}"})
@@ -237,12 +234,12 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = self.close_connection or end < len(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the tests look at `server.asked`."""
+        """Silence the log; tests inspect `server.asked`."""
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[HubServer]:
-    """A hub that answers for the length of the block."""
+    """A hub that serves during the block."""
     with HubServer() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()

@@ -13,8 +13,7 @@ from typing import Any
 from dapo_core.checkpoint.folder import CHECKPOINTS, step_folder
 from dapo_core.metrics import METRICS_FILE
 from eval.compare import compare
-from eval.measured import Provenance
-from eval.report import REPORT_JSON, REPORT_MARKDOWN, make_report, render_markdown
+from eval.report import REPORT_JSON, REPORT_MARKDOWN, Provenance, make_report, render_markdown
 from eval.training import read_training_metrics
 from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact

@@ -6,7 +6,7 @@
   const shown = document.getElementById("shown");
   const pager = document.getElementById("pager");
   const [index, ...packed] = document.querySelectorAll("template.packed");
-  const unpacked = new Map(); // place of a chunk -> promise of its items' HTML
+  const unpacked = new Map(); // chunk number -> promise of its items' HTML
 
   async function unpack(template) {
     const bytes = Uint8Array.from(atob(template.content.textContent.trim()), (char) => char.charCodeAt(0));
@@ -20,10 +20,10 @@
   }
 
   function element(name, className, text) {
-    const made = document.createElement(name);
-    if (className) made.className = className;
-    if (text !== undefined) made.textContent = text;
-    return made;
+    const node = document.createElement(name);
+    if (className) node.className = className;
+    if (text !== undefined) node.textContent = text;
+    return node;
   }
 
   const side = (verdict, answer, right, verdicts) => ({ verdict, answer, right, verdicts });
@@ -51,7 +51,7 @@
     texts();
   }
 
-  function line(item) {
+  function entry(item) {
     const details = element("details", "item");
     Object.assign(details.dataset, { direction: item.direction, level: item.level, subject: item.subject, id: item.id });
     const summary = element("summary");
@@ -67,7 +67,7 @@
   }
 
   const ENTITIES = { "&lt;": "<", "&gt;": ">", "&quot;": '"', "&#34;": '"', "&#39;": "'", "&#x27;": "'", "&amp;": "&" };
-  const texts = new Map(); // number of an item -> what a search looks through
+  const texts = new Map(); // item number -> searchable text
   async function textOf(item) {
     if (!texts.has(item.number)) {
       const body = (await chunk(item.chunk))[item.place].replace(/<[^>]*>/g, "");
@@ -81,7 +81,7 @@
 
   function show() {
     const first = page * PER_PAGE;
-    list.replaceChildren(...found.slice(first, first + PER_PAGE).map(line));
+    list.replaceChildren(...found.slice(first, first + PER_PAGE).map(entry));
     const last = Math.min(found.length, first + PER_PAGE);
     shown.textContent = `${found.length} of ${items.length} items` + (found.length > PER_PAGE ? `, ${first + 1} to ${last}` : "");
     pager.hidden = found.length <= PER_PAGE;
@@ -102,7 +102,7 @@
       if (!is(level, item.level) || !is(subject, item.subject)) continue;
       if (words.length) {
         const text = await textOf(item);
-        if (turn !== asked) return; // another search has begun
+        if (turn !== asked) return; // superseded by a newer search
         if (!words.every((word) => text.includes(word))) continue;
       }
       chosen.push(item);

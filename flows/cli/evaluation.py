@@ -186,8 +186,7 @@ def _compare(
     models: Models, gates: list[str] | None, title: str, metrics: Path | None = None, output: Path | None = None
 ) -> None:
     """Print the report on two evaluations, or with `output` write it, too; end with status 3 if a gate failed."""
-    from eval.measured import Provenance
-    from eval.report import REPORT_PAGE, render_markdown
+    from eval.report import REPORT_PAGE, Provenance, render_markdown
     from eval.suite_report import write_suite_report
     from flows.console import print_markdown
 

@@ -18,7 +18,7 @@ from dapo_core.tokenizing import LENGTHS_FILE
 from dapo_core.trackers import send_results, tracked_runs
 from downloads import DownloadError
 from eval import EvaluationError
-from eval.measured import Provenance
+from eval.report import Provenance
 from eval.suite_report import Models, write_suite_report
 from redaction import redact
 from tasks.artifacts.artifact import Artifact, read_manifest
@@ -128,7 +128,7 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
         models={"before": name, "after": f"{name}, {run.config.train.total_steps} steps"},
         engine=engines["after"],
         data=manifests["before"]["inputs"].get("eval_data", ""),
-        made={
+        facts={
             "recipe": f"{run.config.run.name}, {run.config_path}",
             "model": model_facts(run),
             "run": run.folder.name,

@@ -1,4 +1,4 @@
-"""A headless Chromium that tests talk to over DevTools' pipe: no driver, no port, no further package."""
+"""Headless Chromium controlled over the DevTools pipe: no driver, port or extra package."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from types import TracebackType
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-# Nothing of its own may go out: a closed network would fill the log, an open one would be used.
+# Chromium must make no requests of its own: they would fill the log or leave the machine.
 OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--mute-audio"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
     *("--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe"),
 )
-PATIENCE_SECONDS = 200
-COMPLAINTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Inspector.targetCrashed")
+TIMEOUT_SECONDS = 200
+ERROR_EVENTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Inspector.targetCrashed")
 
 
 class Browser:
-    """One page of one Chromium, as a context. `complaints` and `requests` fill while calls are made."""
+    """One Chromium page, as a context manager. `complaints` and `requests` collect events during calls."""
 
     def __init__(self) -> None:
         self.complaints: list[dict[str, Any]] = []
@@ -41,14 +41,14 @@ class Browser:
         program = next((found for name in NAMES if (found := shutil.which(name))), None)
         if program is None:
             raise AssertionError(
-                f"none of {', '.join(NAMES)} is installed, and the report's page is looked at in a real browser: "
+                f"none of {', '.join(NAMES)} is installed, but this test needs a real browser: "
                 f"apt-get install --no-install-recommends chromium"
             )
         self._stack = ExitStack()
         profile = self._stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         to_browser, self._from_us = os.pipe()
         self._to_us, from_browser = os.pipe()
-        # Chromium reads commands from descriptor 3 and answers on 4; it ends when 3 is closed.
+        # Chromium reads commands from descriptor 3, replies on 4, and exits when 3 is closed.
         redirect = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
         self._process = subprocess.Popen(
             ["bash", "-c", redirect, "bash", program, *OPTIONS, f"--user-data-dir={profile}", "about:blank"],
@@ -77,7 +77,7 @@ class Browser:
         self._stack.close()
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The result of a DevTools command; events that come before it are kept."""
+        """The result of a DevTools command. Events that arrive before it are recorded."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -97,23 +97,23 @@ class Browser:
             self._keep(self._read())
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page; a promise is waited for."""
+        """The value of a JavaScript expression in the page; awaits promises."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise AssertionError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        """Return once a JavaScript expression is true, which a page that asks a server first makes it later."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        """Return once a JavaScript expression is true."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while not self.evaluate(condition):
             if time.monotonic() > deadline:
                 shown = self.evaluate("document.body.innerText")
-                raise AssertionError(f"not within {PATIENCE_SECONDS} s: {condition}; the page shows:\n{shown}")
+                raise AssertionError(f"not within {TIMEOUT_SECONDS} s: {condition}; the page shows:\n{shown}")
             time.sleep(0.2)
 
     def resize(self, width: int, height: int = 900, scheme: str = "light") -> None:
-        """Show the page as a screen of this width would, in a `light` or `dark` scheme."""
+        """Emulate a screen of this width, in a `light` or `dark` scheme."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -130,11 +130,11 @@ class Browser:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._unread:
-            is_ready, _, _ = select.select([self._to_us], [], [], PATIENCE_SECONDS)
+            is_ready, _, _ = select.select([self._to_us], [], [], TIMEOUT_SECONDS)
             text = os.read(self._to_us, 1 << 16) if is_ready else b""
             if not text:
                 state = (
-                    f"said nothing for {PATIENCE_SECONDS} s" if not is_ready else f"ended ({self._process.poll()})"
+                    f"sent nothing for {TIMEOUT_SECONDS} s" if not is_ready else f"exited ({self._process.poll()})"
                 )
                 raise AssertionError(f"Chromium {state}")
             self._unread += text
@@ -143,7 +143,7 @@ class Browser:
 
     def _keep(self, event: dict[str, Any]) -> None:
         self._events.append(event)
-        if event["method"] in COMPLAINTS:
+        if event["method"] in ERROR_EVENTS:
             self.complaints.append(event)
         if event["method"] == "Network.requestWillBeSent":
             self.requests.append(event["params"]["request"]["url"])

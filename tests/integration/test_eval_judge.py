@@ -109,7 +109,7 @@ def test_votes_are_reported_beside_the_grader_and_failed_votes_are_not_verdicts(
     comparison = compare(tmp_path / "before", tmp_path / "after")
     assert comparison.after.judge == summary.judge
     markdown = render_markdown(make_report(comparison, []))
-    assert "court, 3 votes on each response, beside the grader" in " ".join(markdown.split())
+    assert "court, 3 votes per response, in addition to the grader" in " ".join(markdown.split())
     assert any(line.split()[1:5] == ["LLM", "judge", "|", "66.7"] for line in markdown.splitlines())
     evaluated(server, tmp_path / "alone", None)
     with pytest.raises(ComparisonError, match=r"judge.* before, unset after"):
@@ -130,7 +130,7 @@ def test_as_the_headline_the_majority_is_the_verdict_and_undecided_responses_are
     assert [row.verdict for row in rows] == ["wrong", "right", "right", "truncated"]
     assert (summary.accuracy, summary.judge and summary.judge["grader_agreement"]) == (0.5, pytest.approx(1 / 3))
     note = make_report(compare(tmp_path / "out", tmp_path / "out"), [])["measured"]["judge"]
-    assert note == "court, 1 vote on each response, the headline"
+    assert note == "court, 1 vote per response, used for the headline"
     again = regrade(tmp_path / "out")
     assert (again.verdicts, again.summary.accuracy) == ({}, 0.5)
     # Without the judge, the grader's verdicts are restored.

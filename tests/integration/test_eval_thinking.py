@@ -137,14 +137,14 @@ def test_lower_limits_truncate_longer_responses_and_the_report_shows_thinking_an
     assert comparison.by_limit[1] == (Budget(32, 0.5, 0.5), Budget(32, 0.5, 0.5))
     report = make_report(comparison, [])
     markdown = render_markdown(report)
-    assert [line.split() for line in markdown.splitlines() if "mean tokens" in line] == [
-        ["|", "mean", "tokens,", "thinking", "|", "23.8", "|", "28.5", "|", "|"],
-        ["|", "mean", "tokens,", "answer", "|", "6.2", "|", "2.8", "|", "|"],
+    assert [line.split() for line in markdown.splitlines() if "| mean " in line] == [
+        ["|", "mean", "thinking", "tokens", "|", "23.8", "|", "28.5", "|", "|"],
+        ["|", "mean", "answer", "tokens", "|", "6.2", "|", "2.8", "|", "|"],
     ]
-    assert "Computed from one run by cutting" in markdown
+    assert "Simulated from this run" in markdown
     packed = pack_items(*(load_evaluation(tmp_path / side) for side in ("before", "after")))
     page = render_html(report, no_plots(comparison, []), packed)
-    assert page.count("by the share of text") == 2  # the server did not count one row of the new side
+    assert page.count("estimated from characters") == 2  # one row of the new side was not counted
     _, bodies = packed_items(page)
     body = next(body for body in bodies if "4 + 1" in body or "3 + 1" in body)
     assert "<summary>thinking, 50 tokens</summary>" in body

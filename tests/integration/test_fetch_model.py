@@ -101,14 +101,14 @@ def test_a_run_without_a_network_uses_the_last_fetched_model(
     plan = planned(config)
     assert (plan.state, plan.key) == ("runs", None)
     assert "would fetch hf:org/tiny, which cannot be resolved now: HF_HUB_OFFLINE is set" in plan.note
-    with pytest.raises(Offline, match="HF_HUB_OFFLINE is set, so org/tiny cannot be asked for"):
+    with pytest.raises(Offline, match="HF_HUB_OFFLINE is set, so org/tiny cannot be requested"):
         fetched(config)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     first = fetched(config)
     hub.interfere = lambda handler: handler.refuse(503) is None
     assert fetched(config) == first
     [said] = {record.message for record in caplog.records if "Continuing with commit" in record.message}
-    assert said.startswith(f"{hub.url} answers HTTP 503 for org/tiny")
+    assert said.startswith(f"{hub.url} returned HTTP 503 for org/tiny")
     assert planned(config).state == "cached"
     other = recipe(tmp_path, "model.revision=v2")
     with pytest.raises(Unreachable, match="HTTP 503"):

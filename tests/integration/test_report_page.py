@@ -1,4 +1,4 @@
-"""The report's pages in a real browser: no complaint, no request, the numbers, search, filter, phone."""
+"""Report pages in a real browser: errors, requests, numbers, search, filters, small screens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import pytest
 from eval.compare import compare_evaluations
 from eval.history import make_history, write_page
 from eval.item_pages import pack_items
-from eval.measured import Provenance
-from eval.report import make_report, render_html, write_report
+from eval.report import Provenance, make_report, render_html
 from eval.suite import Member, write_suite
 from eval.suite_report import Models, write_suite_report
 from tests.evaluations import evaluation, make_items, no_plots, write_results
@@ -57,14 +56,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(1, 9)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    write_report(*sides, folder / "metrics.jsonl", folder / "report", Provenance(title="Pa<ge"))
+    write_suite_report(Models(*sides), folder / "metrics.jsonl", folder / "report", Provenance(title="Pa<ge"))
     write_page(make_history([*sides, folder / "report"]), folder)
     write_suite_pages(folder, dict(zip(("before", "after"), sides, strict=True)))
     return folder
 
 
 def write_suite_pages(folder: Path, sides: dict[str, Path]) -> None:
-    """The front page of a suite of two, with gates, a baseline and checkpoints."""
+    """Write a suite report of two benchmarks, with gates, a baseline and checkpoints."""
     suites = {name: folder / f"suite-{name}" for name in ("before", "after", "other")}
     names = ("first", "second-benchmark")
     for name, suite in suites.items():
@@ -91,7 +90,7 @@ def browser(folder: Path) -> Iterator[Browser]:
 
 
 def shown_items(browser: Browser, action: str) -> list[dict[str, str]]:
-    """The data (id, direction, level, subject) of the items in the list after `action` in the form."""
+    """Data (id, direction, level, subject) of the listed items after `action` on the form."""
     browser.evaluate(f"{{ const form = document.getElementById('filter'); form.reset(); {action} }}")
     browser.evaluate("document.getElementById('filter').dispatchEvent(new Event('input'))")
     browser.evaluate("new Promise(done => setTimeout(done, 300))")
@@ -102,7 +101,7 @@ def shown_items(browser: Browser, action: str) -> list[dict[str, str]]:
 
 
 def opened(browser: Browser, identity: str) -> str:
-    """The text of an item after a click on its line."""
+    """The text of an item after clicking it."""
     item = f"document.querySelector('details.item[data-id=\"{identity}\"]')"
     browser.evaluate(f"{item}.querySelector('summary').click()")
     browser.wait_for(f"{item}.querySelector('.inside')?.textContent")
@@ -110,7 +109,7 @@ def opened(browser: Browser, identity: str) -> str:
     return text
 
 
-def test_the_numbers_of_the_page_are_those_of_the_json(browser: Browser, report: dict[str, Any]) -> None:
+def test_the_page_shows_the_numbers_of_the_json(browser: Browser, report: dict[str, Any]) -> None:
     fields = browser.evaluate(
         "[...document.querySelectorAll('[data-field]')].map(e => [e.dataset.field, e.dataset.form, e.textContent])"
     )
@@ -136,7 +135,7 @@ def test_the_numbers_of_the_page_are_those_of_the_json(browser: Browser, report:
     assert len(seen) > 150
 
 
-def test_every_item_can_be_read_as_the_model_wrote_it(browser: Browser, report: dict[str, Any]) -> None:
+def test_every_item_shows_the_response_as_written(browser: Browser, report: dict[str, Any]) -> None:
     flips = report["flips"]["gained"] + report["flips"]["lost"]
     assert {item["id"] for item in shown_items(browser, "")} == {flip["id"] for flip in flips}
     for flip in flips:
@@ -151,7 +150,7 @@ def test_every_item_can_be_read_as_the_model_wrote_it(browser: Browser, report: 
     assert browser.evaluate("document.getElementById('shown').textContent") == "60 of 60 items, 51 to 60"
 
 
-def test_formulas_are_drawn_and_nothing_in_them_runs(browser: Browser, report: dict[str, Any]) -> None:
+def test_formulas_are_drawn_and_cannot_run_scripts(browser: Browser, report: dict[str, Any]) -> None:
     choose = "form.elements.direction.value = ''; form.elements.search.value = 'onerror';"
     [found, *_] = shown_items(browser, choose)
     opened(browser, found["id"])
@@ -169,7 +168,7 @@ def test_formulas_are_drawn_and_nothing_in_them_runs(browser: Browser, report: d
     assert browser.evaluate("typeof hacked") == "undefined"
 
 
-def test_search_and_filters_hold_together(browser: Browser, report: dict[str, Any]) -> None:
+def test_search_and_filters_combine(browser: Browser, report: dict[str, Any]) -> None:
     flips = report["flips"]["gained"] + report["flips"]["lost"]
     everything = shown_items(browser, "")
     found = shown_items(browser, "form.elements.search.value = 'IDEA no';")  # every word, in any order and case
@@ -206,14 +205,14 @@ def test_ten_thousand_items_open_and_can_be_searched(browser: Browser, folder: P
     assert "9999" in opened(browser, "9998")
 
 
-def test_it_reads_on_a_phone_by_day_and_by_night(browser: Browser, folder: Path) -> None:
+def test_pages_fit_a_phone_in_light_and_dark_mode(browser: Browser, folder: Path) -> None:
     colours = {}
     for page in ("report/report.html", "history.html", "suite/report.html", "suite/checkpoints.html"):
         for scheme in ("light", "dark"):
             browser.resize(380, scheme=scheme)
             browser.open(folder / page)
-            assert browser.evaluate("document.documentElement.scrollWidth") == 380  # no sideways scrolling
-            # No column is cut off, and the keyboard reaches each table.
+            assert browser.evaluate("document.documentElement.scrollWidth") == 380  # no horizontal scrolling
+            # No column is cut off, and tables can be reached by keyboard.
             assert browser.evaluate(f"{TABLES}.filter(one => one.scrollWidth > one.clientWidth).length") == 0
             assert browser.evaluate(f"{TABLES}.every(one => one.tabIndex === 0 && one.ariaLabel)")
             assert browser.evaluate(
@@ -231,7 +230,7 @@ def test_it_reads_on_a_phone_by_day_and_by_night(browser: Browser, folder: Path)
         assert brightness(colours["dark"][0]) < 50 < 120 < min(map(brightness, colours["dark"][1:]))
 
 
-def test_nothing_complained_and_nothing_left_the_machine(browser: Browser, folder: Path) -> None:
+def test_no_page_logs_errors_or_makes_requests(browser: Browser, folder: Path) -> None:
     browser.open(folder / "report" / "report.html")
     browser.open(folder / "history.html")
     assert browser.complaints == []
@@ -239,7 +238,7 @@ def test_nothing_complained_and_nothing_left_the_machine(browser: Browser, folde
     assert {url for url in browser.requests if not url.startswith((folder.as_uri(), "data:,"))} == set()
 
 
-def test_a_complaint_would_be_heard(browser: Browser, tmp_path: Path) -> None:
+def test_the_browser_reports_policy_violations(browser: Browser, tmp_path: Path) -> None:
     page = tmp_path / "bad.html"
     policy = '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">'
     page.write_text(f"<!doctype html>{policy}<script>hacked = 1</script><p>bad")
@@ -251,6 +250,6 @@ def test_a_complaint_would_be_heard(browser: Browser, tmp_path: Path) -> None:
 
 
 def brightness(colour: str) -> float:
-    """Of `rgb(r, g, b)`, 0 to 255."""
+    """Brightness of `rgb(r, g, b)`, 0 to 255."""
     parts = [float(part) for part in colour.removeprefix("rgb(").rstrip(")").split(",")]
     return sum(parts) / len(parts)

@@ -108,5 +108,5 @@ def test_runs_and_reports_list_variables_and_keys_ignore_them(
             artifact_at(Path(first.stages[label].artifact))
             for label in ("evaluate_before", "evaluate_after", "train_policy")
         ),
-    ).made
+    ).facts
     assert "; Ray's workers: OMP_WAIT_POLICY=PASSIVE " in made["environment"]

@@ -1,4 +1,4 @@
-"""`dapo compare` of trainings: logs of other trainers beside our runs."""
+"""`dapo compare` for trainings: logs of other trainers and dapo runs side by side."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flows.cli import app
 
 @pytest.fixture
 def logs(tmp_path: Path) -> dict[str, Path]:
-    """A console log of verl, one of MindSpeed, and a metrics.jsonl of ours, of 20 steps each."""
+    """A verl console log, a MindSpeed console log and a metrics.jsonl, of 20 steps each."""
     verl, mindspeed = tmp_path / "verl.log", tmp_path / "mindspeed.log"
-    ours = MetricsLog(tmp_path / "own", None) if (tmp_path / "own").mkdir() is None else None
-    assert ours is not None
+    (tmp_path / "own").mkdir()
+    ours = MetricsLog(tmp_path / "own", None)
     verl_lines, mindspeed_lines = [], []
     for step in range(1, 21):
         values = {"critic/rewards/mean": step / 20, "actor/entropy": 1 / step, "response_length/mean": 1000 + step}
@@ -35,22 +35,22 @@ def logs(tmp_path: Path) -> dict[str, Path]:
     return {"verl": verl, "mindspeed": mindspeed, "ours": ours.path}
 
 
-def test_trainings_get_the_same_names(logs: dict[str, Path]) -> None:
+def test_metrics_of_all_trainers_share_names(logs: dict[str, Path]) -> None:
     sides = compare_trainings(logs)
     assert [side.trainer for side in sides] == ["verl", "MindSpeed", "own"]
-    # The first tenth of 20 steps is steps 1 and 2: (1/20 + 2/20) / 2; the last 19 and 20.
+    # The first tenth of 20 steps is 1 and 2: (1/20 + 2/20) / 2. The last is 19 and 20.
     assert sides[0].metrics["critic/rewards/mean"] == Ends(pytest.approx(0.075), pytest.approx(0.975), 20)
     assert sides[1].metrics["critic/rewards/mean"].last == pytest.approx(0.48755, abs=1e-4)
     assert [side.metrics["perf/throughput"].last for side in sides] == [70, 50, 90]
     table = render_markdown(sides)
-    assert "| tokens/s and device " in table
+    assert "| tokens/s per device " in table
     assert "1,002 → 1,020" in table
     assert "over all drawn prompts" in table  # of MindSpeed's throughput
     assert [row.split("|")[3].strip() for row in table.splitlines() if "entropy" in row] == ["-"]
 
 
 @pytest.mark.slow
-def test_the_page_has_a_line_of_every_training(logs: dict[str, Path], tmp_path: Path) -> None:
+def test_the_page_plots_every_training(logs: dict[str, Path], tmp_path: Path) -> None:
     page = write_page(compare_trainings(logs), tmp_path / "out").read_text()
     assert page.count("<svg") == 4  # reward, length, entropy, throughput
     for text in ("Reward per response", "Response length", "Policy entropy", "Throughput", *logs):
@@ -73,7 +73,7 @@ def test_the_command_takes_logs_and_folders(logs: dict[str, Path], tmp_path: Pat
 def test_a_file_without_steps_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("Traceback (most recent call last):\n")
-    with pytest.raises(ResultsError, match="shows no training step"):
+    with pytest.raises(ResultsError, match="contains no training step"):
         compare_trainings({"train.log": log})
-    with pytest.raises(ResultsError, match="7 trainings are too many"):
+    with pytest.raises(ResultsError, match="7 trainings do not fit"):
         compare_trainings({str(number): log for number in range(7)})

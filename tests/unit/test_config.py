@@ -189,7 +189,7 @@ def test_bad_input_is_named_with_its_value_and_the_fix(recipe: Path, override: s
 def test_references_of_a_model_are_checked_as_they_are_read() -> None:
     for model, said in (
         ({"source": "huggingface", "id": "qwen"}, r"model\.id=qwen is not of the form ORG/NAME"),
-        ({"source": "url", "urls": ["https://a.org/b"]}, r"https://a\.org/b is not pinned: end it in #sha256="),
+        ({"source": "url", "urls": ["https://a.org/b"]}, r"https://a\.org/b is not pinned: append #sha256="),
     ):
         with pytest.raises(ConfigError, match=said):
             _resolve(model=model)

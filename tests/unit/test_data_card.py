@@ -9,11 +9,10 @@ from typing import Any
 
 from eval.compare import compare_evaluations
 from eval.item_pages import pack_items
-from eval.measured import Provenance
 from eval.plots import prompt_length_plot
 from eval.problems.registry import OWN
 from eval.problems.rows import Split
-from eval.report import make_report, render_html, render_markdown
+from eval.report import Provenance, make_report, render_html, render_markdown
 from tasks.data.card import CARD_JSON, CARD_MARKDOWN, answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit
 from tasks.data.prompt_format import PromptFormat
@@ -59,14 +58,14 @@ def test_the_card_accounts_for_every_row(tmp_path: Path) -> None:
         "answers: whole number 80, fraction 10",
         "3 removed: the same problem again",
         "7 refused: no gold answer",
-        "the 1 training rows are left out",
+        "1 training row is left out",
         "aime24 `7`, problem 3 of my.jsonl, overlap 100.0 %",
         "2 are longer (data.too_long=drop)",
         "| 0 to 32  |      80 |",
     ):
         assert words in text, text
     write_card(make_card([entry(tmp_path)], [], "warn"), tmp_path)
-    assert "None was found." in (tmp_path / CARD_MARKDOWN).read_text(encoding="utf-8")
+    assert "None found." in (tmp_path / CARD_MARKDOWN).read_text(encoding="utf-8")
 
 
 def test_lone_surrogates_are_written(tmp_path: Path) -> None:
@@ -103,7 +102,7 @@ def test_the_report_shows_the_data_card() -> None:
     assert report["data"] == card
     text = " ".join(render_markdown(report).split())
     assert "| my.jsonl | training | 1,200 | 3 | 0 | 1,197 |" in text
-    assert "4 training problems are also in an evaluation set; they are left out." in text
+    assert "4 training problems also appear in an evaluation set; they were left out of training." in text
     plots = {**no_plots(comparison, []), "prompts": [prompt_length_plot(lengths)]}
     page = render_html(report, plots, pack_items(*sides))
     assert 'href="data_card.md"' in page

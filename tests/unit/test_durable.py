@@ -1,4 +1,4 @@
-"""Files and locks survive kills: what a crash, a full disk or a second process must not spoil."""
+"""Files and locks under crashes, full disks and competing processes."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def _hold(path: Path, shared: bool, ready: Connection) -> None:
 
 @contextmanager
 def _holder(path: Path, shared: bool = False) -> Iterator[tuple[multiprocessing.process.BaseProcess, int]]:
-    """Another process that holds the lock, and the pid of its child."""
+    """Another process that holds the lock, with the pid of its child."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    # A fork: a spawned process would spend its time importing what is loaded here.
+    # fork: a spawned process would import everything again
     process = multiprocessing.get_context("fork").Process(target=_hold, args=(path, shared, sender))
     process.start()
     child = receiver.recv()
@@ -65,7 +65,7 @@ def _holder(path: Path, shared: bool = False) -> Iterator[tuple[multiprocessing.
 
 
 @pytest.mark.slow
-def test_a_lock_ends_with_its_holder_and_not_with_its_children(tmp_path: Path) -> None:
+def test_a_lock_ends_with_its_holder_despite_living_children(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     assert not is_locked(path)
     assert not path.exists()
@@ -77,7 +77,7 @@ def test_a_lock_ends_with_its_holder_and_not_with_its_children(tmp_path: Path) -
             pytest.fail("two processes hold the lock")
         process.kill()
         process.join()
-        os.kill(child, 0)  # is alive
+        os.kill(child, 0)  # still alive
         assert not is_locked(path)
         with locked(path, note="next"):
             assert read_holder(path).startswith(f"next (pid {os.getpid()} on ")
@@ -85,19 +85,19 @@ def test_a_lock_ends_with_its_holder_and_not_with_its_children(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_shared_holders_keep_out_an_exclusive_one_only(tmp_path: Path) -> None:
+def test_a_shared_lock_excludes_only_exclusive_ones(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with _holder(path, shared=True):
         with locked(path, shared=True):
             assert not is_locked(path)
         with pytest.raises(LockHeld, match="another process"), locked(path):
-            pytest.fail("an exclusive lock beside a shared one")
+            pytest.fail("an exclusive lock next to a shared one")
 
 
-def test_who_waits_names_the_holder_ever_more_seldom_and_gets_the_lock(
+def test_a_waiter_logs_the_holder_at_growing_intervals_and_gets_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By a clock of its own, on which a look takes ten seconds."""
+    """The fake clock advances ten seconds per look."""
     caplog.set_level(logging.INFO, logger="durable")
     path, clock = tmp_path / "lock", itertools.count(0, 10)
     with _holder(path) as (process, _):
@@ -110,9 +110,9 @@ def test_who_waits_names_the_holder_ever_more_seldom_and_gets_the_lock(
 
         monkeypatch.setattr(durable, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=sleep))
         with locked(path, waiting="which is slow"):
-            said = [record.getMessage() for record in caplog.records]
-    assert all(line.startswith(f"waiting for run 7 (pid {process.pid} on ") for line in said)
-    ends = [line.partition("), ")[2] for line in said]
+            lines = [record.getMessage() for record in caplog.records]
+    assert all(line.startswith(f"waiting for run 7 (pid {process.pid} on ") for line in lines)
+    ends = [line.partition("), ")[2] for line in lines]
     assert ends == [f"which is slow ({seconds} s so far)" for seconds in (10, 60, 120, 240)]
 
 
@@ -121,7 +121,7 @@ def test_who_waits_names_the_holder_ever_more_seldom_and_gets_the_lock(
 def test_a_lock_file_that_lost_its_name_is_not_locked_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]
 ) -> None:
-    """Its holder may remove or move it between a waiter's open and flock."""
+    """The holder may remove or rename the file between a waiter's open and flock."""
     path, real, calls = tmp_path / "lock", fcntl.flock, list[int]()
 
     def flock(file: Any, operation: int) -> None:
@@ -134,11 +134,11 @@ def test_a_lock_file_that_lost_its_name_is_not_locked_twice(
     with locked(path):
         assert len(calls) == 2
         with pytest.raises(LockHeld), locked(path):
-            pytest.fail("two hold the lock")
+            pytest.fail("two processes hold the lock")
 
 
-def test_looking_at_a_lock_does_not_hold_it(tmp_path: Path) -> None:
-    """`is_locked` holds a shared lock for a moment, in which another process may start."""
+def test_is_locked_does_not_block_another_process(tmp_path: Path) -> None:
+    """`is_locked` briefly holds a shared lock; `locked` waits for it."""
     path = tmp_path / "lock"
     with locked(path):
         pass
@@ -163,7 +163,7 @@ def test_a_file_system_without_locks_is_an_error(tmp_path: Path, monkeypatch: py
 
 
 class _Killed(BaseException):
-    """Stands for a SIGKILL in a test that continues."""
+    """Simulates SIGKILL."""
 
 
 @pytest.mark.parametrize("place", ["write_bytes", "rename"])
@@ -178,7 +178,7 @@ def test_a_kill_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, place, kill)
-        patch.setattr(Path, "unlink", kill)  # a killed process tidies nothing up
+        patch.setattr(Path, "unlink", kill)  # a killed process cleans nothing up
         with pytest.raises(_Killed):
             write_atomically(path, "new")
     assert path.read_text() == "old"
@@ -186,7 +186,7 @@ def test_a_kill_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.Monke
     assert path.read_bytes() == b"new"
 
 
-def test_what_cannot_be_written_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -196,7 +196,7 @@ def test_what_cannot_be_written_leaves_no_partial_file(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_content_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partial = tmp_path / "folder.partial"
     (partial / "inner").mkdir(parents=True)
     (partial / "inner" / "file").write_text("content")
@@ -224,7 +224,7 @@ def test_content_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pyt
     assert sorted(events) == ["file", "folder", "inner"]
 
 
-def test_a_torn_line_costs_itself_only(tmp_path: Path) -> None:
+def test_a_torn_line_loses_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     assert read_json_lines(path) == []
     append_json_line(path, {"step": 1, "text": "ü\n"})
@@ -250,7 +250,7 @@ def test_the_tail_of_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert tail(path, 9) == ["rd", "fourth"]  # the last 9 bytes
 
 
-def test_differences_name_every_leaf() -> None:
+def test_differences_list_every_leaf() -> None:
     before = {"a": {"b": 1, "c": {"d": 2}}, "same": [1], "gone": None, "empty": {}}
     after = {"new": 0, "a": {"b": 1.5, "c": {"d": 2}}, "same": [1], "empty": {"x": 1}}
     assert differences(before, after) == [
@@ -263,7 +263,7 @@ def test_differences_name_every_leaf() -> None:
     assert differences(before, before) == []
 
 
-def test_a_file_of_any_content_can_be_locked_and_keeps_it(tmp_path: Path) -> None:
+def test_locking_a_file_keeps_its_content(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("step 1\n")
     descriptor = durable.try_lock(path)

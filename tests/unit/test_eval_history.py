@@ -1,10 +1,9 @@
-"""Runs over time: what is read and paired, the trend by hand, and what is kept apart."""
+"""Evaluations over time: reading, pairing, the trend by hand, separate series."""
 
 from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +11,12 @@ import pytest
 
 from eval.endpoint import Sampling
 from eval.history import make_history, measure_trend, render_markdown, write_page
-from eval.report import write_report
 from eval.results import ResultsError
 from eval.suite import Member, write_suite
 from eval.suite_report import Models, write_suite_report
 from tests.evaluations import make_items, no_plots, write_results
 
 ITEMS = make_items(8)
-NO_FRONT_PLOTS = {"prompts": [""]}
-report_on = partial(write_report, train_metrics=None, draw=no_plots)
 
 
 def write_night(folder: Path, day: int, outcomes: str, **settings: object) -> Path:
@@ -50,7 +46,7 @@ def test_a_history_by_hand(tmp_path: Path) -> None:
     assert series.trend.ci95[0] < 0.1875 < series.trend.ci95[1]
 
 
-def test_the_interval_of_a_trend_is_as_wide_as_its_slopes_say() -> None:
+def test_the_trend_interval_matches_the_spread_of_slopes() -> None:
     """From 40 % to 60 % in 90 runs of 100 items: a response moves a slope by at most 44.5 / 60742.5 = 0.0007."""
     right = np.random.default_rng(0).random((100, 90)) < np.linspace(0.4, 0.6, 90)
     trend = measure_trend(right.astype(float).tolist(), 1)
@@ -60,7 +56,7 @@ def test_the_interval_of_a_trend_is_as_wide_as_its_slopes_say() -> None:
     assert trend.ci95[0] < 0.2 / 89 < trend.ci95[1]
 
 
-def test_runs_with_other_settings_are_listed_apart(tmp_path: Path) -> None:
+def test_runs_with_other_settings_form_a_separate_series(tmp_path: Path) -> None:
     nights = [write_night(tmp_path, day, "rrrrwwww") for day in (1, 3)]
     other = write_night(tmp_path, 2, "rrrrrrrr", sampling={**vars(Sampling(max_tokens=64)), "temperature": 0.6})
     history = make_history([*nights, other])
@@ -69,39 +65,39 @@ def test_runs_with_other_settings_are_listed_apart(tmp_path: Path) -> None:
     assert (first.differs, first.trend) == ((), None)
     assert second.differs == ("sampling.temperature: 0.0 in the first table, 0.6 here",)
     text = " ".join(render_markdown(history).split())
-    assert "cannot be compared with the first table: sampling.temperature: 0.0" in text
+    assert "not comparable with the first table: sampling.temperature: 0.0" in text
     page = write_page(history, tmp_path / "out").read_text()
     assert page.count("<svg") == 2
     assert "<script" not in page
 
 
-def test_reports_folders_and_stores_are_read_alike(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reports_folders_and_stores_read_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = write_night(tmp_path, 1, "wwwwwwww")
     after = write_night(tmp_path, 2, "rrrrwwwf")
     folder = tmp_path / "store" / "runs" / "20260101T000000.000Z-123456" / "report"
-    report_on(before, after, output_dir=folder)
+    write_suite_report(Models(before, after), None, folder, keep=no_plots)
     for path in (folder / "report.json", folder, folder.parent, tmp_path / "store"):
         ((point,),) = [series.points for series in make_history([path])]
         assert point.label == "20260101T000000.000Z-123456"
         assert point.accuracy == 4 / 7  # of the answered items, after
-    assert "T000000.000Z-123456` |" in render_markdown(make_history([folder]))  # an end, which finds the run
+    assert "T000000.000Z-123456` |" in render_markdown(make_history([folder]))  # still identifies the run
     other = folder.parent.with_name("20250101T000000Z-1") / "report" / "report.json"
     other.parent.mkdir(parents=True)
     other.write_text("{}")  # of another version
     assert len(make_history([tmp_path / "store"])[0].points) == 1
-    assert f"left out of the history: {other}" in caplog.text
+    assert f"skipped in the history: {other}" in caplog.text
     (series,) = make_history([before, after, write_night(tmp_path, 3, "wwwwwwwr")])
     assert [change.n for change in series.to_first if change] == [7, 8]  # item 7 failed on day 2
     assert series.trend is not None
     assert series.trend.n == 7
 
 
-def test_an_evaluation_that_later_runs_reused_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_reused_by_later_runs_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eval.plots.history_plot", lambda *words, **options: "")
     nights = [write_night(tmp_path, day, letters) for day, letters in ((1, "rwwwwwww"), (2, "rrwwwwww"))]
     runs = tmp_path / "store" / "runs"
     for run, after in (("1", nights[0]), ("2", nights[1]), ("3", nights[1]), ("4", nights[1])):
-        report = report_on(nights[0], after, output_dir=runs / run / "report")
+        report = write_suite_report(Models(nights[0], after), None, runs / run / "report", keep=no_plots)
         report["created_at"] = f"2026-01-0{run}T00:00:00Z"
         (runs / run / "report" / "report.json").write_text(json.dumps(report))
     history = make_history([tmp_path / "store", runs / "4"])
@@ -110,7 +106,7 @@ def test_an_evaluation_that_later_runs_reused_counts_once(tmp_path: Path, monkey
     assert (series.num_tests, series.trend) == (1, None)
     sentence = "`2`: 2 later runs reused this evaluation from the store. It was measured once and counts once."
     assert sentence in render_markdown(history)
-    assert "measured once; reused from the store by 2 later runs" in write_page(history, tmp_path).read_text()
+    assert "measured once, reused from the store by 2 later runs" in write_page(history, tmp_path).read_text()
     del report["after"]["evaluation"]  # as an earlier version wrote it
     (runs / "4" / "report" / "report.json").write_text(json.dumps(report))
     ((*_, last),) = [series.points for series in make_history([tmp_path / "store"])]
@@ -128,7 +124,7 @@ def write_suite_night(folder: Path, day: int, **outcomes: str) -> Path:
     return night
 
 
-def test_of_suites_each_benchmark_is_a_line(tmp_path: Path) -> None:
+def test_each_benchmark_of_a_suite_is_a_series(tmp_path: Path) -> None:
     levels = [2, 3, 2, 3, 2, 3, 14, 15, 14, 15, 14, 15]
     nights = [
         write_suite_night(tmp_path, day, words="r" * level + "w" * (16 - level), sums="rrww")
@@ -138,12 +134,12 @@ def test_of_suites_each_benchmark_is_a_line(tmp_path: Path) -> None:
     assert [series.benchmark for series in (words, sums)] == ["words", "sums"]
     assert [point.place for point in words.change_points] == [6]
     assert words.num_lines == 2
-    assert words.said_of_levels[0].startswith(
-        "The level changed at night7: 15.6 % before, 90.6 % from there on (p"
+    assert words.level_sentences[0].startswith(
+        "The level changed at night7: 15.6 % before, 90.6 % from then on (p"
     )
-    assert sums.said_of_levels == ["No change point over 12 runs."]
+    assert sums.level_sentences == ["No change point in 12 runs."]
     assert words.newest.startswith(
-        "night12 is not significantly different from the run before (+6.2 points, 95 % interval "
+        "night12 is not significantly different from the previous run (+6.2 points, 95 % interval "
     )
     assert "and better than the first run (+81.2 points" in words.newest
     assert [series.benchmark for series in make_history(nights, "sums")] == ["sums"]
@@ -151,18 +147,18 @@ def test_of_suites_each_benchmark_is_a_line(tmp_path: Path) -> None:
         make_history(nights, "word")
     text = render_markdown([words, sums])
     assert "## words" in text
-    assert "Holm's adjustment over the 2 long enough tables" in " ".join(text.split())
+    assert "Holm's adjustment over the 2 tables that are long enough" in " ".join(text.split())
     page = write_page([words, sums], tmp_path / "out").read_text()
     assert page.count("<svg") == 2
 
 
-def test_a_suites_report_stands_for_its_benchmarks(tmp_path: Path) -> None:
+def test_a_suite_report_provides_all_its_benchmarks(tmp_path: Path) -> None:
     sides = [
         write_suite_night(tmp_path, 1, words="rwww", sums="rrww"),
         write_suite_night(tmp_path, 2, words="rrrw", sums="rrwr"),
     ]
     folder = tmp_path / "store" / "runs" / "1" / "report"
-    write_suite_report(Models(*sides), None, folder, keep=lambda name, draw: NO_FRONT_PLOTS | no_plots(None, []))
+    write_suite_report(Models(*sides), None, folder, keep=no_plots)
     history = make_history([tmp_path / "store"])
     assert [(series.benchmark, series.points[0].accuracy) for series in history] == [
         ("words", 0.75),
@@ -170,16 +166,16 @@ def test_a_suites_report_stands_for_its_benchmarks(tmp_path: Path) -> None:
     ]
     assert history[0].newest == ""
     (folder / "sums" / "report.json").unlink()
-    with pytest.raises(ResultsError, match=r"not a report that a history can be made from"):
+    with pytest.raises(ResultsError, match=r"not a report that the history can read"):
         make_history([folder])
 
 
-def test_what_is_no_evaluation_is_refused(tmp_path: Path) -> None:
+def test_paths_without_evaluations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match="is not a results directory of `dapo eval`"):
         make_history([tmp_path])
     (tmp_path / "runs").mkdir()
     with pytest.raises(ResultsError, match="no run there has a report"):
         make_history([tmp_path])
     (tmp_path / "report.json").write_text(json.dumps({"created_at": "2026-01-01T00:00:00+00:00"}))
-    with pytest.raises(ResultsError, match=r"not a report that a history can be made from.*`dapo report`"):
+    with pytest.raises(ResultsError, match=r"not a report that the history can read.*`dapo report`"):
         make_history([tmp_path / "report.json"])

@@ -1,4 +1,4 @@
-"""Comparison and report: numbers by hand, sentences, refusals, escaping."""
+"""Comparisons and reports: numbers by hand, sentences, refusals, escaping."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ from xml.etree import ElementTree
 import pytest
 
 from eval.answers.grading import MathGrader
+from eval.breakdown import Speed, measure_speed
 from eval.compare import ComparisonError, compare, compare_evaluations
 from eval.endpoint import Sampling
-from eval.measured import UNKNOWN, Provenance, Speed, describe_measurement, speed_of
 from eval.pages import format_duration
 from eval.plots import accuracy_plots
-from eval.report import make_report, render_markdown, verdict, write_report
+from eval.report import (
+    UNKNOWN,
+    Provenance,
+    describe_measurement,
+    make_report,
+    render_markdown,
+    verdict,
+)
 from eval.results import Evaluation, ResultsError
+from eval.suite_report import Models, write_suite_report
 from eval.training import read_training_metrics, training_totals, with_kept_share
 from tests.evaluations import (
     compared,
@@ -39,11 +47,11 @@ ITEMS = make_items(8)
 #         id: 0123 4567; levels 1 and 2
 BEFORE = "rrwn wtfr"
 AFTER = "rwrr wrrr"
-FATES = ("kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted")
+OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted")
 
 
 def write_metrics(path: Path) -> Path:
-    """Three steps, the second one trained twice, and a torn line."""
+    """Three steps, the second trained twice, and a torn line."""
     steps: list[dict[str, Any]] = [
         {"step": step, "critic/score/mean": -0.5 + step / 10, "timing_s/gen": 1.0, "timing_s/step": 2.5,
          "perf/trained_response_tokens": 100 * step, "perf/generated_tokens": 250}
@@ -56,11 +64,13 @@ def write_metrics(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with both evaluations, metrics.jsonl, and the report on them."""
+    """Both evaluations, metrics.jsonl, and their report."""
     folder = tmp_path_factory.mktemp("report")
-    write_report(
-        write_results(folder / "before", BEFORE, ITEMS, "base"),
-        write_results(folder / "after", AFTER, ITEMS, "trained"),
+    write_suite_report(
+        Models(
+            write_results(folder / "before", BEFORE, ITEMS, "base"),
+            write_results(folder / "after", AFTER, ITEMS, "trained"),
+        ),
         write_metrics(folder / "metrics.jsonl"),
         folder / "report",
         Provenance(
@@ -119,13 +129,13 @@ def test_failed_requests_bound_the_difference_over_all_items(report: dict[str, A
     unpaired = {"num_items": 1, "before": 1, "after": 0, "difference_range": [0.25, 0.375]}
     assert report["unpaired"] == unpaired
     assert report["verdict"].endswith(
-        "1 further item is left out because a request failed (1 before, 0 after); whatever the answers would have "
+        "1 more item is left out because a request failed (1 before, 0 after); whatever the answers would have "
         "been, the change over all 8 items lies between +25.0 and +37.5 points."
     )
 
 
 def test_the_change_is_split_into_format_and_content_and_by_group(report: dict[str, Any]) -> None:
-    # Format: 3 came from no answer, 5 from truncated, none went there. Content: 2 gained, 1 lost.
+    # Format: items 3 (no answer) and 5 (truncated) became right, none the reverse. Content: 2 gained, 1 lost.
     parts = {name: part["difference"] for name, part in report["gain"].items()}
     assert parts == {"format": 2 / 7, "no_answer": 1 / 7, "truncated": 1 / 7, "content": 0.0}
     assert report["gain"]["content"]["ci95"][0] < 0 < report["gain"]["content"]["ci95"][1]
@@ -162,7 +172,7 @@ def test_several_samples_by_hand() -> None:
     # Item 1: 2 wrong and 1 right, 2 right and 2 wrong: 2/16 - 4/16. Content (6 - 1 - 2) / 16 / 3.
     assert result.gain["content"].difference == pytest.approx(3 / 48)
     assert result.transitions["wrong"]["right"] == pytest.approx((6 + 2) / 16)
-    # The samples shown are those that tell the change: one not right before, one right after.
+    # The flip shows one sample that was not right before and one that is right after.
     flip = result.gained[0]
     assert (flip.before["verdict"], flip.before["num_right"]) == ("wrong", 1)
     assert (flip.after["verdict"], flip.after["num_right"]) == ("right", 3)
@@ -206,7 +216,7 @@ def test_both_graders_and_their_disagreements() -> None:
     ]
 
 
-def test_what_was_measured_and_how_fast() -> None:
+def test_facts_and_speed_of_the_measurement() -> None:
     items = make_items(4)
     # In flight from 998 to 1002 and, after a pause, from 1102 to 1104: 60 tokens in 6 s.
     ends = (1000.0, 1002.0, 1104.0, 1104.0)
@@ -234,16 +244,16 @@ def test_what_was_measured_and_how_fast() -> None:
     assert report["provenance"] == {"recipe": "arith"}
     lines = render_markdown(report).splitlines()
     assert "- benchmark: math500, 4 items" in lines
-    assert any(line.replace(" ", "").startswith("|amongfinishedanswers|50.0%|") for line in lines)
+    assert any(line.replace(" ", "").startswith("|finishedresponsesonly|50.0%|") for line in lines)
     served = {"before": "vllm-0.32.0-0123abcd", "after": "vllm-0.33.0-4567abcd"}
     sides = {side: replace(getattr(result, side), engine=engine) for side, engine in served.items()}
     engine = describe_measurement(replace(result, **sides), UNKNOWN)["engine"]
     assert engine == "before vllm-0.32.0, after vllm-0.33.0"
     old = [replace(row, ended_at=None) for row in rows]
-    assert speed_of(old).tokens_per_second is None
+    assert measure_speed(old).tokens_per_second is None
 
 
-def test_lengths_are_tokens_where_the_server_counted_all() -> None:
+def test_lengths_are_in_tokens_if_the_server_counted_all() -> None:
     items = make_items(4)
     rows = [make_row(item, "r", response_tokens=10 * (n + 1)) for n, item in enumerate(items)]
     lengths = compare_evaluations(*2 * [Evaluation.of(settings_of(items), rows)]).lengths
@@ -259,7 +269,7 @@ def test_lengths_are_tokens_where_the_server_counted_all() -> None:
     assert (lengths.unit, lengths.quantiles["before"]["max"]) == ("characters", len(rows[0].response or ""))
 
 
-def test_html_is_one_file_that_runs_no_script_but_ours(folder: Path) -> None:
+def test_html_is_self_contained_and_runs_only_the_bundled_script(folder: Path) -> None:
     page = (folder / "report" / "report.html").read_text()
     assert page.count("<script") == 1
     script = page.partition("<script>")[2].partition("</script>")[0]
@@ -278,13 +288,13 @@ def test_html_is_one_file_that_runs_no_script_but_ours(folder: Path) -> None:
     assert "3 + 1 | &lt;b&gt;?" in bodies[2]
     assert "HTTP 500: boom" in bodies[6]
     assert "<title>A &lt;test&gt;</title>" in page
-    # Accuracy by level and by subject, parts, lengths, transitions; of training score and seconds have values.
+    # accuracy by level and subject, components, lengths, transitions; score, seconds and tokens of training
     assert page.count("<svg") == 8
     assert not re.search(r"""(?:src|href)=["'](?!#|data:|\.\./train_policy/)""", page)
-    assert not re.search(r"#0[0-9a]0[0-9a]0[0-9a]\b", page)  # every stand-in became a colour of the page
+    assert not re.search(r"#0[0-9a]0[0-9a]0[0-9a]\b", page)  # every placeholder colour was replaced
 
 
-def test_plots_are_well_formed_whatever_a_level_is_called() -> None:
+def test_plots_are_well_formed_for_any_level_name() -> None:
     items = [replace(item, level="$x^ <&>", subject="a_$b$ & <c>") for item in ITEMS]
     result = compare_evaluations(evaluation(items, "w" * 8), evaluation(items, "r" * 8))
     plots = accuracy_plots(result.before, result.after)
@@ -297,7 +307,7 @@ def test_markdown_is_narrow_and_its_tables_survive_pipes(tmp_path: Path) -> None
     items = [replace(item, id=f"test/some_subject/{i}|0.json", **changes) for i, item in enumerate(ITEMS)]
     before = write_results(tmp_path / "b", "w" * 8, items)
     after = write_results(tmp_path / "a", "r" * 8, items)
-    write_report(before, after, None, tmp_path / "report", draw=no_plots)
+    write_suite_report(Models(before, after), None, tmp_path / "report", keep=no_plots)
     lines = (tmp_path / "report" / "report.md").read_text().splitlines()
     assert max(map(len, lines)) <= 100
     tables: list[list[str]] = [[]]
@@ -307,17 +317,19 @@ def test_markdown_is_narrow_and_its_tables_survive_pipes(tmp_path: Path) -> None
         assert {len(line) for line in table} == {len(table[0])}
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
     assert "## Gained (8)" in lines
-    assert any("some_subject/7\\|0.json`" in line for line in lines)  # the end of an id, which tells items apart
+    assert any("some_subject/7\\|0.json`" in line for line in lines)  # ids keep their distinguishing end
     assert "## Training" not in lines
 
 
 @pytest.mark.slow
-def test_letters_that_a_font_or_a_file_cannot_hold(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_characters_that_the_font_lacks_or_utf8_cannot_encode(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     items = [replace(item, subject="基金从业") for item in ITEMS]
     rows = write_results(tmp_path / "before", "n" * 8, items) / "results.jsonl"
-    rows.write_text(rows.read_text().replace("no idea", "no \\ud800 idea"))  # as a server may send it
+    rows.write_text(rows.read_text().replace("no idea", "no \\ud800 idea"))  # a server may send this
     write_results(tmp_path / "after", "r" * 8, items)
-    write_report(tmp_path / "before", tmp_path / "after", None, tmp_path / "report")
+    write_suite_report(Models(tmp_path / "before", tmp_path / "after"), None, tmp_path / "report")
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert "基金从业" in page
     _, bodies = packed_items(page)
@@ -335,27 +347,27 @@ def test_letters_that_a_font_or_a_file_cannot_hold(tmp_path: Path, recwarn: pyte
         ({"grader": "exact/2"}, r"grader: .* before, exact/2 after.*Grade both by the same .* `dapo grade`"),
     ],
 )  # fmt: skip
-def test_different_settings_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_different_settings_are_named_and_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     before = write_results(tmp_path / "before", BEFORE)
     after = write_results(tmp_path / "after", AFTER, settings=changes)
     with pytest.raises(ComparisonError, match=message):
         compare(before, after)
 
 
-def test_different_items_prompts_golds_and_samples_are_refused_with_counts() -> None:
+def test_different_items_prompts_golds_and_samples_are_counted_and_refused() -> None:
     items = [replace(ITEMS[0], id="other"), replace(ITEMS[1], gold="9"), *ITEMS[2:]]
     items[2] = replace(items[2], prompt=({"role": "user", "content": "changed"},))
     with pytest.raises(ComparisonError) as caught:
         compare_evaluations(evaluation(ITEMS, "r" * 8), evaluation(items, " ".join(["rr"] * 8)))
     message = str(caught.value)
-    assert "responses to each item: 1 before, 2 after" in message
+    assert "responses per item: 1 before, 2 after" in message
     assert "1 of 8 items are only in before (first: '0')" in message
     assert "1 of 8 items are only in after (first: 'other')" in message
     assert "prompts: 1 of 7 shared items differ (first: '2')" in message
     assert "golds: 1 of 7 shared items differ (first: '1')" in message
 
 
-def test_an_unfinished_evaluation_or_one_with_nothing_in_common_is_refused(tmp_path: Path) -> None:
+def test_an_unfinished_evaluation_or_one_without_common_answers_is_refused(tmp_path: Path) -> None:
     before = write_results(tmp_path / "before", BEFORE)
     after = write_results(tmp_path / "after", AFTER)
     lines = (after / "results.jsonl").read_text().splitlines(keepends=True)
@@ -366,7 +378,7 @@ def test_an_unfinished_evaluation_or_one_with_nothing_in_common_is_refused(tmp_p
         compared("fr", "rf")
 
 
-def test_training_metrics_that_are_missing_are_unknown_rather_than_zero(tmp_path: Path) -> None:
+def test_missing_training_metrics_are_unknown_not_zero(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
     with pytest.raises(ResultsError, match="holds no training step"):
         read_training_metrics(tmp_path / "metrics.jsonl")
@@ -374,22 +386,12 @@ def test_training_metrics_that_are_missing_are_unknown_rather_than_zero(tmp_path
         read_training_metrics(tmp_path / "none.jsonl")
     totals = training_totals([{"step": 1, "timing_s/step": float("nan")}])
     assert totals == {"steps": 1, "tokens_trained": None, "tokens_generated": None, "seconds": None}
-    fates = dict(zip(FATES, (4, 3, 1, 1, 1, 0, 6), strict=True))
-    steps = with_kept_share([{f"sampler/{fate}_groups": count for fate, count in fates.items()}, {"step": 2}])
-    assert steps[0]["sampler/kept_share"] == 0.25  # 4 of 16 groups whose fate was decided
+    counts = dict(zip(OUTCOMES, (4, 3, 1, 1, 1, 0, 6), strict=True))
+    steps = with_kept_share(
+        [{f"sampler/{outcome}_groups": count for outcome, count in counts.items()}, {"step": 2}]
+    )
+    assert steps[0]["sampler/kept_share"] == 0.25  # 4 of 16 groups
     assert steps[1] == {"step": 2}
-
-
-def test_a_training_that_changed_no_weight_is_said_to_have_changed_none(folder: Path, tmp_path: Path) -> None:
-    def noted(*kept: int) -> str:
-        steps = [{"step": step, "sampler/kept_groups": kept} for step, kept in enumerate(kept, 1)]
-        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-        arguments = folder / "before", folder / "after", tmp_path / "metrics.jsonl", tmp_path / "report"
-        return str(write_report(*arguments, draw=no_plots)["notes"][0])
-
-    assert noted(0, 0).startswith("None of the 2 training steps found a group with signal, so no weight changed")
-    assert noted(0, 8, 0) == "2 of 3 training steps found no group with signal and changed no weight."
-    assert "training steps" not in noted(8, 8)
 
 
 def test_durations() -> None:

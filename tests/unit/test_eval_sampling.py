@@ -12,8 +12,8 @@ import pytest
 from dapo_core.errors import ConfigError
 from eval.compare import ComparisonError, compare_evaluations
 from eval.endpoint import Endpoint, Sampling
-from eval.measured import UNKNOWN, describe_measurement
 from eval.problems.prompts import TEMPLATES, Template, make_prompt
+from eval.report import UNKNOWN, describe_measurement
 from eval.results import load_evaluation, make_settings
 from flows.config import load_config_or_defaults
 from tasks.config.evaluate import BenchmarkConfig

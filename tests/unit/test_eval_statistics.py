@@ -1,4 +1,4 @@
-"""Statistics of paired evaluations and of several samples, against hand-computed and published values."""
+"""Statistics of evaluations and their change points, against hand-computed and published values."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from eval.answers.grading import grade
 from eval.breakdown import compare_metrics
+from eval.change_points import MIN_RUNS, find_change_points
 from eval.compare import compare
 from eval.results import Evaluation, ResultsError, load_evaluation
 from eval.statistics import (
@@ -22,19 +23,26 @@ from eval.statistics import (
     holm,
     measure_change,
     measure_pooled_change,
-    pooled_share,
+    pooled_mean,
     pooled_sign_flip_test,
     share_interval,
     sign_flip_test,
 )
 from eval.summary import item_metrics, majority_share, pass_at, same_answer_by, summarise
-from tests.evaluations import evaluation, make_items, make_row, make_rows, settings_of, write_results
+from tests.evaluations import (
+    evaluation,
+    make_items,
+    make_row,
+    make_rows,
+    settings_of,
+    write_results,
+)
 
 IS_SAME = same_answer_by(grade)
 
 
 def flips(b: int, c: int) -> list[int]:
-    """Changes of `b` items that got worse and `c` that got better."""
+    """Changes with `b` items worse and `c` better."""
     return [-1] * b + [1] * c + [0] * 100
 
 
@@ -55,7 +63,7 @@ def test_sign_flips_by_hand(changes: list[int], p: float, mid_p: float) -> None:
 
 
 @pytest.mark.slow
-def test_the_pooled_test_counts_every_pattern_of_signs() -> None:
+def test_the_pooled_test_equals_enumeration_of_all_sign_patterns() -> None:
     rng = np.random.default_rng(4)
     for _ in range(20):
         strata = [
@@ -69,14 +77,14 @@ def test_the_pooled_test_counts_every_pattern_of_signs() -> None:
         assert pooled_sign_flip_test(strata).p == pytest.approx(expected, abs=1e-9)
 
 
-def test_the_pooled_test_of_one_stratum_is_its_own_and_nothing_is_one() -> None:
+def test_the_pooled_test_of_one_stratum_is_the_plain_test() -> None:
     changes = [2, 1, -1, *flips(3, 9)]
     own, pooled = sign_flip_test(changes), pooled_sign_flip_test([(changes, 0.37)])
     assert (pooled.p, pooled.mid_p) == (pytest.approx(own.p, abs=1e-12), pytest.approx(own.mid_p, abs=1e-12))
     assert pooled_sign_flip_test([([0, 0], 1.0), ([0], 2.0)]) == PValues(1.0, 1.0)
 
 
-def test_a_pooled_change_is_the_weighted_mean_with_an_interval_that_agrees_with_the_test() -> None:
+def test_the_pooled_change_is_a_weighted_mean_whose_interval_agrees_with_its_test() -> None:
     strata = [Stratum(flips(2, 12), 1, 3.0), Stratum([4, -1, 0, 2, 0, 0, 1, 1], 4, 1.0)]
     pooled = measure_pooled_change(strata)
     first, second = (measure_change(stratum.changes, stratum.num_samples) for stratum in strata)
@@ -86,7 +94,7 @@ def test_a_pooled_change_is_the_weighted_mean_with_an_interval_that_agrees_with_
     alone = measure_pooled_change([Stratum(flips(4, 9), 1, 7.0)])
     assert alone.ci95 == pytest.approx(measure_change(flips(4, 9), 1).ci95)
     # Two equal halves: the squares of half the distances add up, to 1 / sqrt(2) of one.
-    share, interval = pooled_share([(0.5, (0.4, 0.7), 1.0), (0.5, (0.4, 0.7), 1.0)])
+    share, interval = pooled_mean([(0.5, (0.4, 0.7), 1.0), (0.5, (0.4, 0.7), 1.0)])
     assert (share, interval) == (0.5, pytest.approx((0.5 - 0.1 / math.sqrt(2), 0.5 + 0.2 / math.sqrt(2))))
 
 
@@ -99,7 +107,7 @@ def test_mcnemar_on_the_reference_tables_and_on_many_pairs() -> None:
     assert sign_flip_test(flips(0, 1500)).p == pytest.approx(0.0, abs=1e-300)
 
 
-def test_sign_flips_equal_every_pattern_counted_one_by_one() -> None:
+def test_sign_flips_equal_enumeration_and_the_normal_approximation() -> None:
     changes = [4, -1, 2, 2, -3, 1, 0, 4, 1, -2]
     patterns = itertools.product((1, -1), repeat=10)
     sums = [abs(sum(s * x for s, x in zip(signs, changes, strict=True))) for signs in patterns]
@@ -118,31 +126,31 @@ def test_holm_by_hand() -> None:
 
 @pytest.mark.slow
 def test_score_intervals_by_hand() -> None:
-    # None right: Wilson's with half a response as correction, (u - 1/20)^2 10 = z^2 u (1 - u), so
+    # None right: Wilson's interval with a correction of half a response, (u - 1/20)^2 10 = z^2 u (1 - u), so
     # 13.841459 u^2 - 4.841459 u + 0.025 = 0.
     low, high = share_interval([0.0] * 10)
     assert (low, high) == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.344537, abs=1e-6))
     assert share_interval([1.0] * 10) == pytest.approx((1 - 0.344537, 1.0), abs=1e-6)
     # 8 of 10: lower (0.75 - u)^2 10 = z^2 u (1 - u), 13.841459 u^2 - 18.841459 u + 5.625 = 0; upper with 0.85.
     assert share_interval([1.0] * 8 + [0.0] * 2) == pytest.approx((0.442181, 0.964573), abs=1e-6)
-    # Tango's, with half an item less: at the bounds of 28 better and 10 worse of 500.
+    # Tango's interval with a correction of half an item, for 28 better and 10 worse of 500.
     low, high = change_interval([1] * 28 + [-1] * 10 + [0] * 462)
     assert (low, high) == pytest.approx((0.0114, 0.0632), abs=1e-4)
     for bound in (low, high):
         excess = 18 / 500 - bound
-        # The likeliest shares of better and worse with this difference, by brute force.
+        # Most likely shares of better and worse items with this difference, by brute force.
         shares = [(q, q - bound) for q in np.linspace(max(bound, 0) + 1e-6, 0.5, 200_000)]
         plus, minus = np.array(shares).T
         likelihood = 28 * np.log(plus) + 10 * np.log(minus) + 462 * np.log1p(-plus - minus)
         best = int(np.nanargmax(np.where(minus > 0, likelihood, -np.inf)))
         variance = plus[best] + minus[best] - bound**2
         assert (abs(excess) - 0.001) * math.sqrt(500 / variance) == pytest.approx(1.959964, abs=1e-3)
-    # Eight items that did not change are no proof: each side as `share_interval` of changes that did not occur.
+    # Eight unchanged items prove little: each side equals `share_interval` of changes that did not occur.
     assert change_interval([0.0] * 8) == pytest.approx((-0.402297, 0.402297), abs=1e-6)
 
 
 @pytest.mark.slow
-def test_interval_and_test_never_contradict_each_other() -> None:
+def test_interval_and_test_never_contradict() -> None:
     tables = [(b, c) for b in range(12) for c in range(12)]
     single = [[-1] * b + [1] * c + [0] * same for b, c in tables for same in (0, 20, 200) if b + c + same]
     rng = np.random.default_rng(0)
@@ -203,9 +211,9 @@ def test_pass_at_k_by_hand() -> None:
     [
         ("7 7 9", 1.0),
         ("7 9 9", 0.0),
-        ("7 7 9 9", 0.5),  # a tie of two, shared fairly
+        ("7 7 9 9", 0.5),  # a tie of two, split evenly
         ("7 8 9", 1 / 3),
-        ("7 1/2 0.5", 0.0),  # one answer given twice, in two ways
+        ("7 1/2 0.5", 0.0),  # one answer written in two ways
         ("7 7 1/2 0.5", 0.5),
         ("7 - - -", 1.0),  # no answer has no vote
         ("- - -", 0.0),
@@ -242,7 +250,7 @@ def test_metrics_of_four_samples_by_hand() -> None:
     assert change.ci95[0] == pytest.approx(-change.ci95[1])
 
 
-def test_a_majority_is_as_uncertain_as_a_single_response() -> None:
+def test_maj_intervals_are_as_wide_as_for_single_responses() -> None:
     # 16 samples each, all right or all wrong: maj@16 and pass@16 are single outcomes, pass@8 may move by 8 / 16.
     items = list(evaluation(make_items(30), " ".join(["r" * 16] * 9 + ["w" * 16] * 21)).items.values())
     outcomes = [1.0] * 9 + [0.0] * 21
@@ -259,8 +267,8 @@ def test_a_majority_is_as_uncertain_as_a_single_response() -> None:
     assert sum(p for p, (low, high) in zip(chances, held, strict=True) if low <= 0.3 <= high) > 0.95
 
 
-def test_copies_of_a_sample_do_not_narrow_an_interval() -> None:
-    """Samples are nested in items: asking a greedy model four times adds nothing."""
+def test_repeated_samples_do_not_narrow_an_interval() -> None:
+    """Samples are nested in items: four greedy samples carry no more information than one."""
     shares = [1.0, 0.0, 1.0, 1.0, 0.0] * 8
     once, fourfold = share_interval(shares, 1), share_interval(shares, 1 / 4)
     spread = 1.96 * math.sqrt(0.6 * 0.4 / 40)
@@ -269,7 +277,7 @@ def test_copies_of_a_sample_do_not_narrow_an_interval() -> None:
 
 
 def test_stored_rows_with_the_same_prompt_are_samples_of_one_item(tmp_path: Path) -> None:
-    """Results of earlier versions have an item for each row; 4 problems on 3 rows each."""
+    """Results of earlier versions have one item per row; here 4 problems with 3 rows each."""
     items = [
         replace(item, prompt=make_items(4)[number % 4].prompt, gold="1")
         for number, item in enumerate(make_items(12))
@@ -288,3 +296,52 @@ def test_items_with_missing_samples_are_refused() -> None:
     rows = make_rows(items, "rw rw")
     with pytest.raises(ResultsError, match=r"1 of 2 items do not have the samples 0 to 1 \(first: '1'\)"):
         Evaluation.of(settings_of(items), rows[:3])
+
+
+def test_without_a_change_at_most_one_line_in_twenty_is_marked() -> None:
+    rng = np.random.default_rng(7)
+    noises = {
+        "normal": rng.normal(0.6, 0.02, (300, 12)),
+        "thirty items": rng.binomial(30, 0.4, (300, 12)) / 30,
+        "some nights fail": np.where(rng.random((300, 12)) < 0.1, 0.1, rng.normal(0.6, 0.02, (300, 12))),
+    }
+    for name, lines in noises.items():
+        marked = sum(bool(find_change_points([line.tolist()], 499)[0]) for line in lines)
+        # 300 lines at 5 %: 15 expected, standard deviation 3.8
+        assert marked <= 15 + 3 * 3.8, name
+
+
+@pytest.mark.slow
+def test_p_equals_the_share_of_permutations_at_least_as_extreme() -> None:
+    line = [0.1, 0.2, 0.3, 0.4, 0.9, 1.0, 1.1, 1.2]
+    ((point,),) = find_change_points([line])
+
+    def largest(order: tuple[float, ...]) -> float:
+        values = np.array(order) - np.mean(order)
+        return max(abs(values[:t].sum()) / np.sqrt(t * (8 - t) / 8) for t in (3, 4, 5))
+
+    observed = largest(tuple(line))
+    share = np.mean([largest(order) >= observed - 1e-12 for order in itertools.permutations(line)])
+    assert point.p == pytest.approx(share, abs=4 * np.sqrt(share / 9999))
+    assert (point.place, point.before, point.after) == (4, pytest.approx(0.25), pytest.approx(1.05))
+
+
+def test_two_changes_are_found_and_an_outlier_is_ignored() -> None:
+    rng = np.random.default_rng(1)
+    levels = np.repeat([0.5, 0.6, 0.55], 12)
+    (points,) = find_change_points([(levels + rng.normal(0, 0.01, 36)).tolist()])
+    assert [point.place for point in points] == [12, 24]
+    assert [round(point.after, 2) for point in points] == [
+        pytest.approx(0.58, abs=0.03),
+        pytest.approx(0.55, abs=0.01),
+    ]
+    outlier = [0.5, 0.51, 0.49, 0.5, 0.51, 0.49, 0.5, 0.51, 0.49, 0.2]
+    assert find_change_points([outlier]) == [[]]
+
+
+def test_p_is_adjusted_over_lines_and_short_lines_have_no_change_points() -> None:
+    line = [0.1, 0.2, 0.3, 0.4, 0.9, 1.0, 1.1, 1.2]  # p of about 0.03
+    constant = [0.5] * 20
+    assert find_change_points([line, constant]) == [[], []]
+    assert find_change_points([line[: MIN_RUNS - 1]]) == [[]]
+    assert find_change_points([]) == []

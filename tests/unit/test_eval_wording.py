@@ -1,4 +1,4 @@
-"""What a comparison says: the sentences that people quote, word for word."""
+"""Verdicts and notes of a comparison: people quote these sentences, so they are checked verbatim."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from eval.compare import compare_evaluations
-from eval.report import notes, verdict
+from eval.report import make_report, notes, verdict
 from eval.results import Evaluation
 from tests.evaluations import compared, evaluation, make_items, make_rows, settings_of
 
@@ -23,65 +23,75 @@ def test_verdict_of_a_significant_change() -> None:
         "same 500 items: 28 gained, 10 lost, exact McNemar p = 0.0051."
     )
     assert notes(result) == [
-        "This compares these two models on items like these. It does not predict the result of training again "
-        "with another seed."
+        "This compares these two models on items like these. It does not predict the result of another training "
+        "run with a different seed."
     ]
     fell = "Accuracy fell by 100.0 points (95 % interval of the change -"
     assert verdict(compared("r" * 8, "w" * 8)).startswith(fell)
 
 
-def test_verdict_says_not_significant_and_what_would_have_been_missed() -> None:
+def test_verdict_of_an_insignificant_change_states_what_would_go_undetected() -> None:
     result = compared("w" * 58 + "r" * 442, "r" * 58 + "w" * 40 + "r" * 402)
     assert verdict(result) == (
         "No significant change in accuracy: 88.4 % before, 92.0 % after, +3.6 points (95 % interval -0.4 to +7.6) "
-        "on the same 500 items: 58 gained, 40 lost, exact McNemar p = 0.085. That does not show that nothing "
-        "changed: with these items, a true change of less than about 5.7 points is missed more than one time in "
-        "five."
+        "on the same 500 items: 58 gained, 40 lost, exact McNemar p = 0.085. This does not show that nothing "
+        "changed: with these items, a true change smaller than about 5.7 points goes undetected more than one "
+        "time in five."
     )
-    assert "with so few items, no change is found reliably, however large." in verdict(compared("rwww", "wrrw"))
+    assert "with so few items, no change is detected reliably, however large." in verdict(compared("rwww", "wrrw"))
 
 
 @pytest.mark.parametrize(("before", "after"), [("wwwwwwww", "rrrrrrrr"), ("rrrrrrrr", "rrrrrrrr")])
-def test_an_interval_has_width_where_all_items_changed_alike(before: str, after: str) -> None:
+def test_the_interval_has_width_even_if_all_items_changed_alike(before: str, after: str) -> None:
     result = compared(before, after)
     assert result.ci95[1] - result.ci95[0] > 0.3
 
 
-def test_notes_tell_what_makes_a_reader_careful() -> None:
+def test_notes_on_equal_models_missing_log_probs_and_disagreeing_graders() -> None:
     def has_note(text: str, *sides: Evaluation) -> bool:
         return any(text in note for note in notes(compare_evaluations(*sides)))
 
     assert has_note("same model", evaluation(ITEMS, AFTER), evaluation(ITEMS, AFTER[::-1]))
     served = settings_of(ITEMS, served={"root": "m", "logprobs": None})
     blind = Evaluation.of(served, make_rows(ITEMS, AFTER))
-    assert has_note("The servers gave no log-probs after training", evaluation(ITEMS, AFTER[::-1]), blind)
+    assert has_note("The server returned no log-probs after training", evaluation(ITEMS, AFTER[::-1]), blind)
     first, *others = make_rows(ITEMS, "r" * 8)
     rows = [first, *(replace(row, aisbench_right=False) for row in others)]
     after = Evaluation.of(settings_of(ITEMS), rows)
     assert has_note("under AISBench's string rule the change is +12.5", evaluation(ITEMS, "w" * 8), after)
-    # A grader that reads nothing is not called one that differs.
+    # A grader that finds no answers at all is not reported as disagreeing.
     result = compared("w" * 20 + "r" * 20, "r" * 40)
     unread = replace(result, graders=replace(result.graders, before=0.0, after=0.0, difference=0.0, p=1.0))
-    assert any("AISBench's rule marks no response of either side right" in note for note in notes(unread))
-    assert not any("The graders differ" in note for note in notes(unread))
+    assert any("AISBench's rule marks no response right on either side" in note for note in notes(unread))
+    assert not any("The graders disagree" in note for note in notes(unread))
 
 
-def test_a_token_limit_that_cuts_half_of_the_responses_is_noted() -> None:
-    noted = notes(compared("tttw", "ttrr"))  # 3 and 2 of 4
-    assert noted[0].startswith(
-        "75.0 % of the responses before and 50.0 % after were cut off and count as not right"
+def test_note_on_a_token_limit_that_truncates_half_of_the_responses() -> None:
+    found = notes(compared("tttw", "ttrr"))  # 3 and 2 of 4
+    assert found[0].startswith(
+        "75.0 % of the responses before and 50.0 % after were truncated and count as not right"
     )
-    assert not any("were cut off" in note for note in notes(compared("trrw", "trrr")))
+    assert not any("were truncated" in note for note in notes(compared("trrw", "trrr")))
 
 
-def test_one_stored_evaluation_is_not_called_two_measurements() -> None:
+def test_one_stored_evaluation_is_not_reported_as_two_measurements() -> None:
     result = compare_evaluations(*2 * [evaluation(ITEMS, AFTER)])
     assert verdict(result) == (
-        "Both sides are the same stored evaluation, 75.0 % right on the same 8 items: there was only one "
-        "measurement, so nothing can be said about a change."
+        "Both sides are the same stored evaluation, 75.0 % right on the same 8 items: with a single "
+        "measurement, nothing can be said about a change."
     )
     assert notes(result) == []
-    # The same answers given once more are a measurement: each request took its own time.
+    # Equal answers with other request times are a second measurement.
     again = [replace(row, seconds=0.6) for row in make_rows(ITEMS, AFTER)]
     result = compare_evaluations(evaluation(ITEMS, AFTER), Evaluation.of(settings_of(ITEMS), again))
     assert verdict(result).startswith("No significant change in accuracy: 75.0 % before")
+
+
+def test_a_training_without_weight_updates_is_noted() -> None:
+    def first_note(*kept: int) -> str:
+        steps = [{"step": step, "sampler/kept_groups": groups} for step, groups in enumerate(kept, 1)]
+        return str(make_report(compared("rw", "rr"), steps)["notes"][0])
+
+    assert first_note(0, 0).startswith("None of the 2 training steps found a group with signal, so no weight")
+    assert first_note(0, 8, 0) == "2 of 3 training steps found no group with signal and changed no weight."
+    assert "training steps" not in first_note(8, 8)

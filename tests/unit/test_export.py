@@ -105,10 +105,10 @@ def test_the_card_names_keys_with_user_files(run: RecordedRun) -> None:
     report = read_report(run)
     assert report is not None
     for config, said in (
-        (load_config(run.folder / "config.yaml"), "`dapo run config.yaml` takes as it is;"),
+        (load_config(run.folder / "config.yaml"), "Run it with `dapo run config.yaml`; `dapo config"),
         (
             make_config(custom_reward={"path": "mine.py"}),
-            "takes once `model.path`, `custom_reward.path` name your copies of those files;",
+            "`dapo run config.yaml` after pointing `model.path`, `custom_reward.path` at your copies of",
         ),
     ):
         assert said in " ".join(model_card(run, config, report, {}).split())
@@ -134,8 +134,8 @@ def test_the_card_contains_the_measured_results(run: RecordedRun, exported: Path
     assert cells["benchmark"] == ["generated problems"]
     assert cells["grader"] == [report["settings"]["grader"]]
     assert cells["clip range"] == ["-0.2, +0.28", "ratio"]
-    assert cells["prompts of a training step"] == ["16", "prompts"]
-    assert cells["optimizer steps in all"] == ["120", "steps"]  # 60 x 16 / 8
+    assert cells["prompts per training step"] == ["16", "prompts"]
+    assert cells["optimizer steps"] == ["120", "steps"]  # 60 x 16 / 8
     recipe = body.partition("## Recipe")[2].partition("##")[0]
     names = [line.split("|")[1].strip() for line in recipe.splitlines() if line[:1] == "|"]
     assert len(names) == len(set(names)) == 2 + 8  # no two rows have the same name
@@ -146,7 +146,7 @@ def test_the_card_contains_the_measured_results(run: RecordedRun, exported: Path
     for file in data["files"]:
         rows = {"train.parquet": "32 rows, ", "eval.parquet": "8 rows, "}.get(file["path"], "")
         assert f"`{file['path']}`: {rows}sha256 `{file['sha256']}`" in body
-    assert "1 step took 2.5 s; 900 response tokens were trained on, of 1,200 generated." in flat
+    assert "1 step took 2.5 s; 900 response tokens were trained on out of 1,200 generated." in flat
 
 
 def test_the_card_has_a_score_per_registered_set(run: RecordedRun) -> None:

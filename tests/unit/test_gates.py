@@ -1,4 +1,4 @@
-"""Gates: what can be written, what is probably meant, and what they come to."""
+"""Gates: syntax, suggestions for misspelt names, and outcomes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MEASURED = {
         ("math500.tokens < 12000", ("math500", "tokens", "<", None, 12000.0)),
     ],
 )
-def test_a_gate_is_read(text: str, gate: tuple[str, str, str, str | None, float]) -> None:
+def test_gate_syntax(text: str, gate: tuple[str, str, str, str | None, float]) -> None:
     assert parse_gate(text, NAMES, COLUMNS) == Gate(text.strip(), *gate)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("math500 >= befor", "no column befor (did you mean before?)"),
         ("math50 >= before", "no benchmark math50 (did you mean math500?)"),
@@ -47,10 +47,10 @@ def test_a_gate_is_read(text: str, gate: tuple[str, str, str, str | None, float]
         ("", "is not of the form"),
     ],
 )
-def test_a_gate_that_cannot_be_meant_is_refused_with_what_may_be(text: str, said: str) -> None:
+def test_an_invalid_gate_is_refused_with_a_suggestion(text: str, message: str) -> None:
     with pytest.raises(GateError) as error:
         parse_gate(text, NAMES, COLUMNS)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -72,21 +72,21 @@ def test_a_gate_compares_the_measured_values(text: str, bound: float, is_passed:
     assert (result.bound, result.is_passed, result.reason) == (bound, is_passed, None)
 
 
-def test_a_value_that_is_missing_fails_its_gate_but_for_last_night() -> None:
-    # The baseline was not asked gpqa-diamond.
+def test_a_missing_value_fails_its_gate_except_for_last_night() -> None:
+    # The baseline was not evaluated on gpqa-diamond.
     result = check_gate(parse_gate("gpqa-diamond >= qwen3-8", NAMES, COLUMNS), MEASURED)
-    assert (result.is_passed, result.reason) == (False, "gpqa-diamond has no accuracy beside qwen3-8")
+    assert (result.is_passed, result.reason) == (False, "gpqa-diamond has no accuracy for qwen3-8")
     first = check_gate(parse_gate("math500 >= last-night", NAMES, COLUMNS), MEASURED)
     assert (first.is_passed, first.reason) == (None, "there is no earlier night")
     other = check_gate(parse_gate("math500 >= last-night", NAMES, COLUMNS), {**MEASURED, "last-night": {}})
-    assert (other.is_passed, other.reason) == (None, "math500 has no accuracy beside last-night")
+    assert (other.is_passed, other.reason) == (None, "math500 has no accuracy for last-night")
     assert describe_gates([result, first]) == [
         "GATES FAILED, 1 of 2, 1 without a comparable earlier night: gpqa-diamond >= qwen3-8 (not measured: "
-        "gpqa-diamond has no accuracy beside qwen3-8)."
+        "gpqa-diamond has no accuracy for qwen3-8)."
     ]
     assert describe_gates([]) == []
 
 
-def test_the_only_benchmark_goes_by_any_name() -> None:
+def test_a_single_benchmark_answers_to_any_name() -> None:
     gate = parse_gate("arithmetic.truncated <= 5", (), ("before",))
     assert (gate.name, gate.metric) == ("pooled", "truncated")

@@ -1,4 +1,4 @@
-"""Every item in the report's page: which come first, the ends of long texts, samples, and a bound on the size."""
+"""Items in report.html: order, shortened texts, samples, and the page's size limit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bodies(packed: PackedItems) -> dict[str, str]:
     return {row[0]: chunks[row[-2]][row[-1]] for row in unpacked(packed.index)}
 
 
-def test_items_with_samples_show_each_of_them_and_open_the_one_that_tells_the_change() -> None:
+def test_an_item_lists_all_samples_and_opens_the_one_that_shows_the_change() -> None:
     items = make_items(4)
     packed = pack_items(evaluation(items, "rww rrr wwt rwf"), evaluation(items, "rrw rrr wrt rwr"))
     assert [row[:9] for row in unpacked(packed.index)] == [
@@ -43,21 +43,21 @@ def test_items_with_samples_show_each_of_them_and_open_the_one_that_tells_the_ch
     assert "<details open><summary>sample 0: right, <code>1</code>" in after
 
 
-def test_long_answers_show_their_end_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_responses_show_their_end_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "sk-0123456789")
     items = make_items(1)
     [row] = make_rows(items, "r")
     words = "word " * 3000 + "\n\nTherefore $x = \\frac12$ and \\boxed{1} sk-0123456789."
     sides = [Evaluation.of(settings_of(items), [replace(row, response=words)])] * 2
     body = bodies(pack_items(*sides))["0"]
-    assert body.count("The end; 9,0") == 2  # of 15,055 characters the last 6,000 are shown
+    assert body.count("Shortened: the first 9,0") == 2  # of 15,055 characters the last 6,000 are shown
     assert body.count("<mfrac>") == 2
     assert body.count('class="boxed"') == 2
     assert "word" in body
     assert "sk-0123" not in body
 
 
-def test_the_page_has_a_bound_and_changed_items_get_their_texts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_items_get_their_texts_before_the_page_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     num_items = 40
     monkeypatch.setattr(item_pages, "MAX_PAGE_CHARS", 20_000)
     monkeypatch.setattr(item_pages, "CHUNK_CHARS", 4000)
@@ -74,11 +74,11 @@ def test_the_page_has_a_bound_and_changed_items_get_their_texts_first(monkeypatc
     shown = [identity for identity, body in found.items() if "xxx" in body]
     assert {"38", "39"} <= set(shown)
     assert sum(body.count("x") for body in found.values()) < 25_000
-    assert "The page has no room for this text; results.jsonl has it." in found["37"]
+    assert "Not shown: the page is at its size limit." in found["37"]
 
 
 @pytest.mark.slow
-def test_long_answers_and_many_disagreements_do_not_fill_the_page() -> None:
+def test_long_answers_and_many_disagreements_keep_the_page_small() -> None:
     items = make_items(300)
     rows = make_rows(items, "w" * 300)
     long = [replace(row, aisbench_right=True, aisbench_answer="y" * 20_000, answer="z" * 20_000) for row in rows]
@@ -88,6 +88,6 @@ def test_long_answers_and_many_disagreements_do_not_fill_the_page() -> None:
     page = render_html(make_report(result, []), no_plots(result, []), packed)
     assert page.count("yyy</code>") == 0
     assert page.count("yyy...</code>") == page.count("zzz...</code>") == 200
-    assert "300 disagreements, the first 200; report.json has all" in page
+    assert "300 disagreements, first 200; all are in report.json" in page
     assert len(page) < 500_000
     assert max(map(len, bodies(packed).values())) < 3000

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from eval.compare import compare
-from eval.measured import Provenance
-from eval.report import make_report, render_markdown
+from eval.report import Provenance, make_report, render_markdown
 from tasks.chain import link_model_folder
 from tasks.links import link_of
 from tasks.runs.nights import LAST_NIGHT, NIGHTLY, describe_change, since_first_night, with_last_night
@@ -110,7 +109,9 @@ def test_a_nightly_run_is_compared_with_the_first_one(tmp_path: Path) -> None:
     )
     assert since_first_night(tmp_path, "arith_cpu", own) == ""  # one measurement
     assert since_first_night(tmp_path, "other", after) == ""
-    shown = render_markdown(make_report(compare(own, after), [], Provenance(made={"since the first night": said})))
+    shown = render_markdown(
+        make_report(compare(own, after), [], Provenance(facts={"since the first night": said}))
+    )
     assert f"Tonight's model is {said}." in " ".join(shown.split())
     change = {"difference": -0.1, "p": 0.01}
     assert describe_change(change, "last night") == "worse than last night (-10.0 points, p 0.01)"

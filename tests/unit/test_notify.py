@@ -38,7 +38,7 @@ REPORT = {
             "name": "last-night",
             "after": {"pooled": {"difference": -0.02, "ci95": [-0.1, 0.06], "p": 0.6, "n": 40}},
         },
-        {"name": "other", "missing": {"math500": "it was not asked"}},
+        {"name": "other", "missing": {"math500": "it was not evaluated"}},
     ],
     "absent": {"theirs": "ServerUnreachable: away"},
     "gates": [{"gate": "pooled > 50", "is_passed": False}, {"gate": "pooled > 1", "is_passed": True}],

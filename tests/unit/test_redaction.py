@@ -1,4 +1,4 @@
-"""Secrets that must not reach a file, a log or a terminal."""
+"""Secrets must not reach files, logs or the terminal."""
 
 from __future__ import annotations
 
@@ -31,21 +31,19 @@ def nothing_added(monkeypatch: pytest.MonkeyPatch) -> None:
         "STORAGE_CONNECTION_STRING",
     ],
 )
-def test_secrets_of_the_environment_are_replaced_also_when_percent_encoded(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_secrets_are_replaced_also_percent_encoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "sk+abc/123\n")
     assert redact("Bearer sk+abc/123 and ?key=sk%2Babc%2F123 are refused") == (
         "Bearer [redacted] and ?key=[redacted] are refused"
     )
 
 
-def test_the_password_of_an_auth_string_is_a_secret_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_password_of_an_auth_string_is_replaced_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "dapo:correct-horse")
     assert redact("user dapo, password correct-horse") == "user dapo, password [redacted]"
 
 
-def test_settings_and_placeholders_are_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_and_placeholders_are_not_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallel")
     monkeypatch.setenv("MAX_TOKENS", "204800")
     monkeypatch.setenv("VLLM_API_KEY", "EMPTY")
@@ -61,7 +59,7 @@ def test_settings_and_placeholders_are_no_secrets(monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_a_key_of_whatever_name_is_known_by_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_key_variable_is_recognized_by_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_KEY", "sk-proj-0123456789abcdef")
     assert redact("sk-proj-0123456789abcdef is refused") == "[redacted] is refused"
 
@@ -75,14 +73,16 @@ def test_a_key_of_whatever_name_is_known_by_its_value(monkeypatch: pytest.Monkey
         ("SQL_CONNECTION_STRING", "Server=warehouse;User=reader;Pwd=hunter@22;"),
     ],
 )
-def test_the_password_of_an_address_is_a_secret(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passwords_in_urls_and_connection_strings_are_replaced(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     assert is_secret(name, value)
     assert redact("the reader of problems has hunter@22") == "the reader of problems has [redacted]"
     assert "hunter" not in redact(f"cannot connect to {value}")
 
 
-def test_secrets_of_urls_and_added_ones_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_secrets_and_added_secrets_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEAM_WEBHOOK_URL", "https://hooks.example.org/services/T01/B02/abcdefghijklmnopqrstuvwx")
     add_secret_url("https://user:secret-word@host.example.org/robot/send?access_token=0123456789abcdef0123")
     add_secret("longer secret")

@@ -43,7 +43,7 @@ def test_a_failed_gate_is_recorded_named_and_exit_status_3(tmp_path: Path) -> No
     with Run.start(config) as run:
         report = repeat_chain(run)
     measured = f"{100 * report['after']['accuracy']:.4g}"
-    assert f"GATES FAILED, 1 of 2: pooled >= 101 (measured {measured}, against 101 %)." in report["verdict"]
+    assert f"GATES FAILED, 1 of 2: pooled >= 101 (measured {measured}, threshold 101 %)." in report["verdict"]
     assert next(read_runs(tmp_path / "store")).report["failed_gates"] == ["pooled >= 101"]  # type: ignore[index]
     with pytest.raises(typer.Exit) as ended:
         print_report(run.folder / "report")

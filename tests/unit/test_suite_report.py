@@ -1,10 +1,9 @@
-"""The report of a suite: figures by hand, the page, falls by name, gates, baselines, problems asked twice."""
+"""Suite reports: numbers by hand, the page, named regressions, gates, baselines, shared problems, checkpoints."""
 
 from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from eval.compare import ComparisonError
-from eval.measured import Provenance
-from eval.plots import Plots
 from eval.problems.items import Item
+from eval.report import Provenance
 from eval.results import Evaluation
 from eval.statistics import holm, sign_flip_test
 from eval.suite import Member, write_suite
@@ -38,7 +36,7 @@ def items_of(name: str, num_items: int) -> list[Item]:
 
 
 def write(folder: Path, side: int, weights: dict[str, float], model: str, **texts: str) -> Path:
-    """A suite whose benchmarks have the outcomes of a side; `texts` names the problems of some otherwise."""
+    """A suite with the outcomes of one side; `texts` renames the problems of some benchmarks."""
     for name in weights:
         outcome = OUTCOMES[name][side]
         write_results(folder / name, outcome, items_of(texts.get(name, name), len(outcome)), model)
@@ -54,10 +52,6 @@ def report_of(folder: Path, *gates: str, weights: dict[str, float] | None = None
     return write_suite_report(models, None, None, Provenance(title="T"), gates)
 
 
-def kept(name: str, draw: Any) -> Plots:
-    return no_plots(None, []) if name != "pooled" else {"training": [], "prompts": []}  # type: ignore[arg-type]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both sides, a baseline without `tiny`, and the written report."""
@@ -68,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "instruct", 1, {"algebra": 1.0, "words": 1.0}, "instruct <b>")
     models = Models(folder / "before", folder / "after", {"instruct": folder / "instruct"})
     gates = ("words >= before - 1", "algebra >= instruct")
-    write_suite_report(models, None, folder / "report", Provenance(title="A <suite>"), gates, kept)
+    write_suite_report(models, None, folder / "report", Provenance(title="A <suite>"), gates, no_plots)
     return folder
 
 
@@ -95,7 +89,7 @@ def test_figures_by_hand(report: dict[str, Any]) -> None:
     assert pooled["p"] == pytest.approx((s[0] + s[1]) / 2, abs=1e-9)
 
 
-def test_the_verdict_names_every_fall_and_every_failed_gate(report: dict[str, Any]) -> None:
+def test_the_verdict_names_every_regression_and_failed_gate(report: dict[str, Any]) -> None:
     low, high = (f"{100 * bound:+.1f}" for bound in report["pooled"]["ci95"])
     assert report["sentences"] == [
         f"Pooled over 3 benchmarks (44 problems), accuracy changed by -9.0 points, not significantly (95 % "
@@ -104,31 +98,33 @@ def test_the_verdict_names_every_fall_and_every_failed_gate(report: dict[str, An
         "FELL: words -40.0 points (p = 0.0078, Holm 0.023).",
         "Rose: algebra +30.0 points (p = 0.031, Holm 0.062).",
         "Lower, but not significantly: tiny -25.0.",
-        "GATES FAILED, 1 of 2: words >= before - 1 (measured 40, against 79 %).",
+        "GATES FAILED, 1 of 2: words >= before - 1 (measured 40, threshold 79 %).",
     ]
     assert report["verdict"] == " ".join(report["sentences"])
     assert report["is_failed"]
     assert (report["before"]["accuracy"], report["n"]) == (0.2, 20)  # the headline's own
 
 
-def test_a_baseline_stands_beside_both_sides_and_what_it_lacks_is_said(report: dict[str, Any]) -> None:
+def test_a_baseline_is_compared_with_both_sides_and_its_missing_benchmarks_are_named(
+    report: dict[str, Any],
+) -> None:
     (baseline,) = report["baselines"]
-    assert baseline["missing"] == {"tiny": "it was not asked"}
+    assert baseline["missing"] == {"tiny": "it was not evaluated"}
     assert [row["difference"] for row in baseline["after"]["benchmarks"]] == [0, 0]
     assert [round(row["difference"], 9) for row in baseline["before"]["benchmarks"]] == [-0.3, 0.4]
     assert baseline["before"]["benchmarks"][0]["before"] == 0.5
 
 
 @pytest.mark.slow
-def test_last_night_has_a_sentence_of_its_own_that_no_average_hides(folder: Path) -> None:
+def test_a_fall_below_last_night_is_named_despite_the_average(folder: Path) -> None:
     nights = {"last-night": folder / "before"}
-    made = Provenance(made={"since the first night": "better than the first night, 20260101 (+3.0 points)"})
-    report = write_suite_report(Models(folder / "before", folder / "after", nights), None, None, made)
-    said = next(one for one in report["sentences"] if "last night" in one)
-    assert said.startswith(
+    provenance = Provenance(facts={"since the first night": "better than the first night, 20260101 (+3.0 points)"})
+    report = write_suite_report(Models(folder / "before", folder / "after", nights), None, None, provenance)
+    sentence = next(one for one in report["sentences"] if "last night" in one)
+    assert sentence.startswith(
         "The trained model is not significantly different from last night's: pooled over 3 benchmarks, -9.0 points"
     )
-    assert said.endswith("BELOW last night: words -40.0 points (p = 0.0078, Holm 0.023).")
+    assert sentence.endswith("BELOW last night: words -40.0 points (p = 0.0078, Holm 0.023).")
     assert "The trained model is better than the first night, 20260101 (+3.0 points" in report["verdict"]
     words = {side: folder / side / "words" for side in ("before", "after")}
     alone = write_suite_report(Models(**words, baselines={"last-night": words["before"]}), None, None)
@@ -136,36 +132,14 @@ def test_last_night_has_a_sentence_of_its_own_that_no_average_hides(folder: Path
     assert "BELOW" not in alone["verdict"]
 
 
-class Fields(HTMLParser):
-    """The texts of a page's elements with a data-field, and the classes of its rows."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.texts: dict[str, str] = {}
-        self.rows: list[str] = []
-        self._open = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        named = dict(attrs)
-        if tag == "tr":
-            self.rows.append(named.get("class") or "")
-        self._open = named.get("data-field") or ""
-
-    def handle_data(self, data: str) -> None:
-        if self._open:
-            self.texts[self._open] = data
-        self._open = ""
-
-
-def test_the_page_says_what_the_json_says(folder: Path, report: dict[str, Any]) -> None:
+def test_the_page_agrees_with_the_json(folder: Path, report: dict[str, Any]) -> None:
     page = (folder / "report" / "report.html").read_text()
-    fields = Fields(page)
-    assert fields.texts["benchmarks/1/difference"] == "-40.0"
-    assert fields.texts["pooled/difference"] == "-9.0"
-    assert fields.texts["baselines/0/before/benchmarks/1/difference"] == "+40.0"
-    # benchmarks, gates, baseline: each with what fell or failed in red
-    assert [row for row in fields.rows if row in ("up", "down", "total")][:4] == ["up", "down", "total", "down"]
+    fields = dict(re.findall(r'data-field="([^"]*)"[^>]*>([^<]*)<', page))
+    assert fields["benchmarks/1/difference"] == "-40.0"
+    assert fields["pooled/difference"] == "-9.0"
+    assert fields["baselines/0/before/benchmarks/1/difference"] == "+40.0"
+    # benchmarks, gates, baseline: red marks regressions and failures
+    assert re.findall('<tr class="(up|down|total)"', page)[:4] == ["up", "down", "total", "down"]
     assert "<b>" not in page.replace("instruct &lt;b&gt;", "")
     assert "<script" not in page
     assert all(f'href="{name}/report.html"' in page for name in OUTCOMES)
@@ -180,14 +154,14 @@ def test_the_page_says_what_the_json_says(folder: Path, report: dict[str, Any]) 
     )
 
 
-def test_a_problem_of_two_benchmarks_counts_once_in_the_pool(tmp_path: Path) -> None:
+def test_a_problem_shared_by_two_benchmarks_counts_once_in_the_pool(tmp_path: Path) -> None:
     # The four problems of `tiny` are the first four of `algebra`, which are right on both sides there.
     report = report_of(tmp_path, tiny="algebra")
     assert [row["num_elsewhere"] for row in report["benchmarks"]] == [0, 0, 4]
     assert report["pooled"]["n"] == 40
     assert report["pooled"]["difference"] == pytest.approx((0.3 - 0.4) / 2)
     assert report["benchmarks"][2]["difference"] == -0.25  # its own row keeps them
-    assert report["notes"][0].startswith("4 problems of tiny are also in a benchmark above it")
+    assert report["notes"][0].startswith("4 problems of tiny also occur in an earlier benchmark")
 
 
 def test_weights_decide_the_pooled_change(tmp_path: Path) -> None:
@@ -199,19 +173,19 @@ def test_weights_decide_the_pooled_change(tmp_path: Path) -> None:
     )
 
 
-def test_sides_with_other_benchmarks_are_refused(tmp_path: Path) -> None:
+def test_sides_with_different_benchmarks_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "before", 0, {"algebra": 1.0, "tiny": 1.0}, "base")
     write(tmp_path / "after", 1, {"algebra": 1.0, "words": 1.0}, "trained")
     with pytest.raises(ComparisonError) as error:
         write_suite_report(Models(tmp_path / "before", tmp_path / "after"), None, None)
-    assert "not of the same benchmarks: algebra, tiny before; algebra, words after" in str(error.value)
+    assert "different benchmarks: algebra, tiny before; algebra, words after" in str(error.value)
 
 
-def test_one_stored_evaluation_on_both_sides_says_so(tmp_path: Path) -> None:
+def test_one_stored_evaluation_on_both_sides_is_reported_as_such(tmp_path: Path) -> None:
     side = write(tmp_path / "before", 0, dict.fromkeys(OUTCOMES, 1.0), "base")
     report = write_suite_report(Models(side, side), None, None)
     assert report["sentences"] == [
-        "Both sides are the same stored evaluations of 3 benchmarks: there was only one measurement of each, so "
+        "Both sides are the same stored evaluations of 3 benchmarks: with a single measurement of each, "
         "nothing can be said about a change."
     ]
 
@@ -227,12 +201,12 @@ def test_a_failed_gate_is_exit_status_3(folder: Path, gate: str, status: int) ->
 def test_gates_of_a_single_benchmark_are_in_its_own_report(folder: Path, tmp_path: Path) -> None:
     models = Models(folder / "before" / "words", folder / "after" / "words", {"other": folder / "after" / "words"})
     gates = ("words.no_answer <= 5", "pooled >= other")
-    report = write_suite_report(models, None, tmp_path / "report", Provenance(), gates, kept)
+    report = write_suite_report(models, None, tmp_path / "report", Provenance(), gates, no_plots)
     assert [gate["is_passed"] for gate in report["gates"]] == [False, True]
-    assert report["verdict"].endswith("GATES FAILED, 1 of 2: words.no_answer <= 5 (measured 40, against 5 %).")
+    assert report["verdict"].endswith("GATES FAILED, 1 of 2: words.no_answer <= 5 (measured 40, threshold 5 %).")
     page = (tmp_path / "report" / "report.html").read_text()
     assert "<h2>Gates</h2>" in page
-    assert "<h2>Beside other</h2>" in page
+    assert "<h2>Compared with other</h2>" in page
     assert "`words.no_answer <= 5`" in (tmp_path / "report" / "report.md").read_text()
 
 
@@ -242,7 +216,7 @@ def test_the_best_checkpoint_is_chosen_on_one_half_and_measured_on_the_other(tmp
     second = [int(by_problem[item.id][-1], 16) % 2 == 1 for item in items]
 
     def evaluated(name: str, first_half: int, second_half: int) -> Path:
-        """With this many right in the first half, and in the second."""
+        """An evaluation with this many right responses in each half."""
         left = {False: first_half, True: second_half}
         letters = ""
         for half in second:
@@ -257,11 +231,11 @@ def test_the_best_checkpoint_is_chosen_on_one_half_and_measured_on_the_other(tmp
         last_step=60,
         absent={"step 50": "no room"},
     )
-    report = write_suite_report(models, None, tmp_path / "report", Provenance(title="T"), (), kept)
+    report = write_suite_report(models, None, tmp_path / "report", Provenance(title="T"), (), no_plots)
     curve, best = report["checkpoints"], report["checkpoints"]["best"]
     assert curve["steps"] == [0, 20, 40, 60]
     assert [share["accuracy"] for share in curve["pooled"]] == [4 / 60, 20 / 60, 34 / 60, 30 / 60]
-    # Step 20 is the best of the first half by luck. On the second half it is far from it.
+    # Step 20 wins on the first half by luck and is far behind on the second.
     assert (best["step"], best["num_reported_on"]) == (20, sum(second))
     assert best["reported"]["accuracy"] == 5 / sum(second)
     assert best["change"]["difference"] == pytest.approx((5 - 20) / sum(second))
@@ -269,7 +243,7 @@ def test_the_best_checkpoint_is_chosen_on_one_half_and_measured_on_the_other(tmp
     assert f"The best of 4 steps is 20, chosen on {60 - sum(second)} of the problems" in page
     assert page.count("<svg") == 1
     assert 'href="checkpoints.html"' in (tmp_path / "report" / "report.html").read_text()
-    assert "step 50 has no column: no room" in (tmp_path / "report" / "report.md").read_text()
+    assert "step 50 is not shown: no room" in (tmp_path / "report" / "report.md").read_text()
 
 
 def digests(items: list[Item]) -> list[str]:
