@@ -33,8 +33,14 @@ from dapo_core.cluster.room import ask_cluster
 from dapo_core.cluster.started import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TOKEN, clusters_folder
 from dapo_core.errors import WorkerDied
 from dapo_core.ports import free_ports
-from tasks.nodes.interface import NoInterfaceError, interface_of, interface_towards, source_towards
-from tasks.nodes.ports import holder_of, unreachable
+from tasks.nodes.interface import (
+    NoInterfaceError,
+    interface_of,
+    interface_towards,
+    port_owner,
+    source_towards,
+    unreachable,
+)
 from tasks.processes.child import prepare_log, start_supervisor
 from tasks.processes.supervisor import descendants, stat_fields
 
@@ -79,8 +85,8 @@ def _look(request: Mapping[str, Any]) -> dict[str, Any]:
     except NoInterfaceError as error:
         return {**said, "problem": str(error)}
     said["interface"] = {"name": found.name, "address": found.address, "mtu": found.mtu}
-    if request["is_head"] and said["running"] is None and (holder := holder_of(found.address, request["port"])):
-        said["problem"] = f"port {request['port']} is taken by {holder}: end it, or set another port"
+    if request["is_head"] and said["running"] is None and (owner := port_owner(found.address, request["port"])):
+        said["problem"] = f"port {request['port']} is taken by {owner}: stop it, or set another port"
     return said
 
 

@@ -128,7 +128,7 @@ def test_a_host_that_is_not_there_and_a_port_that_is_taken(namespaces: list[Fake
         finally:
             stranger.kill()
     assert f"{first.name}: port {PORT} is taken by pid {stranger.pid} of " in message
-    assert "end it, or set another port" in message
+    assert "stop it, or set another port" in message
     assert "dapo-none: ip netns exec dapo-none sh -c ... ended with status 255" in message
     assert 'Cannot open network namespace "dapo-none"' in message
 
@@ -167,7 +167,7 @@ def test_a_port_that_is_blocked_is_named_and_the_next_up_starts_what_is_missing(
         result = site.up()
     message = str(result.exception)
     assert f"1 of 2 hosts have joined {first.address}:{PORT}; missing:\n" in message
-    assert f"  {second.name}: {first.address}:{PORT} does not answer it within 8 s: a firewall drops" in message
+    assert f"  {second.name}: {first.address}:{PORT} did not answer within 8 s: a firewall drops" in message
     status = site.status()
     assert [status[host.name]["state"] for host in namespaces] == ["up", "not started"]
 
@@ -240,7 +240,7 @@ def test_a_partition_is_said(namespaces: list[FakeHost], site: Site) -> None:
     with second.cut_off():
         result = site.type("status")
     assert result.exit_code == 1
-    line = f"{second.name}: {first.address}:{PORT} does not answer it within 8 s"
+    line = f"{second.name}: {first.address}:{PORT} did not answer within 8 s"
     assert line in result.output
 
 

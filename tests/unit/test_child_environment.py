@@ -33,7 +33,7 @@ def test_what_an_npu_gets_is_what_the_table_says_of_it() -> None:
         "name": "VLLM_ASCEND_ENABLE_NZ",
         "value": "0",
         "children": "policy ranks and rollout workers, unless their node sets it",
-        "why": "Keeps weights in the NZ layout, 1 by default, in which engines take no new weights.",
+        "why": "Keeps weights in the NZ layout (default 1), in which engines cannot take new weights.",
     }
     assert "GLOO_SOCKET_IFNAME" not in rows
 

@@ -72,18 +72,18 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "state", "said"),
     [
-        ("HCCL_SOCKET_IFNAME", "SOCKET IFNAME FOR CURRENT NODE", "placeholder", "put the real value there"),
-        ("GLOO_SOCKET_IFNAME", "Your SOCKET IFNAME", "placeholder", "put the real value there"),
-        ("HCCL_IF_IP", "<IP>", "placeholder", "put the real value there"),
-        ("HCCL_IF_IP", "YOUR_IP", "placeholder", "put the real value there"),
+        ("HCCL_SOCKET_IFNAME", "SOCKET IFNAME FOR CURRENT NODE", "placeholder", "set the real value"),
+        ("GLOO_SOCKET_IFNAME", "Your SOCKET IFNAME", "placeholder", "set the real value"),
+        ("HCCL_IF_IP", "<IP>", "placeholder", "set the real value"),
+        ("HCCL_IF_IP", "YOUR_IP", "placeholder", "set the real value"),
         ("HCCL_IF_IP", "10.0.0.5", "set", ""),
         (
             "HCCL_IF_IP",
             "10.0.0.6",
             "conflict",
-            "no interface of this machine has it; there are 172.17.0.1 (docker0), 10.0",
+            "no interface of this machine has this address; it has 172.17.0.1 (docker0), 10.0",
         ),
-        ("HCCL_IF_IP", "enp1s0", "conflict", "no interface of this machine has it"),
+        ("HCCL_IF_IP", "enp1s0", "conflict", "no interface of this machine has this"),
         ("HCCL_SOCKET_IFNAME", "=enp", "conflict", "no interface enp;"),
         ("HCCL_CONNECT_TIMEOUT", "5400", "set", ""),
         ("HCCL_CONNECT_TIMEOUT", "5400s", "conflict", "120 to 7200"),
@@ -94,7 +94,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
         ("GLOO_SOCKET_IFNAME", "enp2s0", "conflict", "enp2s0 is down"),
         ("HCCL_SOCKET_IFNAME", "=enp1s0", "set", ""),
         ("HCCL_SOCKET_IFNAME", "enp", "set", ""),
-        ("VLLM_USE_V1", "1", "dead", "does not read it from 0.17 on"),
+        ("VLLM_USE_V1", "1", "dead", "ignores it since 0.17"),
         ("USE_OPTIMIZED_MODEL", "0", "dead", "vllm-ascend is not installed here"),
         ("VLLM_ASCEND_ENABLE_NZ", "1", "conflict", "NZ layout"),
         ("VLLM_ASCEND_ENABLE_NZ", "0", "set", ""),
@@ -151,7 +151,7 @@ def test_exports_name_this_nodes_interface_and_never_a_placeholder(monkeypatch: 
         psutil, "net_if_stats", lambda: {name: SimpleNamespace(isup=True) for name in ("lo", "enp1s0", "enp2s0")}
     )
     lines = exports(lint({}, _npu(ray_address="auto")))
-    assert "# HCCL_SOCKET_IFNAME: each node has its own; here enp1s0, enp2s0" in lines
+    assert "# HCCL_SOCKET_IFNAME: differs on each node; this machine has enp1s0, enp2s0" in lines
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ def test_a_library_of_another_machine_is_named(tmp_path: Path) -> None:
     library.write_bytes(b"\x7fELF\x02\x01" + bytes(12) + struct.pack("<H", 8))  # MIPS
     found = _found("LD_PRELOAD", {"LD_PRELOAD": f"{library}:"}, config_of())
     assert found.state == "caution"
-    assert f"{library} is for another machine" in found.advice
+    assert f"{library} is for another architecture" in found.advice
     library.write_text("not a library")
-    assert "is no library" in _found("LD_PRELOAD", {"LD_PRELOAD": str(library)}, config_of()).advice
+    assert "is not a library" in _found("LD_PRELOAD", {"LD_PRELOAD": str(library)}, config_of()).advice
 
 
 def test_the_preflight_refuses_what_is_in_the_way_and_goes_on_with_the_rest() -> None:

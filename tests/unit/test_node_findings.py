@@ -19,7 +19,7 @@ from dapo_core.ports import meeting_point
 from dapo_core.versions import sets
 from flows.config import load_config
 from tasks.preflight import node_probe, nodes
-from tasks.preflight.cluster import _Look, check_devices_here, rounds
+from tasks.preflight.cluster import _NodeChecks, check_devices_here, rounds
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, Findings, describe
 from tasks.preflight.memory import check_memory
 from tasks.preflight.nodes import Pair
@@ -86,15 +86,15 @@ def test_equal_versions_are_one_line_and_the_one_that_differs_is_named() -> None
     nodes.check_versions({A: VERSIONS, B: VERSIONS, C: other}, findings)
     said = {finding.found: (finding.status, finding.where) for finding in findings}
     assert said == {
-        f"code dirty, and 0c7241f00000 on {A}, {B}": (FAIL, C),
-        f"torch 2.9.0, and 2.10.0 on {A}, {B}": (FAIL, C),
-        f"driver 24.1.0, and 25.5.0 on {A}, {B}": (WARN, C),
-        f"ray 2.60.0, and none on {A}, {B}": (FAIL, C),
+        f"code dirty, but 0c7241f00000 on {A}, {B}": (FAIL, C),
+        f"torch 2.9.0, but 2.10.0 on {A}, {B}": (FAIL, C),
+        f"driver 24.1.0, but 25.5.0 on {A}, {B}": (WARN, C),
+        f"ray 2.60.0, but none on {A}, {B}": (FAIL, C),
     }
     findings = Findings()
     nodes.check_versions({A: VERSIONS, B: VERSIONS, nodes.THIS_MACHINE: {"Python": "3.11.9"}}, findings)
     assert [(each.found, each.where) for each in findings] == [
-        (f"code none, and 0c7241f00000 on {A}, {B}", nodes.THIS_MACHINE)
+        (f"code none, but 0c7241f00000 on {A}, {B}", nodes.THIS_MACHINE)
     ]
 
 
@@ -116,7 +116,7 @@ def test_packages_of_no_known_set_and_another_cann_are_said() -> None:
 
     assert found(known, "9.1.0") == []
     assert found(here, "8.5.1") == []  # what is said of this machine
-    assert found(known, "8.5.1") == [(A, "CANN 8.5.1, and the set npu-newest is made with 9.1.0")]
+    assert found(known, "8.5.1") == [(A, "CANN 8.5.1, but the set npu-newest is built with 9.1.0")]
     [(where, text)] = found({**known, "vllm": "0.22.0"}, "9.1.0")
     assert where == "all 2 nodes"
     assert text.endswith("npu-newest: vllm 0.22.0 in place of 0.23.0")
@@ -134,12 +134,12 @@ def test_healthy_devices_are_one_line_with_what_is_free() -> None:
     [
         (device(health="Alarm"), FAIL, "NPU 0: Alarm"),
         (device(health="Warning"), WARN, "NPU 0: Warning"),
-        (device(health=None), WARN, "NPU 0: its health could not be read"),
-        (device(total_bytes=None), WARN, "NPU 0: its memory could not be read"),
-        (device(processes=[process(GIB)]), WARN, "NPU 0: process 7 (python) holds 1.0 GiB"),
+        (device(health=None), WARN, "NPU 0: health could not be read"),
+        (device(total_bytes=None), WARN, "NPU 0: memory could not be read"),
+        (device(processes=[process(GIB)]), WARN, "NPU 0: process 7 (python) uses 1.0 GiB"),
         (device(processes=[process(None)]), WARN, "NPU 0: process 7 (python)"),
-        (device(used_bytes=20 * GIB, processes=[process(17 * GIB, is_of_ray=True)]), WARN, "holds 17.0 GiB"),
-        (device(used_bytes=20 * GIB), FAIL, "NPU 0: 44.0 GiB are free, and 50.0 GiB are needed"),
+        (device(used_bytes=20 * GIB, processes=[process(17 * GIB, is_of_ray=True)]), WARN, "uses 17.0 GiB"),
+        (device(used_bytes=20 * GIB), FAIL, "NPU 0: 44.0 GiB free, 50.0 GiB needed"),
     ],
 )
 def test_a_device_that_a_rank_cannot_have_is_named_with_its_node(
@@ -157,7 +157,7 @@ def test_a_process_that_takes_the_needed_memory_ends_the_run_and_the_largest_are
     several = [process(number * GIB, pid=number) for number in range(1, 7)]
     process_found, memory = devices_of({A: report(device(used_bytes=24 * GIB, processes=several), device(1))})
     assert (process_found.status, memory.status) == (FAIL, FAIL)
-    assert process_found.found.startswith("NPU 0: process 6 (python) holds 6.0 GiB, process 5 ")
+    assert process_found.found.startswith("NPU 0: process 6 (python) uses 6.0 GiB, process 5 ")
     assert process_found.found.endswith("; and 2 more")
     sick = report(*(device(number, health="Alarm") for number in range(6)))
     found = only(devices_of({A: sick}))
@@ -169,7 +169,7 @@ def test_tools_that_say_nothing_and_devices_that_ray_invents_are_named() -> None
     found = only(devices_of({A: silent}))
     assert (found.status, found.found) == (WARN, "could not be read: npu-smi is not installed here")
     found = only(devices_of({A: report(), B: report()}, a=16))
-    assert (found.status, found.found) == (FAIL, "Ray has 16 devices there, and npu-smi shows 2")
+    assert (found.status, found.found) == (FAIL, "Ray was started with 16 devices, but npu-smi shows 2")
 
 
 def test_the_plan_is_made_for_the_smallest_device() -> None:
@@ -180,7 +180,9 @@ def test_the_plan_is_made_for_the_smallest_device() -> None:
     nodes.check_device_model("Atlas 800T A3", usable_bytes("npu", 64 * GIB), findings)
     assert findings == []
     nodes.check_device_model("Atlas 800T A3", usable_bytes("npu", 32 * GIB), findings)
-    assert only(findings).found == "train.device_model=Atlas 800T A3 has 61.3 GiB, and a device there 29.0 GiB"
+    assert only(findings).found == (
+        "train.device_model=Atlas 800T A3 has 61.3 GiB, but the smallest device found has 29.0 GiB"
+    )
 
 
 @pytest.mark.slow
@@ -214,10 +216,10 @@ def test_ports_that_are_up_are_one_line() -> None:
     ("changed", "status", "said"),
     [
         (port(link="DOWN"), FAIL, "NPU 0: link DOWN"),
-        (port(link=None), WARN, "NPU 0: its link could not be read"),
+        (port(link=None), WARN, "NPU 0: link could not be read"),
         (port(health="Fault"), WARN, "NPU 0: net_health Fault"),
         (port(address=None), WARN, "NPU 0: no address"),
-        (port(tls="1"), FAIL, "TLS is on there, and off on 2 other ports"),
+        (port(tls="1"), FAIL, "TLS is on, but off on 2 other ports"),
     ],
 )
 def test_a_port_that_hccl_cannot_use_is_named(changed: dict[str, str | None], status: str, said: str) -> None:
@@ -243,7 +245,7 @@ def test_a_clock_that_is_wrong_is_named_and_a_slow_answer_is_not() -> None:
     assert only(findings).found == "equal within 0.2 s"
 
 
-class _Nodes(_Look):
+class _Nodes(_NodeChecks):
     """Two nodes whose clocks are read by a function."""
 
     def __init__(self, read: Callable[[], float]) -> None:
@@ -274,10 +276,10 @@ def test_of_a_few_readings_of_a_clock_the_shortest_counts(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"limits": {"open files": 1024}}, "ulimit -n is 1024, and 32768 are advised"),
+        ({"limits": {"open files": 1024}}, "ulimit -n is 1024; 32768 is recommended"),
         ({"limits": {"locked memory": 65536}}, "ulimit -l is 64 KiB"),
         ({"memory": {"shared": 64 * 1024**2}}, "/dev/shm has 64.0 MiB"),
-        ({"memory": {"unused_huge_pages": 512 * GIB}}, "512.0 GiB are in huge pages that nothing uses"),
+        ({"memory": {"unused_huge_pages": 512 * GIB}}, "512.0 GiB are reserved for unused huge pages"),
     ],
 )
 def test_limits_that_trainings_meet_are_named(changes: dict[str, Any], said: str) -> None:
@@ -308,20 +310,20 @@ def test_variables_of_one_node_are_said_with_it() -> None:
 def test_files_connections_and_reductions_name_nodes_and_pairs() -> None:
     findings = Findings()
     nodes.check_seen({B: ["model folder /models/q (other content)"], C: []}, findings)
-    nodes.check_reached(
+    nodes.check_connections(
         {A: ["HCCL_HOST_SOCKET_PORT_RANGE=60000-60050"], B: []}, {Pair(A, B): ["blocked"]}, 2, findings
     )
-    nodes.check_reduced({Pair(A, B): "timed out", Pair(B, C): 0.002, Pair(C, A): ""}, "hccl", findings)
+    nodes.check_all_reduce({Pair(A, B): "timed out", Pair(B, C): 0.002, Pair(C, A): ""}, "hccl", findings)
     said = [(finding.check, finding.status, finding.where, finding.found) for finding in findings]
     assert said == [
         ("files", FAIL, B, "does not see model folder /models/q (other content)"),
         ("network", WARN, A, "no port of HCCL_HOST_SOCKET_PORT_RANGE=60000-60050 is free"),
         ("network", FAIL, f"from {A} to {B}", "blocked"),
-        ("all-reduce", FAIL, f"between {A} and {B}", "no all-reduce over hccl: timed out"),
+        ("all-reduce", FAIL, f"between {A} and {B}", "all-reduce over hccl failed: timed out"),
         ("all-reduce", WARN, f"between {C} and {A}", "not tried"),
     ]
     findings = Findings()
-    nodes.check_reduced({Pair(A, B): 0.002, Pair(B, C): 0.003}, "gloo", findings)
+    nodes.check_all_reduce({Pair(A, B): 0.002, Pair(B, C): 0.003}, "gloo", findings)
     assert only(findings).found == "over gloo between 2 pair(s) of nodes, 3 ms at most"
 
 
@@ -336,7 +338,7 @@ def test_neighbours_meet_in_rounds_in_which_no_node_is_twice(number: int) -> Non
     assert (set(pairs), len(pairs)) == (ring, len(ring))
 
 
-def test_each_row_of_the_table_says_what_comes_of_it_and_what_mends_it() -> None:
+def test_each_row_of_the_table_has_a_consequence_and_a_fix() -> None:
     rows = yaml.safe_load(nodes.TABLE.read_text())
     used = set(
         re.findall(r'(?:\(|, )"(\w+)", (?:FAIL|WARN|status|down)', nodes.TABLE.with_suffix(".py").read_text())
@@ -344,8 +346,8 @@ def test_each_row_of_the_table_says_what_comes_of_it_and_what_mends_it() -> None
     used |= {"version", "code", "driver", "answer", "model", "full", "health", "process", "free"}
     assert rows.keys() == used
     for row in rows.values():
-        assert row.keys() == {"check", "why", "mend"}
-        assert row["mend"]
+        assert row.keys() == {"check", "consequence", "fix"}
+        assert row["fix"]
 
 
 def test_devices_of_this_machine_are_looked_at_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,11 +368,11 @@ def test_meeting_points_of_both_families() -> None:
 def test_a_target_that_is_silent_once_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([TimeoutError(), ""])
 
-    def once(host: str, port: int, word: str) -> str:
+    def once(host: str, port: int, greeting: str) -> str:
         answer = next(answers)
         if isinstance(answer, TimeoutError):
             raise answer
         return answer
 
     monkeypatch.setattr(node_probe, "_reach_once", once)
-    assert node_probe.NodeProbe().reach([("10.0.0.1", 1, "word")]) == [""]
+    assert node_probe.NodeProbe().reach([("10.0.0.1", 1, "greeting")]) == [""]

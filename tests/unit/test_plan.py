@@ -298,4 +298,4 @@ def test_room_is_asked_only_for_what_is_still_to_be_written(
     assert said().status == OK
     free = 2**20
     record_run(config, labels=("merge_checkpoint",))
-    assert said().found == f"1.0 MiB are free in {config.store.path}"
+    assert said().found == f"1.0 MiB free in {config.store.path}"
