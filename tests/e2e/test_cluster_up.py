@@ -102,7 +102,7 @@ def test_an_interface_with_several_addresses_and_the_label_of_one(namespaces: li
         ("eth7", "no interface eth7; this machine has docker0 (172.17.0.1"),
         ("spare0", "interface spare0 is down"),
         ("usb0", "interface usb0 has only the link-local address 169.254.7.2"),
-        ("docker0", "its address 172.17.0.1 is one of the head itself: set the host's interface"),
+        ("docker0", "its address 172.17.0.1 belongs to the head itself: set the host's interface"),
     ],
 )
 def test_a_wrong_interface(namespaces: list[FakeHost], tmp_path: Path, interface: str, words: str) -> None:
@@ -129,7 +129,7 @@ def test_a_host_that_is_not_there_and_a_port_that_is_taken(namespaces: list[Fake
             stranger.kill()
     assert f"{first.name}: port {PORT} is taken by pid {stranger.pid} of " in message
     assert "stop it, or set another port" in message
-    assert "dapo-none: ip netns exec dapo-none sh -c ... ended with status 255" in message
+    assert "dapo-none: ip netns exec dapo-none sh -c ... exited with status 255" in message
     assert 'Cannot open network namespace "dapo-none"' in message
 
 
@@ -150,10 +150,10 @@ def test_a_host_with_another_ray_or_other_code(namespaces: list[FakeHost], tmp_p
     site = make_site(tmp_path, namespaces, shell=f"{script} {{host}}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHANGE", f"export PYTHONPATH={other_ray}")
-        assert f"{second.name}: it has ray 9.9.9, the head " in _refused(site)
+        assert f"{second.name}: ray 9.9.9 differs from the head's " in _refused(site)
         patch.setenv("CHANGE", f'set -- "$1" "$(echo "$2" | sed "s#{ROOT}#{other_code}#")"')  # what it changes to
         message = _refused(site)
-    assert f"{second.name}: its code in {other_code} is not the code here (digest " in message
+    assert f"{second.name}: its code in {other_code} differs from the code here (digest " in message
 
 
 # One cluster from its start to its end.
