@@ -251,8 +251,8 @@ def _await_nodes(
                 missing[host.name] = fault or f"it has not joined as {own} within {inventory.start_seconds} s"
             elif (count := node["total"].get(inventory.resource, 0)) != inventory.devices_of(host):
                 missing[host.name] = (
-                    f"it joined with {count:g} {inventory.resource} instead of {inventory.devices_of(host)}: another "
-                    "inventory started it; `dapo cluster down` stops it"
+                    f"it joined with {count:g} {inventory.resource} instead of {inventory.devices_of(host)}: "
+                    "another inventory started it; `dapo cluster down` stops it"
                 )
             else:
                 joined[host.name] = node

@@ -37,7 +37,7 @@ def code_digest(root: str) -> str:
 
 
 def answer(request: dict[str, Any]) -> None:
-    """Print the reply: this machine's versions and, unless the code must be equal but is not, on_node.py's answer."""
+    """Print the reply: versions, and on_node.py's answer unless the code must be equal but is not."""
     sys.path.insert(0, os.getcwd())
     spec = importlib.util.find_spec("tasks")
     places = spec.submodule_search_locations if spec else None

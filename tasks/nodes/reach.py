@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import subprocess
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -51,11 +52,12 @@ def ask(
     shared = {"digest": own_digest(), "must_be_equal": must_be_equal}
     hosts = [host for host in inventory.hosts if host.name in requests]
     commands: list[Popen[str]] = []
+    is_cancelled = threading.Event()
     with ThreadPoolExecutor(min(MAX_CONNECTIONS, max(len(hosts), 1))) as pool:
         try:
             waiting = {
                 host.name: pool.submit(
-                    _ask, inventory, host, {**requests[host.name], **shared}, work_seconds, commands
+                    _ask, inventory, host, {**requests[host.name], **shared}, work_seconds, commands, is_cancelled
                 )
                 for host in hosts
             }
@@ -64,6 +66,7 @@ def ask(
             BaseException
         ):  # Ctrl-C reaches the commands, but not under srun, nor a signal to this process alone
             pool.shutdown(wait=False, cancel_futures=True)
+            is_cancelled.set()
             for command in commands:
                 command.kill()
             raise
@@ -81,6 +84,7 @@ def _ask(
     request: Mapping[str, Any],
     work_seconds: float,
     commands: list[Popen[str]],
+    is_cancelled: threading.Event,
 ) -> Answer:
     source = Path(probe.__file__).read_text(encoding="utf-8")
     program = f"{source}\n\nanswer(json.loads({json.dumps(request)!r}))\n"
@@ -93,6 +97,8 @@ def _ask(
     except OSError as error:
         return Answer(problem=f"the command {command[0]} cannot be run here: {error.strerror}; set shell")
     commands.append(process)
+    if is_cancelled.is_set():
+        process.kill()
     with process:
         try:
             output, errors = process.communicate(program, seconds)
