@@ -145,9 +145,9 @@ def test_scripts_start_and_stop_ray_on_two_hosts(names: list[FakeHost], tmp_path
         starting = [scripts.type(host, "start") for host in (other, head)]  # the other one waits for the head
         said = [each.communicate(timeout=400)[0] for each in starting]
         assert [each.returncode for each in starting] == [0, 0], said
-        assert f"Ray starts at {other.address} ({other.interface})" in said[0]  # and none of the decoys
+        assert f"starting Ray at {other.address} ({other.interface})" in said[0]  # and none of the decoys
         assert f"2 nodes have joined {head.name}:{PORT} with 4 CPU" in said[1]
-        assert "Ray runs" in scripts.said(head, "start")
+        assert "Ray is already running" in scripts.said(head, "start")
         folders = [scripts.started(host)[1] for host in names]
         os.kill(scripts.started(other)[0], signal.SIGKILL)
     finally:
@@ -155,7 +155,7 @@ def test_scripts_start_and_stop_ray_on_two_hosts(names: list[FakeHost], tmp_path
     assert all("Ray has ended" in each for each in ended), ended
     assert [_processes(host) for host in names] == [[], []]
     assert not any(folder.exists() for folder in folders)
-    assert "no Ray of this script runs" in scripts.said(head, "stop")
+    assert "this script has no Ray running" in scripts.said(head, "stop")
 
 
 def test_a_host_alone_may_have_a_name_of_loopback(alone: FakeHost, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_host_alone_may_have_a_name_of_loopback(alone: FakeHost, tmp_path: Pat
         said = scripts.said(alone, "start")
     finally:
         ended = scripts.said(alone, "stop")
-    assert f"Ray starts at {alone.address} ({alone.interface})" in said
+    assert f"starting Ray at {alone.address} ({alone.interface})" in said
     assert f"1 nodes have joined {alone.address}:{PORT}" in said
     assert said.endswith(f"dapo run CONFIG --set train.ray_address={alone.address}:{PORT}\n")
     assert "Ray has ended" in ended
@@ -241,7 +241,9 @@ def test_a_node_without_the_store_says_so_before_ray_starts(names: list[FakeHost
     [reason] = complaints.splitlines()
     folder = f"{tmp_path}/the store/.clusters/test{os.getpid()}-"
     assert reason.startswith(f"{other.name}: {folder}")
-    assert reason.endswith(f"is not seen on {other.name}: put store.path on storage that all nodes share")
+    assert reason.endswith(
+        f"created by {head.name}, is not visible on {other.name}: put store.path on storage that all nodes share"
+    )
     assert list((tmp_path / "the store" / ".clusters").iterdir()) == []
     assert [_processes(host) for host in names] == [[], []]
 

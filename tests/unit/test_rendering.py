@@ -168,9 +168,9 @@ def test_a_setup_that_fails_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "i.yaml").write_text(f"hosts: [a]\ndevices: 16\nsetup: . {tmp_path}/none.sh\n")
     (tmp_path / "a.sh").write_text(_render(str(tmp_path / "i.yaml"), "--scripts"))
     done = subprocess.run(["bash", str(tmp_path / "a.sh"), "start"], capture_output=True, text=True)
-    assert (done.returncode, "setup has failed" in done.stderr) == (1, True), done.stderr
+    assert (done.returncode, "setup failed" in done.stderr) == (1, True), done.stderr
     done = subprocess.run(["bash", str(tmp_path / "a.sh"), "stop"], capture_output=True, text=True)
-    assert (done.returncode, "no Ray of this script runs" in done.stdout) == (0, True), done
+    assert (done.returncode, "this script has no Ray running" in done.stdout) == (0, True), done
 
 
 def test_a_batch_file_for_one_node_takes_its_address(tmp_path: Path) -> None:
@@ -201,8 +201,8 @@ def test_scripts_of_hosts_that_are_gone_are_named_and_stay(tmp_path: Path) -> No
     _render(str(inventory), "--scripts", "--output", str(folder))
     (folder / "mine.sh").write_text("# Rendered from nothing\n")
     inventory.write_text("hosts: [a]\ndevices: 1\n")
-    said = _remarks(str(inventory), "--scripts", "--output", str(folder))
-    assert said.startswith(f"{folder}: not of a host that {inventory} has: b.sh, c.sh; stop Ray there")
+    remark = _remarks(str(inventory), "--scripts", "--output", str(folder))
+    assert f"no longer in {inventory}: b.sh, c.sh; stop Ray there" in remark
     assert {path.name for path in folder.iterdir()} == {"a.sh", "b.sh", "c.sh", "mine.sh"}
 
 
@@ -294,7 +294,7 @@ def test_keys_that_pods_do_not_use_are_named(tmp_path: Path) -> None:
         "hosts: [a, {name: b, interface: eth1}]\ndevices: 8\nuser: me\nproject: /x\nport: 6400\nshell: ssh\n"
     )
     said = _remarks(str(tmp_path / "i.yaml"), "--kuberay").strip()
-    named = ["user (no command", "project (the image", "interface (a pod", "port (KubeRay"]
+    named = ["user (no command", "project (the image", "interface (Kubernetes", "port (KubeRay"]
     assert [each for each in named if each not in said] == []
     assert "shell" not in said  # its default
     text = _render(str(tmp_path / "i.yaml"), "--kuberay").replace("\n# ", " ")
@@ -359,24 +359,28 @@ def test_a_secret_among_the_variables_is_a_warning(form: tuple[str, ...], tmp_pa
         ("devices: 16", ["--scripts", "--slurm"], "one of --scripts, --slurm and --kuberay"),
         ("devices: 16", ["--slurm"], "the batch file runs a recipe"),
         ("devices: 16", ["--scripts", "--site", "a=b"], "it is of --slurm and --kuberay"),
-        ("devices: 16", ["--kuberay", "--site", "imgae=b"], "it is image, claim, queue, cpu, memory with =VALUE"),
-        ("devices: 16", ["--slurm", "--config", RECIPE], "takes 64 NPU, and the inventory has 32"),
+        (
+            "devices: 16",
+            ["--kuberay", "--site", "imgae=b"],
+            "the keys are image, claim, queue, cpu, memory, as KEY=VALUE",
+        ),
+        ("devices: 16", ["--slurm", "--config", RECIPE], "needs 64 NPU, but the inventory has 32"),
         (
             "devices: 64\ndevice: cuda",
             ["--kuberay", "--config", RECIPE],
-            "train.device=npu and the inventory device=cuda",
+            "train.device=npu, but the inventory has device=cuda",
         ),
-        ("devices: 64", ["--kuberay", "--config", RECIPE, "--set", "run.name=Übung"], "Kubernetes refuses"),
+        ("devices: 64", ["--kuberay", "--config", RECIPE, "--set", "run.name=Übung"], "Kubernetes rejects"),
         (
             "devices: 64",
             ["--slurm", "--config", RECIPE, "--set", "flow.stop_seconds=65476"],
-            "flow.stop_seconds=65476 is more than the 65475 s",
+            "flow.stop_seconds=65476 is too long: SLURM signals a job at most 65475 s before",
         ),
-        ("devices: 64\nhosts: [a, {name: b, devices: 8}]", ["--kuberay"], "devices of b is 8, of a 64"),
+        ("devices: 64\nhosts: [a, {name: b, devices: 8}]", ["--kuberay"], "devices is 8 for b and 64 for a"),
         (
             "devices: 64\nhosts: [a, {name: b, interface: eth1}]",
             ["--slurm", "--config", RECIPE],
-            "interface of b is eth1, of a unset",
+            "interface is eth1 for b and unset for a",
         ),
     ],
 )

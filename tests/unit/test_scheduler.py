@@ -161,9 +161,12 @@ def test_volcano(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({}, "no job of a scheduler"),
+        ({}, "not inside a scheduler's job"),
         ({"SLURM_JOB_ID": "7"}, "SLURM_JOB_NODELIST is not set"),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_PER_NODE": "a100"}, "no number of devices"),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_PER_NODE": "a100"},
+            "not a number of devices",
+        ),
         ({"PBS_NODEFILE": "/nowhere/nodes"}, "/nowhere/nodes cannot be read"),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "render INVENTORY --kuberay"),
     ],
@@ -175,7 +178,7 @@ def test_what_no_job_says_is_asked_for(environ: dict[str, str], words: str) -> N
 
 def test_an_empty_node_file_is_no_cluster(tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("\n")
-    with pytest.raises(ConfigError, match="names no node"):
+    with pytest.raises(ConfigError, match="lists no node"):
         from_scheduler({"PBS_NODEFILE": str(tmp_path / "nodes")})
 
 

@@ -1,4 +1,4 @@
-"""What `dapo cluster render` says beside the files: secrets in them, and what did not get into KubeRay's YAML."""
+"""Remarks of `dapo cluster render`: secrets in the files, and what the KubeRay YAML leaves out."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from dapo_core.config.training import TrainingConfig
 from redaction import is_secret
 from tasks.nodes.inventory import PROJECT, Inventory
 
-STORE = "/store"  # where pods have the shared claim
-_OF_PODS: dict[str, Any] = {
-    "store": True,
-    "flow": {"lock_path"},
-    "external": {"env"},
-}  # paths there, not of files that are brought
-# Why a key of the inventory is not in KubeRay's YAML.
-_NOT_OF_PODS = {
+STORE = "/store"  # mount point of the shared claim in the pods
+# Keys of paths that are created or set in the pods.
+_PATHS_IN_PODS: dict[str, Any] = {"store": True, "flow": {"lock_path"}, "external": {"env"}}
+# Keys of the inventory that the KubeRay YAML does not use, and why.
+_UNUSED = {
     **dict.fromkeys(("shell", "user", "connect_seconds"), "no command is run on a node"),
     **dict.fromkeys(("project", "python"), "the image has its own"),
-    **dict.fromkeys(("head", "address", "interface"), "a pod gets its name and address from Kubernetes"),
+    **dict.fromkeys(("head", "address", "interface"), "Kubernetes assigns names and addresses"),
     **dict.fromkeys(("port", "dashboard", "start_seconds"), "KubeRay sets it"),
 }
 
 
 def remarks_of_env(inventory: Inventory) -> list[str]:
-    """What is said of variables that hold secrets: every rendering has their values in clear."""
+    """Warn of variables that look like secrets: the rendered files contain their values in clear text."""
     variables = {
         name
         for host in inventory.hosts
@@ -37,19 +34,19 @@ def remarks_of_env(inventory: Inventory) -> list[str]:
     if not variables:
         return []
     return [
-        f"env has {', '.join(sorted(variables))}, and the files have the value in clear: better remove it there, "
-        "and set it on the nodes, in pods by valueFrom.secretKeyRef."
+        f"env has {', '.join(sorted(variables))}, which the files contain in clear text: remove it from env and "
+        "set it on the nodes, or with valueFrom.secretKeyRef in pods."
     ]
 
 
 def remarks_of_kuberay(inventory: Inventory, config: TrainingConfig | None) -> list[str]:
-    """Keys of the inventory that pods have no use for, and files of a recipe that are not in the pods."""
+    """List inventory keys that pods do not use, and the recipe's files that pods do not have."""
     used = {name for host in inventory.hosts for name in ("address", "interface") if getattr(host, name)}
     used |= {name for name, field in Inventory.model_fields.items() if getattr(inventory, name) != field.default}
     unused = [
         f"{', '.join(keys)} ({reason})"
-        for reason in dict.fromkeys(_NOT_OF_PODS.values())
-        if (keys := [key for key in _NOT_OF_PODS if key in used and _NOT_OF_PODS[key] == reason])
+        for reason in dict.fromkeys(_UNUSED.values())
+        if (keys := [key for key in _UNUSED if key in used and _UNUSED[key] == reason])
     ]
     left_out = [f"Pods do not use these keys of the inventory: {'; '.join(unused)}."] if unused else []
     return left_out + (_remarks_of_files(config) if config is not None else [])
@@ -57,14 +54,14 @@ def remarks_of_kuberay(inventory: Inventory, config: TrainingConfig | None) -> l
 
 def _remarks_of_files(config: TrainingConfig) -> list[str]:
     return [
-        f"{key}={path} is not in the pods: copy it into the claim, and name it {STORE}/... in the recipe."
-        for key, path in _named_files(config.model_dump(exclude=_OF_PODS))
+        f"{key}={path} is not in the pods: copy it into the claim, and set the key to its path below {STORE}."
+        for key, path in _named_files(config.model_dump(exclude=_PATHS_IN_PODS))
         if not Path(path).is_relative_to(STORE) and not _is_in_image(Path(path))
     ]
 
 
 def _named_files(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Files and folders that a configuration names, after their keys."""
+    """Yield the keys and values of files and folders in a configuration."""
     if isinstance(value, str):
         is_path = value.startswith(("/", "./", "../", "~")) or (key.endswith("path") and ":" not in value)
         if is_path or (("/" in value or Path(value).suffix) and os.path.exists(value)):
@@ -76,5 +73,5 @@ def _named_files(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _is_in_image(path: Path) -> bool:
-    """True for a file of configs/, which docker/ copies, named as in the project's folder."""
+    """True for a relative path of a file in configs/, which the images contain."""
     return path.parts[:1] == ("configs",) and (PROJECT / path).exists()
