@@ -236,7 +236,7 @@ class _NodeChecks:
             for (address, port, _, name, other), reason in zip(targets[node], reasons, strict=True):
                 if reason:
                     text = f"no connection to {address} port {port} ({name}): {reason}"
-                    failures.setdefault(Pair(node.name, other), []).append(text)
+                    failures.setdefault((node.name, other), []).append(text)
         taken = {
             node.name: [name for name, port in each["ports"].items() if port is None]
             for node, each in listening.items()
@@ -269,10 +269,10 @@ class _NodeChecks:
         results: dict[Pair, str | float] = {}
         for one, other in pairs:
             if one not in tasks:
-                results[Pair(one.name, other.name)] = ""
+                results[one.name, other.name] = ""
                 continue
             failed = [str(answers.failed[node]) for node in (one, other) if node in answers.failed]
-            results[Pair(one.name, other.name)] = (
+            results[one.name, other.name] = (
                 "; ".join(failed) if failed else max(answers.given[one], answers.given[other])
             )
         return results

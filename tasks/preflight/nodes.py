@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -26,13 +26,7 @@ TOLERANCE_BYTES = 1 * GIB  # between the vendors' counts of memory and torch's
 SHOWN = 4  # processes of a device, devices of a node
 
 Reports = Mapping[str, Mapping[str, Any]]  # by node
-
-
-class Pair(NamedTuple):
-    """Two nodes; the first one connects to the second."""
-
-    one: str
-    other: str
+Pair = tuple[str, str]  # two nodes; the first one connects to the second
 
 
 @cache
@@ -322,16 +316,16 @@ def check_connections(
         (("range", WARN, f"no port of {name} is free", node) for node, names in taken.items() for name in names),
         len(taken),
     )
-    for pair, reasons in failures.items():
-        add(findings, "connection", FAIL, "; ".join(reasons), (f"from {pair.one} to {pair.other}",))
+    for (one, other), reasons in failures.items():
+        add(findings, "connection", FAIL, "; ".join(reasons), (f"from {one} to {other}",))
     if num_tried and not failures:
         findings.add("network", OK, f"{num_tried} TCP connections, from each node to each other")
 
 
 def check_all_reduce(results: Mapping[Pair, str | float], backend: str, findings: Findings) -> None:
     """Check each pair's all-reduce: its seconds or its failure, "" if the devices were taken."""
-    for pair, result in results.items():
-        where = (f"between {pair.one} and {pair.other}",)
+    for (one, other), result in results.items():
+        where = (f"between {one} and {other}",)
         if result == "":
             add(findings, "reduce_busy", WARN, "not tried", where)
         elif isinstance(result, str):

@@ -22,7 +22,6 @@ from tasks.preflight import node_probe, nodes
 from tasks.preflight.cluster import _NodeChecks, check_devices_here, rounds
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, Findings, describe
 from tasks.preflight.memory import check_memory
-from tasks.preflight.nodes import Pair
 from tests.trainings import config_of
 
 A, B, C = "n0 (10.0.0.1)", "n1 (10.0.0.2)", "n2 (10.0.0.3)"
@@ -311,9 +310,9 @@ def test_files_connections_and_reductions_name_nodes_and_pairs() -> None:
     findings = Findings()
     nodes.check_seen({B: ["model folder /models/q (other content)"], C: []}, findings)
     nodes.check_connections(
-        {A: ["HCCL_HOST_SOCKET_PORT_RANGE=60000-60050"], B: []}, {Pair(A, B): ["blocked"]}, 2, findings
+        {A: ["HCCL_HOST_SOCKET_PORT_RANGE=60000-60050"], B: []}, {(A, B): ["blocked"]}, 2, findings
     )
-    nodes.check_all_reduce({Pair(A, B): "timed out", Pair(B, C): 0.002, Pair(C, A): ""}, "hccl", findings)
+    nodes.check_all_reduce({(A, B): "timed out", (B, C): 0.002, (C, A): ""}, "hccl", findings)
     said = [(finding.check, finding.status, finding.where, finding.found) for finding in findings]
     assert said == [
         ("files", FAIL, B, "does not see model folder /models/q (other content)"),
@@ -323,7 +322,7 @@ def test_files_connections_and_reductions_name_nodes_and_pairs() -> None:
         ("all-reduce", WARN, f"between {C} and {A}", "not tried"),
     ]
     findings = Findings()
-    nodes.check_all_reduce({Pair(A, B): 0.002, Pair(B, C): 0.003}, "gloo", findings)
+    nodes.check_all_reduce({(A, B): 0.002, (B, C): 0.003}, "gloo", findings)
     assert only(findings).found == "over gloo between 2 pair(s) of nodes, 3 ms at most"
 
 
