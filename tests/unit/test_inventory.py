@@ -1,4 +1,4 @@
-"""The list of a cluster's machines: what it fills in, and what it refuses with which words."""
+"""The inventory: its defaults, and the errors for invalid files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dapo_core.errors import ConfigError
 from tasks.nodes.inventory import Inventory, read
 
 ROOT = Path(__file__).resolve().parents[2]
+SSH = "ssh -o BatchMode=yes -o ControlMaster=no -o ControlPath=none -o ConnectTimeout=10"
 
 
 def _read(tmp_path: Path, text: str) -> Inventory:
@@ -37,7 +38,7 @@ def test_a_name_is_enough(tmp_path: Path) -> None:
     assert (first.reached_at, inventory.project) == ("a", str(ROOT))
 
 
-def test_names_and_variables_are_as_they_are_written(tmp_path: Path) -> None:
+def test_names_and_variables_are_kept_as_written(tmp_path: Path) -> None:
     values = "{UMASK: 0022, LIB_VERSION: 2.10, START: 12:30, IDS: 1_2, DAY: 2026-01-31, QUOTED: '007', HEX: 0x1F}"
     hosts = f"[0123, {{name: 1_0, address: 10.0, devices: 2, env: {values}}}]"
     inventory = _read(tmp_path, f"hosts: {hosts}\nhead: 0123\ndevices: 1\nenv: {values}")
@@ -50,24 +51,14 @@ def test_names_and_variables_are_as_they_are_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "command"),
     [
-        (
-            "shell: ssh",
-            "ssh -o BatchMode=yes -o ControlMaster=no -o ControlPath=none -o ConnectTimeout=10 -- 10.0.0.1",
-        ),
-        (
-            "user: me",
-            "ssh -o BatchMode=yes -o ControlMaster=no -o ControlPath=none -o ConnectTimeout=10 -l me -- 10.0.0.1",
-        ),
-        ("shell: docker exec -i {host} sh -c", "docker exec -i a sh -c"),
-        ("{shell: 'ssh -p 2222 {user}@{address}', user: me}", "ssh -p 2222 me@10.0.0.1"),
+        ("shell: ssh", f"{SSH} -- 10.0.0.1"),
+        ("user: me", f"{SSH} -l me -- 10.0.0.1"),
+        ("shell: 'docker exec -i {host} sh -c'", "docker exec -i a sh -c"),
+        ("shell: 'ssh -p 2222 {user}@{address}', user: me", "ssh -p 2222 me@10.0.0.1"),
     ],
 )
-def test_how_a_line_is_run_on_a_host(tmp_path: Path, text: str, command: str) -> None:
-    hosts = "hosts: [{name: a, address: 10.0.0.1}], devices: 1"
-    text = f"{{{text.strip('{}') if text.startswith('{') else text}, {hosts}}}"
-    if "{host}" in text:
-        text = text.replace("docker exec -i {host} sh -c", "'docker exec -i {host} sh -c'")
-    inventory = _read(tmp_path, text)
+def test_the_command_that_runs_a_line_on_a_host(tmp_path: Path, text: str, command: str) -> None:
+    inventory = _read(tmp_path, f"{{hosts: [{{name: a, address: 10.0.0.1}}], devices: 1, {text}}}")
     assert inventory.command(inventory.hosts[0], "cd x && ls") == [*command.split(), "cd x && ls"]
 
 
@@ -109,17 +100,17 @@ def test_how_a_line_is_run_on_a_host(tmp_path: Path, text: str, command: str) ->
         ("hosts: [a\n", "is not valid YAML"),
     ],
 )  # fmt: skip
-def test_what_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_inventory_names_the_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         _read(tmp_path, text)
 
 
-def test_a_missing_file_is_no_inventory(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"inventory \S+none.yaml cannot be read: No such file"):
         read(tmp_path / "none.yaml")
 
 
-def test_all_problems_are_said_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         _read(tmp_path, "hosts: [a, root@b]\nprot: 1\nenv: {X: <NAME>}\n")
     assert [line.partition("nodes.yaml: ")[2][:14] for line in str(caught.value).splitlines()] == [

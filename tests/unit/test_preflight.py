@@ -1,4 +1,4 @@
-"""What a recipe is refused for before any stage, and what is warned of: the finding, and the key to change."""
+"""Findings before any stage: what a recipe is refused for or warned of, and the key to change."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def write_training(
 
 
 def recipe(folder: Path, model: Path, rows: Path | None = None, **sections: Mapping[str, Any]) -> Config:
-    """A recipe of the user's own files that fit, but for what is given."""
+    """A valid recipe of local files, with the given changes."""
     held_out = folder / "eval.jsonl"
     if not held_out.exists():
         asked = [{"problem": f"Find {n} + 1.", "answer": str(n + 1), "unique_id": str(n)} for n in range(4)]
@@ -75,7 +75,7 @@ def found(config: Config, status: str) -> list[Finding]:
     return [finding for finding in examine(config) if finding.status == status]
 
 
-def test_files_that_fit_have_nothing_in_the_way_and_say_what_was_looked_at(tmp_path: Path, model: Path) -> None:
+def test_a_valid_recipe_passes_and_says_what_was_checked(tmp_path: Path, model: Path) -> None:
     findings = examine(recipe(tmp_path, model))
     assert {finding.status for finding in findings} == {OK}
     said = {finding.check: finding.found for finding in findings}
@@ -86,8 +86,8 @@ def test_files_that_fit_have_nothing_in_the_way_and_say_what_was_looked_at(tmp_p
     assert not (tmp_path / "store").exists()
 
 
-def test_everything_is_said_at_once_with_keys_that_fit(tmp_path: Path, model: Path) -> None:
-    """No chat template, too long for the model, and no scorer: one refusal with all three."""
+def test_all_faults_are_reported_at_once_with_keys_that_fit(tmp_path: Path, model: Path) -> None:
+    """No chat template, too long for the model, and no scorer: one error with all three."""
     bare = Path(shutil.copytree(model, tmp_path / "bare"))
     (bare / "chat_template.jinja").unlink()
     train = write_training(tmp_path / "t.parquet", source="exam")
@@ -98,7 +98,7 @@ def test_everything_is_said_at_once_with_keys_that_fit(tmp_path: Path, model: Pa
         assert words in str(caught.value)
 
 
-def test_of_a_large_set_the_first_problems_are_looked_at(
+def test_the_first_problems_of_a_large_set_are_checked(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inputs, "MAX_BYTES", 1000)
@@ -134,7 +134,7 @@ def test_a_prompt_longer_than_its_limit_is_found_and_the_proposed_keys_pass(tmp_
     assert found(recipe(tmp_path, model, train, **lengths), FAIL) == []
 
 
-def test_the_longest_benchmark_with_its_answer_is_what_must_fit(tmp_path: Path, model: Path) -> None:
+def test_the_longest_benchmark_with_its_answer_must_fit(tmp_path: Path, model: Path) -> None:
     long = tmp_path / "long.json"
     long.write_text(json.dumps([{"problem": f"Find {'9' * 120} + 1.", "answer": "1"}]))
     short = {"set": str(tmp_path / "eval.jsonl"), "name": "short", "max_response_tokens": 90}
@@ -173,7 +173,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, model: Path) ->
     assert "the model's embedding has 60 rows" in finding.found
 
 
-def test_a_scorer_that_calls_gold_wrong_is_found(tmp_path: Path, model: Path) -> None:
+def test_a_scorer_that_rejects_gold_answers_is_found(tmp_path: Path, model: Path) -> None:
     scorer = tmp_path / "reward.py"
     scorer.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
@@ -185,8 +185,8 @@ def test_a_scorer_that_calls_gold_wrong_is_found(tmp_path: Path, model: Path) ->
     assert "KeyError: 'lost'" in finding.found
 
 
-def test_a_scorer_that_does_not_read_what_the_prompts_ask_for_is_warned_of(tmp_path: Path, model: Path) -> None:
-    """verl's rule reads `Answer:` alone, and GSM8K's `####`: a model that obeys the prompt never gets a reward."""
+def test_a_scorer_that_ignores_the_form_that_prompts_ask_for_is_a_warning(tmp_path: Path, model: Path) -> None:
+    """verl's rule only reads `Answer:`, GSM8K's only `####`: a model that obeys the prompt never gets a reward."""
     train = write_training(tmp_path / "t.parquet", source="math_dapo")
     (finding,) = found(recipe(tmp_path, model, train, algorithm={"compat": "verl"}), WARN)
     assert finding.found == "prompts of math_dapo ask for \\boxed{}, but math_dapo reads Answer:"
@@ -195,7 +195,7 @@ def test_a_scorer_that_does_not_read_what_the_prompts_ask_for_is_warned_of(tmp_p
     assert "gsm8k reads ####" in finding.found
 
 
-def test_prompts_that_ask_for_another_form_than_the_evaluation_are_warned_of(tmp_path: Path, model: Path) -> None:
+def test_prompts_that_ask_for_another_form_than_the_evaluation_are_a_warning(tmp_path: Path, model: Path) -> None:
     train = write_training(tmp_path / "t.parquet", ask="\nEnd with a line `Answer: $Answer`.")
     (finding,) = found(recipe(tmp_path, model, train), WARN)
     assert finding.check == "prompts"
@@ -248,7 +248,7 @@ def test_shared_devices_count_once(tmp_path: Path, model: Path, monkeypatch: pyt
     assert once.found.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True: ")
 
 
-def test_devices_of_a_cluster_are_not_looked_for_here(
+def test_devices_of_a_cluster_are_not_counted_on_this_machine(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def checked(**external: Any) -> set[str]:
@@ -263,7 +263,9 @@ def test_devices_of_a_cluster_are_not_looked_for_here(
     assert "devices" not in checked()
 
 
-def test_versions_that_are_no_known_set_warn(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_form_no_known_set_are_a_warning(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     newest = versions.sets()["npu-newest"].packages
     monkeypatch.setattr("tasks.preflight.machine.stack", lambda: {**newest, "torch": "2.9.1"})
     (finding,) = (finding for finding in found(recipe(tmp_path, model), WARN) if finding.check == "versions")
@@ -272,7 +274,7 @@ def test_versions_that_are_no_known_set_warn(tmp_path: Path, model: Path, monkey
     assert "versions" not in {finding.check for finding in found(recipe(tmp_path, model), WARN)}
 
 
-def test_a_tracker_without_its_client_is_said(
+def test_a_tracker_without_its_client_is_reported(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find_spec(name: str, *_: Any, find: Any = importlib.util.find_spec) -> Any:
@@ -284,21 +286,18 @@ def test_a_tracker_without_its_client_is_said(
 
 
 @pytest.mark.slow
-def test_a_ray_cluster_that_does_not_answer_is_said_before_a_training_waits_for_it(
+def test_a_ray_cluster_that_does_not_answer_is_found_before_the_training(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.preflight.cluster.CLUSTER_SECONDS", 0.01)
     config = recipe(tmp_path, model, train={"ray_address": "127.0.0.1:1"})
     for on_nodes in (False, True):
         [finding] = examine(config, on_nodes=on_nodes).failed
-        assert (
-            finding.found
-            == "the Ray cluster at train.ray_address=127.0.0.1:1 does not answer: nothing came within 0.01 s"
-        )
+        assert "the Ray cluster at train.ray_address=127.0.0.1:1 does not answer" in finding.found
 
 
-def test_a_model_that_is_built_here_needs_generated_problems(tmp_path: Path, model: Path) -> None:
-    """Beside rows of other sets it learns from the generated ones."""
+def test_a_recipe_model_needs_generated_problems(tmp_path: Path, model: Path) -> None:
+    """Other sets may be added to them."""
     own = str(write_training(tmp_path / "own.parquet"))
     values = recipe(tmp_path, model).model_dump() | {"model": {"source": "recipe"}}
     values["data"] |= {"train": own}
@@ -308,7 +307,7 @@ def test_a_model_that_is_built_here_needs_generated_problems(tmp_path: Path, mod
     assert found(resolve_config(values), FAIL) == []
 
 
-def test_baselines_and_the_room_of_kept_steps_are_said_before_a_run(tmp_path: Path, model: Path) -> None:
+def test_baselines_and_the_disk_space_of_kept_steps_are_checked(tmp_path: Path, model: Path) -> None:
     entries = [
         {"name": "same", "path": str(model)},
         {"name": "gone", "path": str(tmp_path / "none")},
@@ -331,7 +330,7 @@ def test_baselines_and_the_room_of_kept_steps_are_said_before_a_run(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_graders_of_the_recipe_s_own_are_tried_before_a_run(tmp_path: Path, model: Path) -> None:
+def test_a_custom_grader_is_tried_before_a_run(tmp_path: Path, model: Path) -> None:
     def grader(**evaluate: Any) -> list[Finding]:
         findings = examine(recipe(tmp_path, model, evaluate=evaluate))
         return [one for one in findings if one.check in ("grader", "prompt") and one.status != OK]
@@ -354,7 +353,7 @@ def test_graders_of_the_recipe_s_own_are_tried_before_a_run(tmp_path: Path, mode
 def test_a_training_that_cannot_fit_is_refused_with_numbers_and_keys(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 GiB of memory: processes alone take 0.45 (rank) + 0.8 (engine) + 1 + 2 x 0.1 (trainer, Ray, scorers)."""
+    """Of 2 GiB, the processes alone take 0.45 (rank) + 0.8 (engine) + 1 + 2 x 0.1 (trainer, Ray, scorers)."""
     monkeypatch.setattr(Cpu, "memory_bytes", lambda device: 2 * 1024**3)
     (finding,) = found(recipe(tmp_path, model), FAIL)
     assert finding.check == "memory"
@@ -367,7 +366,7 @@ def test_a_training_that_cannot_fit_is_refused_with_numbers_and_keys(
     assert (unknown.status, "set train.device_model" in unknown.found) == (OK, True)
 
 
-def test_an_architecture_that_the_plan_does_not_know_is_a_warning(tmp_path: Path, model: Path) -> None:
+def test_an_architecture_unknown_to_the_memory_plan_is_a_warning(tmp_path: Path, model: Path) -> None:
     other = Path(shutil.copytree(model, tmp_path / "gemma"))
     values = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**values, "model_type": "olmo2"}))

@@ -1,4 +1,4 @@
-"""What is read from recorded outputs of npu-smi, nvidia-smi, hccn_tool and CANN's files."""
+"""Parsing recorded outputs of npu-smi, nvidia-smi, hccn_tool and CANN's files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shown(found: DevicesFound) -> list[tuple[object, ...]]:
             "26.0.rc2",
             [("NPU 0 device 0", "0", "OK", 3419, 65536), ("NPU 0 device 1", "1", "OK", 2874, 65536)],
         ),
-        (  # both chips of a card have the number 0
+        (  # both chips of a card are number 0
             "24.1.rc2_310p3",
             "24.1.rc2",
             [("NPU 1 device 0", "0", "OK", 1397, 44280), ("NPU 1 device 1", "1", "OK", 1520, 43693)],
@@ -83,7 +83,7 @@ def test_processes_belong_to_their_chip() -> None:
     assert (process.pid, process.name, process.num_bytes) == (632268, "python3.1", 197 * MIB)
 
 
-def test_what_npu_smi_cannot_say_is_not_guessed() -> None:
+def test_values_that_npu_smi_does_not_print_are_not_guessed() -> None:
     found = ascend.parse_devices(recorded("npu_smi_without_driver.txt"))
     assert found.devices == ()
     assert found.unread[-1] == "dcmi module initialize failed. ret is -8005"
@@ -95,7 +95,7 @@ def test_what_npu_smi_cannot_say_is_not_guessed() -> None:
     assert ascend.parse_devices(recorded("npu_smi_24.1.0_910b3.txt") + text).unread == (text,)
 
 
-def test_nvidia_smi_with_errors_of_memory_and_processes() -> None:
+def test_nvidia_smi_with_memory_errors_and_processes() -> None:
     found = nvidia.parse(recorded("nvidia_smi_h100_550.csv"), recorded("nvidia_smi_l40s_apps.csv"))
     warning = "Warning: 3 uncorrected memory errors since the driver started"
     assert found.driver == "550.90.07"
@@ -110,7 +110,7 @@ def test_nvidia_smi_with_errors_of_memory_and_processes() -> None:
     assert len(found.visible("")) == 2
 
 
-def test_nvidia_smi_of_parts_of_a_gpu_old_drivers_and_lost_gpus() -> None:
+def test_nvidia_smi_with_mig_old_drivers_and_lost_gpus() -> None:
     assert shown(nvidia.parse(recorded("nvidia_smi_mig.csv"))) == [
         ("GPU 0 (MIG)", "0", "OK", None, None),
         ("GPU 1", "1", "OK", 4, 81559),
@@ -157,7 +157,7 @@ def _tool(folder: Path, name: str, script: str) -> None:
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
 
 
-def test_tools_are_called_and_a_missing_or_failing_one_is_said(
+def test_tools_are_called_and_a_missing_or_failing_one_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
