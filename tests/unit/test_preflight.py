@@ -71,6 +71,14 @@ def recipe(folder: Path, model: Path, rows: Path | None = None, **sections: Mapp
     return resolve_config(values)
 
 
+def altered(model: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of the model with other values in config.json."""
+    shutil.copytree(model, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
 def found(config: Config, status: str) -> list[Finding]:
     return [finding for finding in examine(config) if finding.status == status]
 
@@ -156,20 +164,15 @@ def test_the_longest_benchmark_with_its_answer_must_fit(tmp_path: Path, model: P
 def test_a_model_that_cannot_be_trained_is_refused(
     tmp_path: Path, model: Path, config: dict[str, Any], said: str
 ) -> None:
-    other = Path(shutil.copytree(model, tmp_path / "other"))
-    values = json.loads((other / "config.json").read_text())
+    other = altered(model, tmp_path / "other", **config)
     if "auto_map" in config:
         (other / "own.py").write_text("raise SystemExit('ran')")
-    (other / "config.json").write_text(json.dumps(values | config))
     findings = [finding for finding in found(recipe(tmp_path, other), FAIL) if finding.check == "model"]
     assert [said in finding.found for finding in findings] == [True]
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, model: Path) -> None:
-    other = Path(shutil.copytree(model, tmp_path / "other"))
-    values = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(values | {"vocab_size": 60}))
-    (finding,) = found(recipe(tmp_path, other), FAIL)
+    (finding,) = found(recipe(tmp_path, altered(model, tmp_path / "other", vocab_size=60)), FAIL)
     assert "the model's embedding has 60 rows" in finding.found
 
 
@@ -232,19 +235,21 @@ def test_shared_devices_count_once(tmp_path: Path, model: Path, monkeypatch: pyt
     monkeypatch.setattr(Cuda, "visible", lambda self, environment: ["0", "1"])
     monkeypatch.setattr("tasks.preflight.machine.check_devices_here", lambda *_: None)
 
-    def said(status: str, placement: str) -> str:
+    def placed(placement: str) -> Config:
         train = {"device": "cuda", "device_model": "H100", "num_ranks": 2, "placement": placement}
-        config = recipe(tmp_path, model, train=train, rollout={"num_workers": 2})
-        return "; ".join(finding.found for finding in found(config, status) if finding.check == "devices")
+        return recipe(tmp_path, model, train=train, rollout={"num_workers": 2})
+
+    def said(status: str, placement: str) -> str:
+        findings = found(placed(placement), status)
+        return "; ".join(finding.found for finding in findings if finding.check == "devices")
 
     refused = said(FAIL, "separate")
     assert "train.num_ranks=2 + 2 for rollout.num_workers = 4 devices, but this machine has 2 visible" in refused
     assert "let ranks and engines share (train.placement=colocated)" in refused
     assert said(OK, "colocated") == "2 of 2 cuda devices"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    train = {"device": "cuda", "device_model": "H100", "num_ranks": 2, "placement": "colocated"}
-    config = recipe(tmp_path, model, train=train, rollout={"num_workers": 2})
-    [once] = [finding for finding in found(config, FAIL) if "expandable_segments" in finding.found]
+    failed = found(placed("colocated"), FAIL)
+    [once] = [finding for finding in failed if "expandable_segments" in finding.found]
     assert once.found.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True: ")
 
 
@@ -367,8 +372,6 @@ def test_a_training_that_cannot_fit_is_refused_with_numbers_and_keys(
 
 
 def test_an_architecture_unknown_to_the_memory_plan_is_a_warning(tmp_path: Path, model: Path) -> None:
-    other = Path(shutil.copytree(model, tmp_path / "gemma"))
-    values = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**values, "model_type": "olmo2"}))
+    other = altered(model, tmp_path / "other", model_type="olmo2")
     said = [one for one in examine(recipe(tmp_path, other)) if one.check == "memory"]
     assert [(one.status, "not of model_type olmo2" in one.found) for one in said] == [(WARN, True)]
