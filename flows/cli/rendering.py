@@ -52,8 +52,15 @@ def render(
     Interfaces, variables and resources are those of `dapo cluster up` and `dapo doctor env`. Nothing is started.
     """
     from flows.config import load_config_or_defaults
-    from tasks.nodes.rendering.remarks import remarks_of_env, remarks_of_kuberay
-    from tasks.nodes.rendering.render import Recipe, Site, render_kuberay, render_scripts, render_slurm
+    from tasks.nodes.rendering.render import (
+        Recipe,
+        Site,
+        remarks_of_env,
+        remarks_of_kuberay,
+        render_kuberay,
+        render_scripts,
+        render_slurm,
+    )
     from tasks.nodes.scheduler import machines_of
 
     if is_scripts + is_slurm + is_kuberay != 1:

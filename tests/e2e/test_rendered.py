@@ -21,7 +21,7 @@ from tests.processes import wait_until
 
 PORT = 6393
 RECIPE = "configs/arith_cpu.yaml"
-# Stands in for the interpreter: `-m flows.cli` prints its arguments and the cluster's resources; else it is Python.
+# Stands in for the interpreter: `-m flows.cli` prints its arguments and the cluster's resources; else Python.
 INTERPRETER = """#!/bin/bash
 if [ "$2" = flows.cli ]; then
   echo "dapo ${{*:3}}"

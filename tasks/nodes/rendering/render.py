@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import os
 import re
 import shlex
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ import jinja2
 
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
+from redaction import is_secret
 from tasks.config import ChainConfig
 from tasks.interfaces import INTERFACE_VARIABLES
-from tasks.nodes.inventory import Host, Inventory
+from tasks.nodes.inventory import PROJECT, Host, Inventory
 from tasks.nodes.launch import ray_options
-from tasks.nodes.rendering.remarks import STORE, remarks_of_kuberay
 from tasks.preflight.environment import MIN_OPEN_FILES, wanted_alike
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -36,6 +37,16 @@ _ASCEND_PATHS = {
     "/usr/local/dcmi": "Directory",
     "/usr/local/bin/npu-smi": "File",
     "/etc/ascend_install.info": "File",
+}
+STORE = "/store"  # mount point of the shared claim in the pods
+# Keys of paths that are created or set in the pods.
+_PATHS_IN_PODS: dict[str, Any] = {"store": True, "flow": {"lock_path"}, "external": {"env"}}
+# Keys of the inventory that the KubeRay YAML does not use, and why.
+_UNUSED = {
+    **dict.fromkeys(("shell", "user", "connect_seconds"), "no command is run on a node"),
+    **dict.fromkeys(("project", "python"), "the image has its own"),
+    **dict.fromkeys(("head", "address", "interface"), "Kubernetes assigns names and addresses"),
+    **dict.fromkeys(("port", "dashboard", "start_seconds"), "KubeRay sets it"),
 }
 RECIPE_FOLDER = "/etc/dapo"  # holds the recipe in the head's pod
 STOP_MARGIN_SECONDS = 60  # for a stopped run to end, beyond flow.stop_seconds
@@ -288,3 +299,57 @@ def _template(name: str) -> jinja2.Template:
 def _quote_path(path: str) -> str:
     """Quote a path for a shell, with a leading ~ left to the host's shell."""
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
+
+
+def remarks_of_env(inventory: Inventory) -> list[str]:
+    """Warn of variables that look like secrets: the rendered files contain their values in clear text."""
+    variables = {
+        name
+        for host in inventory.hosts
+        for name, value in inventory.environment_of(host).items()
+        if is_secret(name, value)
+    }
+    if not variables:
+        return []
+    return [
+        f"env has {', '.join(sorted(variables))}, which the files contain in clear text: remove it from env and "
+        "set it on the nodes, or with valueFrom.secretKeyRef in pods."
+    ]
+
+
+def remarks_of_kuberay(inventory: Inventory, config: TrainingConfig | None) -> list[str]:
+    """List inventory keys that pods do not use, and the recipe's files that pods do not have."""
+    used = {name for host in inventory.hosts for name in ("address", "interface") if getattr(host, name)}
+    used |= {name for name, field in Inventory.model_fields.items() if getattr(inventory, name) != field.default}
+    unused = [
+        f"{', '.join(keys)} ({reason})"
+        for reason in dict.fromkeys(_UNUSED.values())
+        if (keys := [key for key in _UNUSED if key in used and _UNUSED[key] == reason])
+    ]
+    left_out = [f"Pods do not use these keys of the inventory: {'; '.join(unused)}."] if unused else []
+    return left_out + (_remarks_of_files(config) if config is not None else [])
+
+
+def _remarks_of_files(config: TrainingConfig) -> list[str]:
+    return [
+        f"{key}={path} is not in the pods: copy it into the claim, and set the key to its path below {STORE}."
+        for key, path in _named_files(config.model_dump(exclude=_PATHS_IN_PODS))
+        if not Path(path).is_relative_to(STORE) and not _is_in_image(Path(path))
+    ]
+
+
+def _named_files(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the keys and values of files and folders in a configuration."""
+    if isinstance(value, str):
+        is_path = value.startswith(("/", "./", "../", "~")) or (key.endswith("path") and ":" not in value)
+        if is_path or (("/" in value or Path(value).suffix) and os.path.exists(value)):
+            yield key, value
+    elif isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for child, child_value in items:
+            yield from _named_files(child_value, f"{key}.{child}" if key else str(child))
+
+
+def _is_in_image(path: Path) -> bool:
+    """True for a relative path of a file in configs/, which the images contain."""
+    return path.parts[:1] == ("configs",) and (PROJECT / path).exists()
