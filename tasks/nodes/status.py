@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,23 +59,25 @@ def _status(
     if record is None:
         return HostStatus(host.name, ABSENT)
     node = nodes.get(record["address"], {})
-    status = HostStatus(
+    free = node.get("free", {}).get(inventory.resource, 0.0)
+    if answer.reply["running"] is None:
+        state, reason, free = ENDED, describe_end(answer), 0.0
+    else:
+        reason = str(answer.reply["unreachable"])
+        if nodes and not node.get("is_alive"):
+            reason = reason or ("the head has declared it dead" if node else "the head does not know it")
+        state = LOST if reason else UP
+    return HostStatus(
         host.name,
-        UP,
-        "",
+        state,
+        reason,
         record["interface"],
         record["address"],
         node.get("id", ""),
         node.get("total", {}).get(inventory.resource, 0.0),
-        node.get("free", {}).get(inventory.resource, 0.0),
+        free,
         record["started_at"],
     )
-    if answer.reply["running"] is None:
-        return dataclasses.replace(status, state=ENDED, reason=describe_end(answer), free=0.0)
-    reason = str(answer.reply["unreachable"])
-    if nodes and not node.get("is_alive"):
-        reason = reason or ("the head has declared it dead" if node else "the head does not know it")
-    return dataclasses.replace(status, state=LOST if reason else UP, reason=reason)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
 from tasks.data.prepare import held_out_files, write_held_out
 from tasks.data.reading import read_source
 from tasks.data.sources import Source, benchmark_sources, eval_sources, train_sources
-from tasks.evaluate_config import BenchmarkConfig, EvaluateConfig
+from tasks.evaluate_config import BenchmarkConfig
 from tasks.evaluation_settings import set_of
 from tasks.fetched_model import model_name
 from tasks.preflight.finding import Findings
@@ -91,14 +91,10 @@ def inputs_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Inpu
 
 def _read_evaluated(inputs: Inputs, config: ChainConfig, folder: Path) -> None:
     """Read the folder's prepared files for evaluation and validation."""
-
-    def read(settings: EvaluateConfig, name: str) -> EvaluationSet:
-        return set_of(settings, folder / name)
-
     if (folder / EVAL_FILE).is_file():
-        inputs.evaluation = read(config.evaluate, EVAL_FILE)
+        inputs.evaluation = set_of(config.evaluate, folder / EVAL_FILE)
     inputs.benchmarks = {
-        name: read(config.evaluate.of(one), benchmark_file(name))
+        name: set_of(config.evaluate.of(one), folder / benchmark_file(name))
         for name, one in config.evaluate.named.items()
         if (folder / benchmark_file(name)).is_file()
     }

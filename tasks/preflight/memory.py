@@ -81,7 +81,7 @@ def check_memory(config: ChainConfig, folder: Path | None, findings: Findings, l
         return
     is_own = config.train.backend == "own"
     is_allowed = config.train.allow_oversubscription or not is_own  # plans for verl were never checked on devices
-    advice = f"{change_that_fits(config, plan, folder)}; dapo plan CONFIG --memory shows what takes it"
+    advice = f"{change_that_fits(config, plan, folder)}; dapo plan CONFIG --memory shows the details"
     if not is_allowed:
         advice += ", and train.allow_oversubscription=true runs it anyway"
     findings.add("memory", WARN if is_allowed else FAIL, "; ".join(plan.shortages), advice)

@@ -113,28 +113,28 @@ def check_devices(
 
     `promised` is Ray's number of devices by node; `needed_bytes` is the memory plan's peak on a device.
     """
-    before, num_devices, least = len(findings), 0, None
+    before = len(findings)
     found: list[tuple[str, str, str, str]] = []
+    frees: list[int | None] = []
     for node, report in reports.items():
         seen = report["devices"]
         devices = seen["devices"]
-        num_devices += len(devices)
+        frees += map(_free, devices)
         found += [("tool", WARN, f"could not be read: {line}", node) for line in seen["unread"]]
         if devices and promised.get(node, 0) > len(devices):
             text = f"Ray was started with {promised[node]} devices, but {seen['tool']} shows {len(devices)}"
             found.append(("count", FAIL, text, node))
         for device in devices:
-            found += [(*one, node) for one in _of_device(device, needed_bytes)]
-            free = _free(device)
-            least = free if least is None else min(least, free if free is not None else least)
+            found += [(*fault, node) for fault in _device_faults(device, needed_bytes)]
     add_grouped(findings, joined(found), len(reports))
-    if num_devices and len(findings) == before:
+    if frees and len(findings) == before:
         place = "here" if THIS_MACHINE in reports else f"on {len(reports)} nodes"
-        room = "" if least is None else f", at least {describe_bytes(least)} free on each"
-        findings.add("devices", OK, f"{num_devices} {place}, healthy, without other processes{room}")
+        known = [free for free in frees if free is not None]
+        room = f", at least {describe_bytes(min(known))} free on each" if known else ""
+        findings.add("devices", OK, f"{len(frees)} {place}, healthy, without other processes{room}")
 
 
-def _of_device(device: Mapping[str, Any], needed_bytes: int | None) -> list[tuple[str, str, str]]:
+def _device_faults(device: Mapping[str, Any], needed_bytes: int | None) -> list[tuple[str, str, str]]:
     """Return the faults of a device, as row, status and text."""
     label, health, free = device["label"], device["health"], _free(device)
     found = []
@@ -206,7 +206,7 @@ def check_links(reports: Reports, findings: Findings) -> None:
             found.append(("links_unread", WARN, f"could not be read: {reason}", node))
         for port in seen.get("links", ()):
             num_ports += 1
-            found += [(*one, node) for one in _of_port(port, down)]
+            found += [(*fault, node) for fault in _port_faults(port, down)]
             if port["tls"] is not None:
                 switches.setdefault(port["tls"], []).append(f"{node} {port['label']}")
     add_grouped(findings, joined(found), len(reports))
@@ -224,7 +224,7 @@ def check_links(reports: Reports, findings: Findings) -> None:
 _TLS = {"0": "off", "1": "on"}
 
 
-def _of_port(port: Mapping[str, str | None], down: str) -> list[tuple[str, str, str]]:
+def _port_faults(port: Mapping[str, str | None], down: str) -> list[tuple[str, str, str]]:
     label, found = port["label"], []
     if port["link"] is None:
         found.append(("links_unread", WARN, f"{label}: link could not be read"))
