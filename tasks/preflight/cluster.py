@@ -286,7 +286,7 @@ def _targets(node: Node, listening: Mapping[Node, Any]) -> list[tuple[str, int, 
     nodes = list(listening)
     after = nodes.index(node) + 1
     return [
-        (address, port, each["greeting"], f"{name}; {sources}", other.name)
+        (address, port, each["word"], f"{name}; {sources}", other.name)
         for other in [*nodes[after:], *nodes[: after - 1]]
         for each in [listening[other]]
         for address, sources in _sources_by_address(each["addresses"]).items()
