@@ -182,7 +182,11 @@ class NodeProbe:
         ranges = port_ranges(environment, ray_options())
         ports = {name: self._serve(first, last, greeting) for name, (first, last) in ranges.items()}
         addresses = {"Ray's address": address} | chosen_addresses(environment)
-        return {"ports": ports, "addresses": addresses, "word": greeting}  # the key is the same in all versions
+        return {
+            "ports": ports,
+            "addresses": addresses,
+            "word": greeting,
+        }  # nodes may run other versions: keep the keys
 
     def _serve(self, first: int, last: int, greeting: str) -> int | None:
         class Greet(socketserver.BaseRequestHandler):
