@@ -86,7 +86,7 @@ def wanted(config: TrainingConfig) -> dict[str, str]:
         for row in table_rows()
         if config.train.device in row.get("devices", (config.train.device,))
         if set(row.get("when", ())) <= conditions
-        if (value := row.get("ours", row.get("want")))
+        if (value := row.get("chain_value", row.get("value")))
     }
 
 
@@ -137,7 +137,7 @@ def _misspelt(
     unknown: Iterable[str], environment: Mapping[str, str], rows: Iterable[Mapping[str, Any]]
 ) -> Iterator[Variable]:
     """Yield variables whose names are almost those of a row."""
-    known = [row["name"] for row in rows if "dead" not in row]
+    known = [row["name"] for row in rows if "ignored_since" not in row]
     for name in sorted(unknown):
         prefix = next(filter(name.startswith, _PREFIXES), None)
         alike = [each for each in known if prefix is not None and each.startswith(prefix)]
@@ -152,17 +152,17 @@ def _check_row(
     is_needed = set(row.get("when", ())) <= conditions
     value = environment.get(name, environment.get(name.lower()) if name.endswith("_PROXY") else None)
     if value is None:
-        if is_needed and "ours" in row:
-            yield Variable(name, "ours", row["ours"], effect, "set by the chain for its own processes")
-        elif is_needed and row.get("want") == INTERFACE:
+        if is_needed and "chain_value" in row:
+            yield Variable(name, "ours", row["chain_value"], effect, "set by the chain for its own processes")
+        elif is_needed and row.get("value") == INTERFACE:
             names = _interfaces()
             only = INTERFACE_VARIABLES[device][name].format(names[0]) if len(names) == 1 else ""
             advice = "differs on each node" + ("" if only else f"; this machine has {', '.join(names)}")
             yield Variable(name, "missing", only, effect, advice)
-        elif is_needed and "want" in row:
-            yield Variable(name, "missing", row["want"], effect)
+        elif is_needed and "value" in row:
+            yield Variable(name, "missing", row["value"], effect)
         return
-    for package, version in row.get("dead", {}).items():
+    for package, version in row.get("ignored_since", {}).items():
         here = installed(package)
         if here is None or Version(here) >= Version(version):
             state = f"{package} {here} is installed" if here else f"{package} is not installed here"
@@ -178,13 +178,13 @@ def _check_row(
 
 def _fault(row: dict[str, Any], value: str, conditions: frozenset[str]) -> tuple[State, str]:
     """Return the state of a value and what is wrong with it."""
-    for against in row.get("not", ()):
+    for against in row.get("conflicts", ()):
         applies = set(against.get("when", ())) <= conditions
         if applies and re.fullmatch(against["value"], value, re.IGNORECASE):
             return "caution" if against.get("is_caution") else "conflict", str(against["why"])
     state: State = "conflict"
     local_state: State = "caution" if "nodes" in conditions and NODE not in conditions else "conflict"
-    match row.get("is"):
+    match row.get("must_be"):
         case "interface":
             fault, state = _fault_of_interface(value), local_state
         case "address":

@@ -24,7 +24,7 @@ RECIPE = "configs/dapo_qwen3_32b_math.yaml"  # NPUs of four nodes, colocated
 
 
 def test_what_an_npu_gets_is_what_the_table_says_of_it() -> None:
-    ours = {row["name"]: row["ours"] for row in yaml.safe_load(TABLE.read_text()) if "ours" in row}
+    ours = {row["name"]: row["chain_value"] for row in yaml.safe_load(TABLE.read_text()) if "chain_value" in row}
     assert device_for("npu").variables(is_shared=True) == ours
     link = link_of(load_config(Path(RECIPE)), "train_policy")
     rows = {row["name"]: row for row in child_environment(link, {}, {"VLLM_ASCEND_ENABLE_NZ": "1"})}

@@ -78,7 +78,9 @@ def wrong_base(device: str, base: str) -> Iterator[str]:
 
 def wrong_environment(words: list[str]) -> Iterator[str]:
     """Yield variables that the table does not have, or has with another value."""
-    known = {row["name"]: str(row.get("ours", row.get("want", ""))) for row in yaml.safe_load(TABLE.read_text())}
+    known = {
+        row["name"]: str(row.get("chain_value", row.get("value", ""))) for row in yaml.safe_load(TABLE.read_text())
+    }
     for name, _, value in (word.partition("=") for word in words):
         if name in known and known[name] != value:
             yield f"{name}={value}, but the table has {known[name]!r}"

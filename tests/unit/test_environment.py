@@ -201,12 +201,12 @@ def test_the_preflight_refuses_placeholders_and_warns_of_obsolete_variables() ->
 def test_rows_of_the_table_are_complete_and_their_conditions_known() -> None:
     rows = yaml.safe_load(TABLE.read_text())
     conditions = {"shared", "graphs", "nodes", "deterministic"}
-    fields = {"name", "devices", "effect", "want", "when", "ours", "dead", "not", "is"}
+    fields = {"name", "devices", "effect", "value", "when", "chain_value", "ignored_since", "conflicts", "must_be"}
     for row in rows:
         assert row["effect"].endswith(".")
         assert row.keys() <= fields, row
         assert set(row.get("when", ())) <= conditions
-        for against in row.get("not", ()):
+        for against in row.get("conflicts", ()):
             re.compile(against["value"])
             assert set(against.get("when", ())) <= conditions
     assert len({row["name"] for row in rows}) == len(rows)

@@ -200,7 +200,7 @@ def test_ipv4_addresses_of_a_name_come_first_in_the_resolver_s_order(monkeypatch
 
 
 def test_each_device_kind_gets_the_interface_variables_of_the_table() -> None:
-    rows = [row for row in yaml.safe_load(TABLE.read_text()) if row.get("is") == "interface"]
+    rows = [row for row in yaml.safe_load(TABLE.read_text()) if row.get("must_be") == "interface"]
     for device, variables in INTERFACE_VARIABLES.items():
         assert set(variables) == {row["name"] for row in rows if device in row.get("devices", (device,))}
 
