@@ -62,9 +62,7 @@ def ask(
                 for host in hosts
             }
             return {name: waiting[name].result() for name in requests}
-        except (
-            BaseException
-        ):  # Ctrl-C reaches the commands, but not under srun, nor a signal to this process alone
+        except BaseException:  # under srun, or if only this process is signalled, the commands get no signal
             pool.shutdown(wait=False, cancel_futures=True)
             is_cancelled.set()
             for command in commands:
