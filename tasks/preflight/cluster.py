@@ -125,7 +125,8 @@ class _NodeChecks:
             total.update(node.resources)
             free.update(node.free)
         check_room(self.config, Room(total, free), self.findings)
-        with actors_on([node for node in living if self._has_devices(node)], NodeProbe) as probes:
+        resource = self.device.ray_resource
+        with actors_on([node for node in living if node.resources.get(resource, 0) > 0], NodeProbe) as probes:
             self.probes = probes
             reports = self._ask("report", self.device.kind, conditions_of(self.config))
             if not reports:
@@ -138,9 +139,6 @@ class _NodeChecks:
             self._check_connections()
             self._check_all_reduce()
         return limit
-
-    def _has_devices(self, node: Node) -> bool:
-        return node.resources.get(self.device.ray_resource, 0) > 0
 
     def _ask(
         self,

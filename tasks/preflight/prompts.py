@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Fi
             chosen.append(problem)
     with findings.catching("scorer"):
         require_scorers(sources, config.reward, config.custom_reward)
-        with _Scoring(config) as scoring:
+        with closing(_Scoring(config)) as scoring:
             for source, chosen in sources.items():
                 _check_source(source, chosen, scoring, findings)
 
@@ -177,7 +178,7 @@ class _Scoring:
     """The recipe's scorers; custom ones and those that may hang run in a process that can be killed."""
 
     def __init__(self, config: ChainConfig) -> None:
-        custom, self.reward = config.custom_reward, config.reward
+        custom = config.custom_reward
         self.is_custom = custom.path is not None
         self._table = routes(config.reward.scorers)
         self._scorers = VERL_SCORERS if config.algorithm.compat == "verl" else SCORERS
@@ -186,10 +187,7 @@ class _Scoring:
             "dapo_core.reward.custom:load_scorer", arguments, timeout_seconds=config.reward.timeout_seconds
         )
 
-    def __enter__(self) -> _Scoring:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._pool.close()
 
     def name(self, source: str) -> str:
