@@ -148,7 +148,7 @@ def test_other_files_and_models_plan_clean_and_train(
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output
         said.append(done.output)
-    assert re.search(r"preflight: \d+ checks, none failed", said[1])
+    assert re.search(r"preflight: \d+ checks, nothing in the way", said[1])
     assert re.fullmatch(r"prepared: 72 training and 8 held-out problems", said[2].strip())
     config = load_config(Path("my.yaml"), [*SHORT, "rollout.engine=hf"])
     with without_ray():
