@@ -319,7 +319,7 @@ def print_findings(findings: Sequence[Finding]) -> None:
     table = Table("check", "", Column("found", overflow="fold"), Column("what to do", overflow="fold"))
     for finding in findings:
         status = Text(finding.status, style=_STATUS_STYLES[finding.status])
-        table.add_row(finding.check, status, Text(finding.said), Text(finding.advice))
+        table.add_row(finding.check, status, Text(finding.message), Text(finding.advice))
     if findings:
         print_table(table)
 

@@ -1,4 +1,4 @@
-"""Clusters of simulated hosts: their inventory, the commands that are typed with it, and what runs on them."""
+"""Clusters of simulated hosts: an inventory, `dapo cluster` commands, a training and a preflight on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.trainings import World
 
 ROOT = Path(__file__).resolve().parents[1]
 PORT = 6391
-# A training of two ranks that share a device of each of two nodes with two engines.
+# A training with two ranks and two engines that share one device on each of two nodes.
 TRAINING = """
 import sys
 from pathlib import Path
@@ -34,7 +34,7 @@ changes = {
 }
 print("RESULT", train(config_of(**changes), Path(data), Path(model), Path(output)).steps)
 """
-# What the preflight finds of the cluster, as JSON.
+# Prints the findings of the cluster preflight as JSON.
 PREFLIGHT = """
 import json, sys
 from dataclasses import asdict
@@ -53,7 +53,7 @@ print("FOUND", json.dumps([asdict(finding) for finding in findings]))
 
 @dataclass
 class Site:
-    """The inventory of some hosts, and the commands that are typed with it."""
+    """An inventory of hosts, and the commands that use it."""
 
     inventory: Path
     store: Path
@@ -73,7 +73,7 @@ class Site:
 
 
 def make_site(folder: Path, network: list[FakeHost] | str, **changes: Any) -> Site:
-    """The hosts with their inventory in a folder; where there are none, addresses of loopback."""
+    """Write the hosts' inventory into a folder; without namespaces, use two loopback addresses."""
     if isinstance(network, str):
         listed = [{"name": f"loop{n}", "address": f"127.0.0.{n}", "interface": "lo"} for n in (2, 3)]
         shell = "env DAPO_HOST={host} sh -c"
@@ -81,14 +81,14 @@ def make_site(folder: Path, network: list[FakeHost] | str, **changes: Any) -> Si
         listed = [{"name": host.name, "address": host.address} for host in network]
         shell = "ip netns exec {host} sh -c"
     values = {"hosts": listed, "device": "cpu", "devices": 1, "port": PORT, "shell": shell}
-    values |= {"start_seconds": 300, **changes}  # machines that run other tests are slow
+    values |= {"start_seconds": 300, **changes}  # busy test machines are slow
     folder.mkdir(exist_ok=True)
     (folder / "nodes.yaml").write_text(yaml.safe_dump(values))
     return Site(folder / "nodes.yaml", folder / "store", [host["name"] for host in listed])
 
 
 def train(host: FakeHost, head: FakeHost, world: World, output: Path) -> str:
-    """The errors of a training that a host starts on the cluster, whose one step is in its metrics."""
+    """Run a one-step training on the cluster from a host; returns its standard error."""
     done = _run(host, TRAINING, f"{head.address}:{PORT}", str(world.data), str(world.model), str(output))
     assert "RESULT 1" in done.stdout, f"{done.stdout}{done.stderr}"
     assert (output / "metrics.jsonl").read_text().count("\n") == 1
@@ -98,7 +98,7 @@ def train(host: FakeHost, head: FakeHost, world: World, output: Path) -> str:
 def preflight(
     host: FakeHost, head: FakeHost, store: Path, is_whole: bool = True
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """What a host finds of the cluster, and if `is_whole` of its nodes, by check and status."""
+    """Run the cluster's preflight from a host, also of its nodes if `is_whole`; findings by check and status."""
     done = _run(host, PREFLIGHT, f"{head.address}:{PORT}", str(store), *(["whole"] if is_whole else []))
     [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")] or [done.stderr]
     return {(each["check"], each["status"]): each for each in json.loads(line.removeprefix("FOUND "))}

@@ -12,9 +12,9 @@ FOLDER = "kubernetes_validate/kubernetes-json-schema/v1.37.0-local-strict"
 
 
 def refusals(kind: str, value: Any) -> list[str]:
-    """What Kubernetes 1.37 refuses in an object, such as a `podtemplatespec-v1`, unknown fields included.
+    """Return the errors of Kubernetes 1.37 for an object such as a `podtemplatespec-v1`, unknown fields included.
 
-    Skips the test when the package index cannot be reached.
+    Skips the test if the package index cannot be reached.
     """
     import jsonschema
     from referencing import Registry, Resource

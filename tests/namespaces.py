@@ -1,7 +1,7 @@
-"""Hosts for tests: network namespaces joined by a bridge, with wires of different names and interfaces to avoid.
+"""Hosts for tests: network namespaces joined by a bridge, each with its own wire and decoy interfaces.
 
-Nothing is added to the machine's own network. `ip netns exec HOST sh -c` stands in for ssh. Wires can be slow
-lines (slow_line.py): not every kernel has the module netem.
+The machine's own network is not changed. `ip netns exec HOST sh -c` stands in for ssh. Wires can be slow lines
+(slow_line.py), since not every kernel has the netem module.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NEEDED = (
 
 
 class NoNamespacesError(Exception):
-    """This machine makes no network namespaces; the message has the reason."""
+    """This machine cannot create network namespaces; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class FakeHost:
-    """A namespace: name, the interface that reaches the others, the address there, the wire if it is slow."""
+    """A namespace: its name, the interface and address that reach the others, the slow line if there is one."""
 
     name: str
     interface: str
@@ -44,16 +44,16 @@ class FakeHost:
     line: subprocess.Popen[str] | None = None
 
     def run(self, command: str) -> str:
-        """What a line of shell prints on the host."""
+        """Run a shell line on the host; returns its output."""
         return _run("ip", "netns", "exec", self.name, "sh", "-c", command)
 
     def sent_bytes(self) -> int:
-        """Bytes that have left by the wire."""
+        """Return the bytes sent over the wire."""
         [link] = json.loads(self.run(f"ip -s -j link show {self.interface}"))
         return int(link["stats64"]["tx"]["bytes"])
 
     def slow_down(self, seconds: float, loss: float = 0.0) -> None:
-        """From now on frames take so many seconds to and from the host, and this share of them is lost."""
+        """Delay frames to and from the host by `seconds`, and drop the share `loss` of them."""
         assert self.line is not None
         assert self.line.stdin is not None
         self.line.stdin.write(f"{seconds} {loss}\n")
@@ -61,7 +61,7 @@ class FakeHost:
 
     @contextmanager
     def cut_off(self) -> Iterator[None]:
-        """No packet leaves the host inside the block; its wire stays up."""
+        """Drop all packets that leave the host inside the block; its wire stays up."""
         self.run(f"tc qdisc add dev {self.interface} root {' '.join(_STOPPED)}")
         try:
             yield
@@ -70,7 +70,7 @@ class FakeHost:
 
     @contextmanager
     def closed(self, port: int) -> Iterator[None]:
-        """Answers from a port do not leave the host inside the block, as behind a firewall that drops."""
+        """Drop the answers from a port inside the block, like a firewall."""
         rule = _CLOSED.format(port)
         self.run(f"ip rule add {rule}")
         try:
@@ -81,9 +81,10 @@ class FakeHost:
 
 @contextmanager
 def hosts(count: int, are_slow: bool = False) -> Iterator[list[FakeHost]]:
-    """Namespaces that reach each other; beside its wire each has docker0 and a link-local interface, which are up,
-    and one with an address that is down. `slow_down` works on those that `are_slow`.
-    Raises NoNamespacesError where they cannot be made."""
+    """Create namespaces that reach each other, with decoys: docker0, a link-local interface and one that is down.
+
+    `slow_down` needs `are_slow`. Raises NoNamespacesError if they cannot be created.
+    """
     if missing := [command for command in ("ip", "tc") if shutil.which(command) is None]:
         raise NoNamespacesError(f"there is no command {missing[0]} (Debian's iproute2)")
     prefix = f"dapo{os.getpid()}"
@@ -96,7 +97,7 @@ def hosts(count: int, are_slow: bool = False) -> Iterator[list[FakeHost]]:
             _run("tc", "-n", made[0], "qdisc", "del", "dev", "bridge", "root")
         except subprocess.CalledProcessError as error:
             command = " ".join(error.cmd)
-            raise NoNamespacesError(f"`{command}` is refused: {error.stderr.strip()}") from None
+            raise NoNamespacesError(f"`{command}` failed: {error.stderr.strip()}") from None
         found = []
         for number, letter in enumerate(LETTERS[:count], start=1):
             wire, name = f"wire{letter}", f"{prefix}-{letter}"
@@ -115,14 +116,14 @@ def hosts(count: int, are_slow: bool = False) -> Iterator[list[FakeHost]]:
         yield found
     finally:
         for line in lines:
-            with line:  # which closes its standard input, and it ends
+            with line:  # closes its standard input, which ends it
                 pass
         for name in made:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 def _slow_line(place: str, *devices: str) -> subprocess.Popen[str]:
-    """A slow line, once its devices are there; raises NoNamespacesError where they cannot be made."""
+    """Start a slow line and wait for its devices; raises NoNamespacesError if they cannot be created."""
     command = ["ip", "netns", "exec", place, sys.executable, "-m", "tests.slow_line", *devices]
     pipe = subprocess.PIPE
     line = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
@@ -145,7 +146,7 @@ def _addresses(interface: str, address: str) -> list[str]:
 
 
 def _decoys(number: int) -> list[str]:
-    """docker0 with the address that it has everywhere, a link-local interface, and one that is down."""
+    """Commands for docker0 with its usual address, a link-local interface, and one that is down."""
     return [
         *(f"link add {name} type bridge" for name in ("docker0", "usb0", "spare0")),
         *_addresses("docker0", "172.17.0.1/16"),

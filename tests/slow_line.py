@@ -1,7 +1,7 @@
-"""A slow line between two devices of a network namespace: frames arrive after a delay, and some never do.
+"""A slow line between two devices of a network namespace: it delays frames and drops some.
 
-`python -m tests.slow_line ONE OTHER` makes the devices, which may move to other namespaces once it prints "ready".
-Each line on its standard input is the delay one way in seconds and the share of frames to lose; its end ends it.
+`python -m tests.slow_line ONE OTHER` creates the devices, which may change namespaces once it prints "ready".
+Each line on standard input is the one-way delay in seconds and the share of frames to drop; EOF ends it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_FRAME_BYTES = 1 << 16
 
 
 def make_device(name: str) -> int:
-    """A file that has the frames sent to a new device, and takes those that it is to receive."""
+    """Create a TAP device; its file yields the frames sent to it, and takes frames for it to receive."""
     device = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", name.encode(), TAP_WITHOUT_HEADER))
     return device
@@ -31,7 +31,7 @@ def make_device(name: str) -> int:
 def join(one: int, other: int) -> None:
     """Pass frames between two devices until standard input ends."""
     opposite = {one: other, other: one}
-    waiting: deque[tuple[float, int, bytes]] = deque()  # when it arrives, and where
+    waiting: deque[tuple[float, int, bytes]] = deque()  # arrival time, target, frame
     chance = random.Random(0)
     delay, loss = 0.0, 0.0
     while True:

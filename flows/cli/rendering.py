@@ -52,8 +52,7 @@ def render(
     Interfaces, variables and resources are those of `dapo cluster up` and `dapo doctor env`. Nothing is started.
     """
     from flows.config import load_config_or_defaults
-    from tasks.nodes.rendering.remarks import remarks_of_env, remarks_of_kuberay
-    from tasks.nodes.rendering.render import Recipe, Site, render_kuberay, render_scripts, render_slurm
+    from tasks.nodes.rendering import render as forms
     from tasks.nodes.scheduler import machines_of
 
     if is_scripts + is_slurm + is_kuberay != 1:
@@ -65,18 +64,18 @@ def render(
     machines, source = machines_of(inventory, os.environ)
     device = [] if config is not None else [f"train.device={machines.device}"]
     settings = load_config_or_defaults(config, [*device, "train.ray_address=auto", *(overrides or ())])
-    place = Site(source or "an allocation", tuple(site or ()))
+    place = forms.Site(source or "an allocation", tuple(site or ()))
     path = _in_project(config) if config is not None and is_slurm else config
-    recipe = None if path is None else Recipe(str(path), tuple(overrides or ()))
+    recipe = None if path is None else forms.Recipe(str(path), tuple(overrides or ()))
     if is_scripts:
-        files = render_scripts(machines, settings, place, recipe)
+        files = forms.render_scripts(machines, settings, place, recipe)
     elif is_slurm and recipe is not None:
-        files = render_slurm(machines, settings, place, recipe)
+        files = forms.render_slurm(machines, settings, place, recipe)
     else:
-        files = render_kuberay(machines, settings, place, recipe, settings.flow.stop_seconds)
-    said = remarks_of_env(machines)
+        files = forms.render_kuberay(machines, settings, place, recipe, settings.flow.stop_seconds)
+    said = forms.remarks_of_env(machines)
     if is_kuberay:
-        said += remarks_of_kuberay(machines, settings if config else None)
+        said += forms.remarks_of_kuberay(machines, settings if config else None)
     if is_scripts and output is not None:
         said += place.remarks_of_stale_scripts(output, files)
     _hand_over(files, said, output)

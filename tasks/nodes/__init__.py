@@ -1,1 +1,1 @@
-"""Machines that a training runs on: their list, the Ray on them, and what it needs there."""
+"""A cluster's machines: their inventory, Ray on them, and rendered start files."""

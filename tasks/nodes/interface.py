@@ -1,68 +1,72 @@
-"""The network interface by which a node reaches another: asked of the kernel, without a packet."""
+"""Find the interface that reaches other nodes, from the kernel's routes without sending a packet; probe ports."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
 from dapo_core.errors import DapoError
-from dapo_core.ports import is_ipv6
+from dapo_core.ports import bind_fault, connect, is_ipv6
 from tasks.preflight.interfaces import is_virtual
 
-ELSEWHERE = "203.0.113.1"  # of no machine (TEST-NET-3): the default route leads there
-ANY_PORT = 9  # of a datagram socket, which sends nothing when it connects
+DEFAULT_ROUTE = "203.0.113.1"  # TEST-NET-3, never assigned: only the default route leads there
+ANY_PORT = 9  # connecting a datagram socket sends nothing
+CONNECT_SECONDS = 8.0  # the kernel retries a connection's first packet after 1, 3 and 7 s
 
 
 class NoInterfaceError(DapoError):
-    """A node has no interface by which others reach it; the message has what it has."""
+    """No interface reaches the other nodes; the message lists this machine's interfaces."""
 
 
 @dataclass(frozen=True)
 class Interface:
-    """An interface of this machine, with the address that others see."""
+    """A network interface of this machine and the address that other nodes see."""
 
     name: str
     address: str
     mtu: int
 
 
-def interface_towards(targets: Sequence[str], wanted: str | None = None, own: str = "") -> Interface:
-    """The interface, `wanted` if given, by which this machine reaches the first target that can be reached.
+def interface_towards(targets: Sequence[str], name: str | None = None, own_host: str = "") -> Interface:
+    """Return the interface that leads to the first reachable target, or the one called `name`.
 
-    A target is a name or an address, of either family. If one is this machine's own and an interface has it, that
-    interface is meant. Never link-local, a bridge of containers or, unless it is `wanted`, loopback; of several
-    addresses of the `wanted` one, `own` is taken if it is one, a name or an address.
-    A machine that is its own only target needs none to reach it: where its name leads to loopback (Debian's
-    127.0.1.1) or nowhere, the interface of the default route is meant.
-    Raises NoInterfaceError with what is in the way and what there is.
+    Targets are host names or addresses of either family; an address of this machine selects its interface.
+    Link-local addresses, container bridges and loopback are rejected, but `name` may be loopback. If `name` has
+    several addresses, the one that `own_host` resolves to is used.
+    A machine that is its own only target and whose name resolves to loopback (Debian's 127.0.1.1) or not at all
+    uses the interface of the default route.
+    Raises NoInterfaceError with the reason and this machine's interfaces.
     """
-    if wanted is not None:
-        return _named(wanted, targets, own)
+    if name is not None:
+        return _named(name, targets, own_host)
     fault = ""
-    for target in (*targets, ELSEWHERE) if list(targets) == [own] else targets:
+    for target in (*targets, DEFAULT_ROUTE) if list(targets) == [own_host] else targets:
         for address in addresses_of(target):
+            label = target if target == address else f"{target} ({address})"
             try:
                 source = source_towards(address)
             except OSError as error:
-                fault = fault or f"{_called(target, address)} cannot be reached: {error.strerror}"
+                fault = fault or f"{label} cannot be reached: {error.strerror}"
                 continue
             found = interface_of(source)
-            if not (why := _unfit(source, found)):
-                assert found is not None
+            reason = _rejection(source, found)
+            if found is not None and not reason:
                 return found
-            fault = fault or f"{_called(target, address)}: {why}"
+            fault = fault or f"{label}: {reason}"
     raise NoInterfaceError(
         f"{fault or f'none of {targets} resolves'}; this machine has {describe_interfaces()}. Set the host's "
-        "address to one that the others see, or its interface"
+        "address to one that the other hosts can reach, or set its interface"
     )
 
 
 def source_towards(address: str) -> str:
-    """This machine's address on the way to another; raises OSError where no route leads there."""
+    """Return this machine's source address for packets to an address; raises OSError if no route leads there."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, ANY_PORT))
@@ -70,7 +74,7 @@ def source_towards(address: str) -> str:
 
 
 def describe_interfaces() -> str:
-    """Every interface with its addresses, and those that are down."""
+    """List all interfaces with their addresses; those that are down are marked."""
     stats = psutil.net_if_stats()
     shown = []
     for name, entries in sorted(psutil.net_if_addrs().items()):
@@ -81,7 +85,7 @@ def describe_interfaces() -> str:
     return ", ".join(shown)
 
 
-def _named(name: str, targets: Sequence[str], own: str) -> Interface:
+def _named(name: str, targets: Sequence[str], own_host: str) -> Interface:
     stats, entries = psutil.net_if_stats().get(_device(name)), psutil.net_if_addrs()
     if stats is None:
         raise NoInterfaceError(f"no interface {name}; this machine has {describe_interfaces()}")
@@ -91,22 +95,20 @@ def _named(name: str, targets: Sequence[str], own: str) -> Interface:
         socket.AF_INET6 if ":" in address else socket.AF_INET for t in targets for address in addresses_of(t)
     }
     held = [each.address for each in entries.get(name, ()) if each.family in families]
-    usable = [address for address in held if not ipaddress.ip_address(address.partition("%")[0]).is_link_local]
+    usable = [address for address in held if not _parsed(address).is_link_local]
     if not usable:
-        state = "only the link-local address " + ", ".join(held) if held else "no address of the head's kind"
+        state = f"only the link-local address {', '.join(held)}" if held else "no address of the head's family"
         raise NoInterfaceError(f"interface {name} has {state}; this machine has {describe_interfaces()}")
-    meant = [
-        address for address in addresses_of(own) if address in usable or (name == "lo" and _is_loopback(address))
+    own = [
+        address
+        for address in addresses_of(own_host)
+        if address in usable or (name == "lo" and _parsed(address).is_loopback)
     ]
-    return Interface(name, (meant or usable)[0], stats.mtu)
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return Interface(name, (own or usable)[0], stats.mtu)
 
 
 def addresses_of(target: str) -> list[str]:
-    """What a name stands for, IPv4 first; [] if nothing."""
+    """Resolve a name, IPv4 addresses first; [] if it does not resolve."""
     try:
         return sorted(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(target, None)), key=is_ipv6)
     except OSError:
@@ -114,7 +116,7 @@ def addresses_of(target: str) -> list[str]:
 
 
 def interface_of(address: str) -> Interface | None:
-    """The interface of this machine that has an address."""
+    """Return the interface of this machine that has an address."""
     stats = psutil.net_if_stats()
     for name, entries in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address.partition("%")[0] for each in entries):
@@ -123,22 +125,50 @@ def interface_of(address: str) -> Interface | None:
 
 
 def _device(name: str) -> str:
-    """The interface that has a name: eth0:1 is the label of an address of eth0."""
+    """The device behind an address label: eth0 for eth0:1."""
     return name.partition(":")[0]
 
 
-def _unfit(source: str, found: Interface | None) -> str:
-    """Why other machines cannot reach this one at an address of an interface, "" if they may."""
-    if _is_loopback(source):
-        return "only loopback leads there; in /etc/hosts a name must not be an address of 127.0.0.0/8"
+def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(address.partition("%")[0])
+
+
+def _rejection(source: str, found: Interface | None) -> str:
+    """Why other machines cannot reach this one at a source address; "" if they can."""
+    if _parsed(source).is_loopback:
+        return "only loopback leads there; remove the name from the 127.0.0.0/8 lines of /etc/hosts"
     if found is None:
         return f"no interface has {source}"
-    if ipaddress.ip_address(found.address.partition("%")[0]).is_link_local:
+    if _parsed(found.address).is_link_local:
         return f"{found.name} has only a link-local address, {found.address}"
     if is_virtual(found.name):
-        return f"{found.name} leads there, a bridge of containers of this machine"
+        return f"it is reached through {found.name}, a container bridge of this machine"
     return ""
 
 
-def _called(target: str, address: str) -> str:
-    return target if target == address else f"{target} ({address})"
+def unreachable(request: Mapping[str, Any]) -> str:
+    """Why this node cannot connect to the head from its own address; "" if it can."""
+    head = request["head_address"]
+    try:
+        connect(head, CONNECT_SECONDS, request["address"])
+    except ConnectionRefusedError:
+        return f"{head} refuses connections: no Ray listens there, or a firewall rejects them"
+    except TimeoutError:
+        return (
+            f"{head} did not answer within {CONNECT_SECONDS:g} s: a firewall drops packets, or no route leads back"
+        )
+    except OSError as error:
+        return f"{head} cannot be reached from {request['address']}: {error.strerror}"
+    return ""
+
+
+def port_owner(address: str, port: int) -> str:
+    """Describe the process that listens on a port; "" if the port is free."""
+    if not (reason := bind_fault(address, port)):
+        return ""
+    for each in psutil.net_connections("tcp"):
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(each.pid)
+                return f"pid {each.pid} of {process.username()} ({' '.join(process.cmdline())[:80]})"
+    return f"a process that this user cannot see ({reason})"

@@ -1,8 +1,7 @@
-"""The inventory: one file with the machines of a cluster, and how to run a command on each."""
+"""The inventory: a file that lists the machines of a cluster and how to run a command on each."""
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import shlex
 import string
@@ -23,30 +22,30 @@ from downloads.nearest import nearest
 
 SSH = "ssh"
 PROJECT = Path(__file__).resolve().parents[2]
-# A name goes into command lines: no blank, no option, nothing that a shell reads.
+# Names go into command lines: no blanks, options or shell characters.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_OF_RAY = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")  # set by `dapo cluster up`
-_IN_SHELL = ("host", "address", "user")
-_TEXTS = ("hosts", "head", "env")  # keys under which 0123 is no 83; pydantic makes numbers of devices
+_SET_BY_UP = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
+_SHELL_FIELDS = ("host", "address", "user")
+_TEXTS = ("hosts", "head", "env")  # keys whose values stay text: 0123 is not 83; pydantic converts devices
 
 
 def _name(value: str) -> str:
     if not _NAME.fullmatch(value):
-        hint = "the user is the key user" if "@" in value else "letters, digits and .-_: only"
-        raise ValueError(f"{value!r} is no name or address of a machine: {hint}")
+        hint = "set the user with the key user" if "@" in value else "letters, digits and .-_: only"
+        raise ValueError(f"{value!r} is not a host name or address: {hint}")
     return value
 
 
 def _environment(variables: dict[str, str]) -> dict[str, str]:
     for name in variables:
         if not _VARIABLE.fullmatch(name):
-            raise ValueError(f"env has {name!r}, which is no name of an environment variable")
-        if name in _OF_RAY:
+            raise ValueError(f"env has {name!r}, which is not a valid variable name")
+        if name in _SET_BY_UP:
             raise ValueError(f"env has {name}, which `dapo cluster up` sets itself: remove it")
         if name.endswith("_SOCKET_IFNAME"):
             raise ValueError(
-                f"env has {name}: the interface is found on each node; where another is wanted, set the host's "
+                f"env has {name}, but the interface is found on each node: to use another one, set the host's "
                 "interface"
             )
     return variables
@@ -58,11 +57,13 @@ Environment = Annotated[dict[str, str], BeforeValidator(lambda v: v or {})]
 class Host(Section):
     """One machine."""
 
-    name: str = Field(description="What it is called here, and what ssh connects to.")
-    address: str | None = Field(None, description="What ssh and the other machines connect to; default: the name.")
-    devices: int | None = Field(None, ge=1, description="Its devices; default: the inventory's.")
-    interface: str | None = Field(None, min_length=1, description="Network interface; default: the one found.")
-    env: Environment = Field({}, description="Environment variables of its Ray, over the inventory's.")
+    name: str = Field(description="Name in this file and in messages.")
+    address: str | None = Field(None, description="Address for ssh and the other machines; default: the name.")
+    devices: int | None = Field(None, ge=1, description="Number of devices; default: the inventory's.")
+    interface: str | None = Field(
+        None, min_length=1, description="Network interface; default: the one that leads to the head."
+    )
+    env: Environment = Field({}, description="Environment variables of its Ray; they override the inventory's.")
 
     @model_validator(mode="before")
     @classmethod
@@ -74,47 +75,43 @@ class Host(Section):
 
     @property
     def reached_at(self) -> str:
-        """The name or address that ssh and the other machines use."""
+        """The name or address that ssh and the other machines connect to."""
         return self.address or self.name
 
 
 class Inventory(Section):
-    """The machines of a cluster, the devices they give to Ray, and how commands are run on them."""
+    """The machines of a cluster, the devices they offer to Ray, and how to run commands on them."""
 
     hosts: tuple[Host, ...] = Field(min_length=1, description="The machines: names, or sections with keys.")
-    head: str | None = Field(None, description="Name of the host with Ray's head; default: the first.")
+    head: str | None = Field(None, description="Name of the host that runs Ray's head; default: the first.")
     user: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*$")] | None = Field(
-        None, description="User of ssh; default: ssh's own."
+        None, description="ssh user; default: ssh's own."
     )
-    device: Literal["cpu", "cuda", "npu"] = Field(
-        "npu", description="Kind of the devices, as train.device has it."
-    )
+    device: Literal["cpu", "cuda", "npu"] = Field("npu", description="Kind of device, as in train.device.")
     devices: int | None = Field(
-        None, ge=1, description="Devices of each host; of cpu: processors that Ray gives away."
+        None, ge=1, description="Devices of each host; with device=cpu, the CPUs that Ray may use."
     )
-    num_cpus: int | None = Field(None, ge=1, description="Processors that Ray gives away on each; default: all.")
+    num_cpus: int | None = Field(None, ge=1, description="CPUs that Ray may use on each host; default: all.")
     shell: str = Field(
         SSH, description="ssh, or a command that runs a line on {host}, such as docker exec -i {host} bash -c."
     )
     project: str = Field(str(PROJECT), description="The project's folder on every host; default: as here.")
     python: str = Field(
-        sys.executable, description="Interpreter with the packages, also relative to project; default: as here."
+        sys.executable, description="Interpreter with the packages; may be relative to project; default: as here."
     )
     setup: str | None = Field(
         None,
         min_length=1,
-        description="Line of bash that runs first on every host, such as . /usr/local/Ascend/.../set_env.sh",
+        description="bash line to run first on every host, such as . /usr/local/Ascend/.../set_env.sh",
     )
     port: int = Field(6379, ge=1, le=65535, description="Port of Ray's head.")
     dashboard: bool = Field(
         False,
-        description="Ray's page and job server on the head, at 127.0.0.1:8265; external.job_server needs it.",
+        description="Run Ray's dashboard and job server, at 127.0.0.1:8265 of the head; for external.job_server.",
     )
-    env: Environment = Field({}, description="Environment variables of Ray, and of all that it starts.")
-    connect_seconds: int = Field(10, ge=1, le=600, description="How long a host may take to accept a connection.")
-    start_seconds: int = Field(
-        120, ge=5, le=3600, description="How long Ray may take until all hosts have joined."
-    )
+    env: Environment = Field({}, description="Environment variables of Ray and all its processes.")
+    connect_seconds: int = Field(10, ge=1, le=600, description="Time limit for a host to accept a connection.")
+    start_seconds: int = Field(120, ge=5, le=3600, description="Time limit until all hosts have joined.")
 
     _variables = field_validator("env")(_environment)
 
@@ -129,15 +126,15 @@ class Inventory(Section):
                 name for word in words for _, name, _, _ in string.Formatter().parse(word) if name is not None
             }
         except ValueError as error:
-            raise ValueError(f"shell = {value!r} is no command: {error}") from None
-        if unknown := sorted(names - {*_IN_SHELL}):
+            raise ValueError(f"shell = {value!r} is not a command: {error}") from None
+        if unknown := sorted(names - {*_SHELL_FIELDS}):
             raise ValueError(
-                f"shell has {{{unknown[0]}}}, and only {{host}}, {{address}} and {{user}} are filled in"
+                f"shell has {{{unknown[0]}}}, but only {{host}}, {{address}} and {{user}} are filled in"
             )
         if names.isdisjoint({"host", "address"}):
             raise ValueError(
-                f"shell = {value!r} would run everything on one machine: it needs {{host}}, such as "
-                "docker exec -i {host} bash -c, or {address}"
+                f"shell = {value!r} would run everything on one machine: it needs {{host}} or {{address}}, as in "
+                "docker exec -i {host} bash -c"
             )
         return value
 
@@ -146,27 +143,19 @@ class Inventory(Section):
         names = [host.name for host in self.hosts]
         if self.head is not None and self.head not in names:
             raise ValueError(f"head = {self.head} is not among the hosts{nearest(self.head, names)}")
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        if twice:
-            raise ValueError(f"host {', '.join(twice)} is listed twice; keep one of the two")
-        at: dict[str, str] = {}
-        for host in self.hosts:
-            other = at.setdefault(_canonical(host.reached_at), host.name)
-            if other != host.name:
-                raise ValueError(f"hosts {other} and {host.name} have the same address {host.reached_at}")
-        if none := [host.name for host in self.hosts if host.devices is None and self.devices is None]:
-            raise ValueError(
-                f"devices is not set for {', '.join(none)}: how many of each host Ray gives away, such as 16"
-            )
+        if duplicates := [name for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(f"host {', '.join(duplicates)} is listed twice; remove one")
+        if unset := [host.name for host in self.hosts if host.devices is None and self.devices is None]:
+            raise ValueError(f"devices is not set for {', '.join(unset)}: set the number per host, such as 16")
         if self.device == "cpu" and self.num_cpus is not None:
-            raise ValueError("num_cpus is for nodes with other devices: with device=cpu set devices")
+            raise ValueError("num_cpus is for nodes with accelerators: with device=cpu set devices")
         if "{user}" in self.shell and self.user is None:
-            raise ValueError("shell has {user}, and user is not set")
+            raise ValueError("shell has {user}, but user is not set")
         return self
 
     @property
     def head_host(self) -> Host:
-        """The host with Ray's head."""
+        """The host that runs Ray's head."""
         return next(host for host in self.hosts if self.head in (None, host.name))
 
     @property
@@ -176,24 +165,24 @@ class Inventory(Section):
 
     @property
     def resource(self) -> str:
-        """Ray's name of the devices."""
+        """Ray's resource name of the devices."""
         return device_for(self.device).ray_resource
 
     @property
     def num_devices(self) -> int:
-        """Devices of all hosts together."""
+        """Number of devices of all hosts together."""
         return sum(self.devices_of(host) for host in self.hosts)
 
     def devices_of(self, host: Host) -> int:
-        """Devices of one host."""
+        """Return the number of devices of a host."""
         return int(host.devices or self.devices or 0)
 
     def environment_of(self, host: Host) -> dict[str, str]:
-        """Environment variables of a host's Ray, as the inventory has them."""
+        """Return the inventory's environment variables for a host's Ray."""
         return {**self.env, **host.env}
 
     def command(self, host: Host, line: str) -> list[str]:
-        """The command here that runs a shell's line on a host and passes standard input on to it."""
+        """Return the local command that runs a shell line on a host and passes on standard input."""
         if self.shell == SSH:
             settings = ("BatchMode=yes", "ControlMaster=no", "ControlPath=none")  # a shared connection may hang
             options = [
@@ -206,12 +195,12 @@ class Inventory(Section):
 
 
 def read(path: str | Path) -> Inventory:
-    """The inventory of a file; raises ConfigError with all its problems."""
+    """Read an inventory file; raises ConfigError with all its problems."""
     return resolve(read_tree(Path(path), "inventory", _TEXTS), f"inventory {path}")
 
 
 def resolve(tree: Mapping[str, Any], source: str) -> Inventory:
-    """The checked inventory of plain values; raises ConfigError with all problems, each after `source`."""
+    """Validate an inventory given as plain values; raises ConfigError with all problems, each naming `source`."""
     problems = list(placeholders(tree, TEMPLATE_WORDS))
     try:
         inventory = Inventory.model_validate(tree)
@@ -222,13 +211,6 @@ def resolve(tree: Mapping[str, Any], source: str) -> Inventory:
     return inventory
 
 
-def _canonical(address: str) -> str:
-    try:
-        return str(ipaddress.ip_address(address))
-    except ValueError:
-        return address.lower()
-
-
 def _explain(problem: ErrorDetails) -> str:
     *places, leaf = [str(part) for part in problem["loc"]] or [""]
     name, message = ".".join((*places, leaf)), problem["msg"].removeprefix("Value error, ")
@@ -236,12 +218,14 @@ def _explain(problem: ErrorDetails) -> str:
         case "value_error":
             return message
         case "missing":
-            return f"{name} is not set" + (": the machines, such as [node1, node2]" if name == "hosts" else "")
+            return f"{name} is not set" + (
+                ": list the machines, such as [node1, node2]" if name == "hosts" else ""
+            )
         case "extra_forbidden":
             known = Host.model_fields if places[:1] == ["hosts"] else Inventory.model_fields
             return f"unknown key {name}{nearest(leaf, list(known))}"
         case "tuple_type":
-            message = "it is a list, such as [node1, node2]"
+            message = "it must be a list, such as [node1, node2]"
         case "model_type":
-            message = "a host is a name, or a section with keys"
-    return f"{name} = {problem['input']!r} is refused: {message[0].lower()}{message[1:]}"
+            message = "a host must be a name or a section with keys"
+    return f"{name} = {problem['input']!r} is invalid: {message[0].lower()}{message[1:]}"

@@ -1,6 +1,6 @@
-"""Waits until all nodes have joined a Ray cluster with their devices, and says which have not.
+"""Wait until all nodes have joined a Ray cluster with their devices, or report which have not.
 
-`python -m tasks.nodes.joined HEAD:PORT --resource NPU --count 32 --seconds 120 node1 node2`, status 0 if all have.
+`python -m tasks.nodes.joined HEAD:PORT --resource NPU --count 32 --seconds 120 node1 node2` exits with 0 or 1.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dapo_core.errors import DapoError, WorkerDied
 from tasks.nodes.interface import addresses_of
 
 POLL_SECONDS = 2.0
-_NODE = "node:"  # Ray's resource of each node, followed by its address
+_NODE = "node:"  # Ray has a resource node:ADDRESS for each node
 
 
 class NotAllJoined(DapoError):
-    """Nodes or devices are missing when the time is up."""
+    """Nodes or devices were still missing at the deadline."""
 
 
 def wait_until_joined(address: str, hosts: Sequence[str], resource: str, count: int, seconds: float) -> str:
-    """What the cluster has once every host is there with its devices; raises NotAllJoined after `seconds`."""
+    """Wait until every host has joined with its devices; raises NotAllJoined after `seconds`."""
     end = time.monotonic() + seconds
     while True:
         left = end - time.monotonic()
@@ -39,34 +39,34 @@ def wait_until_joined(address: str, hosts: Sequence[str], resource: str, count: 
 
 
 def _missing(room: Room, hosts: Sequence[str], resource: str, count: int) -> str:
-    """What the cluster lacks, "" for nothing. A host is known by any address that its name has."""
-    there = {name[len(_NODE) :] for name in room.total if name.startswith(_NODE)} - {"__internal_head__"}
+    """Describe missing nodes and devices, "" for none. A host has joined if any address of its name has."""
+    joined = {name[len(_NODE) :] for name in room.total if name.startswith(_NODE)} - {"__internal_head__"}
     devices = room.total.get(resource, 0)
-    if len(there) >= len(hosts) and devices >= count:
+    if len(joined) >= len(hosts) and devices >= count:
         return ""
-    absent = [host for host in hosts if there.isdisjoint(addresses_of(host))]
-    named = f": {', '.join(absent)}" if absent else ""
+    absent = [host for host in hosts if joined.isdisjoint(addresses_of(host))]
+    missing = f"missing: {', '.join(absent)}; " if absent else ""
     return (
-        f"{len(there)} of {len(hosts)} nodes have joined with {devices:g} of {count} {resource}; missing{named}. "
-        f"There are {', '.join(sorted(there)) or 'none'}; see Ray's log on the others"
+        f"{len(joined)} of {len(hosts)} nodes have joined with {devices:g} of {count} {resource}; {missing}"
+        f"joined: {', '.join(sorted(joined)) or 'none'}; see Ray's log on the others"
     )
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Wait as the arguments say; returns the exit status."""
+    """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tasks.nodes.joined", description=__doc__)
     parser.add_argument("address")
     parser.add_argument("hosts", nargs="+")
     parser.add_argument("--resource", required=True)
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        joined = wait_until_joined(given.address, given.hosts, given.resource, given.count, given.seconds)
+        message = wait_until_joined(args.address, args.hosts, args.resource, args.count, args.seconds)
     except DapoError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.write(f"{joined}\n")
+    sys.stdout.write(f"{message}\n")
     return 0
 
 

@@ -1,7 +1,7 @@
-"""`python -m tasks.nodes.leave`: ends what runs in a pod in order, before Kubernetes ends its Ray.
+"""`python -m tasks.nodes.leave`: a pod's preStop hook that stops its work before Kubernetes stops its Ray.
 
-A pod's preStop hook: it has the training write its last checkpoint and returns once that is done. In a pod with
-no training it waits for the actors of one. terminationGracePeriodSeconds bounds it.
+It has the training write its last checkpoint and returns once that is done. In a pod without the training it waits
+for the training's actors. terminationGracePeriodSeconds limits it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from tasks.processes import supervisor
 
 POLL_SECONDS = 1.0
-_ACTOR = "ray::"  # what Ray puts before the title of an actor's process, and of these that are none of a training
-_OF_RAY = ("IDLE", "DashboardAgent", "RuntimeEnvAgent", "JobSupervisor")
+_ACTOR = "ray::"  # starts the process title of actors, and of these processes of Ray itself:
+_RAY_PROCESSES = ("IDLE", "DashboardAgent", "RuntimeEnvAgent", "JobSupervisor")
 _SUPERVISOR = Path(supervisor.__file__).name
 
 
 def commands() -> Iterator[tuple[int, list[str]]]:
-    """The pid and words of every process that can be seen here, but this one."""
+    """Yield the pid and command line of every visible process except this one."""
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             try:
@@ -33,19 +33,19 @@ def commands() -> Iterator[tuple[int, list[str]]]:
 
 
 def is_run(words: list[str]) -> bool:
-    """True for the console script `dapo`, which an interpreter runs."""
+    """True for the console script `dapo`, run by an interpreter."""
     return any(Path(word).name == "dapo" for word in words[:2])
 
 
 def is_training(words: list[str]) -> bool:
-    """True for the supervisor of a detached command, which passes the first SIGTERM on and ignores others."""
+    """True for the supervisor of a detached command, which forwards the first SIGTERM and ignores the rest."""
     return _is_supervisor(words) and '"detached": null' not in "".join(words[:5])
 
 
 def is_at_work(words: list[str]) -> bool:
-    """True for a run, for what it supervises, and for an actor."""
+    """True for a run, its supervised processes, and actors."""
     title = words[0].removeprefix(_ACTOR)
-    is_actor = title != words[0] and not title.startswith(_OF_RAY)
+    is_actor = title != words[0] and not title.startswith(_RAY_PROCESSES)
     return is_run(words) or is_actor or _is_supervisor(words)
 
 
@@ -54,9 +54,9 @@ def _is_supervisor(words: list[str]) -> bool:
 
 
 def main() -> None:
-    """Ask the training to end, or a run that is at another stage, and wait until nothing is at work.
+    """Send SIGTERM to the training, or to a run at another stage, and wait until all work has ended.
 
-    Not both: Ray may have asked the run already, and a second signal to a run ends its training at once.
+    Never to both: Ray may have signalled the run already, and a second signal to a run kills its training.
     """
     found = list(commands())
     for pid, _ in [each for each in found if is_training(each[1])] or [each for each in found if is_run(each[1])]:

@@ -1,11 +1,11 @@
-"""What `dapo cluster` does on a node, from the node's own copy of the project: look, start Ray, end it again.
+"""The node's side of `dapo cluster`, run from the node's own copy of the project: inspect it, start and stop Ray.
 
-    ~/.dapo/clusters/HEAD_PORT/HOST/record.json    what runs: the supervisor's pid and start time, interface
+    ~/.dapo/clusters/HEAD_PORT/HOST/record.json    the running Ray: the supervisor's pid and start time, interface
                                     ray.log        Ray's output; locked while the supervisor lives
-    ~/.dapo/clusters/HEAD_PORT.HOST.lock           locked while the host's Ray is being started or ended
+    ~/.dapo/clusters/HEAD_PORT.HOST.lock           locked while the host's Ray is being started or stopped
 
 Ray runs in the foreground under the supervisor of tasks/processes, which ends every process below it, daemons
-included. Its sessions and sockets are in a folder of their own, which goes with it.
+included. Its sessions and sockets are in a temporary folder of their own, which is removed with it.
 """
 
 from __future__ import annotations
@@ -33,22 +33,28 @@ from dapo_core.cluster.room import ask_cluster
 from dapo_core.cluster.started import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TOKEN, clusters_folder
 from dapo_core.errors import WorkerDied
 from dapo_core.ports import free_ports
-from tasks.nodes.interface import NoInterfaceError, interface_of, interface_towards, source_towards
-from tasks.nodes.ports import holder_of, unreachable
+from tasks.nodes.interface import (
+    NoInterfaceError,
+    interface_of,
+    interface_towards,
+    port_owner,
+    source_towards,
+    unreachable,
+)
 from tasks.processes.child import prepare_log, start_supervisor
 from tasks.processes.supervisor import descendants, stat_fields
 
 RECORD = "record.json"
-RAY_FOLDER = "dapo-node-"
-RAY = "ray"  # Ray opens it to all, inside of a folder that is not
-STARTED = "ray_current_cluster"  # Ray writes it into its folder once a node has started
+TEMP_PREFIX = "dapo-node-"
+RAY = "ray"  # world-accessible, as Ray makes it, inside a private folder
+STARTED = "ray_current_cluster"  # Ray writes it into its folder once the node has started
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 DEVICE_FILES = {"npu": "/dev/davinci[0-9]*", "cuda": "/dev/nvidia[0-9]*"}
-NUM_STARTS = 3
-MAX_PLACE = 20  # characters of a folder, so that the paths of Ray's sockets in it fit
-PAUSE_SECONDS = 1.0  # before the second start, and twice that before the third
-GRACE_SECONDS = 3.0  # Ray would let tasks go on for 30
-END_SECONDS = 30.0  # for the supervisor to end everything, SIGKILL included
+MAX_ATTEMPTS = 3
+RETRY_SECONDS = 1.0  # before the second attempt, twice that before the third
+MAX_TEMP_CHARACTERS = 20  # longer paths exceed the limit of Ray's sockets
+GRACE_SECONDS = 3.0  # for tasks; Ray itself would wait 30
+END_SECONDS = 30.0  # for the supervisor to end all processes, SIGKILL included
 KILLED_SECONDS = 12.0
 NUM_LINES = 12
 POLL_SECONDS = 0.1
@@ -56,36 +62,36 @@ OPEN_FILES = 65_536
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What the node says to a request."""
-    verbs: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    """Dispatch a request to its handler and return the reply."""
+    handlers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
         "look": _look, "routes": _routes, "start": _start, "nodes": _nodes, "status": _status, "stop": _stop,
     }  # fmt: skip
-    return verbs[request["verb"]](request)
+    return handlers[request["verb"]](request)
 
 
 def folder_of(request: Mapping[str, Any]) -> Path:
-    """Where this node keeps what it knows of a host's Ray."""
+    """Return the folder with this node's record of a host's Ray."""
     return clusters_folder() / request["cluster"] / request["host"]
 
 
 def _look(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The node before a start: its interface, our Ray, other Rays, who has the head's port, its devices."""
-    said: dict[str, Any] = {"running": running(folder_of(request))}
-    said["others"] = _other_rays(said["running"])
+    """Inspect the node before Ray starts: running Rays, devices, interface, owner of the head port."""
+    record = running(folder_of(request))
+    reply: dict[str, Any] = {"running": record, "others": _other_rays(record)}
     if (pattern := DEVICE_FILES.get(request["device"])) is not None:
-        said["num_devices"] = len(glob.glob(pattern))
+        reply["num_devices"] = len(glob.glob(pattern))
     try:
-        found = interface_towards(request["targets"], request["interface"], request["own"])
+        interface = interface_towards(request["targets"], request["interface"], request["own"])
     except NoInterfaceError as error:
-        return {**said, "problem": str(error)}
-    said["interface"] = {"name": found.name, "address": found.address, "mtu": found.mtu}
-    if request["is_head"] and said["running"] is None and (holder := holder_of(found.address, request["port"])):
-        said["problem"] = f"port {request['port']} is taken by {holder}: end it, or set another port"
-    return said
+        return {**reply, "problem": str(error)}
+    reply["interface"] = {"name": interface.name, "address": interface.address, "mtu": interface.mtu}
+    if request["is_head"] and record is None and (owner := port_owner(interface.address, request["port"])):
+        reply["problem"] = f"port {request['port']} is taken by {owner}: stop it, or set another port"
+    return reply
 
 
 def _routes(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Why this node, the head, does not reach others at their addresses, and what may be in the way of packets."""
+    """Check that this node, the head, can reach every other node; returns faults and warnings by host."""
     faults: dict[str, str] = {}
     warnings: dict[str, str] = {}
     for name, address in request["addresses"].items():
@@ -96,73 +102,70 @@ def _routes(request: Mapping[str, Any]) -> dict[str, Any]:
             continue
         back = interface_of(source)
         if source == address:
-            faults[name] = f"its address {address} is one of the head itself: set the host's interface"
+            faults[name] = f"its address {address} belongs to the head itself: set the host's interface"
         elif back is not None and back.name != request["interface"]:
             warnings[name] = (
-                f"it reaches the head at {request['address']} on {request['interface']}, which uses {back.name} "
-                "back: where packets are lost, set interface on both"
+                f"packets to the head arrive at {request['address']} on {request['interface']} but return through "
+                f"{back.name}: if packets are lost, set interface on both hosts"
             )
     return {"faults": faults, "warnings": warnings}
 
 
 def _start(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Start Ray unless it runs; with what runs and the cluster's token, or why it does not."""
+    """Start Ray unless it is running; returns its record and the cluster's token, or the problem."""
     folder = folder_of(request)
     try:
-        with _alone(folder):
+        with _locked(folder):
             if (record := running(folder)) is not None:
-                return _runs(folder, record)
-            if fault := _hindrance(request):
+                return _started_reply(folder, record)
+            temporary = _temp_folder(request)
+            if len(temporary) > MAX_TEMP_CHARACTERS:
+                limit = f"at most {MAX_TEMP_CHARACTERS} characters"
+                return {"problem": f"RAY_TMPDIR={temporary} is too long for Ray's sockets: {limit}"}
+            if not request["is_head"] and (fault := unreachable(request)):
                 return {"problem": fault}
-            _forget(folder)
-            _write_secret(folder, request)
+            _remove_files(folder)
+            _write_token(folder, request)
             record = _launch(folder, request)
-        return _outlast_failures(folder, record, request)
+        return _await_start(folder, record, request)
     except OSError as error:
-        return {"problem": f"Ray cannot be started with {folder} and {_place(request)}: {error}"}
+        return {"problem": f"Ray cannot be started (files in {folder} and {_temp_folder(request)}): {error}"}
 
 
-def _outlast_failures(folder: Path, record: dict[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
-    """Wait until Ray has started, and start it again if it fails."""
+def _await_start(folder: Path, record: dict[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """Wait until Ray has started; retry if it fails."""
     deadline = time.monotonic() + request["start_seconds"]
-    for attempt in range(1, NUM_STARTS + 1):
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         if _has_started(record, deadline):
             break
-        with _alone(folder):
-            if _was_ended(folder, record):
-                return {"problem": "its start was ended by another command, such as `dapo cluster down`"}
+        with _locked(folder):
+            if _is_cancelled(folder, record):
+                return {"problem": "the start was cancelled by another command, such as `dapo cluster down`"}
             log = durable.tail(folder / "ray.log", NUM_LINES)
-            _end(folder, record)
-            pause = PAUSE_SECONDS * attempt
-            if attempt == NUM_STARTS or time.monotonic() + pause >= deadline:
+            _end(record)
+            pause = RETRY_SECONDS * attempt
+            if attempt == MAX_ATTEMPTS or time.monotonic() + pause >= deadline:
                 return {
-                    "problem": f"Ray did not start ({attempt} attempts); the end of {folder}/ray.log:",
+                    "problem": f"Ray did not start ({attempt} attempts); last lines of {folder}/ray.log:",
                     "log": log,
                 }
             time.sleep(pause)
-            _forget(folder)
+            _remove_files(folder)
             record = _launch(folder, request)
-    return _runs(folder, record)
+    return _started_reply(folder, record)
 
 
-def _runs(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+def _started_reply(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     token = folder.parent / TOKEN
     return {"running": record, "token": token.read_text(encoding="utf-8"), "token_path": str(token)}
 
 
-def _hindrance(request: Mapping[str, Any]) -> str:
-    """Why Ray cannot be started here, "" if it can."""
-    if len(place := _place(request)) > MAX_PLACE:
-        return f"RAY_TMPDIR={place} is too long for Ray's sockets: at most {MAX_PLACE} characters"
-    return "" if request["is_head"] else unreachable(request)
-
-
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other start or end of a host's Ray is at work; its folder may be removed inside."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Exclude other starts and stops of a host's Ray; its folder may be removed inside the block."""
     lock = folder.parent.with_name(f"{folder.parent.name}.{folder.name}.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with durable.locked(lock, waiting="which starts or ends Ray here"):
+    with durable.locked(lock, waiting="which starts or stops Ray here"):
         try:
             yield
         finally:
@@ -170,29 +173,29 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _require_reader() -> None:
-    """Raise BrokenPipeError if the command that asked was interrupted, and no longer reads our answer."""
+    """Raise BrokenPipeError if the requesting command was interrupted and no longer reads the reply."""
     output = select.poll()
     output.register(1, 0)
     if output.poll(0):
-        raise BrokenPipeError("the command that wanted it has ended")
+        raise BrokenPipeError("the requesting command has ended")
 
 
 def _launch(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Start Ray under a supervisor that no connection ends, and record it."""
+    """Start Ray under a supervisor that outlives the connection, and record it."""
     _require_reader()
-    temporary = tempfile.mkdtemp(prefix=RAY_FOLDER, dir=_place(request))
+    temporary = tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=_temp_folder(request))
     environment: dict[str, str | None] = {
         **request["environment"],
         "RAY_USAGE_STATS_ENABLED": "0",
         AUTH_MODE: "token",
         AUTH_TOKEN_PATH: str(folder.parent / TOKEN),
-        AUTH_TOKEN: None,  # of another cluster
+        AUTH_TOKEN: None,  # it may be another cluster's
         "RAY_ADDRESS": None,
     }
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= limits[0] < OPEN_FILES:
-        most = OPEN_FILES if limits[1] == resource.RLIM_INFINITY else min(OPEN_FILES, limits[1])
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+        limit = OPEN_FILES if limits[1] == resource.RLIM_INFINITY else min(OPEN_FILES, limits[1])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
     log = prepare_log(folder / "ray.log", "Ray")
     lock = durable.try_lock(log)
     if lock is None:
@@ -200,11 +203,11 @@ def _launch(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     settings = {
         "grace_seconds": GRACE_SECONDS,
         "stop_seconds": 0,
-        "folder": None,  # its logs outlive a failure
+        "folder": None,  # Ray's logs outlive a failure
         "detached": {"stem": str(folder / "ray"), "unwatched_seconds": float("inf")},
     }
     options = ["--block", "--disable-usage-stats", f"--temp-dir={temporary}/{RAY}", *request["options"]]
-    if request["is_head"]:  # one of Ray's own may be taken, and with it all would end
+    if request["is_head"]:  # Ray's default port may be taken, and the head would fail
         options.append(f"--ray-client-server-port={free_ports(request['address'])[0]}")
     with os.fdopen(lock):
         os.ftruncate(lock, 0)
@@ -224,13 +227,13 @@ def _launch(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def running(folder: Path) -> dict[str, Any] | None:
-    """The record of the Ray that this folder's last start left running; None if it has ended."""
+    """Return the record of the Ray that was started with this folder; None if it is not running."""
     record = _read_record(folder)
     return record if record is not None and _is_alive(record) else None
 
 
-def _was_ended(folder: Path, record: Mapping[str, Any]) -> bool:
-    """Whether another command ends the start of a record, or has removed it."""
+def _is_cancelled(folder: Path, record: Mapping[str, Any]) -> bool:
+    """True if another command is stopping this start, or has removed its record."""
     try:
         state = json.loads((folder / "ray.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -247,7 +250,7 @@ def _read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_alive(record: Mapping[str, Any]) -> bool:
-    """Whether the very process of a record lives; after a restart of the machine, another may have its pid."""
+    """True if the recorded process itself is alive; pids are reused, also after a reboot."""
     fields = stat_fields(record["pid"])
     return (
         record["boot"] == BOOT.read_text().strip()
@@ -266,7 +269,7 @@ def _has_started(record: Mapping[str, Any], deadline: float) -> bool:
 
 
 def _nodes(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The nodes that the cluster's head knows, asked in a process of its own."""
+    """Return the nodes that the head knows, from a child process."""
     token = clusters_folder() / request["cluster"] / TOKEN
     environment = {**os.environ, AUTH_MODE: "token", AUTH_TOKEN_PATH: str(token)}
     environment.pop(AUTH_TOKEN, None)
@@ -277,37 +280,35 @@ def _nodes(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _status(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What runs here, or how it ended, and whether the head can be reached."""
+    """Return the record of the running Ray and whether it can reach the head, or how the last one ended."""
     folder = folder_of(request)
-    record = running(folder)
-    said: dict[str, Any] = {"running": record}
-    if record is None and (last := _read_record(folder)) is not None:
-        said["ended"] = {**last, "log": durable.tail(folder / "ray.log", NUM_LINES)}
-    if record is not None:
-        said["unreachable"] = unreachable(record)
-    return said
+    if (record := running(folder)) is not None:
+        return {"running": record, "unreachable": unreachable(record)}
+    if (last := _read_record(folder)) is not None:
+        return {"running": None, "ended": {**last, "log": durable.tail(folder / "ray.log", NUM_LINES)}}
+    return {"running": None}
 
 
 def _stop(request: Mapping[str, Any]) -> dict[str, Any]:
-    """End what was started here and remove what it left; other processes are not touched."""
+    """End the Ray that was started here and remove its files; no other process is touched."""
     folder = folder_of(request)
-    with _alone(folder):
+    with _locked(folder):
         record = _read_record(folder)
         if record is None:
-            _remove(folder)  # what a start left that failed before Ray
+            _remove_folder(folder)  # a start may have failed before Ray
             return {"ended": None}
         was_alive = _is_alive(record)
         num_processes = 1 + len(descendants(record["pid"])) if was_alive else 0
-        if not _end(folder, record):
-            return {"problem": f"its processes under pid {record['pid']} did not end within {END_SECONDS:g} s"}
-        _remove(folder)
+        if not _end(record):
+            return {"problem": f"the processes below pid {record['pid']} did not end within {END_SECONDS:g} s"}
+        _remove_folder(folder)
         return {"ended": record["started_at"], "num_processes": num_processes, "was_alive": was_alive}
 
 
-def _remove(folder: Path) -> None:
-    """Remove what a host's start left, and with the last host's the cluster's token."""
-    _forget(folder)
-    with contextlib.suppress(OSError):  # another host of the cluster still uses it: its home is shared
+def _remove_folder(folder: Path) -> None:
+    """Remove a host's folder, and with the last host's the cluster's token."""
+    _remove_files(folder)
+    with contextlib.suppress(OSError):  # the home is shared, and another host of the cluster still uses it
         folder.rmdir()
         names = {path.name for path in folder.parent.iterdir()}
         if names <= {ADDRESS, TOKEN}:
@@ -316,8 +317,8 @@ def _remove(folder: Path) -> None:
             folder.parent.rmdir()
 
 
-def _end(folder: Path, record: Mapping[str, Any]) -> bool:
-    """End the supervisor and all below it; False if it does not."""
+def _end(record: Mapping[str, Any]) -> bool:
+    """End the supervisor and every process below it; False on failure."""
     for number, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGQUIT, KILLED_SECONDS)):
         deadline = time.monotonic() + seconds
         while _is_alive(record) and time.monotonic() < deadline:
@@ -325,56 +326,56 @@ def _end(folder: Path, record: Mapping[str, Any]) -> bool:
                 os.kill(record["pid"], number)
             time.sleep(POLL_SECONDS * 5)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(record["pid"], os.WNOHANG)  # our own child, where this very process started it
+                os.waitpid(record["pid"], os.WNOHANG)  # it is our child if this process started it
     return not _is_alive(record)
 
 
-def _forget(folder: Path) -> None:
-    """Remove the files of an ended Ray: its record, its log, its own folder."""
+def _remove_files(folder: Path) -> None:
+    """Remove the files of a Ray that has ended: its record, log and temporary folder."""
     if (record := _read_record(folder)) is not None:
         temporary = Path(record["folder"])
-        if temporary.name.startswith(RAY_FOLDER) and record["hostname"] == platform.node():
+        if temporary.name.startswith(TEMP_PREFIX) and record["hostname"] == platform.node():
             shutil.rmtree(temporary, ignore_errors=True)
     for name in (RECORD, "ray.log", "ray.json"):
         (folder / name).unlink(missing_ok=True)
 
 
-def _write_secret(folder: Path, request: Mapping[str, Any]) -> None:
-    """Write the cluster's token where only this user reads it, beside the host's folder, which keeps it there."""
+def _write_token(folder: Path, request: Mapping[str, Any]) -> None:
+    """Write the cluster's address and token into the cluster's folder, which only this user can read."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.parent.chmod(0o700)
     durable.write_atomically(folder.parent / ADDRESS, request["head_address"])
-    before = os.umask(0o077)
+    previous = os.umask(0o077)
     try:
         durable.write_atomically(folder.parent / TOKEN, request["token"])
     finally:
-        os.umask(before)
+        os.umask(previous)
 
 
 def _other_rays(record: Mapping[str, Any] | None) -> list[str]:
-    """Raylets of this machine's network that are not below our supervisor, in words."""
+    """Describe the raylets of this machine's network that our supervisor did not start."""
     own = {*descendants(record["pid"]), record["pid"]} if record else set()
     found = []
     for process in psutil.process_iter(["pid", "name", "username", "cmdline"]):
         words = process.info["cmdline"] or []
         address = next((w.partition("=")[2] for w in words if w.startswith("--node_ip_address=")), None)
-        if process.info["name"] != "raylet" or process.info["pid"] in own or not _is_of_this_network(process.pid):
+        if process.info["name"] != "raylet" or process.info["pid"] in own or not _shares_network(process.pid):
             continue
-        if address is not None and not address.startswith("127."):  # a training's private one
+        if address is not None and not address.startswith("127."):  # loopback: a training's private Ray
             found.append(f"pid {process.pid} of {process.info['username']} at {address}")
     return found
 
 
-def _is_of_this_network(pid: int) -> bool:
-    """Whether a process is in our network namespace, as far as this user may know."""
+def _shares_network(pid: int) -> bool:
+    """True if a process is in our network namespace, or this user may not know."""
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
     return True
 
 
-def _place(request: Mapping[str, Any]) -> str:
-    """A folder in which the path of Ray's sockets is not too long; RAY_TMPDIR of the inventory as it is."""
-    if wanted := request["environment"].get("RAY_TMPDIR"):
-        return str(wanted)
-    place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    return place if len(place) <= MAX_PLACE else "/tmp"
+def _temp_folder(request: Mapping[str, Any]) -> str:
+    """Return the inventory's RAY_TMPDIR, or a temporary folder short enough for Ray's sockets."""
+    if configured := request["environment"].get("RAY_TMPDIR"):
+        return str(configured)
+    default = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    return default if len(default) <= MAX_TEMP_CHARACTERS else "/tmp"

@@ -1,7 +1,7 @@
-"""What runs first on a node: is the project there, the same, and which Python and Ray?
+"""The first program on a node: check that it has the project, the same code, and which Python and Ray.
 
-`reach.py` sends this file over standard input to the node's interpreter, so it needs nothing but the standard
-library. The request's work is then done by the node's own copy of the project, in on_node.py.
+`reach.py` pipes this file into the node's interpreter, so it only uses the standard library. The request is then
+handled by the node's own copy of the project, in on_node.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import platform
 import sys
 from typing import Any
 
-MARK = "dapo-node-answers "  # before the answer's line: what shells print at login comes first
+MARK = "dapo-node-answers "  # starts the reply's line; shells may print other lines at login
 PARTS = ("dapo_core", "downloads", "eval", "flows", "interop", "tasks", "durable.py", "redaction.py")
 
 
 def code_digest(root: str) -> str:
-    """sha256 over names and content of the project's code below a folder."""
+    """Return the sha256 of the names and contents of the project's code in a folder."""
     digest = hashlib.sha256()
     for part in PARTS:
         top = os.path.join(root, part)
@@ -37,7 +37,7 @@ def code_digest(root: str) -> str:
 
 
 def answer(request: dict[str, Any]) -> None:
-    """Print the answer to a request: this machine's versions, and what on_node.py says unless the code differs."""
+    """Print the reply: versions, and on_node.py's answer unless the code must be equal but is not."""
     sys.path.insert(0, os.getcwd())
     spec = importlib.util.find_spec("tasks")
     places = spec.submodule_search_locations if spec else None
@@ -47,13 +47,13 @@ def answer(request: dict[str, Any]) -> None:
         ray = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
         ray = None
-    said: dict[str, Any] = {
+    reply: dict[str, Any] = {
         "python": platform.python_version(),
         "ray": ray,
         "interpreter": sys.executable,
         "cwd": os.getcwd(),
+        "digest": code_digest(root) if has_project else None,
     }
-    said["digest"] = code_digest(root) if has_project else None
-    if has_project and (said["digest"] == request["digest"] or not request["must_be_equal"]):
-        said["answer"] = importlib.import_module("tasks.nodes.on_node").answer(request)
-    sys.stdout.write(f"\n{MARK}{json.dumps(said)}\n")
+    if has_project and (reply["digest"] == request["digest"] or not request["must_be_equal"]):
+        reply["answer"] = importlib.import_module("tasks.nodes.on_node").answer(request)
+    sys.stdout.write(f"\n{MARK}{json.dumps(reply)}\n")

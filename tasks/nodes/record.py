@@ -1,4 +1,4 @@
-"""What this machine remembers of the clusters that it started: a file of the store for each."""
+"""This machine's record of the clusters that it started: one file per cluster in the store."""
 
 from __future__ import annotations
 
@@ -16,32 +16,30 @@ FOLDER = ".clusters"
 
 
 def cluster_key(inventory: Inventory) -> str:
-    """The cluster's name in folders: its head and port."""
+    """Return the cluster's name in paths: its head and port."""
     return re.sub(r"[^\w.-]", "_", f"{inventory.head_host.name}_{inventory.port}")
 
 
 class ClusterRecord:
-    """The record of one cluster; `hosts` by name: how each is reached, and what was started there."""
+    """The record of one cluster; `hosts` by name: how each is reached, and its interface and Ray node."""
 
     def __init__(self, store: Path, inventory: Inventory) -> None:
         self.path = store / FOLDER / f"{cluster_key(inventory)}.json"
         self.values: dict[str, Any] = {"hosts": {}}
-        with contextlib.suppress(FileNotFoundError):
-            self.values = json.loads(self.path.read_text(encoding="utf-8"))
 
     @property
     def hosts(self) -> dict[str, dict[str, Any]]:
-        """What is known of each host."""
-        found: dict[str, dict[str, Any]] = self.values["hosts"]
-        return found
+        """The recorded hosts."""
+        hosts: dict[str, dict[str, Any]] = self.values["hosts"]
+        return hosts
 
     def no_longer_listed(self, inventory: Inventory) -> list[Host]:
-        """Hosts that were started and that the inventory has no more."""
+        """Return hosts that were started but are no longer in the inventory."""
         listed = {host.name for host in inventory.hosts}
-        return [Host.model_validate(known["host"]) for name, known in self.hosts.items() if name not in listed]
+        return [Host.model_validate(each["host"]) for name, each in self.hosts.items() if name not in listed]
 
     def write(self, hosts: Mapping[str, Mapping[str, Any]], **changes: Any) -> None:
-        """Replace what is known of the hosts; without any the record goes."""
+        """Replace the recorded hosts; without any, the file is removed."""
         self.values = {**self.values, **changes, "hosts": dict(hosts)}
         if hosts:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,12 +49,11 @@ class ClusterRecord:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Wait until no other command of this machine starts or ends the cluster."""
+        """Read the record, and exclude other commands of this machine that start or stop the cluster."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = self.path.with_suffix(".lock")
-
-        with durable.locked(lock, waiting="which starts or ends the cluster"):
-            with contextlib.suppress(FileNotFoundError):  # what that one wrote
+        with durable.locked(lock, waiting="which starts or stops the cluster"):
+            with contextlib.suppress(FileNotFoundError):
                 self.values = json.loads(self.path.read_text(encoding="utf-8"))
             try:
                 yield
@@ -65,7 +62,7 @@ class ClusterRecord:
 
 
 def others_started(store: Path, inventory: Inventory) -> list[str]:
-    """Records of further clusters that this store knows, as "head_port (from FILE)"."""
+    """List the store's records of other clusters, as "head_port (from FILE)"."""
     own = cluster_key(inventory)
     found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (store / FOLDER).glob("*.json")}
     return [f"{key} (from {values.get('source')})" for key, values in sorted(found.items()) if key != own]

@@ -1,8 +1,7 @@
-"""`dapo cluster status` and `down`: what runs on each host of an inventory, and the end of what was started."""
+"""`dapo cluster status` and `down`: the state of Ray on each host of an inventory, and stopping it."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ UP, LOST, ENDED, ABSENT, SILENT = "up", "lost", "ended", "not started", "not rea
 
 @dataclass(frozen=True)
 class HostStatus:
-    """One host: the state of its Ray with the reason, its place and resources, and since when (epoch seconds)."""
+    """The state of a host's Ray and why, its interface, Ray node and devices; `started_at` in epoch seconds."""
 
     host: str
     state: str
@@ -36,18 +35,18 @@ class HostStatus:
 
 
 def look_at(inventory: Inventory) -> list[HostStatus]:
-    """The state of every host, the head first: its own word, and the head's."""
+    """Return the state of every host, the head first, as the host and the head report it."""
     hosts = inventory.in_order
     answers = ask(inventory, {host.name: request_of(inventory, host, "status") for host in hosts})
-    said = answers[inventory.head_host.name].said
-    head = said.get("running") if not said.get("unreachable") else None
+    reply = answers[inventory.head_host.name].reply
+    head = reply.get("running") if not reply.get("unreachable") else None
     nodes: dict[str, dict[str, Any]] = {}
     if head:
         found, fault = nodes_of(inventory, head["head_address"])
         if fault:
             logger.warning("%s: %s", inventory.head_host.name, fault)
         for node in sorted(found, key=lambda node: bool(node["is_alive"])):
-            nodes[node["address"]] = node  # of several at an address the living one
+            nodes[node["address"]] = node  # living nodes replace dead ones at the same address
     return [_status(inventory, host, answers[host.name], nodes) for host in hosts]
 
 
@@ -56,61 +55,61 @@ def _status(
 ) -> HostStatus:
     if answer.problem:
         return HostStatus(host.name, SILENT, answer.problem)
-    record = answer.said["running"] or answer.said.get("ended")
+    record = answer.reply["running"] or answer.reply.get("ended")
     if record is None:
         return HostStatus(host.name, ABSENT)
     node = nodes.get(record["address"], {})
-    status = HostStatus(
+    free = node.get("free", {}).get(inventory.resource, 0.0)
+    if answer.reply["running"] is None:
+        state, reason, free = ENDED, describe_end(answer), 0.0
+    else:
+        reason = str(answer.reply["unreachable"])
+        if nodes and not node.get("is_alive"):
+            reason = reason or ("the head has declared it dead" if node else "the head does not know it")
+        state = LOST if reason else UP
+    return HostStatus(
         host.name,
-        UP,
-        "",
+        state,
+        reason,
         record["interface"],
         record["address"],
         node.get("id", ""),
         node.get("total", {}).get(inventory.resource, 0.0),
-        node.get("free", {}).get(inventory.resource, 0.0),
+        free,
         record["started_at"],
     )
-    if answer.said["running"] is None:
-        return dataclasses.replace(status, state=ENDED, reason=describe_end(answer), free=0.0)
-    reason = str(answer.said["unreachable"])
-    if nodes and not node.get("is_alive"):
-        reason = reason or ("the head has declared it dead" if node else "the head does not know it")
-    return dataclasses.replace(status, state=LOST if reason else UP, reason=reason)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What `down` did: lines to print, and the hosts that it could not end, with the reason."""
+    """The result of `down`: lines to print, and the hosts that could not be stopped, with the reason."""
 
     ended: list[str]
     left: dict[str, str]
 
 
 def take_down(inventory: Inventory, store: Path) -> Ending:
-    """End what was started on every host of the inventory and of the record, and nothing else.
+    """Stop what was started on every host of the inventory and of the record, and nothing else.
 
-    A host that cannot be reached keeps its place in the record: the next call tries it again.
+    A host that cannot be reached stays in the record, so that the next call tries it again.
     """
     record = ClusterRecord(store, inventory)
     with record.locked():
-        everyone = inventory.model_copy(
-            update={
-                "hosts": (*inventory.hosts, *record.no_longer_listed(inventory)),
-                "head": inventory.head_host.name,
-            }
-        )
-        requests = {host.name: request_of(everyone, host, "stop") for host in everyone.hosts}
+        hosts = (*inventory.hosts, *record.no_longer_listed(inventory))
+        everyone = inventory.model_copy(update={"hosts": hosts, "head": inventory.head_host.name})
+        requests = {host.name: request_of(everyone, host, "stop") for host in hosts}
         answers = ask(everyone, requests, ANSWER_SECONDS + END_SECONDS + KILLED_SECONDS)
         left = {name: answer.problem for name, answer in answers.items() if answer.problem}
-        known = {name: record.hosts.get(name, {}) for name in left}
-        hosts = {host.name: host.model_dump(mode="json") for host in everyone.hosts}
-        record.write(
-            {name: {"host": hosts[name], **values} for name, values in known.items()} if record.hosts else {}
-        )
+        if record.hosts:
+            remaining = [host for host in hosts if host.name in left]
+            record.write(
+                {h.name: {"host": h.model_dump(mode="json"), **record.hosts.get(h.name, {})} for h in remaining}
+            )
     ended = []
     for name, answer in answers.items():
-        if not answer.problem and answer.said["ended"] is not None:
-            count = answer.said["num_processes"]
-            ended.append(f"{name}: {count} processes" if answer.said["was_alive"] else f"{name}: had ended before")
+        if not answer.problem and answer.reply["ended"] is not None:
+            count = answer.reply["num_processes"]
+            ended.append(
+                f"{name}: {count} processes" if answer.reply["was_alive"] else f"{name}: had ended before"
+            )
     return Ending(ended, left)

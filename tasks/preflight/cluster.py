@@ -1,4 +1,4 @@
-"""The preflight on a cluster: joins it, asks every node at once, and adds what they find."""
+"""The preflight on a Ray cluster: examine all nodes in parallel, and the connections between them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from tasks.preflight.nodes import THIS_MACHINE, Pair
 if TYPE_CHECKING:
     from dapo_core.cluster.every_node import Node
 
-CLUSTER_SECONDS = 10.0  # where nothing listens: Ray itself would try for minutes
+CLUSTER_SECONDS = 10.0  # if nothing listens there; Ray itself would retry for minutes
 NODE_SECONDS = 60.0  # for a node to start a process and answer
-REDUCE_SECONDS = 30.0  # for two processes to meet and add
+REDUCE_SECONDS = 30.0  # for two processes to connect and add
 NUM_CLOCK_READINGS = 3
-AT_ONCE = 64  # nodes whose clocks are read
+MAX_CLOCKS = 64  # read at a time
 
 
 def check_cluster(config: ChainConfig, model: Path | None, is_whole: bool, findings: Findings) -> Limit | None:
-    """The room of the cluster that train.ray_address names and, if `is_whole`, each of its nodes.
+    """Check the capacity of the cluster at train.ray_address and, if `is_whole`, each of its nodes.
 
-    Returns the memory of the smallest device that was found.
+    Returns the memory of the smallest device found.
     """
     address = str(config.train.ray_address)
     seconds = _answer_seconds(address)
@@ -48,15 +48,15 @@ def check_cluster(config: ChainConfig, model: Path | None, is_whole: bool, findi
         from dapo_core.cluster.connection import connected_to_ray  # loads Ray
 
         with connected_to_ray(config.train, num_cpus=0, answer_seconds=seconds, is_quiet=True):
-            return _Look(config, model, findings).at_all()
+            return _NodeChecks(config, model, findings).run()
     except (ConfigError, WorkerDied) as error:
-        advice = "start Ray there (docs/operating.md), or unset train.ray_address for a private one"
+        advice = "start Ray there (docs/operating.md), or unset train.ray_address to use a private Ray"
         findings.add("Ray", FAIL, str(error), advice)
         return None
 
 
 def _answer_seconds(address: str) -> float:
-    """In which the cluster is to answer: joining one takes dozens of round trips, which are long to a far one."""
+    """Return how long to wait for the cluster: longer if its port answers, as joining takes many round trips."""
     if not address.rpartition(":")[2].isdecimal():  # auto
         return ANSWER_SECONDS
     try:
@@ -67,7 +67,7 @@ def _answer_seconds(address: str) -> float:
 
 
 def check_devices_here(config: ChainConfig, model: Path | None, findings: Findings) -> None:
-    """Devices of this machine, where the training takes a private Ray: health, links, and what is free."""
+    """Check health, links and free memory of this machine's devices, for a training with a private Ray."""
     from tasks.preflight.node_probe import devices_here
 
     kind = config.train.device
@@ -78,15 +78,16 @@ def check_devices_here(config: ChainConfig, model: Path | None, findings: Findin
 
 
 def check_room(config: ChainConfig, room: Room, findings: Findings) -> None:
-    """Devices and CPUs that the training needs, against those of the cluster."""
+    """Check that the cluster has the devices and CPUs that the training needs."""
     train = config.train
-    wanted = {device_for(train.device).ray_resource: config.num_devices}
-    wanted["CPU"] = config.num_cpus
-    for name, count in wanted.items():
+    needed = {device_for(train.device).ray_resource: config.num_devices}
+    needed["CPU"] = config.num_cpus
+    for name, count in needed.items():
         total, free = room.total.get(name, 0), room.free.get(name, 0)
-        found = f"{count} {name} are needed, {train.ray_address} has {total:g}, of which {free:g} are free"
+        found = f"{count} {name} needed; {train.ray_address} has {total:g}, {free:g} of them free"
         if count > total:
-            findings.add("Ray", FAIL, found, "lower train.num_ranks, rollout.num_workers or threads, or add nodes")
+            advice = "lower train.num_ranks, rollout.num_workers or their threads, or add nodes"
+            findings.add("Ray", FAIL, found, advice)
         elif count > free:
             findings.add("Ray", WARN, found, "the training waits until they are free")
         else:
@@ -94,26 +95,26 @@ def check_room(config: ChainConfig, room: Room, findings: Findings) -> None:
 
 
 def _needed_bytes(config: ChainConfig, model: Path | None, smallest: int | None) -> int | None:
-    """What the memory plan takes of a device at most; None without a plan."""
+    """Return the memory plan's peak on a device; None if there is no plan."""
     if smallest is None:
         return None
     try:
         plan = plan_of(config, model, limit=Limit("the smallest device", smallest))
-    except (ConfigError, ModelError):  # which check_memory says
+    except (ConfigError, ModelError):  # check_memory reports it
         return None
     return min(max(load.peak_bytes for load in plan.loads), smallest)
 
 
-class _Look:
-    """One look at all nodes of the cluster that this process has joined."""
+class _NodeChecks:
+    """The checks of all nodes of the cluster that this process has joined."""
 
     def __init__(self, config: ChainConfig, model: Path | None, findings: Findings) -> None:
         self.config, self.model, self.findings = config, model, findings
         self.device = device_for(config.train.device)
         self.probes: Mapping[Node, Any] = {}
 
-    def at_all(self) -> Limit | None:
-        """Add the findings; returns the memory of the smallest device."""
+    def run(self) -> Limit | None:
+        """Add all findings; returns the memory of the smallest device."""
         from dapo_core.cluster.every_node import actors_on, living_nodes
         from tasks.preflight.node_probe import NodeProbe
 
@@ -124,7 +125,8 @@ class _Look:
             total.update(node.resources)
             free.update(node.free)
         check_room(self.config, Room(total, free), self.findings)
-        with actors_on([node for node in living if self._has_devices(node)], NodeProbe) as probes:
+        resource = self.device.ray_resource
+        with actors_on([node for node in living if node.resources.get(resource, 0) > 0], NodeProbe) as probes:
             self.probes = probes
             reports = self._ask("report", self.device.kind, conditions_of(self.config))
             if not reports:
@@ -138,9 +140,6 @@ class _Look:
             self._check_all_reduce()
         return limit
 
-    def _has_devices(self, node: Node) -> bool:
-        return node.resources.get(self.device.ray_resource, 0) > 0
-
     def _ask(
         self,
         method: str,
@@ -148,18 +147,18 @@ class _Look:
         of: Mapping[Node, Sequence[Any]] | None = None,
         more_seconds: float = 0.0,
     ) -> dict[Node, Any]:
-        """What a method of the probes returns, `of` each with its own arguments; others are a finding."""
+        """Call a method on all probes, or on those in `of` with their own arguments; failures become findings."""
         from dapo_core.cluster.every_node import ask
 
-        wanted = dict.fromkeys(self.probes, arguments) if of is None else of
-        calls = {node: getattr(self.probes[node], method).remote(*given) for node, given in wanted.items()}
+        of = dict.fromkeys(self.probes, arguments) if of is None else of
+        calls = {node: getattr(self.probes[node], method).remote(*given) for node, given in of.items()}
         answers = ask(calls, NODE_SECONDS + more_seconds)
         for error in answers.failed.values():
             checks.add(self.findings, "answer", FAIL, str(error), ())
         return answers.given
 
     def _compare(self, given: Mapping[Node, Any]) -> Limit | None:
-        """What nodes report of themselves."""
+        """Check the nodes' reports; returns the memory of the smallest device."""
         from dapo_core.cluster.every_node import own_node
         from tasks.preflight.node_probe import versions_here
 
@@ -186,14 +185,13 @@ class _Look:
         return limit
 
     def _check_clocks(self) -> None:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(MAX_CLOCKS) as pool:
             read = dict(zip(self.probes, pool.map(self._skew_of, self.probes), strict=True))
         if skews := {node.name: skew for node, skew in read.items() if skew}:
             checks.check_clocks(skews, self.findings)
 
     def _skew_of(self, node: Node) -> tuple[float, float] | None:
-        """Seconds that a node's clock is ahead, and half of the round trip: what that may be wrong by. Of a few
-        readings the one with the shortest; None where one has no answer."""
+        """Return the seconds that a node's clock is ahead, and the error: half of the shortest round trip."""
         readings = []
         for _ in range(NUM_CLOCK_READINGS):
             began = time.time()
@@ -205,53 +203,53 @@ class _Look:
         return min(readings, key=lambda reading: reading[1])
 
     def _check_files(self) -> None:
-        """The store and what ranks read, of which each node must see the same."""
+        """Check that each node sees the same store and the same files that ranks read."""
         from dapo_core.cluster.every_node import own_node
         from dapo_core.cluster.shared_files import OUTPUT, digests, probe_in, shared_paths
 
         store = Path(self.config.store.path).absolute()
         folder = next(path for path in (store, *store.parents) if path.exists())
         others = [node for node in self.probes if node.id != own_node()]
-        if not others or not os.access(folder, os.W_OK | os.X_OK):  # the second is a finding of the disk's check
+        if not others or not os.access(folder, os.W_OK | os.X_OK):  # the disk check reports the second
             return
-        paths = {what: path.absolute() for what, path in shared_paths(self.config, self.model).items()}
-        paths = {what: path for what, path in paths.items() if path.is_file() or (path / "config.json").is_file()}
+        paths = {name: path.absolute() for name, path in shared_paths(self.config, self.model).items()}
+        paths = {name: path for name, path in paths.items() if path.is_file() or (path / "config.json").is_file()}
         paths[OUTPUT] = folder
         with probe_in(folder) as probe:
             seen = self._ask("differences", of=dict.fromkeys(others, (paths, digests(paths), probe)))
         checks.check_seen({node.name: found for node, found in seen.items()}, self.findings)
 
     def _check_connections(self) -> None:
-        """A TCP connection from each node to each port, at each address, of each other."""
+        """Try a TCP connection from each node to each port, at each address, of every other node."""
         from tasks.preflight.node_probe import NodeProbe
 
         if len(self.probes) < 2:
             return
         listening = self._ask("listen", of={node: (node.address,) for node in self.probes})
-        dialled = {node: _targets(node, listening) for node in listening}
-        asked = {node: ([each[:3] for each in targets],) for node, (targets) in dialled.items()}
+        targets = {node: _targets(node, listening) for node in listening}
+        arguments = {node: ([each[:3] for each in several],) for node, several in targets.items()}
         failures: dict[Pair, list[str]] = {}
-        seconds = NodeProbe.reach_seconds(max(map(len, dialled.values()), default=0))
-        for node, reasons in self._ask("reach", of=asked, more_seconds=seconds).items():
-            for (address, port, _, name, other), reason in zip(dialled[node], reasons, strict=True):
+        seconds = NodeProbe.reach_seconds(max(map(len, targets.values()), default=0))
+        for node, reasons in self._ask("reach", of=arguments, more_seconds=seconds).items():
+            for (address, port, _, name, other), reason in zip(targets[node], reasons, strict=True):
                 if reason:
-                    said = f"no connection to {address} port {port} ({name}): {reason}"
-                    failures.setdefault(Pair(node.name, other), []).append(said)
+                    text = f"no connection to {address} port {port} ({name}): {reason}"
+                    failures.setdefault((node.name, other), []).append(text)
         taken = {
             node.name: [name for name, port in each["ports"].items() if port is None]
             for node, each in listening.items()
         }
-        checks.check_reached(taken, failures, sum(map(len, dialled.values())), self.findings)
+        checks.check_connections(taken, failures, sum(map(len, targets.values())), self.findings)
 
     def _check_all_reduce(self) -> None:
-        """An all-reduce of each node with its neighbours in a ring, pair by pair, so that the pair is known."""
+        """Run an all-reduce between neighbours in a ring of nodes, pair by pair, to find a failing pair."""
         results: dict[Pair, str | float] = {}
         for pairs in rounds(list(self.probes)):
             results |= self._reduce(pairs)
-        checks.check_reduced(results, self.device.backend, self.findings)
+        checks.check_all_reduce(results, self.device.backend, self.findings)
 
     def _reduce(self, pairs: Sequence[tuple[Node, Node]]) -> dict[Pair, str | float]:
-        """The seconds of each pair, or why there are none; no node is in two."""
+        """Return each pair's seconds or its failure ("" if not tried); no node is in two pairs."""
         from dapo_core.cluster.every_node import finish, start_on
         from tasks.preflight.node_probe import all_reduce
 
@@ -269,42 +267,42 @@ class _Look:
         results: dict[Pair, str | float] = {}
         for one, other in pairs:
             if one not in tasks:
-                results[Pair(one.name, other.name)] = ""
+                results[one.name, other.name] = ""
                 continue
             failed = [str(answers.failed[node]) for node in (one, other) if node in answers.failed]
-            results[Pair(one.name, other.name)] = (
+            results[one.name, other.name] = (
                 "; ".join(failed) if failed else max(answers.given[one], answers.given[other])
             )
         return results
 
 
 def _targets(node: Node, listening: Mapping[Node, Any]) -> list[tuple[str, int, str, str, str]]:
-    """Address, port and word of what the others listen on, the range's name, and the other node's.
+    """Return address, port and greeting of each listening port, the range's name, and the node's name.
 
-    Each node begins with the one after it, so that not all dial one at once.
+    Each node starts with its successor, so that they do not all connect to one node at the same time.
     """
     nodes = list(listening)
     after = nodes.index(node) + 1
     return [
-        (address, port, each["word"], f"{name}; {chosen}", other.name)
+        (address, port, each["word"], f"{name}; {sources}", other.name)
         for other in [*nodes[after:], *nodes[: after - 1]]
         for each in [listening[other]]
-        for address, chosen in _by_address(each["addresses"]).items()
+        for address, sources in _sources_by_address(each["addresses"]).items()
         for name, port in each["ports"].items()
         if port is not None
     ]
 
 
-def _by_address(addresses: Mapping[str, str]) -> dict[str, str]:
-    """What chooses each address."""
+def _sources_by_address(addresses: Mapping[str, str]) -> dict[str, str]:
+    """Map each address to the names of the settings that select it."""
     return {
-        address: ", ".join(name for name, chosen in addresses.items() if chosen == address)
+        address: ", ".join(name for name, other in addresses.items() if other == address)
         for address in addresses.values()
     }
 
 
 def rounds(nodes: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
-    """Neighbours in a ring, in rounds in which no node is twice."""
+    """Split the pairs of neighbours in a ring into rounds in which no node occurs twice."""
     pairs = list(pairwise(nodes))
     found = [pairs[::2], pairs[1::2]]
     if len(nodes) > 2:

@@ -1,4 +1,4 @@
-"""What a check found, and the error of findings that would end a run."""
+"""Findings of the preflight checks, and the error that reports those that would end a run."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found; `advice` says what to do when its status is not ok."""
+    """The result of one check; `advice` says what to do unless the status is ok."""
 
     check: str
     status: str
     found: str
     advice: str = ""
-    where: str = ""  # nodes of a cluster, by name and address
-    why: str = ""  # what comes of it
+    where: str = ""  # the cluster's nodes, by name and address
+    why: str = ""  # the consequence
 
     @property
-    def said(self) -> str:
-        """Where, what, and what comes of it."""
+    def message(self) -> str:
+        """Where, what, and the consequence."""
         return (f"{self.where}: " if self.where else "") + self.found + (f"; {self.why}" if self.why else "")
 
 
 class PreflightError(ConfigError):
-    """Findings that would end the run, all of them; raised before any stage."""
+    """All findings that would end the run; raised before any stage."""
 
 
 class Findings(list[Finding]):
-    """Findings in the order of their checks."""
+    """Findings in the order of the checks."""
 
     @property
     def failed(self) -> list[Finding]:
-        """Those that would end the run."""
+        """Findings that would end the run."""
         return [finding for finding in self if finding.status == FAIL]
 
     def add(self, check: str, status: str, found: str, advice: str = "") -> None:
@@ -47,11 +47,11 @@ class Findings(list[Finding]):
 
     @contextmanager
     def catching(self, check: str) -> Iterator[None]:
-        """Turn an error that is raised inside into a finding: the next checks are made all the same."""
+        """Turn an error into a finding, so that the remaining checks still run."""
         try:
             yield
         except (DapoError, EvaluationError) as error:
-            self.add(check, FAIL, str(error))  # which says what to do
+            self.add(check, FAIL, str(error))  # the message includes the advice
 
     def require(self) -> None:
         """Raise PreflightError if any finding would end the run."""
@@ -63,8 +63,8 @@ class Findings(list[Finding]):
 
 
 def describe(findings: Sequence[Finding]) -> list[str]:
-    """A line for each finding: the check, what it found, what to do."""
+    """Return one line per finding: the check, the result, what to do."""
     return [
-        f"{finding.check}: {finding.said}" + (f"; {finding.advice}" if finding.advice else "")
+        f"{finding.check}: {finding.message}" + (f"; {finding.advice}" if finding.advice else "")
         for finding in findings
     ]

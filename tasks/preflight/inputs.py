@@ -1,4 +1,4 @@
-"""What of a recipe's model and data can be looked at: files of the user's now, all else once it was fetched."""
+"""Read the inputs of a recipe for its checks: local files before a run, everything else once it is fetched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from eval.problems.files import read_problems
 from eval.problems.rows import CHAT
 from tasks.config import ChainConfig
-from tasks.config.evaluate import BenchmarkConfig, EvaluateConfig
+from tasks.config.evaluate import BenchmarkConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
 from tasks.data.prepare import held_out_files, write_held_out
 from tasks.data.reading import read_source
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from eval.problems.items import EvaluationSet, Problem
     from tasks.artifacts.artifact import Artifact
 
-MAX_BYTES = 64 * 1024**2  # reading more takes longer than a second; prepare-data reads it
-NUM_FIRST = 1000  # problems of a larger set that are looked at
+MAX_BYTES = 64 * 1024**2  # larger sets take more than a second to read; prepare-data reads them
+NUM_FIRST = 1000  # problems of a larger set that are checked
 
 
 @dataclass
 class Inputs:
-    """The model's folder and the problems, where they are here; `later` names what is not."""
+    """The local model folder and problems; `later` names the inputs that are not local yet."""
 
     model: Path | None = None
     problems: Sequence[Problem] = ()
-    evaluation: EvaluationSet | None = None  # of data.eval
-    benchmarks: Mapping[str, EvaluationSet] = field(default_factory=dict)  # of evaluate.benchmarks, by name
+    evaluation: EvaluationSet | None = None  # data.eval
+    benchmarks: Mapping[str, EvaluationSet] = field(default_factory=dict)  # evaluate.benchmarks, by name
     later: tuple[str, ...] = ()
 
-    def asked(self, config: ChainConfig) -> list[tuple[BenchmarkConfig | None, EvaluationSet]]:
-        """What is evaluated, as far as it is here: the benchmarks, or data.eval alone."""
+    def evaluated(self, config: ChainConfig) -> list[tuple[BenchmarkConfig | None, EvaluationSet]]:
+        """Return the local sets that will be evaluated: the benchmarks, or data.eval if there are none."""
         named = config.evaluate.named
         if not named:
             return [(None, self.evaluation)] if self.evaluation is not None else []
@@ -47,12 +47,12 @@ class Inputs:
 
 
 def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
-    """What the recipe names as local files. Rows that cannot be used are a finding; after one, none are read."""
+    """Read the recipe's local files, unless there are findings already. Unusable rows become findings."""
     inputs = Inputs(later=inputs_later(config))
     if config.model.source == "path":
         inputs.model = Path(str(config.model.path))
     sources = train_sources(config)
-    if findings or all(source.is_generated for source in sources):  # as is the model of a recipe: made to fit
+    if findings or all(source.is_generated for source in sources):  # generated problems fit by construction
         return inputs
     for source in sources:
         if not source.is_generated and source.path is not None:
@@ -68,7 +68,7 @@ def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
 
 
 def inputs_later(config: ChainConfig) -> tuple[str, ...]:
-    """The model and the sets that only the first two stages make readable, in words."""
+    """Describe the model and the sets that cannot be read until the first two stages have run."""
     is_fetched = config.model.source not in ("path", "recipe")
     later = [f"the model {model_name(config.model)}"] if is_fetched else []
     later += [
@@ -82,7 +82,7 @@ def inputs_later(config: ChainConfig) -> tuple[str, ...]:
 
 
 def inputs_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Inputs:
-    """What the first two stages have put into the store."""
+    """Read the outputs of the first two stages."""
     folder = Path(data.path)
     inputs = Inputs(Path(model.path), read_problems(folder / TRAIN_FILE, (CHAT,)))
     _read_evaluated(inputs, config, folder)
@@ -90,22 +90,18 @@ def inputs_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Inpu
 
 
 def _read_evaluated(inputs: Inputs, config: ChainConfig, folder: Path) -> None:
-    """Read the prepared files of the folder that are evaluated, or validated with."""
-
-    def read(settings: EvaluateConfig, name: str) -> EvaluationSet:
-        return set_of(settings, folder / name)
-
+    """Read the folder's prepared files for evaluation and validation."""
     if (folder / EVAL_FILE).is_file():
-        inputs.evaluation = read(config.evaluate, EVAL_FILE)
+        inputs.evaluation = set_of(config.evaluate, folder / EVAL_FILE)
     inputs.benchmarks = {
-        name: read(config.evaluate.of(one), benchmark_file(name))
+        name: set_of(config.evaluate.of(one), folder / benchmark_file(name))
         for name, one in config.evaluate.named.items()
         if (folder / benchmark_file(name)).is_file()
     }
 
 
 def _is_read_later(source: Source) -> bool:
-    """Whether the first two stages read it; of what is a large file here, its first rows are looked at before."""
+    """True if only the first two stages read all of the source: it is remote, or larger than MAX_BYTES."""
     if source.is_generated or source.path is None:
         return not source.is_generated
     files = source.path.rglob("*") if source.path.is_dir() else [source.path]

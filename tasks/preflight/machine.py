@@ -1,4 +1,4 @@
-"""Checks of the machine that a recipe's stages run on: devices, memory, compilers, Ray, ports and disk."""
+"""Check the machine that runs a recipe's stages: devices, compilers, Ray, ports, caches and disk."""
 
 from __future__ import annotations
 
@@ -31,24 +31,22 @@ if TYPE_CHECKING:
     from dapo_core.memory.devices import Limit
     from tasks.preflight.model import ModelFacts
 
-INPUTS = ("prepare_data", "fetch_model")  # of a training, by their labels
+INPUTS = ("prepare_data", "fetch_model")  # labels of the stages that training reads
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPUAttentionBackend
-CACHE_ROOM = 1.25  # vLLM rounds to blocks and keeps some
-
-OF_ANOTHER_MACHINE = frozenset(
-    {"devices", "engine", "memory", "Ray", "trainer"}
-)  # checks that may fail where one only plans
+CACHE_MARGIN = 1.25  # vLLM rounds to blocks and reserves some
+# Checks that may fail on a machine that only plans the run.
+OF_ANOTHER_MACHINE = frozenset({"devices", "engine", "memory", "Ray", "trainer"})
 
 
 def check_machine(
     config: ChainConfig, facts: ModelFacts, model: Path | None, is_whole: bool, findings: Findings
 ) -> Limit | None:
-    """Everything that the stages need of the machine; if `is_whole`, of each node of the cluster, too.
+    """Check what the stages need of the machine and, if `is_whole`, of each node of the cluster.
 
-    Returns the memory of the cluster's smallest device, where that was looked at.
+    Returns the memory of the cluster's smallest device, if that was examined.
     """
     is_own = config.train.backend == "own"
-    if is_own:  # another trainer's packages and devices are not those of this environment
+    if is_own:  # another trainer has its own environment
         with findings.catching("versions"):
             require_versions()
             if difference := unknown_set(stack()):
@@ -66,11 +64,11 @@ def check_machine(
 
 
 def _check_devices(config: ChainConfig, model: Path | None, findings: Findings) -> None:
-    """The devices of policy ranks and rollout workers; those of a cluster are Ray's to know."""
+    """Check this machine's devices for policy ranks and rollout workers, unless a cluster provides them."""
     train, device = config.train, device_for(config.train.device)
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         findings.add(
-            "engine", FAIL, "rollout.engine=vllm, and vLLM is not installed here",
+            "engine", FAIL, "rollout.engine=vllm, but vLLM is not installed here",
             "install requirements/ for your device, or --set rollout.engine=hf",
         )  # fmt: skip
     if train.ray_address is not None or _is_on_a_cluster(config):
@@ -79,31 +77,31 @@ def _check_devices(config: ChainConfig, model: Path | None, findings: Findings) 
         device.require()
         if device.kind == "cpu":
             cores = len(os.sched_getaffinity(0))
-            wanted = train.num_ranks * train.threads_per_rank
-            findings.add("devices", OK, f"{cores} cores; {wanted} threads of policy ranks")
+            num_threads = train.num_ranks * train.threads_per_rank
+            findings.add("devices", OK, f"{cores} cores; {num_threads} threads of policy ranks")
             return
         names = device.visible(os.environ)
         if config.num_devices > len(names):
-            engines = "" if train.is_colocated else f" + {config.rollout.num_devices} of rollout.num_workers"
-            sharing = "" if train.is_colocated else ", or let ranks and engines share: train.placement=colocated"
+            engines = "" if train.is_colocated else f" + {config.rollout.num_devices} for rollout.num_workers"
+            sharing = "" if train.is_colocated else ", let ranks and engines share (train.placement=colocated)"
             raise ConfigError(
-                f"train.num_ranks={train.num_ranks}{engines} = {config.num_devices} devices, and this machine "
-                f"shows {len(names)} of {device.kind} ({device.visible_variable}); lower them{sharing}, or set "
-                "train.ray_address to a cluster"
+                f"train.num_ranks={train.num_ranks}{engines} = {config.num_devices} devices, but this machine "
+                f"has {len(names)} visible {device.kind} devices ({device.visible_variable}); lower these keys"
+                f"{sharing} or set train.ray_address to a cluster"
             )
         findings.add("devices", OK, f"{config.num_devices} of {len(names)} {device.kind} devices")
         check_devices_here(config, model, findings)
 
 
 def _is_on_a_cluster(config: ChainConfig) -> bool:
-    """Whether another trainer runs on devices of a Ray cluster, which this machine cannot count."""
+    """True if another trainer runs on a Ray cluster, whose devices this machine cannot count."""
     return config.train.backend != "own" and (
         job_server(config.external) is not None or os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
     )
 
 
 def _check_serving(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
-    """Devices, ports and compiler of the servers; on a CPU the widths of heads that vLLM can compute."""
+    """Check devices, ports and compiler of the servers; on a CPU also that vLLM supports the model's head size."""
     serve = config.serve
     with findings.catching("serving"):
         serve_environments(serve, os.environ)
@@ -112,18 +110,18 @@ def _check_serving(config: ChainConfig, facts: ModelFacts, findings: Findings) -
             needs_compiler = not serve.eager and not any(map(shutil.which, ("g++", "c++", "clang++")))
             if needs_compiler:
                 raise ConfigError(
-                    "serve.eager=false compiles the model, and no C++ compiler is here; --set serve.eager=true"
+                    "serve.eager=false compiles the model, but there is no C++ compiler; --set serve.eager=true"
                 )
             if facts.head_width is not None and facts.head_width not in CPU_HEAD_WIDTHS:
                 raise ConfigError(
-                    f"the model's attention heads have {facts.head_width} numbers, and vLLM on a CPU computes "
-                    f"heads of {', '.join(map(str, CPU_HEAD_WIDTHS))}: its server would end at the first request; "
-                    f"choose another model"
+                    f"the model's attention head size is {facts.head_width}, but vLLM on a CPU supports "
+                    f"{', '.join(map(str, CPU_HEAD_WIDTHS))}: its server would crash at the first request; "
+                    "choose another model"
                 )
             if serve.memory_gigabytes is None:
                 findings.add(
                     "serving", WARN,
-                    "serve.memory_gigabytes is unset: on a CPU vLLM then takes most of the memory for its cache",
+                    "serve.memory_gigabytes is unset: on a CPU vLLM takes most of the memory for its cache",
                     "--set serve.memory_gigabytes=1.0",
                 )  # fmt: skip
     if config.train.compile and config.train.device == "cpu" and not shutil.which("g++"):
@@ -131,7 +129,7 @@ def _check_serving(config: ChainConfig, facts: ModelFacts, findings: Findings) -
 
 
 def _check_cache(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
-    """Whether keys and values of one longest sequence fit the caches whose size the recipe names."""
+    """Check that the longest sequence fits each KV cache whose size the recipe sets."""
     if facts.token_bytes is None:
         return
     rollout, longest = config.rollout, config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -143,21 +141,21 @@ def _check_cache(config: ChainConfig, facts: ModelFacts, findings: Findings) -> 
         if gigabytes is not None and needed > gigabytes:
             findings.add(
                 "cache", FAIL,
-                f"{key}={gigabytes:g} holds no sequence of {tokens} tokens, whose keys and values take "
-                f"{needed:.2f} GiB: vLLM would refuse it",
-                f"--set {key}={needed * CACHE_ROOM + 0.05:.1f}, or shorter lengths",
+                f"{key}={gigabytes:g} cannot hold a sequence of {tokens} tokens, whose keys and values take "
+                f"{needed:.2f} GiB: vLLM would refuse to start",
+                f"--set {key}={needed * CACHE_MARGIN + 0.05:.1f}, or lower the lengths",
             )  # fmt: skip
 
 
 def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
-    """The store can be written to, and has room for checkpoints and the merged models."""
+    """Check that the store is writable and has room for checkpoints and merged models."""
     store = Path(config.store.path).absolute()
     existing = next(path for path in (store, *store.parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         findings.add(
             "store",
             FAIL,
-            f"{store} cannot be written to: {existing} is not a writable folder",
+            f"{store} is not writable: {existing} is not a writable folder",
             "set store.path to another directory",
         )
         return
@@ -165,28 +163,27 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
     disk = disk_plan(config, facts.parameters, steps)
     needed = disk.num_bytes
     free = shutil.disk_usage(existing).free
-    there = _bytes_there(config, disk) if needed > free else 0
-    needed = max(needed - there, 0)
-    found = f"{describe_bytes(free)} are free in {config.store.path}"
+    written = _written_bytes(config, disk) if needed > free else 0
+    needed = max(needed - written, 0)
+    found = f"{describe_bytes(free)} free in {config.store.path}"
     num_kept = len({*config.checkpoint.keep_steps, *steps})
-    of_steps = describe_bytes(disk.checkpoint * num_kept + disk.merged * len(steps))
-    kept = (
-        f", {of_steps} of them for checkpoints of {num_kept} steps that are kept" if num_kept and not there else ""
-    )
+    kept_bytes = describe_bytes(disk.checkpoint * num_kept + disk.merged * len(steps))
+    kept = f", {kept_bytes} of them for {num_kept} steps whose checkpoints are kept"
+    kept = kept if num_kept and not written else ""
     if needed > free:
         findings.add(
             "disk", FAIL,
             f"{found}; {disk.num_checkpoints} checkpoints and merged models take about "
-            f"{describe_bytes(needed)}{' more than is there' if there else ''}{kept}",
-            "another store.path, fewer steps in evaluate.checkpoints, a lower checkpoint.keep_last, or `dapo gc "
-            "--keep-runs N`",
+            f"{describe_bytes(needed)}{' more than is already written' if written else ''}{kept}",
+            "set another store.path, fewer steps in evaluate.checkpoints or a lower checkpoint.keep_last, or run "
+            "`dapo gc --keep-runs N`",
         )  # fmt: skip
     else:
-        findings.add("disk", OK, found + (f", about {describe_bytes(needed)} are needed{kept}" if needed else ""))
+        findings.add("disk", OK, found + (f", about {describe_bytes(needed)} needed{kept}" if needed else ""))
 
 
-def _bytes_there(config: ChainConfig, disk: Disk) -> int:
-    """Of the plan's bytes those that finished stages wrote, and an unfinished training, which continues."""
+def _written_bytes(config: ChainConfig, disk: Disk) -> int:
+    """Return how many of the plan's bytes finished stages and a resumable training have written already."""
     store, num_bytes = ArtifactStore(config.store.path), 0
     found: dict[str, Artifact] = {}
     for link in chain_of(config):
@@ -195,13 +192,13 @@ def _bytes_there(config: ChainConfig, disk: Disk) -> int:
             continue
         try:
             key = link.key(*(found[label] for label in link.needs))
-        except (DapoError, DownloadError, EvaluationError):  # another check, or the stage, says why
+        except (DapoError, DownloadError, EvaluationError):  # another check, or the stage, reports it
             continue
         if (artifact := store.lookup(key.stage, key.key)) is not None:
             found[link.label] = artifact
             num_bytes += is_training * disk.checkpoint * disk.num_checkpoints + is_merged * disk.merged
         elif is_training and (left := store.unfinished(key.stage, key.key)) is not None:
-            with suppress(FileNotFoundError):  # a training that is at work removes old checkpoints
-                written = sum(path.stat().st_size for path in left.rglob("*") if path.is_file())
-                num_bytes += min(written, disk.checkpoint * disk.num_checkpoints)
+            with suppress(FileNotFoundError):  # a running training removes old checkpoints
+                size = sum(path.stat().st_size for path in left.rglob("*") if path.is_file())
+                num_bytes += min(size, disk.checkpoint * disk.num_checkpoints)
     return num_bytes

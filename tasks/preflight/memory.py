@@ -1,4 +1,4 @@
-"""The memory plan of a recipe: which model and which devices it is made for, and whether it fits them."""
+"""The memory plan of a recipe: find the model's shape and the devices' memory, and check that it fits."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from tasks.preflight.megatron import megatron_change, splits_in
 def plan_of(
     config: ChainConfig, folder: Path | None = None, gigabytes: float | None = None, limit: Limit | None = None
 ) -> MemoryPlan:
-    """The recipe's plan; `folder` is the fetched model, `gigabytes` the GiB of a device in place of a name.
+    """Return the recipe's plan; `folder` is the fetched model, `gigabytes` overrides the device's GiB.
 
-    `limit` is what was found of the devices, for a recipe that names none.
-
-    Raises ConfigError for a model without a config.json here that is not in the table either, and for an unknown
-    device; ModelError for an architecture whose tensors are not known.
+    `limit` is the memory found on the devices; it is used if the recipe names no device model.
+    Raises ConfigError for a model without a local config.json that is not in the table of published models, and
+    for an unknown device; ModelError for an architecture whose tensors are not known.
     """
     shape = shape_of(model_config(config.model, folder))
     if limit is None or config.train.device_model is not None:
@@ -39,11 +38,11 @@ def plan_of(
 
 
 def change_that_fits(config: ChainConfig, plan: MemoryPlan, folder: Path | None = None) -> str:
-    """The keys to change so that a plan with shortages fits, as options."""
+    """Return the options that make a plan with shortages fit."""
     shape = shape_of(model_config(config.model, folder))
     if splits_in(config, shape) is not None:
         return megatron_change(config, shape, plan) or (
-            "neither offloading nor larger splits make it fit: take more devices (train.num_ranks)"
+            "neither offloading nor larger splits make it fit: use more devices (train.num_ranks)"
         )
 
     def replan(other: TrainingConfig) -> MemoryPlan:
@@ -51,21 +50,21 @@ def change_that_fits(config: ChainConfig, plan: MemoryPlan, folder: Path | None 
 
     change = smallest_change(config, shape, replan)
     if change is None:
-        return "no change of keys within the plan makes it fit: take a smaller model or a lower response limit"
+        return "no change of keys makes it fit: use a smaller model or a lower response limit"
     return describe(change)
 
 
 def _as_counted(config: Root) -> Root:
-    """The recipe as the formulas take it: verl's logits are those of a whole micro-batch."""
+    """Return the recipe for the memory formulas: verl computes the logits of a whole micro-batch at once."""
     if config.train.backend == "own":
         return config
     return changed(config, {"train.logits_chunk_tokens": config.train.micro_batch_tokens})
 
 
 def check_memory(config: ChainConfig, folder: Path | None, findings: Findings, limit: Limit | None = None) -> None:
-    """Whether the plan fits; nothing is said of a model that was not fetched and is in no table.
+    """Check that the plan fits; skipped for a model that is not fetched yet and not in the table.
 
-    `limit` is what was found of the devices, for a recipe that names none.
+    `limit` is the memory found on the devices, for a recipe that names no device model.
     """
     if not (folder and (folder / "config.json").is_file()) and _known_config(config.model) is None:
         return
@@ -81,22 +80,22 @@ def check_memory(config: ChainConfig, folder: Path | None, findings: Findings, l
         findings.add("memory", OK, summary(plan))
         return
     is_own = config.train.backend == "own"
-    is_tried = config.train.allow_oversubscription or not is_own  # of verl, nothing was compared with a device
-    advice = f"{change_that_fits(config, plan, folder)}; dapo plan CONFIG --memory shows what takes it"
-    if not is_tried:
-        advice += ", and train.allow_oversubscription=true tries all the same"
-    findings.add("memory", WARN if is_tried else FAIL, "; ".join(plan.shortages), advice)
+    is_allowed = config.train.allow_oversubscription or not is_own  # plans for verl were never checked on devices
+    advice = f"{change_that_fits(config, plan, folder)}; dapo plan CONFIG --memory shows the details"
+    if not is_allowed:
+        advice += ", and train.allow_oversubscription=true runs it anyway"
+    findings.add("memory", WARN if is_allowed else FAIL, "; ".join(plan.shortages), advice)
 
 
 def summary(plan: MemoryPlan) -> str:
-    """The peak and the limit of each kind of device, as the headers of recipes state them."""
+    """Return the peak and the limit of each kind of device, as the headers of recipes state them."""
     limit = "" if plan.limit.num_bytes is None else f" of {plan.limit.num_bytes / GIB:.1f}"
     peaks = [f"{load.name} {load.peak_bytes / GIB:.1f}{limit} GiB" for load in plan.loads]
     return f"{', '.join(peaks)} ({plan.limit.name})"
 
 
 def device_limit(config: TrainingConfig, gigabytes: float | None = None) -> Limit:
-    """The memory of a device: as given, of the model that train.device_model names, else of this machine's own."""
+    """Return a device's memory: `gigabytes` if given, else that of train.device_model, else this machine's."""
     train = config.train
     if gigabytes is not None:
         return Limit(f"{gigabytes:g} GiB as given", int(gigabytes * GIB))
@@ -104,7 +103,7 @@ def device_limit(config: TrainingConfig, gigabytes: float | None = None) -> Limi
         size = find_device(train.device_model)
         if size.kind != train.device:
             raise ConfigError(
-                f"train.device_model={train.device_model} is a {size.kind} device, and train.device="
+                f"train.device_model={train.device_model} is a {size.kind} device, but train.device="
                 f"{train.device}; change one of the two"
             )
         return Limit(train.device_model, size.num_bytes)
@@ -115,7 +114,7 @@ def device_limit(config: TrainingConfig, gigabytes: float | None = None) -> Limi
 
 
 def model_config(model: ModelConfig, folder: Path | None = None) -> Mapping[str, Any]:
-    """config.json of the model: of its folder, of a published model, or of what model.source=recipe builds."""
+    """Return the model's config.json, from its folder, the published models or model.source=recipe."""
     path = folder or (Path(str(model.path)) if model.source == "path" else None)
     if path is not None and (path / "config.json").is_file():
         try:
@@ -123,14 +122,14 @@ def model_config(model: ModelConfig, folder: Path | None = None) -> Mapping[str,
         except ValueError as error:
             raise ModelError(f"{path / 'config.json'} is not JSON: {error}; fetch the model again") from None
         if not isinstance(found, dict):
-            raise ModelError(f"{path / 'config.json'} holds no names and values; fetch the model again")
+            raise ModelError(f"{path / 'config.json'} is not a JSON object; fetch the model again")
         return found
     known = _known_config(model)
     if known is None:
         name = model.path if model.source == "path" else model_name(model)
         raise ConfigError(
-            f"the memory plan needs config.json of {name}, which is not here; fetch the model (dapo "
-            f"stage fetch-model), or set model.path to a folder that has it. Known without: {', '.join(PUBLISHED)}"
+            f"the memory plan needs config.json of {name}, which is not on this machine; fetch the model (dapo "
+            f"stage fetch-model) or set model.path to its folder. Built in: {', '.join(PUBLISHED)}"
         )
     return known
 

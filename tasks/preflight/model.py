@@ -1,4 +1,4 @@
-"""Checks of a model folder: complete, trainable, servable, with a tokenizer that renders the recipe's prompts."""
+"""Check a model folder: complete, trainable, servable, with a tokenizer that renders the recipe's prompts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the checks of other things need to know of a model; None where it could not be read."""
+    """Properties of a model that other checks need; None if they could not be read."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
     positions: int | None = None
     vocabulary: int | None = None  # rows of the embedding
-    token_bytes: int | None = None  # keys and values of one token in 16-bit numbers
-    head_width: int | None = None  # numbers of an attention head
+    token_bytes: int | None = None  # keys and values of one token, in 16 bits
+    head_width: int | None = None
     parameters: int = 0
 
 
 def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelFacts:
-    """The facts of the folder; what training, engines or servers would refuse is a finding."""
+    """Return the facts of a model folder; add a finding for anything training, engines or servers would reject."""
     num_before = len(findings)
     with findings.catching("model"):
         require_model_folder(folder)
@@ -49,9 +49,9 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
         _require_even_heads(model_config.get_text_config(), config)
         _require_parts(model_config.get_text_config(), config)
     with findings.catching("tokenizer"):
-        template = config.model.chat_template  # which a fetched folder has as its own
-        is_own = template is not None and folder == Path(str(config.model.path))
-        tokenizer = load_tokenizer(folder, config.model.trust_remote_code, template if is_own else None)
+        template = config.model.chat_template  # a fetched folder already contains it
+        is_fetched = template is None or folder != Path(str(config.model.path))
+        tokenizer = load_tokenizer(folder, config.model.trust_remote_code, None if is_fetched else template)
         read_eos_ids(folder)
     with findings.catching("sampling"):
         with_model_sampling(config, folder)
@@ -61,8 +61,8 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
     weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     item_bytes = 4 if "float32" in str(getattr(text, "dtype", None) or getattr(model_config, "dtype", "")) else 2
     if len(findings) == num_before:
-        said = f"{describe_bytes(weight_bytes)} of {model_config.model_type}, trainable; chat template present"
-        findings.add("model", OK, said)
+        found = f"{describe_bytes(weight_bytes)} of {model_config.model_type}, trainable; chat template present"
+        findings.add("model", OK, found)
     return ModelFacts(
         tokenizer,
         longest_sequence(model_config.to_dict()),
@@ -79,21 +79,22 @@ def _require_even_heads(text: Any, config: ChainConfig) -> None:
     for section, size in sizes.items():
         if heads % size:
             raise ConfigError(
-                f"{section}.tensor_parallel={size} devices cannot share {heads} attention heads; set it to a "
-                f"divisor of {heads}"
+                f"{section}.tensor_parallel={size} does not divide the model's {heads} attention heads; set it to "
+                f"a divisor of {heads}"
             )
 
 
 def _require_parts(text: Any, config: ChainConfig) -> None:
-    """Raise ConfigError for stages without a layer, and for experts of a model that has none."""
+    """Raise ConfigError for more pipeline stages than layers, or expert parallelism of a model without experts."""
     layers, stages = getattr(text, "num_hidden_layers", 0), config.rollout.pipeline_parallel
     if layers and stages > layers:
         raise ConfigError(
-            f"rollout.pipeline_parallel={stages} stages cannot share {layers} layers; set it to {layers} or less"
+            f"rollout.pipeline_parallel={stages} is more stages than the model's {layers} layers; set it to "
+            f"{layers} or less"
         )
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     if config.rollout.expert_parallel and not any(getattr(text, name, None) for name in experts):
-        raise ConfigError(f"rollout.expert_parallel=true, and {text.model_type} has no experts; set it to false")
+        raise ConfigError(f"rollout.expert_parallel=true, but {text.model_type} has no experts; set it to false")
 
 
 def _head_width(text: Any) -> int | None:

@@ -1,11 +1,11 @@
-"""Findings about the nodes of a cluster, from what each reports of itself: equal on all is one line."""
+"""Turn the nodes' reports into findings; what is the same on all nodes is one finding."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -15,8 +15,8 @@ from tasks.preflight.environment import MIN_OPEN_FILES, Variable, faults
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, Findings
 
 TABLE = Path(__file__).parent / "nodes.yaml"
-THIS_MACHINE = "this machine"  # where the chain runs, when it is no node of the cluster
-OF_ANY_MACHINE = ("Python", "code", "transformers", "ray")
+THIS_MACHINE = "this machine"  # the machine that runs the chain, if it is not a node of the cluster
+TRAINER_VERSIONS = ("Python", "code", "transformers", "ray")  # needed without devices, too
 MAX_SKEW_SECONDS = 2.0
 MIN_LOCKED_BYTES = 16 * GIB
 MIN_SHARED_BYTES = 1 * GIB
@@ -26,13 +26,7 @@ TOLERANCE_BYTES = 1 * GIB  # between the vendors' counts of memory and torch's
 SHOWN = 4  # processes of a device, devices of a node
 
 Reports = Mapping[str, Mapping[str, Any]]  # by node
-
-
-class Pair(NamedTuple):
-    """Two nodes, of which the first dials."""
-
-    one: str
-    other: str
+Pair = tuple[str, str]  # two nodes; the first one connects to the second
 
 
 @cache
@@ -42,13 +36,13 @@ def _rows() -> dict[str, dict[str, str]]:
 
 
 def add(findings: Findings, row: str, status: str, found: str, nodes: Collection[str]) -> None:
-    """Append a finding of the table's row about nodes."""
+    """Append a finding about nodes, with the texts of a table row."""
     texts = _rows()[row]
-    findings.append(Finding(texts["check"], status, found, texts["mend"], ", ".join(nodes), texts["why"]))
+    findings.append(Finding(texts["check"], status, found, texts["fix"], ", ".join(nodes), texts["consequence"]))
 
 
 def joined(found: Iterable[tuple[str, str, str, str]]) -> list[tuple[str, str, str, str]]:
-    """Row, status, text and node, with the texts of several devices of a node as one."""
+    """Join the texts about several devices of a node; items are row, status, text and node."""
     texts: dict[tuple[str, str, str], list[str]] = {}
     for row, status, text, node in found:
         texts.setdefault((row, status, node), []).append(text)
@@ -62,7 +56,7 @@ def _more(shown: Sequence[Any]) -> str:
 
 
 def add_grouped(findings: Findings, found: Iterable[tuple[str, str, str, str]], num_nodes: int) -> None:
-    """Append findings of row, status, text and node, of `num_nodes`: one for all nodes with the same text."""
+    """Append findings given as row, status, text and node; nodes with the same text share one finding."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for row, status, text, node in found:
         groups.setdefault((row, status, text), []).append(node)
@@ -72,22 +66,22 @@ def add_grouped(findings: Findings, found: Iterable[tuple[str, str, str, str]], 
 
 
 def check_versions(versions: Mapping[str, Mapping[str, str]], findings: Findings) -> None:
-    """Versions by node: equal on all, else which node has which.
+    """Check that versions are equal on all nodes.
 
-    This machine, where it is no node, need not have what belongs to devices.
+    THIS_MACHINE, if it is not a node, is only compared in TRAINER_VERSIONS.
     """
     names = list(dict.fromkeys(name for each in versions.values() for name in each))
     is_equal = True
     for name in names:
         groups: dict[str, list[str]] = {}
         for node, each in versions.items():
-            if node != THIS_MACHINE or name in OF_ANY_MACHINE:
+            if node != THIS_MACHINE or name in TRAINER_VERSIONS:
                 groups.setdefault(each.get(name, "none"), []).append(node)
         if len(groups) > 1:
             is_equal = False
             usual, *others = sorted(groups.items(), key=lambda group: -len(group[1]))
             for value, nodes in others:
-                found = f"{name} {value}, and {usual[0]} on {', '.join(usual[1])}"
+                found = f"{name} {value}, but {usual[0]} on {', '.join(usual[1])}"
                 row = name if name in ("code", "driver") else "version"
                 add(findings, row, WARN if name == "driver" else FAIL, found, nodes)
     if is_equal:
@@ -96,7 +90,7 @@ def check_versions(versions: Mapping[str, Mapping[str, str]], findings: Findings
 
 
 def check_sets(reports: Reports, here: Mapping[str, str], findings: Findings) -> None:
-    """Packages and CANN of nodes that are in no known set together; what is as on this machine is said of it."""
+    """Warn of packages and CANN versions that form no known set, unless the packages are those `here`."""
     found = []
     for node, report in reports.items():
         packages, toolkit = report["stack"], report["versions"].get("CANN")
@@ -105,7 +99,7 @@ def check_sets(reports: Reports, here: Mapping[str, str], findings: Findings) ->
         name = set_of(packages)
         made_with = sets()[name].cann if name else None
         if made_with and toolkit and made_with.lower() != toolkit.lower():
-            found.append(("cann", WARN, f"CANN {toolkit}, and the set {name} is made with {made_with}", node))
+            found.append(("cann", WARN, f"CANN {toolkit}, but the set {name} is built with {made_with}", node))
     add_grouped(findings, found, len(reports))
 
 
@@ -115,41 +109,44 @@ def check_devices(
     promised: Mapping[str, int],
     findings: Findings,
 ) -> None:
-    """Health, processes, memory and number of devices; `promised` by Ray, `needed_bytes` of each by the plan."""
-    before, num_devices, least = len(findings), 0, None
+    """Check health, processes, free memory and number of devices.
+
+    `promised` is Ray's number of devices by node; `needed_bytes` is the memory plan's peak on a device.
+    """
+    before = len(findings)
     found: list[tuple[str, str, str, str]] = []
+    frees: list[int | None] = []
     for node, report in reports.items():
         seen = report["devices"]
         devices = seen["devices"]
-        num_devices += len(devices)
+        frees += map(_free, devices)
         found += [("tool", WARN, f"could not be read: {line}", node) for line in seen["unread"]]
         if devices and promised.get(node, 0) > len(devices):
-            text = f"Ray has {promised[node]} devices there, and {seen['tool']} shows {len(devices)}"
+            text = f"Ray was started with {promised[node]} devices, but {seen['tool']} shows {len(devices)}"
             found.append(("count", FAIL, text, node))
         for device in devices:
-            found += [(*one, node) for one in _of_device(device, needed_bytes)]
-            free = _free(device)
-            least = free if least is None else min(least, free if free is not None else least)
+            found += [(*fault, node) for fault in _device_faults(device, needed_bytes)]
     add_grouped(findings, joined(found), len(reports))
-    if num_devices and len(findings) == before:
+    if frees and len(findings) == before:
         place = "here" if THIS_MACHINE in reports else f"on {len(reports)} nodes"
-        room = "" if least is None else f", at least {describe_bytes(least)} free on each"
-        findings.add("devices", OK, f"{num_devices} {place}, healthy, without other processes{room}")
+        known = [free for free in frees if free is not None]
+        room = f", at least {describe_bytes(min(known))} free on each" if known else ""
+        findings.add("devices", OK, f"{len(frees)} {place}, healthy, without other processes{room}")
 
 
-def _of_device(device: Mapping[str, Any], needed_bytes: int | None) -> list[tuple[str, str, str]]:
-    """Row, status and text of what is wrong with a device."""
+def _device_faults(device: Mapping[str, Any], needed_bytes: int | None) -> list[tuple[str, str, str]]:
+    """Return the faults of a device, as row, status and text."""
     label, health, free = device["label"], device["health"], _free(device)
     found = []
     if health is None:
-        found.append(("tool", WARN, f"{label}: its health could not be read"))
+        found.append(("tool", WARN, f"{label}: health could not be read"))
     elif health != "OK":
         found.append(("health", WARN if health.startswith("Warning") else FAIL, f"{label}: {health}"))
     if free is None:
-        found.append(("tool", WARN, f"{label}: its memory could not be read"))
+        found.append(("tool", WARN, f"{label}: memory could not be read"))
     shortage = ""
     if free is not None and needed_bytes is not None and free + TOLERANCE_BYTES < needed_bytes:
-        shortage = f"{label}: {describe_bytes(free)} are free, and {describe_bytes(needed_bytes)} are needed"
+        shortage = f"{label}: {describe_bytes(free)} free, {describe_bytes(needed_bytes)} needed"
     others = [process for process in device["processes"] if not process["is_of_ray"]]
     jobs = [process for process in device["processes"] if process["is_of_ray"]]
     if others:
@@ -162,25 +159,25 @@ def _of_device(device: Mapping[str, Any], needed_bytes: int | None) -> list[tupl
 
 
 def _free(device: Mapping[str, Any]) -> int | None:
-    """Memory that no process holds; None where the tool does not say."""
+    """Free memory of a device; None if the tool does not report it."""
     if device["total_bytes"] is None or device["used_bytes"] is None:
         return None
     return int(device["total_bytes"] - device["used_bytes"])
 
 
 def _named(processes: Sequence[Mapping[str, Any]]) -> str:
-    """The largest processes with what they hold."""
+    """Describe the largest processes."""
     largest = sorted(processes, key=lambda process: -(process["num_bytes"] or 0))
     shown = [
-        f"process {each['pid']} ({each['name'] or 'without a name'})"
-        + ("" if each["num_bytes"] is None else f" holds {describe_bytes(each['num_bytes'])}")
+        f"process {each['pid']} ({each['name'] or 'unnamed'})"
+        + ("" if each["num_bytes"] is None else f" uses {describe_bytes(each['num_bytes'])}")
         for each in largest[:SHOWN]
     ]
     return ", ".join(shown) + _more(largest)
 
 
 def smallest_device(reports: Reports, kind: str) -> int | None:
-    """Bytes that torch sees of the smallest device; None where no tool says."""
+    """Return the bytes that torch can use on the smallest device; None if no tool reports them."""
     totals = [
         device["total_bytes"]
         for report in reports.values()
@@ -191,15 +188,15 @@ def smallest_device(reports: Reports, kind: str) -> int | None:
 
 
 def check_device_model(name: str, smallest: int, findings: Findings) -> None:
-    """The device that the memory plan is made for, against the smallest that is there."""
+    """Compare the device that the memory plan assumes with the smallest one found."""
     planned = find_device(name).num_bytes
     if abs(planned - smallest) > TOLERANCE_BYTES:
-        sizes = f"{describe_bytes(planned)}, and a device there {describe_bytes(smallest)}"
+        sizes = f"{describe_bytes(planned)}, but the smallest device found has {describe_bytes(smallest)}"
         add(findings, "model", FAIL if smallest < planned else WARN, f"train.device_model={name} has {sizes}", ())
 
 
 def check_links(reports: Reports, findings: Findings) -> None:
-    """The ports of NPUs: up, with an address, tested, and with the same TLS on all; a single node needs none."""
+    """Check the network ports of NPUs: up, healthy, with an address and equal TLS. A single node needs none."""
     before, found = len(findings), []
     switches: dict[str, list[str]] = {}
     num_ports, down = 0, FAIL if len(reports) > 1 else WARN
@@ -209,14 +206,14 @@ def check_links(reports: Reports, findings: Findings) -> None:
             found.append(("links_unread", WARN, f"could not be read: {reason}", node))
         for port in seen.get("links", ()):
             num_ports += 1
-            found += [(*one, node) for one in _of_port(port, down)]
+            found += [(*fault, node) for fault in _port_faults(port, down)]
             if port["tls"] is not None:
                 switches.setdefault(port["tls"], []).append(f"{node} {port['label']}")
     add_grouped(findings, joined(found), len(reports))
     if len(switches) > 1:
         usual, other = sorted(switches, key=lambda value: -len(switches[value]))
         named = ", ".join(switches[other][:SHOWN]) + _more(switches[other])
-        text = f"TLS is {_TLS[other]} there, and {_TLS[usual]} on {len(switches[usual])} other ports"
+        text = f"TLS is {_TLS[other]}, but {_TLS[usual]} on {len(switches[usual])} other ports"
         add(findings, "tls", FAIL, text, (named,))
     if num_ports and len(findings) == before:
         findings.add(
@@ -227,10 +224,10 @@ def check_links(reports: Reports, findings: Findings) -> None:
 _TLS = {"0": "off", "1": "on"}
 
 
-def _of_port(port: Mapping[str, str | None], down: str) -> list[tuple[str, str, str]]:
+def _port_faults(port: Mapping[str, str | None], down: str) -> list[tuple[str, str, str]]:
     label, found = port["label"], []
     if port["link"] is None:
-        found.append(("links_unread", WARN, f"{label}: its link could not be read"))
+        found.append(("links_unread", WARN, f"{label}: link could not be read"))
     elif port["link"] != "UP":
         found.append(("link", down, f"{label}: link {port['link']}"))
     if port["health"] not in (None, "Success"):
@@ -241,7 +238,7 @@ def _of_port(port: Mapping[str, str | None], down: str) -> list[tuple[str, str, 
 
 
 def check_clocks(skews: Mapping[str, tuple[float, float]], findings: Findings) -> None:
-    """Seconds that each node's clock is ahead of this machine's, and how exactly that is known."""
+    """Check the clocks: seconds that each node is ahead of this machine, and the error of that number."""
     found = [
         ("clock", WARN, f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this machine", node)
         for node, (skew, error) in skews.items()
@@ -253,19 +250,19 @@ def check_clocks(skews: Mapping[str, tuple[float, float]], findings: Findings) -
 
 
 def check_limits(reports: Reports, is_accelerated: bool, findings: Findings) -> None:
-    """Limits of processes, shared memory and unused huge pages."""
+    """Check the limits of processes, shared memory and unused huge pages."""
     found = []
     for node, report in reports.items():
         files, locked = report["limits"]["open files"], report["limits"]["locked memory"]
         sizes = report["memory"]
         if files is not None and files < MIN_OPEN_FILES:
-            found.append(("open_files", WARN, f"ulimit -n is {files}, and {MIN_OPEN_FILES} are advised", node))
+            found.append(("open_files", WARN, f"ulimit -n is {files}; {MIN_OPEN_FILES} is recommended", node))
         if is_accelerated and locked is not None and locked < MIN_LOCKED_BYTES:
             found.append(("locked_memory", WARN, f"ulimit -l is {locked / 1024:.0f} KiB", node))
         if sizes["shared"] < MIN_SHARED_BYTES:
             found.append(("shared_memory", WARN, f"/dev/shm has {describe_bytes(sizes['shared'])}", node))
         if sizes["unused_huge_pages"] > MAX_UNUSED_SHARE * sizes["total"]:
-            text = f"{describe_bytes(sizes['unused_huge_pages'])} are in huge pages that nothing uses"
+            text = f"{describe_bytes(sizes['unused_huge_pages'])} are reserved for unused huge pages"
             found.append(("huge_pages", WARN, text, node))
     add_grouped(findings, found, len(reports))
     if not found:
@@ -273,7 +270,7 @@ def check_limits(reports: Reports, is_accelerated: bool, findings: Findings) -> 
 
 
 def check_disks(reports: Reports, findings: Findings) -> None:
-    """Room for temporary files and for Ray's objects and logs on each node."""
+    """Check the free space for temporary files and for Ray's objects and logs on each node."""
     found = []
     for node, report in reports.items():
         for path, sizes in report["disk"].items():
@@ -284,11 +281,11 @@ def check_disks(reports: Reports, findings: Findings) -> None:
     add_grouped(findings, found, len(reports))
     if not found:
         least = min(sizes["free"] for report in reports.values() for sizes in report["disk"].values())
-        findings.add("node disk", OK, f"at least {describe_bytes(least)} free for temporary files and Ray's")
+        findings.add("node disk", OK, f"at least {describe_bytes(least)} free for temporary files and Ray")
 
 
 def check_variables(reports: Reports, findings: Findings) -> None:
-    """Variables of each node's own environment that are dead or in the way."""
+    """Check each node's environment for obsolete or harmful variables."""
     add_grouped(
         findings,
         (
@@ -301,7 +298,7 @@ def check_variables(reports: Reports, findings: Findings) -> None:
 
 
 def check_seen(differences: Mapping[str, Sequence[str]], findings: Findings) -> None:
-    """What each node does not see of the store, the model and the scorer as this machine does."""
+    """Check that each node sees the same store, model and scorer as this machine."""
     found = [
         ("files", FAIL, f"does not see {', '.join(each)}", node) for node, each in differences.items() if each
     ]
@@ -310,29 +307,29 @@ def check_seen(differences: Mapping[str, Sequence[str]], findings: Findings) -> 
         findings.add("files", OK, f"store and model are the same on {len(differences) + 1} machines")
 
 
-def check_reached(
+def check_connections(
     taken: Mapping[str, Sequence[str]], failures: Mapping[Pair, Sequence[str]], num_tried: int, findings: Findings
 ) -> None:
-    """Ranges without a free port by node, and connections that failed by pair of nodes."""
+    """Report port ranges without a free port, by node, and failed connections, by pair of nodes."""
     add_grouped(
         findings,
         (("range", WARN, f"no port of {name} is free", node) for node, names in taken.items() for name in names),
         len(taken),
     )
-    for pair, reasons in failures.items():
-        add(findings, "connection", FAIL, "; ".join(reasons), (f"from {pair.one} to {pair.other}",))
+    for (one, other), reasons in failures.items():
+        add(findings, "connection", FAIL, "; ".join(reasons), (f"from {one} to {other}",))
     if num_tried and not failures:
         findings.add("network", OK, f"{num_tried} TCP connections, from each node to each other")
 
 
-def check_reduced(results: Mapping[Pair, str | float], backend: str, findings: Findings) -> None:
-    """Seconds of the all-reduce of each pair of nodes, or why there was none; "" where its devices were taken."""
-    for pair, result in results.items():
-        where = (f"between {pair.one} and {pair.other}",)
+def check_all_reduce(results: Mapping[Pair, str | float], backend: str, findings: Findings) -> None:
+    """Check each pair's all-reduce: its seconds or its failure, "" if the devices were taken."""
+    for (one, other), result in results.items():
+        where = (f"between {one} and {other}",)
         if result == "":
             add(findings, "reduce_busy", WARN, "not tried", where)
         elif isinstance(result, str):
-            add(findings, "reduce", FAIL, f"no all-reduce over {backend}: {result}", where)
+            add(findings, "reduce", FAIL, f"all-reduce over {backend} failed: {result}", where)
     times = [result for result in results.values() if isinstance(result, float)]
     if times and len(times) == len(results):
         slowest = f", {1000 * max(times):.0f} ms at most" if len(times) > 1 else f", {1000 * times[0]:.0f} ms"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +27,19 @@ if TYPE_CHECKING:
     from tasks.preflight.inputs import Inputs
     from tasks.preflight.model import ModelFacts
 
-NUM_MEASURED = 256  # prompts of a set whose tokens are counted: those with the longest texts
-NUM_SCORED = 3  # problems of a data source whose gold answer the scorer reads
+NUM_MEASURED = 256  # prompts of a set that are tokenized: those with the longest texts
+NUM_SCORED = 3  # gold answers per data source that the scorer is tried on
 SHOWN_CHARACTERS = 160  # of a prompt's end, where it says how to answer
-# How a prompt asks for its answer, and how a response gives it.
+# Answer formats that prompts ask for, and the response that gives one.
 FORMS = {"\\boxed{}": "\\boxed{%s}", "Answer:": "Answer: %s", "####": "#### %s"}
 _ASKED = {"\\boxed{}": re.compile(r"\\+boxed"), "Answer:": re.compile(r"Answer: ?\S"), "####": re.compile("####")}
 _SOLUTIONS = ("solution", "reference_solution", "reasoning", "answer")  # of extra_info
 
 
 def check_lengths(config: ChainConfig, facts: ModelFacts, inputs: Inputs, findings: Findings) -> None:
-    """The longest prompts of all sets, the model's positions and the keys: all conflicts, with keys that fit."""
+    """Check the longest prompts of all sets against the model's positions and the length keys."""
     bounds, lengths = replace(bounds_of(config), positions=facts.positions), config.lengths
-    rendering, said = config.rollout.chat_template_kwargs, []
+    rendering, measured = config.rollout.chat_template_kwargs, []
     with findings.catching("prompt lengths"):
         if facts.tokenizer is not None:
             require_template_reads(facts.tokenizer, rendering)
@@ -47,63 +48,65 @@ def check_lengths(config: ChainConfig, facts: ModelFacts, inputs: Inputs, findin
         if facts.tokenizer is not None and inputs.problems:
             chats: list[Any] = [problem.messages for problem in inputs.problems]
             longest = longest_prompt(facts, chats, rendering)
-            said.append(f"training prompts have up to {longest} tokens")
+            measured.append(f"training prompts have up to {longest} tokens")
             if config.data.too_long != "error" and longest > config.data.max_prompt_tokens:
-                said[-1] += f" (above {config.data.max_prompt_tokens}, data.too_long={config.data.too_long})"
+                measured[-1] += f" (above {config.data.max_prompt_tokens}, data.too_long={config.data.too_long})"
                 longest = config.data.max_prompt_tokens
             bounds = replace(bounds, longest_prompt=longest)
         if facts.tokenizer is not None and inputs.evaluation is not None and config.validation.every:
             validated = longest_prompt(facts, [item.prompt for item in inputs.evaluation.items], rendering)
             bounds = replace(bounds, longest_prompt=max(validated, bounds.longest_prompt or 0))
-        if facts.tokenizer is not None and (asked := inputs.asked(config)):
-            questions = [longest_prompt(facts, [item.prompt for item in one.items], arguments) for _, one in asked]
-            of_each = zip(questions, (config.lengths_of(one) for one, _ in asked), strict=True)
-            longest, lengths = max(of_each, key=lambda pair: pair[0] + pair[1].answer)  # with the answer
+        if facts.tokenizer is not None and (evaluated := inputs.evaluated(config)):
+            questions = [
+                longest_prompt(facts, [item.prompt for item in each.items], arguments) for _, each in evaluated
+            ]
+            pairs = zip(questions, (config.lengths_of(benchmark) for benchmark, _ in evaluated), strict=True)
+            longest, lengths = max(pairs, key=lambda pair: pair[0] + pair[1].answer)
             bounds = replace(bounds, longest_question=longest)
-            said.append(f"evaluation prompts up to {max(questions)}")
-    found, advice = explain(lengths, bounds)
-    if found:
-        findings.add("lengths", FAIL, "; ".join(found), advice)
-    elif said:
+            measured.append(f"evaluation prompts up to {max(questions)}")
+    conflicts, advice = explain(lengths, bounds)
+    if conflicts:
+        findings.add("lengths", FAIL, "; ".join(conflicts), advice)
+    elif measured:
         limit = f", the model has {facts.positions} positions" if facts.positions else ""
-        findings.add("lengths", OK, " and ".join(said) + limit)
+        findings.add("lengths", OK, " and ".join(measured) + limit)
 
 
 def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Findings) -> None:
-    """The scorer of each data source on gold answers of its own, in the form its prompt asks for."""
+    """Check that each data source's scorer accepts its gold answers in the form its prompts ask for."""
     sources = {str(problem.data_source): [] for problem in problems}  # type: dict[str, list[Problem]]
     for problem in problems:
-        if len(own := sources[str(problem.data_source)]) < NUM_SCORED:
-            own.append(problem)
+        if len(chosen := sources[str(problem.data_source)]) < NUM_SCORED:
+            chosen.append(problem)
     with findings.catching("scorer"):
         require_scorers(sources, config.reward, config.custom_reward)
-        with _Scoring(config) as scoring:
-            for source, own in sources.items():
-                _check_source(source, own, scoring, findings)
+        with closing(_Scoring(config)) as scoring:
+            for source, chosen in sources.items():
+                _check_source(source, chosen, scoring, findings)
 
 
 def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet, findings: Findings) -> None:
-    """The prompts of training and evaluation side by side; a warning where they ask for different forms."""
+    """Compare the prompts of training and evaluation; warn if they ask for different answer formats."""
     if not problems:
         return
     texts = [_text_of(problems[0].messages or problems[0].text), _text_of(evaluation.items[0].prompt)]
     asked = [asked_forms(text) for text in texts]
     shown = "; ".join(
-        f"{which} {', '.join(forms) or 'no form of answer'}: ...{text[-SHOWN_CHARACTERS:]!r}"
-        for which, forms, text in zip(("training asks for", "evaluation for"), asked, texts, strict=True)
+        f"{label} {', '.join(forms) or 'no answer format'}: ...{text[-SHOWN_CHARACTERS:]!r}"
+        for label, forms, text in zip(("training asks for", "evaluation for"), asked, texts, strict=True)
     )
     if set(asked[0]) == set(asked[1]):
         findings.add("prompts", OK, shown)
         return
     findings.add(
         "prompts", WARN, shown,
-        "what is trained is then not what is measured: make both ask alike (evaluate.prompt=given sends the "
-        "file's own, evaluate.prompt=FILE a template of yours)",
+        "the evaluation would measure something else than training teaches: make both ask for the same format "
+        "(evaluate.prompt=given sends the file's own prompts, evaluate.prompt=FILE uses your template)",
     )  # fmt: skip
 
 
 def check_grader(evaluation: EvaluationSet, settings: EvaluateConfig, findings: Findings) -> None:
-    """The evaluation's grader on gold answers of the set's own, in a box. Options that are weighed need none."""
+    """Check that the grader accepts the set's gold answers in a box, unless it is scored by log-likelihood."""
     own = grader_for(settings)
     with own or GRADERS[evaluation.grader]() as grader:
         for item in () if evaluation.is_loglikelihood else evaluation.items[:NUM_SCORED]:
@@ -112,21 +115,21 @@ def check_grader(evaluation: EvaluationSet, settings: EvaluateConfig, findings: 
                 failed = (graded.details or {}).get("error", "").strip().splitlines()
                 findings.add(
                     "grader", WARN if own is not None and not failed else FAIL,
-                    f"the grader {settings.scorer or evaluation.grader} calls the gold answer {item.gold!r} of "
-                    f"{item.id} {failed[-1] if failed else graded.verdict}",
-                    "name the set that it is, such as data.eval={set: choice, path: FILE} for options, or correct "
-                    "the file or evaluate.scorer",
+                    f"the grader {settings.scorer or evaluation.grader} returns "
+                    f"{failed[-1] if failed else graded.verdict} for the gold answer {item.gold!r} of {item.id}",
+                    "name the set's type, such as data.eval={set: choice, path: FILE} for multiple choice, or "
+                    "correct the file or evaluate.scorer",
                 )  # fmt: skip
                 return
 
 
 def asked_forms(text: str) -> list[str]:
-    """The forms of `FORMS` that a prompt's text asks for."""
+    """Return the formats in `FORMS` that a prompt asks for."""
     return [form for form, pattern in _ASKED.items() if pattern.search(text)]
 
 
 def longest_prompt(facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping[str, Any] | None = None) -> int:
-    """Tokens of the longest prompt, looked for among the longest texts; the rest is as in `prompt_tokens`."""
+    """Return the tokens of the longest prompt, among those with the longest texts; see `prompt_tokens`."""
     longest = sorted(prompts, key=lambda prompt: len(_text_of(prompt)), reverse=True)[:NUM_MEASURED]
     return max(prompt_tokens(facts, longest, arguments), default=0)
 
@@ -134,9 +137,9 @@ def longest_prompt(facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping
 def prompt_tokens(
     facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Tokens of each prompt; a text is sent without a template, of which `arguments` are.
+    """Count the tokens of each prompt; chats are rendered by the chat template with its `arguments`.
 
-    Raises DataError where the template refuses a prompt or gives a token that the model has no embedding for.
+    Raises DataError if the template rejects a prompt or the model has no embedding for a token.
     """
     tokenizer = facts.tokenizer
     assert tokenizer is not None
@@ -154,15 +157,15 @@ def prompt_tokens(
         ]
     except (TemplateError, TypeError, ValueError) as error:
         raise DataError(
-            f"the model's chat template refuses a prompt: {error}; change the prompt's messages, or the template "
+            f"the model's chat template rejects a prompt: {error}; change the prompt's messages, or the template "
             "in the model's folder"
         ) from None
     token_ids = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
     largest = max((max(ids, default=0) for ids in token_ids), default=0)
     if facts.vocabulary is not None and largest >= facts.vocabulary:
         raise DataError(
-            f"the tokenizer gives token {largest}, and the model's embedding has {facts.vocabulary} rows "
-            "(config.json, vocab_size): set model.path to a folder whose files belong together"
+            f"the tokenizer produces token {largest}, but the model's embedding has {facts.vocabulary} rows "
+            "(config.json, vocab_size): set model.path to a folder whose tokenizer belongs to its model"
         )
     return list(map(len, token_ids))
 
@@ -172,10 +175,10 @@ def _text_of(prompt: Any) -> str:
 
 
 class _Scoring:
-    """The recipe's scorers; those that may hang, and the user's own, in a process that can be killed."""
+    """The recipe's scorers; custom ones and those that may hang run in a process that can be killed."""
 
     def __init__(self, config: ChainConfig) -> None:
-        custom, self.reward = config.custom_reward, config.reward
+        custom = config.custom_reward
         self.is_custom = custom.path is not None
         self._table = routes(config.reward.scorers)
         self._scorers = VERL_SCORERS if config.algorithm.compat == "verl" else SCORERS
@@ -184,18 +187,15 @@ class _Scoring:
             "dapo_core.reward.custom:load_scorer", arguments, timeout_seconds=config.reward.timeout_seconds
         )
 
-    def __enter__(self) -> _Scoring:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._pool.close()
 
     def name(self, source: str) -> str:
-        """What messages call the source's scorer."""
+        """The source's scorer, as messages name it."""
         return "custom_reward.path" if self.is_custom else scorer_name(source, self._table)
 
     def is_right(self, problem: Problem, response: str) -> bool:
-        """Whether the response is right. Raises CallFailed and StartFailed for a scorer that fails."""
+        """True if the response is right. Raises CallFailed or StartFailed if the scorer fails."""
         source = str(problem.data_source)
         name = None if self.is_custom else scorer_name(source, self._table)
         scorer: Scorer | None = None if name is None else self._scorers[name]
@@ -221,30 +221,31 @@ def _check_source(source: str, problems: Sequence[Problem], scoring: _Scoring, f
         return
     read = [form for form, count in right.items() if count == len(problems)]
     asked = asked_forms(_text_of(problems[0].messages or problems[0].text))
-    gold = f"{len(problems)} gold answers of data_source {source}, such as {problems[0].gold!r}"
+    gold = f"{len(problems)} gold answers of data_source {source} (such as {problems[0].gold!r})"
     if not any(right.values()):
-        status = WARN if scoring.is_custom else FAIL  # a file of the user's may give points, not verdicts
+        status = WARN if scoring.is_custom else FAIL  # a custom scorer may return points instead of verdicts
         findings.add(
-            "scorer", status, f"{scorer} calls all {gold}, wrong in every form ({', '.join(right)})",
+            "scorer", status, f"{scorer} rejects all {gold} in every form ({', '.join(right)})",
             f"correct reward_model.ground_truth, add {source}=SCORER to reward.scorers (scorers are "
             f"{', '.join(sorted(SCORERS))}), or set custom_reward.path",
         )  # fmt: skip
     elif asked and not scoring.is_custom and not any(form in read for form in asked):
         findings.add(
-            "scorer", WARN, f"prompts of {source} ask for {', '.join(asked)}; {scorer} reads {', '.join(read)}",
-            f"no response would be right: add {source}=SCORER to reward.scorers (math_boxed reads boxes), or "
+            "scorer", WARN,
+            f"prompts of {source} ask for {', '.join(asked)}, but {scorer} reads {', '.join(read)}",
+            f"no response would be right: add {source}=SCORER to reward.scorers (math_boxed reads boxes) or "
             "change the prompts",
         )  # fmt: skip
     else:
-        findings.add("scorer", OK, f"{scorer} calls {gold}, right as {', '.join(read)}")
+        findings.add("scorer", OK, f"{scorer} accepts {gold} as {', '.join(read)}")
 
 
 def _gold_responses(problem: Problem) -> Iterator[tuple[str, str]]:
-    """The gold answer in each form, and the set's own reference solution where it has one."""
+    """Yield the gold answer in each form, then the set's reference solution, if any."""
     for form, pattern in FORMS.items():
         yield form, pattern % problem.gold
     for name in _SOLUTIONS:
         text = problem.extra_info.get(name)
         if isinstance(text, str) and len(text) > len(problem.gold):
-            yield f"the set's own {name}", text
+            yield f"the set's {name}", text
             return

@@ -1,22 +1,35 @@
-"""The preflight of a recipe: all checks before any stage, and again once the first two have fetched the rest."""
+"""The preflight of a recipe: every check before the first stage, and the rest once model and data are fetched."""
 
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from dapo_core.arithmetic import is_generated
 from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.engine_args import require_known
+from dapo_core.config.fields import known_fields
 from dapo_core.config.loading import dump_config
+from dapo_core.config.training import TrainingConfig
+from dapo_core.errors import DapoError
 from dapo_core.model_folder import require_reference
 from dapo_core.reward.routing import require_scorers
+from downloads import DownloadError, Unreachable
+from durable import leaves
+from eval import EvaluationError
+from eval.gates import LAST_NIGHT
 from eval.problems.prompts import find_template
 from tasks.artifacts.artifact import Artifact
 from tasks.config import ChainConfig
 from tasks.data.sources import all_sources, train_sources
+from tasks.evaluation.served_model import served_model
 from tasks.evaluation.settings import judge_for, scorer_file
-from tasks.preflight.baselines import check_baselines
+from tasks.external.environment import describe as describe_trainer
+from tasks.external.environment import trainer_versions
+from tasks.external.launch import planned_start
+from tasks.fetched_model import describe_fetch, fetched_inputs
+from tasks.links import model_of
 from tasks.preflight.finding import FAIL, OK, WARN, Findings, describe
 from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here, inputs_later
 from tasks.preflight.machine import check_machine
@@ -24,21 +37,23 @@ from tasks.preflight.memory import check_memory
 from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import check_answers, check_forms, check_grader, check_lengths
 from tasks.preflight.smoke import check_engines
-from tasks.preflight.trainer import check_trainer
+from tasks.serve_model.checks import require_servable
+from tasks.serve_model.failure import ServerUnreachable
 
-SMOKE_NEEDS = "it needs a model folder that is here (model.path), and nothing in the way"
+SMOKE_NEEDS = "it needs a local model folder (model.path) and no failed check"
+# Keys that the training stage handles itself, for any trainer.
+_STAGE_KEYS = ("run.name", "model.", "checkpoint.", "train.tracker", "train.backend", "train.device_model")
 logger = logging.getLogger(__name__)
 
 
-_ready: set[str] = set()  # configurations that passed in this process
+_passed: set[str] = set()  # configurations that passed in this process
 
 
 def examine(config: ChainConfig, is_smoke: bool = False, on_nodes: bool = False) -> Findings:
-    """Everything that files and a second can tell of the recipe before its first stage.
+    """Run every check of the recipe that needs no stage: about a second.
 
-    With `on_nodes` also what every node of the cluster that train.ray_address names says of itself and of its
-    connections: some ten seconds. With `is_smoke`, where nothing else is in the way, also one response of each
-    kind of engine.
+    `on_nodes` also examines each node of the cluster at train.ray_address and the connections between them: about
+    ten seconds. `is_smoke` also asks each kind of engine for one response, if nothing has failed before.
     """
     findings = Findings()
     with findings.catching("data"):
@@ -47,12 +62,11 @@ def examine(config: ChainConfig, is_smoke: bool = False, on_nodes: bool = False)
     inputs = inputs_here(config, findings)
     with findings.catching("reward"):
         require_scorers((), config.reward, config.custom_reward)
-    is_own = config.train.backend == "own"
-    if is_own:
+    if config.train.backend == "own":
         with findings.catching("engine"):
             require_known(config.rollout.engine_args)
     else:
-        check_trainer(config, findings)
+        _check_trainer(config, findings)
     with findings.catching("resume"):
         require_resume(config.checkpoint.resume)
     with findings.catching("reference model"):
@@ -70,13 +84,13 @@ def examine(config: ChainConfig, is_smoke: bool = False, on_nodes: bool = False)
         check_engines(inputs.model, config, inputs.evaluation, findings)
     elif is_smoke:
         findings.add("smoke", WARN, "no engine was started", SMOKE_NEEDS)
-    for what in inputs.later:
-        findings.add("later", OK, f"checked after the first two stages: {what}")
+    for name in inputs.later:
+        findings.add("later", OK, f"checked after the first two stages: {name}")
     return findings
 
 
 def examine_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Findings:
-    """The checks that need the outputs of the first two stages."""
+    """Run the checks that need the outputs of the first two stages."""
     findings = Findings()
     with findings.catching("data"):
         _examine_inputs(config, inputs_fetched(config, data, model), findings)
@@ -87,15 +101,15 @@ def examine_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Fin
 def require_ready(config: ChainConfig) -> None:
     """Log the warnings of `examine`; raise PreflightError with everything that would end the run.
 
-    A configuration that passed is not examined again by the same process.
+    A configuration that passed is not examined again in the same process.
     """
-    if (text := dump_config(config)) not in _ready:
+    if (text := dump_config(config)) not in _passed:
         _conclude(examine(config, on_nodes=True))
-        _ready.add(text)
+        _passed.add(text)
 
 
 def require_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> None:
-    """The same of `examine_fetched`, where something had to be fetched first."""
+    """Like `require_ready`, for the checks of `examine_fetched`, if anything had to be fetched."""
     if inputs_later(config):
         _conclude(examine_fetched(config, data, model))
 
@@ -104,7 +118,7 @@ def _conclude(findings: Findings) -> None:
     for line in describe([finding for finding in findings if finding.status == WARN]):
         logger.warning("preflight: %s", line)
     findings.require()
-    logger.info("preflight: %d checks, nothing in the way", len(findings))
+    logger.info("preflight: %d checks, none failed", len(findings))
 
 
 def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> ModelFacts:
@@ -114,19 +128,75 @@ def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> 
         _check_warm_start(config, inputs, findings)
     if inputs.problems:
         check_answers(config, inputs.problems, findings)
-    for one, asked in inputs.asked(config):
+    for benchmark, evaluation in inputs.evaluated(config):
         with findings.catching("grader"):
-            check_grader(asked, config.evaluate if one is None else config.evaluate.of(one), findings)
-        if not asked.is_loglikelihood:
-            check_forms(inputs.problems, asked, findings)
+            settings = config.evaluate if benchmark is None else config.evaluate.of(benchmark)
+            check_grader(evaluation, settings, findings)
+        if not evaluation.is_loglikelihood:
+            check_forms(inputs.problems, evaluation, findings)
     return facts
 
 
 def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -> None:
-    is_any = any(source.is_generated for source in train_sources(config))
-    if not is_any and inputs.problems and not any(is_generated(one.extra_info) for one in inputs.problems):
+    has_source = any(source.is_generated for source in train_sources(config))
+    if not has_source and inputs.problems and not any(is_generated(each.extra_info) for each in inputs.problems):
         findings.add(
             "model", FAIL,
             "model.source=recipe is warmed up on generated arithmetic, and data.train has none",
             "set data.train=arithmetic, or model.source=path with a model",
         )  # fmt: skip
+
+
+def _check_trainer(config: ChainConfig, findings: Findings) -> None:
+    """Check the other trainer of train.backend: its version, its command, and keys that it does not support."""
+    backend = config.train.backend
+    with findings.catching("trainer"):
+        findings.add("trainer", OK, describe_trainer(trainer_versions(config)))
+    with findings.catching("command"):
+        start = planned_start(config)
+        findings.add("command", OK, f"{len(start.argv)} words for {backend}; dapo plan shows them")
+        if names := [name for name in _changed_keys(config) if name not in start.said]:
+            findings.add(
+                "keys",
+                WARN,
+                f"{backend} has no counterpart of {', '.join(names)}: they do nothing in this recipe",
+                "remove them, or set train.backend=own",
+            )
+
+
+def _changed_keys(config: ChainConfig) -> list[str]:
+    """Training keys that the recipe changes, except those that the stage handles itself."""
+    fields, values = known_fields(TrainingConfig), leaves(config.model_dump(mode="json"))
+    return [
+        name
+        for name, field in fields.items()
+        if not name.startswith(_STAGE_KEYS)
+        and name in values
+        and values[name] != field.get_default(call_default_factory=True, validated_data={})
+    ]
+
+
+def check_baselines(config: ChainConfig, findings: Findings) -> None:
+    """Check each model of evaluate.baselines: the folder is complete, the commit exists, the server answers.
+
+    A model that cannot be reached is a warning: it may be back by the time it is evaluated.
+    """
+    for baseline in config.evaluate.baselines:
+        check = f"baseline {baseline.name}"
+        try:
+            if baseline.base_url is not None:
+                served_model(config, baseline)
+                found = f"{baseline.base_url} serves {baseline.model}"
+            elif baseline.path is not None:
+                require_servable(baseline.path, config.serve, os.environ)
+                found = f"{baseline.path} can be served"
+            else:
+                fetched_inputs(model_of(baseline))
+                found = describe_fetch(model_of(baseline))
+        except (Unreachable, ServerUnreachable) as error:
+            findings.add(check, WARN, str(error), "if this persists, the run goes on without this column")
+        except (DapoError, EvaluationError, DownloadError) as error:
+            status = WARN if baseline.name == LAST_NIGHT else FAIL  # added by the nightly flow, not by the recipe
+            findings.add(check, status, str(error), f"correct or remove {baseline.name} in evaluate.baselines")
+        else:
+            findings.add(check, OK, found)

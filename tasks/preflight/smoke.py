@@ -1,4 +1,4 @@
-"""Starts the engines of a recipe as its stages would, and asks each for one response."""
+"""The smoke test: start a recipe's engines as its stages would, and ask each for one response."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 8
 QUESTION = "What is 2 + 3?"
-ENGINE_SECONDS = 600.0  # for an engine of a node to start and answer
+ENGINE_SECONDS = 600.0  # for an engine on a node to start and answer
 
 
 def check_engines(model: Path, config: ChainConfig, evaluation: EvaluationSet | None, findings: Findings) -> None:
-    """One response of a server and one of a rollout engine; each is ended before the next starts."""
+    """Get one response from a server, then one from a rollout engine; each is stopped before the next starts."""
     with tempfile.TemporaryDirectory(prefix="dapo-smoke-") as folder, findings.catching("smoke"):
         _ask_server(model, config, evaluation, Path(folder) / "serve.log", findings)
-    if config.train.backend != "own":  # whose engine runs in another environment
+    if config.train.backend != "own":  # the other trainer's engine runs in its own environment
         return
     with findings.catching("smoke"):
         if config.train.ray_address is None:
@@ -51,7 +51,7 @@ def _ask_server(
     began = time.monotonic()
     settings = config.served.model_copy(update={"num_servers": 1})
     prompt = evaluation.items[0].prompt if evaluation is not None else ({"role": "user", "content": QUESTION},)
-    if config.model.chat_template is not None:  # it is placed when the model is fetched; this folder may have none
+    if config.model.chat_template is not None:  # added by fetch-model; this folder may not have it
         prompt = QUESTION
     is_chat = not isinstance(prompt, str)
     with serve_model(model, settings, log_path) as (server,):
@@ -66,13 +66,13 @@ def _ask_server(
         )
         if not answer.is_success:
             raise ServeError(
-                f"the server refuses a prompt of the evaluation: HTTP {answer.status_code} {answer.text}"
+                f"the server rejects a prompt of the evaluation: HTTP {answer.status_code} {answer.text}"
             )
     findings.add("smoke", OK, f"vllm serve answered after {time.monotonic() - began:.0f} s")
 
 
 def _ask_engine(model: Path, config: ChainConfig, findings: Findings) -> None:
-    """In a process of its own: a kernel that this CPU lacks kills it."""
+    """Try the engine in a child process: an instruction that this CPU lacks kills it."""
     began = time.monotonic()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -80,8 +80,8 @@ def _ask_engine(model: Path, config: ChainConfig, findings: Findings) -> None:
             num_tokens = pool.submit(_respond, model, config).result()
         except BrokenProcessPool:
             findings.add(
-                "smoke", FAIL, f"the process of rollout.engine={config.rollout.engine} was killed as it started",
-                "its last lines are above; with rollout.dtype=bfloat16 on a CPU set float32",
+                "smoke", FAIL, f"the process of rollout.engine={config.rollout.engine} was killed at startup",
+                "its last lines are above; if rollout.dtype=bfloat16 on a CPU, set float32",
             )  # fmt: skip
             return
     seconds = time.monotonic() - began
@@ -91,15 +91,15 @@ def _ask_engine(model: Path, config: ChainConfig, findings: Findings) -> None:
 
 
 def _ask_engine_of_node(model: Path, config: ChainConfig, findings: Findings) -> None:
-    """On a device of the cluster that is free."""
+    """Try the engine on a free device of the cluster."""
     from dapo_core.cluster.connection import connected_to_ray  # loads Ray
     from dapo_core.cluster.every_node import finish, living_nodes, start_on
 
     device, engine = device_for(config.train.device), f"rollout.engine={config.rollout.engine}"
     if (num_parts := config.rollout.num_devices // config.rollout.num_workers) > 1:
-        found = f"{engine} spans {num_parts} devices, and was not started on a node"
+        found = f"{engine} spans {num_parts} devices and was not tried"
         findings.add(
-            "smoke", WARN, found, "the training starts it; --set rollout.tensor_parallel=1 tries one device"
+            "smoke", WARN, found, "only the training starts it; --set rollout.tensor_parallel=1 tries one device"
         )
         return
     began = time.monotonic()
@@ -107,7 +107,7 @@ def _ask_engine_of_node(model: Path, config: ChainConfig, findings: Findings) ->
         free = [node for node in living_nodes() if node.free.get(device.ray_resource, 0) >= 1]
         if not free:
             findings.add(
-                "smoke", WARN, f"no {device.ray_resource} of the cluster is free", "repeat it when one is"
+                "smoke", WARN, f"no {device.ray_resource} of the cluster is free", "repeat when one is free"
             )
             return
         node = free[0]
@@ -119,7 +119,7 @@ def _ask_engine_of_node(model: Path, config: ChainConfig, findings: Findings) ->
 
 
 def _respond(model: Path, config: ChainConfig) -> int:
-    """The number of response tokens of one request to the recipe's rollout engine."""
+    """Send one request to the recipe's rollout engine; returns the number of response tokens."""
     from dapo_core.cluster.start import engine_settings  # loads Ray
 
     device = device_for(config.train.device)

@@ -1,4 +1,4 @@
-"""`dapo cluster up`, `status`, `down` on network namespaces; where there are none, on addresses of loopback."""
+"""`dapo cluster up`, `status` and `down` on network namespaces, or on loopback addresses without them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("home")
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[list[FakeHost] | str]:
-    """Two hosts, or why there are none."""
+    """Two hosts, or why they cannot be created."""
     try:
         with hosts(2) as found:
             yield found
@@ -42,17 +42,14 @@ def namespaces(network: list[FakeHost] | str) -> list[FakeHost]:
 
 @pytest.fixture(scope="module")
 def site(network: list[FakeHost] | str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """The hosts that the tests below start Ray on, one after the other."""
+    """The hosts of the tests below, which share one cluster and run in order."""
     site = make_site(tmp_path_factory.mktemp("site"), network)
     yield site
     site.down()
 
 
-# What keeps anything from being started.
-
-
 def _refused(site: Site) -> str:
-    """What `up` says when it starts nothing."""
+    """The error of an `up` that starts nothing."""
     result = site.up()
     message = str(result.exception)
     assert "nothing was started" in message, result.output
@@ -60,7 +57,7 @@ def _refused(site: Site) -> str:
     return message
 
 
-def test_a_way_that_is_link_local_or_leads_nowhere(namespaces: list[FakeHost], tmp_path: Path) -> None:
+def test_a_link_local_or_unreachable_address_is_refused(namespaces: list[FakeHost], tmp_path: Path) -> None:
     first, second = namespaces
     listed = [{"name": first.name, "address": "169.254.7.1"}, {"name": second.name}]
     message = _refused(make_site(tmp_path, namespaces, hosts=listed))
@@ -77,7 +74,7 @@ def test_a_way_that_is_link_local_or_leads_nowhere(namespaces: list[FakeHost], t
     assert first.run(f'{sys.executable} -c "{ask}"') == "fd77::1\n"
 
 
-def test_an_interface_with_several_addresses_and_the_label_of_one(namespaces: list[FakeHost]) -> None:
+def test_interfaces_may_have_several_addresses_and_labels(namespaces: list[FakeHost]) -> None:
     first = namespaces[0]
     wire, label = first.interface, f"{first.interface}:1"
     first.run(f"ip addr add 198.19.0.1/24 dev {wire} label {label}; ip addr add 198.19.1.1/24 dev {wire}")
@@ -102,10 +99,12 @@ def test_an_interface_with_several_addresses_and_the_label_of_one(namespaces: li
         ("eth7", "no interface eth7; this machine has docker0 (172.17.0.1"),
         ("spare0", "interface spare0 is down"),
         ("usb0", "interface usb0 has only the link-local address 169.254.7.2"),
-        ("docker0", "its address 172.17.0.1 is one of the head itself: set the host's interface"),
+        ("docker0", "its address 172.17.0.1 belongs to the head itself: set the host's interface"),
     ],
 )
-def test_a_wrong_interface(namespaces: list[FakeHost], tmp_path: Path, interface: str, words: str) -> None:
+def test_a_wrong_interface_is_refused_with_the_reason(
+    namespaces: list[FakeHost], tmp_path: Path, interface: str, words: str
+) -> None:
     first, second = namespaces
     listed = [
         {"name": first.name, "address": first.address},
@@ -114,7 +113,7 @@ def test_a_wrong_interface(namespaces: list[FakeHost], tmp_path: Path, interface
     assert f"{second.name}: {words}" in _refused(make_site(tmp_path, namespaces, hosts=listed))
 
 
-def test_a_host_that_is_not_there_and_a_port_that_is_taken(namespaces: list[FakeHost], tmp_path: Path) -> None:
+def test_a_missing_host_and_a_taken_port_are_refused_together(namespaces: list[FakeHost], tmp_path: Path) -> None:
     first, _ = namespaces
     listed = [{"name": first.name, "address": first.address}, {"name": "dapo-none", "address": "198.18.0.99"}]
     listens = f"s = socket.create_server(({first.address!r}, {PORT})); print('open', flush=True); s.accept()"
@@ -128,12 +127,12 @@ def test_a_host_that_is_not_there_and_a_port_that_is_taken(namespaces: list[Fake
         finally:
             stranger.kill()
     assert f"{first.name}: port {PORT} is taken by pid {stranger.pid} of " in message
-    assert "end it, or set another port" in message
-    assert "dapo-none: ip netns exec dapo-none sh -c ... ended with status 255" in message
+    assert "stop it, or set another port" in message
+    assert "dapo-none: ip netns exec dapo-none sh -c ... exited with status 255" in message
     assert 'Cannot open network namespace "dapo-none"' in message
 
 
-def test_a_host_with_another_ray_or_other_code(namespaces: list[FakeHost], tmp_path: Path) -> None:
+def test_a_host_with_another_ray_or_other_code_is_refused(namespaces: list[FakeHost], tmp_path: Path) -> None:
     second = namespaces[1]
     other_ray, other_code = tmp_path / "packages", tmp_path / "project"
     (other_ray / "ray-9.9.9.dist-info").mkdir(parents=True)
@@ -150,34 +149,36 @@ def test_a_host_with_another_ray_or_other_code(namespaces: list[FakeHost], tmp_p
     site = make_site(tmp_path, namespaces, shell=f"{script} {{host}}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHANGE", f"export PYTHONPATH={other_ray}")
-        assert f"{second.name}: it has ray 9.9.9, the head " in _refused(site)
-        patch.setenv("CHANGE", f'set -- "$1" "$(echo "$2" | sed "s#{ROOT}#{other_code}#")"')  # what it changes to
+        assert f"{second.name}: ray 9.9.9 differs from the head's " in _refused(site)
+        patch.setenv(
+            "CHANGE", f'set -- "$1" "$(echo "$2" | sed "s#{ROOT}#{other_code}#")"'
+        )  # the project's folder
         message = _refused(site)
-    assert f"{second.name}: its code in {other_code} is not the code here (digest " in message
+    assert f"{second.name}: its code in {other_code} differs from the code here (digest " in message
 
 
-# One cluster from its start to its end.
+# One cluster from start to end, in order.
 
 
-def test_a_port_that_is_blocked_is_named_and_the_next_up_starts_what_is_missing(
-    namespaces: list[FakeHost], site: Site
-) -> None:
+def test_a_blocked_port_is_named(namespaces: list[FakeHost], site: Site) -> None:
     first, second = namespaces
     with first.closed(PORT):
         result = site.up()
     message = str(result.exception)
     assert f"1 of 2 hosts have joined {first.address}:{PORT}; missing:\n" in message
-    assert f"  {second.name}: {first.address}:{PORT} does not answer it within 8 s: a firewall drops" in message
+    assert f"  {second.name}: {first.address}:{PORT} did not answer within 8 s: a firewall drops" in message
     status = site.status()
     assert [status[host.name]["state"] for host in namespaces] == ["up", "not started"]
 
 
-def test_up_is_told_by_status_and_a_second_up_leaves_it(network: list[FakeHost] | str, site: Site) -> None:
+def test_up_starts_the_missing_host_and_a_second_up_changes_nothing(
+    network: list[FakeHost] | str, site: Site
+) -> None:
     head, other = site.names
     result = site.up()
     assert result.exit_code == 0, f"{result.output}{result.exception}"
     assert f"{other}: started, " in result.output
-    assert f"{head}: started, " in result.output or not isinstance(network, str)  # which ran already
+    assert f"{head}: started, " in result.output or not isinstance(network, str)  # it was running already
     status = site.status()
     assert [host["state"] for host in status.values()] == ["up", "up"]
     assert [(host["devices"], host["free"]) for host in status.values()] == [(1, 1), (1, 1)]
@@ -217,11 +218,11 @@ def test_a_recipe_trains_across_two_hosts(
     assert min(sent) > 100_000, f"gradients and weights of two ranks crossed the wire: {sent} bytes"
 
 
-def test_the_preflight_names_the_pair_of_hosts_that_a_port_is_closed_between(
+def test_the_preflight_names_the_pair_of_hosts_with_a_closed_port(
     namespaces: list[FakeHost], site: Site, tmp_path: Path
 ) -> None:
     first, second = namespaces
-    last = 19999  # of Ray's workers; the preflight begins there
+    last = 19999  # of the worker ports; the preflight starts there
     with second.closed(last):
         found = preflight(first, first, tmp_path)
     assert not [check for check, status in found if status == "fail" and check != "network"], found
@@ -235,12 +236,12 @@ def test_the_preflight_names_the_pair_of_hosts_that_a_port_is_closed_between(
     assert ("all-reduce", "ok") in found
 
 
-def test_a_partition_is_said(namespaces: list[FakeHost], site: Site) -> None:
+def test_status_reports_a_partition(namespaces: list[FakeHost], site: Site) -> None:
     first, second = namespaces
     with second.cut_off():
         result = site.type("status")
     assert result.exit_code == 1
-    line = f"{second.name}: {first.address}:{PORT} does not answer it within 8 s"
+    line = f"{second.name}: {first.address}:{PORT} did not answer within 8 s"
     assert line in result.output
 
 
@@ -249,7 +250,7 @@ def test_down_ends_what_was_started_and_nothing_else(network: list[FakeHost] | s
     assert len(records) == 2
     ours = {pid: psutil.Process(pid) for record in records for pid in (record["pid"], *descendants(record["pid"]))}
     place = [] if isinstance(network, str) else ["ip", "netns", "exec", network[0].name]
-    # A stranger that looks like Ray, on a host; `ray stop` would end it.
+    # Another process on a host that looks like Ray; `ray stop` would end it.
     command = [
         *place,
         sys.executable,
@@ -260,7 +261,7 @@ def test_down_ends_what_was_started_and_nothing_else(network: list[FakeHost] | s
     ]
     stranger = subprocess.Popen(command)
     try:
-        if not isinstance(network, str):  # a host that cannot be reached keeps its record
+        if not isinstance(network, str):  # an unreachable host keeps its record
             known = yaml.safe_load(site.inventory.read_text())
             away = {
                 **known,
@@ -289,6 +290,6 @@ def test_down_ends_what_was_started_and_nothing_else(network: list[FakeHost] | s
 
 
 def _records() -> list[dict[str, Any]]:
-    """What the hosts keep of their Rays."""
+    """The records of all hosts."""
     files = sorted(clusters_folder().glob("*/*/record.json"))
     return [{**json.loads(path.read_text()), "host": path.parent.name} for path in files]

@@ -1,4 +1,4 @@
-"""A run records the variables that it set for its children: compared with what a child of a real training had."""
+"""A run records the variables that it sets for its children: compared with the environment of a real child."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def test_the_record_of_a_training_has_what_its_processes_had(
+def test_the_recorded_environment_equals_that_of_a_training_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "OMP_WAIT_POLICY", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RAY_COLOR_PREFIX", "1")  # the user's own stays, and is not the chain's
+    monkeypatch.setenv("RAY_COLOR_PREFIX", "1")  # set by the user: it is kept and not recorded
     scorer, seen = tmp_path / "scorer.py", tmp_path / "seen"
     seen.mkdir()
     scorer.write_text(SCORER.format(path=seen))
@@ -67,7 +67,7 @@ def test_the_record_of_a_training_has_what_its_processes_had(
         for row in rows
         if "train_policy" in row["stages"]
     ]
-    with Run.start(config) as cached:  # without children of its own; what made the outputs stays known
+    with Run.start(config) as cached:  # it starts no children; the record of the outputs' run is kept
         chain.fetch_model.fn(cached, chain.prepare_data.fn(cached).result())
         cached.take("train_policy")
     assert cached.stages["train_policy"].cached

@@ -1,4 +1,4 @@
-"""Rendered scripts and batch files, run: Ray on two network namespaces comes up, is used and goes away."""
+"""Rendered scripts and batch files start Ray on two network namespaces, use it and clean up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.processes import wait_until
 
 PORT = 6393
 RECIPE = "configs/arith_cpu.yaml"
-# Stands in for the interpreter: `-m flows.cli` says its words and what the cluster has; all else is Python's.
+# Stands in for the interpreter: `-m flows.cli` prints its arguments and the cluster's resources; else Python.
 INTERPRETER = """#!/bin/bash
 if [ "$2" = flows.cli ]; then
   echo "dapo ${{*:3}}"
@@ -31,7 +31,7 @@ if [ "$2" = flows.cli ]; then
 fi
 exec {python} "$@"
 """
-# The same with a server in place of Ray, and a run that ends before its training has written its last checkpoint.
+# The same with a server instead of Ray, and a run that ends before its training has written the last checkpoint.
 LEAVING = """#!/bin/bash
 case "$2 $3" in
   "flows.cli run")
@@ -44,7 +44,7 @@ case "$2 $3" in
 esac
 exec {python} "$@"
 """
-# Stand in for SLURM: a task on each host of the job, and its status that of the last task that failed.
+# Stand in for SLURM: run a task on each host of the job; exit with the status of the last task that failed.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 tasks=() status=0
@@ -71,14 +71,14 @@ def network() -> Iterator[list[FakeHost]]:
 
 @pytest.fixture
 def names(network: list[FakeHost], tmp_path: Path) -> Iterator[list[FakeHost]]:
-    """The hosts, which know each other by name as in /etc/hosts."""
+    """The hosts, with each other's names in /etc/hosts."""
     text = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in network)
     files = [Path("/etc/netns") / host.name / "hosts" for host in network]
     for file in files:  # `ip netns exec` mounts it over /etc/hosts
         file.parent.mkdir(parents=True)
         file.write_text(text)
     yield network
-    for pid in (pid for host in network for pid in _processes(host)):  # of a test that failed
+    for pid in (pid for host in network for pid in _processes(host)):  # left by a failed test
         os.kill(int(pid), signal.SIGKILL)
     for file in files:
         file.unlink()
@@ -87,7 +87,7 @@ def names(network: list[FakeHost], tmp_path: Path) -> Iterator[list[FakeHost]]:
 
 @pytest.fixture
 def alone(names: list[FakeHost]) -> Iterator[FakeHost]:
-    """A host whose own name is an address of loopback, as Debian installs it."""
+    """A host whose own name resolves to loopback, as on Debian."""
     host = names[0]
     (Path("/etc/netns") / host.name / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n")
     host.run(f"ip route add default dev {host.interface}")
@@ -114,7 +114,7 @@ def _environment() -> dict[str, str]:
 
 
 class Scripts:
-    """The scripts of hosts, rendered and typed there."""
+    """The rendered scripts, and running them on their hosts."""
 
     def __init__(self, tmp_path: Path, found: list[FakeHost]) -> None:
         self.folder = _render(tmp_path, found, sys.executable, "--scripts")
@@ -133,7 +133,7 @@ class Scripts:
         return self.type(host, verb).communicate(timeout=400)[0]
 
     def started(self, host: FakeHost) -> tuple[int, Path]:
-        """The pid of the first process of the start, and Ray's folder."""
+        """The pid of Ray's first process, and Ray's folder."""
         pid, _, folder = (self.state / f"{host.name}-{PORT}" / "process").read_text().split()
         return int(pid), Path(folder)
 
@@ -142,12 +142,12 @@ def test_scripts_start_and_stop_ray_on_two_hosts(names: list[FakeHost], tmp_path
     scripts = Scripts(tmp_path, names)
     head, other = names
     try:
-        starting = [scripts.type(host, "start") for host in (other, head)]  # the other one waits for the head
+        starting = [scripts.type(host, "start") for host in (other, head)]  # the other host waits for the head
         said = [each.communicate(timeout=400)[0] for each in starting]
         assert [each.returncode for each in starting] == [0, 0], said
-        assert f"Ray starts at {other.address} ({other.interface})" in said[0]  # and none of the decoys
+        assert f"starting Ray at {other.address} ({other.interface})" in said[0]  # and none of the decoys
         assert f"2 nodes have joined {head.name}:{PORT} with 4 CPU" in said[1]
-        assert "Ray runs" in scripts.said(head, "start")
+        assert "Ray is already running" in scripts.said(head, "start")
         folders = [scripts.started(host)[1] for host in names]
         os.kill(scripts.started(other)[0], signal.SIGKILL)
     finally:
@@ -155,16 +155,16 @@ def test_scripts_start_and_stop_ray_on_two_hosts(names: list[FakeHost], tmp_path
     assert all("Ray has ended" in each for each in ended), ended
     assert [_processes(host) for host in names] == [[], []]
     assert not any(folder.exists() for folder in folders)
-    assert "no Ray of this script runs" in scripts.said(head, "stop")
+    assert "this script has no Ray running" in scripts.said(head, "stop")
 
 
-def test_a_host_alone_may_have_a_name_of_loopback(alone: FakeHost, tmp_path: Path) -> None:
+def test_a_single_host_s_name_may_resolve_to_loopback(alone: FakeHost, tmp_path: Path) -> None:
     scripts = Scripts(tmp_path, [alone])
     try:
         said = scripts.said(alone, "start")
     finally:
         ended = scripts.said(alone, "stop")
-    assert f"Ray starts at {alone.address} ({alone.interface})" in said
+    assert f"starting Ray at {alone.address} ({alone.interface})" in said
     assert f"1 nodes have joined {alone.address}:{PORT}" in said
     assert said.endswith(f"dapo run CONFIG --set train.ray_address={alone.address}:{PORT}\n")
     assert "Ray has ended" in ended
@@ -182,7 +182,7 @@ def test_a_start_without_a_token_says_how_to_make_one(names: list[FakeHost], tmp
 def _submit(
     tmp_path: Path, found: list[FakeHost], on_host: str = "", python: str = INTERPRETER
 ) -> subprocess.Popen[str]:
-    """The batch file, started on the first host; `on_host` begins the command line of a task."""
+    """Start the batch file on the first host; `on_host` prefixes the command line of each task."""
     words, bin_folder = " ".join(host.name for host in found), tmp_path / "bin"
     bin_folder.mkdir()
     for name, text in {
@@ -223,7 +223,7 @@ def test_the_batch_file_runs_the_recipe_on_two_hosts(names: list[FakeHost], tmp_
     asked = f"{RECIPE} {' '.join(_changes(tmp_path))} --set train.ray_address={address}"
     joined = f"2 nodes have joined {address} with 4 CPU"
     assert f"{joined}\ndapo doctor {asked}\ndapo run {asked}\n" in said
-    assert '"CPU": 4.0' in said  # what the stand-in of `dapo run` finds with the job's token
+    assert '"CPU": 4.0' in said  # printed by the stand-in of `dapo run`, with the job's token
     assert [_processes(host) for host in names] == [[], []]
     assert list((tmp_path / "the store" / ".clusters").iterdir()) == []  # the job's token is gone
     made = [Path(line) for line in (tmp_path / "made").read_text().splitlines()]
@@ -231,9 +231,9 @@ def test_the_batch_file_runs_the_recipe_on_two_hosts(names: list[FakeHost], tmp_
     assert not any(path.exists() for path in made)
 
 
-def test_a_node_without_the_store_says_so_before_ray_starts(names: list[FakeHost], tmp_path: Path) -> None:
+def test_a_node_without_the_store_is_named_before_ray_starts(names: list[FakeHost], tmp_path: Path) -> None:
     head, other = names
-    hide = f'mount -t tmpfs none "{tmp_path}/the store"'  # seen by the task alone
+    hide = f'mount -t tmpfs none "{tmp_path}/the store"'  # for this task only
     script = f'''[ "$SLURMD_NODENAME" = {head.name} ] || {hide}; exec "$@"'''
     job = _submit(tmp_path, names, f"bash -c {shlex.quote(script)} task")
     said, complaints = job.communicate(timeout=500)
@@ -241,12 +241,14 @@ def test_a_node_without_the_store_says_so_before_ray_starts(names: list[FakeHost
     [reason] = complaints.splitlines()
     folder = f"{tmp_path}/the store/.clusters/test{os.getpid()}-"
     assert reason.startswith(f"{other.name}: {folder}")
-    assert reason.endswith(f"is not seen on {other.name}: put store.path on storage that all nodes share")
+    assert reason.endswith(
+        f"created by {head.name}, is not visible on {other.name}: put store.path on storage that all nodes share"
+    )
     assert list((tmp_path / "the store" / ".clusters").iterdir()) == []
     assert [_processes(host) for host in names] == [[], []]
 
 
-def test_a_job_that_is_asked_to_end_keeps_ray_until_its_last_checkpoint_is_written(
+def test_a_stopped_job_keeps_ray_until_its_last_checkpoint_is_written(
     names: list[FakeHost], tmp_path: Path
 ) -> None:
     job = _submit(tmp_path, names, python=LEAVING)

@@ -1,4 +1,4 @@
-"""Two hosts on a line that is slow: a cluster starts over it, its checks say what is so, and nothing is lost."""
+"""Two hosts joined by a slow line: a cluster starts over it, and its checks find no faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def far() -> Iterator[list[FakeHost]]:
 
 @pytest.fixture(scope="module")
 def site(far: list[FakeHost], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A cluster that was started over the line."""
+    """A cluster started over the line."""
     site = make_site(tmp_path_factory.mktemp("site"), far)
     far[1].slow_down(FAR)
     result = site.up()
@@ -35,7 +35,7 @@ def site(far: list[FakeHost], home: Path, tmp_path_factory: pytest.TempPathFacto
     site.down()
 
 
-def test_all_is_well_over_a_line_that_is_far_and_loses_packets(
+def test_the_preflight_passes_over_a_slow_line_that_loses_packets(
     far: list[FakeHost], site: Site, tmp_path: Path
 ) -> None:
     far[1].slow_down(FAR, loss=0.02)
@@ -44,14 +44,14 @@ def test_all_is_well_over_a_line_that_is_far_and_loses_packets(
     assert {("network", "ok"), ("all-reduce", "ok"), ("clock", "ok")} <= set(found)
 
 
-def test_a_host_that_is_very_far_is_answered(far: list[FakeHost], site: Site, tmp_path: Path) -> None:
-    """It takes more than the ten seconds after which an address where nothing listens is given up."""
+def test_a_very_distant_host_can_join(far: list[FakeHost], site: Site, tmp_path: Path) -> None:
+    """It takes longer than the ten seconds after which a dead address is given up."""
     far[1].slow_down(VERY_FAR)
     found = preflight(far[1], far[0], tmp_path, is_whole=False)
     assert ("Ray", "ok") in found, found
     assert ("Ray", "fail") not in found, found
 
 
-def test_a_round_trip_of_four_seconds_is_no_firewall(far: list[FakeHost], site: Site) -> None:
+def test_a_round_trip_of_four_seconds_is_not_taken_for_a_firewall(far: list[FakeHost], site: Site) -> None:
     far[1].slow_down(FARTHEST)
     assert [(host["state"], host["reason"]) for host in site.status().values()] == [("up", ""), ("up", "")]

@@ -1,4 +1,4 @@
-"""A host over a real sshd on loopback: it answers, does not know a key, or is not known itself."""
+"""Requests over a real sshd on loopback: login shells, an unknown key, an unknown host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START_SECONDS = 200.0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Keys, and the client's configuration for the host `node`, which an sshd of our own serves."""
+    """Keys, and the ssh configuration of the host `node`, which this fixture's sshd serves."""
     if SSHD is None or shutil.which("ssh") is None:
         pytest.skip("there is no sshd (Debian's openssh-server)")
     separation = Path("/run/sshd")
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "sshd_config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nPidFile none\nUsePAM no\nStrictModes no\n"
         f"AuthorizedKeysFile {folder}/own.pub\nPasswordAuthentication no\nPermitRootLogin prohibit-password\n"
-        f'AcceptEnv DAPO_*\nForceCommand $DAPO_SHELL -c "$SSH_ORIGINAL_COMMAND"\n'  # as of a user with this shell
+        f'AcceptEnv DAPO_*\nForceCommand $DAPO_SHELL -c "$SSH_ORIGINAL_COMMAND"\n'  # as if it were the login shell
     )
     key = (folder / "host.pub").read_text()
     (folder / "known").write_text(f"[127.0.0.1]:{port} {key}")
@@ -70,23 +70,23 @@ def _ask(folder: Path, key: str = "own", *options: str, login: str = "sh", **cha
 
 
 @pytest.mark.parametrize("login", ["bash", "dash", "tcsh", "fish"])
-def test_a_host_over_ssh_whatever_the_login_shell(folder: Path, tmp_path: Path, login: str) -> None:
+def test_a_host_answers_over_ssh_with_any_login_shell(folder: Path, tmp_path: Path, login: str) -> None:
     if shutil.which(login) is None:
         pytest.skip(f"there is no {login} (Debian's {login})")
     text = r"""$HOME `id` "two" \ 'one' !! é *"""
     setup = f"[ $# = 0 ]\ncat <<'END' >{tmp_path}/text\n{text}\nEND\n"
     answer = _ask(folder, login=login, setup=setup)
-    assert (answer.problem, answer.said) == ("", {"running": None}), (folder / "log").read_text()
+    assert (answer.problem, answer.reply) == ("", {"running": None}), (folder / "log").read_text()
     assert (tmp_path / "text").read_text() == f"{text}\n"
 
 
-def test_a_key_that_the_host_does_not_know(folder: Path) -> None:
+def test_a_rejected_key_names_ssh_copy_id(folder: Path) -> None:
     answer = _ask(folder, "other")
     assert "Permission denied (publickey" in answer.problem
-    assert answer.problem.endswith("; give it your key: ssh-copy-id node")
+    assert answer.problem.endswith("; install your key: ssh-copy-id node")
 
 
-def test_a_host_whose_key_is_not_known(folder: Path) -> None:
+def test_an_unknown_host_key_says_to_compare_it(folder: Path) -> None:
     (folder / "nothing").touch()
     answer = _ask(folder, "own", f"-o UserKnownHostsFile={folder}/nothing")
-    assert answer.problem == "Host key verification failed; type ssh node once and compare its key"
+    assert answer.problem == "Host key verification failed; run ssh node once and compare its key"

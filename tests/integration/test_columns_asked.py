@@ -19,8 +19,8 @@ from tasks import chain
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.references import forget_resolved
 from tasks.links import label_of, link_of
-from tasks.preflight.baselines import check_baselines
 from tasks.preflight.finding import FAIL, OK, Findings
+from tasks.preflight.run import check_baselines
 from tasks.runs.report import Columns, take_columns
 from tasks.runs.run import Run
 from tests.hubs import hub_of_this_machine

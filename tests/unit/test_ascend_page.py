@@ -1,4 +1,4 @@
-"""docs/ascend.md: its commands are accepted, its blocks are what the code prints, its recipes are there."""
+"""docs/ascend.md: its commands are valid, its blocks match the code's output, its recipes exist."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _words(line: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as the page has it: the recipes, and mine.yaml with its lines."""
+    """The folder that the page describes: the recipes, and its mine.yaml."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     [inventory] = [block for block in BLOCKS if block[0].strip().startswith("hosts:")]
     (tmp_path / "mine.yaml").write_text("\n".join(line.strip() for line in inventory))
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_page_has_the_whole_way() -> None:
+def test_the_page_has_all_commands_in_order() -> None:
     verbs = [" ".join(word for word in _words(line)[:2] if word.isalpha()) for line in COMMANDS]
     assert [verb.split()[-1] for verb in verbs] == [
         *("doctor", "env", "plan", "up", "status", "render", "render", "render", "doctor", "run", "runs", "down")
@@ -48,7 +48,7 @@ def test_the_page_has_the_whole_way() -> None:
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_the_command_line_accepts_every_command(line: str) -> None:
-    """Words, options and values are those of our commands; nothing runs."""
+    """Commands, options and values are parsed; nothing runs."""
     command: click.Command = typer.main.get_command(app)  # type: ignore[assignment]
     words = _words(line)
     while words and isinstance(command, typer.core.TyperGroup):
@@ -60,13 +60,13 @@ def test_the_command_line_accepts_every_command(line: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
-def test_the_plan_says_what_the_page_says() -> None:
+def test_the_plan_prints_the_page_s_line() -> None:
     [line] = [line for line in LINES if line.startswith("peak ")]
     done = CliRunner().invoke(app, ["plan", RECIPE, "--memory"])
     assert line in " ".join(done.output.split())
 
 
-def test_the_scripts_set_the_pages_variables(folder: Path) -> None:
+def test_the_scripts_export_the_page_s_variables(folder: Path) -> None:
     listed = [line for line in LINES if line.startswith("export ")]
     for line in (line for line in COMMANDS if " render " in line):
         done = CliRunner().invoke(app, _words(line))
@@ -79,7 +79,7 @@ def test_the_scripts_set_the_pages_variables(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_linter_asks_for_the_same_variables() -> None:
+def test_the_linter_exports_the_same_variables() -> None:
     names = {line.removeprefix("export ").partition("=")[0] for line in LINES if line.startswith("export ")}
     overrides = ["--set", "train.ray_address=node1:6379", "--export"]
     done = CliRunner().invoke(app, ["doctor", "env", RECIPE, *overrides], env={name: None for name in names})
@@ -89,12 +89,12 @@ def test_the_linter_asks_for_the_same_variables() -> None:
     assert asked - {"ulimit -n"} <= names
 
 
-def test_packages_are_those_of_a_known_set() -> None:
+def test_requirement_files_exist() -> None:
     for name in re.findall(r"requirements/[\w.-]+", PAGE):
         assert (ROOT / name).is_file(), name
 
 
-def test_metrics_are_ours() -> None:
+def test_metrics_exist() -> None:
     table = PAGE.partition("| metric |")[2].partition("\n\n")[0]
     sources = subprocess.run(
         ["git", "grep", "-hoE", r"[a-z_]+/[a-z_/]+", "--", "dapo_core", "tests/unit"],
@@ -109,7 +109,7 @@ def test_metrics_are_ours() -> None:
     assert names <= {*sources, *expand("critic/score/mean")}
 
 
-def test_recipes_of_the_guides_have_the_trainer_that_the_table_names() -> None:
+def test_recipes_of_the_guides_use_the_trainer_in_the_table() -> None:
     rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| ([\w-]+) \|", PAGE, re.MULTILINE)
     assert len(rows) == 6
     for recipe, backend in rows:

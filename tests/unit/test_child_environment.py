@@ -24,7 +24,7 @@ RECIPE = "configs/dapo_qwen3_32b_math.yaml"  # NPUs of four nodes, colocated
 
 
 def test_npu_variables_match_the_table() -> None:
-    ours = {row["name"]: row["ours"] for row in yaml.safe_load(TABLE.read_text()) if "ours" in row}
+    ours = {row["name"]: row["chain_value"] for row in yaml.safe_load(TABLE.read_text()) if "chain_value" in row}
     assert device_for("npu").variables(is_shared=True) == ours
     link = link_of(load_config(Path(RECIPE)), "train_policy")
     rows = {row["name"]: row for row in child_environment(link, {}, {"VLLM_ASCEND_ENABLE_NZ": "1"})}
@@ -33,7 +33,7 @@ def test_npu_variables_match_the_table() -> None:
         "name": "VLLM_ASCEND_ENABLE_NZ",
         "value": "0",
         "children": "policy ranks and rollout workers, unless their node sets it",
-        "why": "Keeps weights in the NZ layout, 1 by default, in which engines take no new weights.",
+        "why": "Keeps weights in the NZ layout (default 1), in which engines cannot take new weights.",
     }
     assert "GLOO_SOCKET_IFNAME" not in rows
 

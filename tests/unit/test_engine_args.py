@@ -51,10 +51,10 @@ def test_parts_that_a_model_cannot_give_are_found_beforehand(tmp_path: Path) -> 
     build_tiny(tmp_path / "model", "qwen3")  # two layers, no experts
     model = {"source": "path", "path": str(tmp_path / "model"), "recipe": {}}
     for keys, said in (
-        ({"pipeline_parallel": 3}, "rollout.pipeline_parallel=3 stages cannot share 2 layers"),
+        ({"pipeline_parallel": 3}, "rollout.pipeline_parallel=3 is more stages than the model's 2 layers"),
         (
             {"tensor_parallel": 2, "expert_parallel": True},
-            "rollout.expert_parallel=true, and qwen3 has no experts",
+            "rollout.expert_parallel=true, but qwen3 has no experts",
         ),
     ):
         config = resolve_config(
@@ -107,7 +107,7 @@ def test_devices_that_cannot_share_the_heads_are_found_beforehand(tmp_path: Path
     findings = Findings()
     check_model(tmp_path / "model", config, findings)
     [failed] = findings.failed
-    assert f"{section}.tensor_parallel=3 devices cannot share 2 attention heads" in f"{failed}"
+    assert f"{section}.tensor_parallel=3 does not divide the model's 2 attention heads" in f"{failed}"
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_heads_that_vllm_has_no_kernel_for_on_a_cpu_are_found_beforehand(tmp_pat
     findings = Findings()
     config = resolve_config(settings())
     check_machine(config, check_model(tmp_path / "model", config, findings), None, False, findings)
-    assert "heads have 16 numbers, and vLLM on a CPU computes heads of 32, 64" in f"{findings.failed}"
+    assert "head size is 16, but vLLM on a CPU supports 32, 64" in f"{findings.failed}"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`dapo doctor env`: what environment variables do to a recipe."""
+"""`dapo doctor env`: the state of each environment variable for a recipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tasks.preflight.environment import STATUSES, TABLE, Variable, check_environ
 from tasks.preflight.finding import FAIL, Findings
 from tests.trainings import config_of
 
-RECIPE = "configs/dapo_qwen3_32b_math.yaml"  # NPUs of four nodes, colocated
+RECIPE = "configs/dapo_qwen3_32b_math.yaml"  # NPUs on four nodes, colocated
 OF_VENDORS = """
     HCCL_ALGO HCCL_BLOCKING_WAIT HCCL_CONCURRENT_ENABLE HCCL_DEBUG_CONFIG HCCL_DESYNC_DEBUG HCCL_DFS_CONFIG
     HCCL_DIAGNOSE_ENABLE HCCL_ENTRY_LOG_ENABLE HCCL_EVENT_TIMEOUT HCCL_IF_BASE_PORT HCCL_INTER_HCCS_DISABLE
@@ -54,7 +54,7 @@ def _found(name: str, environment: dict[str, str], config: Any) -> Variable:
 
 @pytest.fixture
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node with a wire, a decoy of containers, a link-local address, and a wire that is down."""
+    """A node with an interface that is up, one that is down, a docker bridge and a link-local address."""
     addresses = {
         "lo": "127.0.0.1", "docker0": "172.17.0.1", "usb0": "169.254.3.4",
         "enp1s0": "10.0.0.5", "enp2s0": "10.1.0.5",
@@ -72,18 +72,18 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "state", "said"),
     [
-        ("HCCL_SOCKET_IFNAME", "SOCKET IFNAME FOR CURRENT NODE", "placeholder", "put the real value there"),
-        ("GLOO_SOCKET_IFNAME", "Your SOCKET IFNAME", "placeholder", "put the real value there"),
-        ("HCCL_IF_IP", "<IP>", "placeholder", "put the real value there"),
-        ("HCCL_IF_IP", "YOUR_IP", "placeholder", "put the real value there"),
+        ("HCCL_SOCKET_IFNAME", "SOCKET IFNAME FOR CURRENT NODE", "placeholder", "set the real value"),
+        ("GLOO_SOCKET_IFNAME", "Your SOCKET IFNAME", "placeholder", "set the real value"),
+        ("HCCL_IF_IP", "<IP>", "placeholder", "set the real value"),
+        ("HCCL_IF_IP", "YOUR_IP", "placeholder", "set the real value"),
         ("HCCL_IF_IP", "10.0.0.5", "set", ""),
         (
             "HCCL_IF_IP",
             "10.0.0.6",
             "conflict",
-            "no interface of this machine has it; there are 172.17.0.1 (docker0), 10.0",
+            "no interface of this machine has this address; it has 172.17.0.1 (docker0), 10.0",
         ),
-        ("HCCL_IF_IP", "enp1s0", "conflict", "no interface of this machine has it"),
+        ("HCCL_IF_IP", "enp1s0", "conflict", "no interface of this machine has this"),
         ("HCCL_SOCKET_IFNAME", "=enp", "conflict", "no interface enp;"),
         ("HCCL_CONNECT_TIMEOUT", "5400", "set", ""),
         ("HCCL_CONNECT_TIMEOUT", "5400s", "conflict", "120 to 7200"),
@@ -94,7 +94,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
         ("GLOO_SOCKET_IFNAME", "enp2s0", "conflict", "enp2s0 is down"),
         ("HCCL_SOCKET_IFNAME", "=enp1s0", "set", ""),
         ("HCCL_SOCKET_IFNAME", "enp", "set", ""),
-        ("VLLM_USE_V1", "1", "dead", "does not read it from 0.17 on"),
+        ("VLLM_USE_V1", "1", "dead", "ignores it since 0.17"),
         ("USE_OPTIMIZED_MODEL", "0", "dead", "vllm-ascend is not installed here"),
         ("VLLM_ASCEND_ENABLE_NZ", "1", "conflict", "NZ layout"),
         ("VLLM_ASCEND_ENABLE_NZ", "0", "set", ""),
@@ -107,14 +107,14 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("interfaces")
-def test_a_value_is_named_with_what_it_does_here(name: str, value: str, state: str, said: str) -> None:
+def test_each_value_has_its_state_and_advice(name: str, value: str, state: str, said: str) -> None:
     found = _found(name, {name: value}, _npu())
     assert (found.state, found.value) == (state, value)
     assert said in found.advice
     assert found.effect
 
 
-def test_what_is_in_the_way_depends_on_the_recipe() -> None:
+def test_harmful_values_depend_on_the_recipe() -> None:
     shared = _npu(train={"placement": "colocated", "num_ranks": 1}, rollout={"num_workers": 1})
     expandable = {"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
     assert _found("PYTORCH_NPU_ALLOC_CONF", expandable, shared).state == "conflict"
@@ -127,7 +127,7 @@ def test_what_is_in_the_way_depends_on_the_recipe() -> None:
 
 @pytest.mark.usefixtures("interfaces")
 @pytest.mark.parametrize(("name", "value"), [("HCCL_IF_IP", "10.0.0.6"), ("HCCL_SOCKET_IFNAME", "=eth7")])
-def test_what_another_machine_may_have_is_an_error_on_a_node(
+def test_a_wrong_address_is_an_error_on_a_node_and_a_warning_elsewhere(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert _found(name, {name: value}, _npu(ray_address="auto")).state == "caution"
@@ -143,7 +143,7 @@ def test_what_another_machine_may_have_is_an_error_on_a_node(
 
 
 @pytest.mark.usefixtures("interfaces")
-def test_exports_name_this_nodes_interface_and_never_a_placeholder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exports_name_this_node_s_interface_and_never_a_placeholder(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = exports(lint({}, _npu(ray_address="auto")))
     names = ["export HCCL_SOCKET_IFNAME='='enp1s0", "export GLOO_SOCKET_IFNAME=enp1s0"]  # HCCL: all of the name
     assert {*names, "export HCCL_CONNECT_TIMEOUT=5400"} <= set(lines)
@@ -151,7 +151,7 @@ def test_exports_name_this_nodes_interface_and_never_a_placeholder(monkeypatch: 
         psutil, "net_if_stats", lambda: {name: SimpleNamespace(isup=True) for name in ("lo", "enp1s0", "enp2s0")}
     )
     lines = exports(lint({}, _npu(ray_address="auto")))
-    assert "# HCCL_SOCKET_IFNAME: each node has its own; here enp1s0, enp2s0" in lines
+    assert "# HCCL_SOCKET_IFNAME: differs on each node; this machine has enp1s0, enp2s0" in lines
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_exports_name_this_nodes_interface_and_never_a_placeholder(monkeypatch: 
         ("GLOO_SOCKET_IFNAM", "GLOO_SOCKET_IFNAME"),
     ],
 )
-def test_a_misspelt_variable_is_named_with_what_is_meant(name: str, meant: str) -> None:
+def test_a_misspelt_variable_names_the_right_one(name: str, meant: str) -> None:
     found = _found(name, {name: "1"}, _npu())
     assert (found.state, found.value, found.advice) == ("misspelt", "1", f"did you mean {meant}?")
     findings = Findings()
@@ -175,44 +175,44 @@ def test_a_misspelt_variable_is_named_with_what_is_meant(name: str, meant: str) 
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
-def test_nothing_is_said_of_other_variables_of_the_vendors(device: str) -> None:
-    """Of CANN, torch_npu, vllm-ascend, NCCL and gloo: none is a misspelt name of the table."""
+def test_the_vendors_other_variables_are_not_called_misspelt(device: str) -> None:
+    """Variables of CANN, torch_npu, vllm-ascend, NCCL and gloo."""
     variables = lint(dict.fromkeys(OF_VENDORS.split(), "1"), config_of(train={"device": device}))
     assert [each.name for each in variables if each.state == "misspelt"] == []
 
 
-def test_a_library_of_another_machine_is_named(tmp_path: Path) -> None:
+def test_a_library_for_another_architecture_is_reported(tmp_path: Path) -> None:
     library = tmp_path / "libjemalloc.so.2"
     library.write_bytes(b"\x7fELF\x02\x01" + bytes(12) + struct.pack("<H", 8))  # MIPS
     found = _found("LD_PRELOAD", {"LD_PRELOAD": f"{library}:"}, config_of())
     assert found.state == "caution"
-    assert f"{library} is for another machine" in found.advice
+    assert f"{library} is for another architecture" in found.advice
     library.write_text("not a library")
-    assert "is no library" in _found("LD_PRELOAD", {"LD_PRELOAD": str(library)}, config_of()).advice
+    assert "is not a library" in _found("LD_PRELOAD", {"LD_PRELOAD": str(library)}, config_of()).advice
 
 
-def test_the_preflight_refuses_what_is_in_the_way_and_goes_on_with_the_rest() -> None:
+def test_the_preflight_refuses_placeholders_and_warns_of_obsolete_variables() -> None:
     findings = Findings()
     check_environment({"GLOO_SOCKET_IFNAME": "YOUR IFNAME", "VLLM_USE_V1": "1"}, config_of(), findings)
     assert [finding.found.split(":")[0] for finding in findings.failed] == ["GLOO_SOCKET_IFNAME=YOUR IFNAME"]
     assert [finding.found.split("=")[0] for finding in findings if finding.status != FAIL] == ["VLLM_USE_V1"]
 
 
-def test_rows_are_complete_and_conditions_known() -> None:
+def test_rows_of_the_table_are_complete_and_their_conditions_known() -> None:
     rows = yaml.safe_load(TABLE.read_text())
     conditions = {"shared", "graphs", "nodes", "deterministic"}
-    fields = {"name", "devices", "effect", "want", "when", "ours", "dead", "not", "is"}
+    fields = {"name", "devices", "effect", "value", "when", "chain_value", "ignored_since", "conflicts", "must_be"}
     for row in rows:
         assert row["effect"].endswith(".")
         assert row.keys() <= fields, row
         assert set(row.get("when", ())) <= conditions
-        for against in row.get("not", ()):
+        for against in row.get("conflicts", ()):
             re.compile(against["value"])
             assert set(against.get("when", ())) <= conditions
     assert len({row["name"] for row in rows}) == len(rows)
 
 
-def test_the_command_prints_a_table_lines_for_a_shell_or_json() -> None:
+def test_the_command_prints_a_table_shell_lines_or_json() -> None:
     clean = {"VLLM_ASCEND_ENABLE_NZ": None, "GLOO_SOCKET_IFNAME": None, "LD_PRELOAD": None}
     runner = CliRunner(env=clean)
     table = runner.invoke(app, ["doctor", "env", RECIPE])
@@ -229,8 +229,8 @@ def test_the_command_prints_a_table_lines_for_a_shell_or_json() -> None:
 
 
 @pytest.mark.slow
-def test_bash_takes_the_lines_and_they_cause_no_finding() -> None:
-    """As a person does: look, eval the lines in the same shell, look again."""
+def test_exported_lines_work_in_bash_and_cause_no_finding() -> None:
+    """As a user does: run it, eval the lines in the same shell, run it again."""
     look = f"{sys.executable} -m flows.cli doctor env {RECIPE} --set run.deterministic=true"
     script = f"""{look} --json; printf '\\n---\\n'; eval "$({look} --export)"; {look} --json"""
     strange = {"RAY_DEDUP_LOGS": """it's "0"; $(exit 3)""", "HCCL_CONECT_TIMEOUT": "a 'b' $c"}
@@ -249,7 +249,7 @@ def test_bash_takes_the_lines_and_they_cause_no_finding() -> None:
             assert row == was
 
 
-def test_an_interface_with_an_odd_name_stays_one_word() -> None:
+def test_an_interface_with_an_odd_name_is_quoted() -> None:
     odd = Variable("GLOO_SOCKET_IFNAME", "missing", 'it\'s $(exit 3) "a"', "")
     [line] = exports([odd])
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a pod does before it ends, with stand-ins for a run and an actor in a pod of their own."""
+"""A pod's preStop hook, with stand-ins for a run and an actor in a pod of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tasks.nodes import leave
 
-# A run and a training's supervisor say that they were asked, and end once the actor has ended.
+# A run and a training's supervisor record SIGTERM, and end once the actor has ended.
 RUN = """
 import pathlib, signal, sys, time
 name = pathlib.Path(sys.argv[0]).stem
@@ -34,7 +34,7 @@ until [ -e supervisor-ready ]; do sleep 0.1; done
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_training", [True, False])
-def test_one_is_asked_to_end_and_all_are_awaited(has_training: bool, tmp_path: Path) -> None:
+def test_the_hook_stops_the_training_or_the_run_and_waits_for_all(has_training: bool, tmp_path: Path) -> None:
     alone = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
         pytest.skip("this machine makes no namespaces of processes")
@@ -48,7 +48,7 @@ def test_one_is_asked_to_end_and_all_are_awaited(has_training: bool, tmp_path: P
     assert asked == {"supervisor-asked" if has_training else "dapo-asked"}
 
 
-def test_a_training_outlives_its_run() -> None:
+def test_a_detached_training_is_recognised() -> None:
     words = ["/usr/bin/python3", "-I", "-S", "/dapo/tasks/processes/supervisor.py"]
     assert leave.is_training([*words, '{"stop_seconds": 120.0, "detached": {"stem": "/store/.logs/train"}}'])
     assert not leave.is_training([*words, '{"stop_seconds": 0, "detached": null}', "vllm", "serve"])
@@ -58,7 +58,7 @@ def test_a_training_outlives_its_run() -> None:
     ("words", "is_run", "is_at_work"),
     [
         (["/usr/bin/python3", "/usr/local/bin/dapo", "run", "r.yaml"], True, True),
-        (["/bin/sh", "-c", "dapo run r.yaml"], False, False),  # Ray's, around it
+        (["/bin/sh", "-c", "dapo run r.yaml"], False, False),  # Ray's shell around the run
         (["/usr/bin/python3", "-I", "-S", "/dapo/tasks/processes/supervisor.py", "{}"], False, True),
         (["ray::_PolicyRank.learn"], False, True),
         (["ray::IDLE"], False, False),
@@ -66,9 +66,9 @@ def test_a_training_outlives_its_run() -> None:
         (["ray::DashboardAgent"], False, False),
         (["ray::RuntimeEnvAgent"], False, False),
         (["bash", "-c", "--", "ulimit -n 65536; ray start --head"], False, False),
-        ([""], False, False),  # of the kernel, or a zombie
+        ([""], False, False),  # a kernel thread, or a zombie
     ],
 )
-def test_what_is_at_work(words: list[str], is_run: bool, is_at_work: bool) -> None:
-    """Command lines as Ray 2.60 has them."""
+def test_ray_s_own_processes_are_not_waited_for(words: list[str], is_run: bool, is_at_work: bool) -> None:
+    """Command lines of Ray 2.60."""
     assert (leave.is_run(words), leave.is_at_work(words)) == (is_run, is_at_work)

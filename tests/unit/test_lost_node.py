@@ -1,4 +1,4 @@
-"""The loss of a node leaves the most ranks and engines that fit; a node with other files says which."""
+"""After a lost node, the most ranks and engines that fit remain; a node with other files names them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NPU_NODE = {"CPU": 128.0, "NPU": 16.0}
 
 
 def four_nodes(**changes: dict[str, Any]) -> Config:
-    """32 ranks and 8 engines of 4 on 64 dies, 512 responses to an optimizer step."""
+    """32 ranks and 8 engines of 4 devices on 64 dies, 512 responses per optimizer step."""
     train = {"device": "npu", "num_ranks": 32, "sequence_parallel": 8, "mini_prompts": 32, "train_prompts": 32}
     rollout = {"engine": "vllm", "num_workers": 8, "tensor_parallel": 4, "group_size": 16}
     return config_of(
@@ -37,7 +37,7 @@ def four_nodes(**changes: dict[str, Any]) -> Config:
 
 
 class DeadActor:
-    """Answers its first ping; then it is dead, and a ping fails at once."""
+    """Answers its first ping, then is dead: further pings fail at once."""
 
     def __init__(self) -> None:
         self.answers: list[Any] = ["pid 1 on here"]
@@ -47,7 +47,7 @@ class DeadActor:
         return self.answers.pop(0) if self.answers else RayActorError()
 
 
-def test_a_death_is_seen_at_the_first_look_after_a_ping(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_is_seen_at_the_first_check_after_a_ping(monkeypatch: pytest.MonkeyPatch) -> None:
     def get(answer: Any) -> Any:
         if isinstance(answer, Exception):
             raise answer
@@ -58,9 +58,9 @@ def test_a_death_is_seen_at_the_first_look_after_a_ping(monkeypatch: pytest.Monk
     monkeypatch.setattr(actors.ray, "get", get)
     watched = actors.Actors()
     watched.add("policy rank", [DeadActor()])
-    watched.check()  # collects the answer, and pings again
+    watched.check()  # collects the answer and pings again
     with pytest.raises(WorkerDied, match=r"^policy rank 0 of 1 \(pid 1 on here\) died"):
-        watched.check()  # at the same time
+        watched.check()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_death_is_seen_at_the_first_look_after_a_ping(monkeypatch: pytest.Monk
     [
         ([4, 4], [Demand(6, {"NPU": 1}), Demand(2, {"NPU": 1}, on_one_node=True)], True),
         ([4, 4], [Demand(7, {"NPU": 1}), Demand(2, {"NPU": 1}, on_one_node=True)], False),
-        ([3, 3], [Demand(4, {"NPU": 1}, on_one_node=True)], False),  # six are free, but not on one node
+        ([3, 3], [Demand(4, {"NPU": 1}, on_one_node=True)], False),  # six are free, but on two nodes
         ([3, 3], [Demand(4, {"NPU": 1})], True),
         ([4], [Demand(2, {"NPU": 1, "CPU": 1})], False),  # no CPU
         ([], [Demand(1, {"NPU": 1})], False),
@@ -81,19 +81,19 @@ def test_room_is_counted_by_node(free: list[int], wanted: list[Demand], expected
 @pytest.mark.parametrize(
     ("num_nodes", "expected"),
     [
-        # 24 ranks are 3 data-parallel ones, over which 512 responses do not divide: the next are 16, or all 32.
+        # 24 ranks are 3 data-parallel ranks, which do not divide 512 responses: the next numbers are 16 and 32.
         (3, (32, 4)),
         (2, (16, 4)),
         (1, (8, 2)),
     ],
 )
-def test_both_roles_shrink_alike_within_the_rules(num_nodes: int, expected: tuple[int, int]) -> None:
+def test_both_roles_shrink_within_the_configuration_s_rules(num_nodes: int, expected: tuple[int, int]) -> None:
     config, device = four_nodes(), device_for("npu")
     assert has_room([NPU_NODE] * 4, demands(config, device))
     smaller = shrunk(config, device, [NPU_NODE] * num_nodes, Path())
     assert (smaller.train.num_ranks, smaller.rollout.num_workers) == expected
     changed = {"train": {"num_ranks": expected[0]}, "rollout": {"num_workers": expected[1]}}
-    assert smaller == four_nodes(**changed)  # and nothing else changes
+    assert smaller == four_nodes(**changed)  # nothing else changes
 
 
 def test_ranks_and_engines_on_the_same_devices_shrink_together() -> None:
@@ -105,7 +105,7 @@ def test_ranks_and_engines_on_the_same_devices_shrink_together() -> None:
         shrunk(config, device, [{"CPU": 128.0, "NPU": 3.0}] * 4, Path())
 
 
-def test_what_cannot_shrink_is_refused_with_the_reason() -> None:
+def test_a_training_that_cannot_shrink_says_why() -> None:
     config, device = four_nodes(train={"sequence_parallel": 1, "fsdp_size": 32}), device_for("npu")
     with pytest.raises(
         ConfigError, match=r"16\.0\}\]: train\.num_ranks=\d+ is not a multiple of train\.fsdp_size=32"
@@ -133,7 +133,7 @@ def test_ranks_whose_shards_do_not_fit_are_refused(tmp_path: Path) -> None:
         (None, True, "shrink", "3600 s"),  # one machine has no node to lose
     ],
 )
-def test_a_restart_obeys_the_key(
+def test_a_restart_obeys_on_lost_node(
     monkeypatch: pytest.MonkeyPatch, address: str | None, is_restart: bool, on_lost_node: str, expected: str
 ) -> None:
     def place(*arguments: Any) -> None:
@@ -150,7 +150,7 @@ def test_a_restart_obeys_the_key(
         pass
 
 
-def test_a_dead_node_that_counts_as_free_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_node_that_still_counts_as_free_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     config, places, pending = four_nodes(), Places([], []), cast("Any", object())
     free, removed, tried = [NPU_NODE] * 4, [], []
 
@@ -173,7 +173,7 @@ def test_a_dead_node_that_counts_as_free_is_found_out(monkeypatch: pytest.Monkey
     assert (removed, groups) == ([pending], [pending])
 
 
-def test_a_node_with_other_files_says_which(tmp_path: Path) -> None:
+def test_a_node_with_other_files_names_them(tmp_path: Path) -> None:
     scorer, model, output = tmp_path / "scorer.py", tmp_path / "model", tmp_path / "output"
     scorer.write_text("1")
     for folder in (model, output):

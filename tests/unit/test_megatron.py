@@ -1,4 +1,4 @@
-"""Splits of verl's Megatron: which divide, and what a device then holds of Qwen3-235B-A22B."""
+"""Splits of verl's Megatron: which ones divide, and the memory per device for Qwen3-235B-A22B."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_embedding_and_head_count_as_layers_of_the_first_and_last_stage() -> Non
     require_divided(found, QWEN3_235B, responses=512)
 
 
-def test_layers_of_the_ends_by_number() -> None:
+def test_layers_of_the_first_and_last_stage_can_be_set() -> None:
     transformer = f"+{ACTOR}override_transformer_config."
     by_number = splits_of(
         [
@@ -69,17 +69,17 @@ def test_layers_of_the_ends_by_number() -> None:
         ("context_parallel_size=3", "= 96 does not divide train.num_ranks=128"),
     ],
 )
-def test_what_does_not_divide_is_refused_by_its_key(override: str, message: str) -> None:
+def test_a_split_that_does_not_divide_names_its_key(override: str, message: str) -> None:
     with pytest.raises(ForeignConfigError, match=message):
         require_divided(splits(f"{ACTOR}{override}"), QWEN3_235B, responses=512)
 
 
-def test_responses_divide_over_data_parallel_ranks() -> None:
+def test_responses_must_divide_over_data_parallel_ranks() -> None:
     with pytest.raises(ForeignConfigError, match=r"30 responses .* over 4 data-parallel ranks \(128 / 32\)"):
         require_divided(splits(), QWEN3_235B, responses=30)
 
 
-def test_a_size_is_a_number() -> None:
+def test_a_size_must_be_a_number() -> None:
     with pytest.raises(ForeignConfigError, match=r"tensor_model_parallel_size=two is no size"):
         splits(f"{ACTOR}tensor_model_parallel_size=two")
 
@@ -98,7 +98,7 @@ def recipe(*sets: str) -> Config:
     )
 
 
-def test_bytes_of_a_device_for_qwen3_235b() -> None:
+def test_memory_per_device_for_qwen3_235b() -> None:
     shape = shape_of(published_config("Qwen/Qwen3-235B-A22B-Thinking-2507") or {})
     assert shape.num_parameters == 235_093_634_560
     stage = largest_stage(recipe(), shape, splits())
@@ -124,7 +124,7 @@ def test_bytes_of_a_device_for_qwen3_235b() -> None:
     assert half.host_optimizer == pytest.approx(stage.optimizer / 2, abs=1)
 
 
-def test_offloading_empties_the_device_while_engines_generate() -> None:
+def test_offloading_frees_the_device_while_engines_generate() -> None:
     shape = shape_of(published_config("Qwen3-235B-A22B") or {})
 
     def held(config: Config) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Findings about nodes, from reports as nodes give them: what is equal is one line, what differs names who."""
+"""Findings about nodes, from their reports: what is equal is one finding, differences name the node."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from dapo_core.ports import meeting_point
 from dapo_core.versions import sets
 from flows.config import load_config
 from tasks.preflight import node_probe, nodes
-from tasks.preflight.cluster import _Look, check_devices_here, rounds
+from tasks.preflight.cluster import _NodeChecks, check_devices_here, rounds
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, Findings, describe
 from tasks.preflight.memory import check_memory
-from tasks.preflight.nodes import Pair
 from tests.trainings import config_of
 
 A, B, C = "n0 (10.0.0.1)", "n1 (10.0.0.2)", "n2 (10.0.0.3)"
@@ -45,7 +44,7 @@ def port(number: int = 0, **changes: str | None) -> dict[str, str | None]:
 
 
 def report(*devices: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """What a healthy node with two dies says."""
+    """The report of a healthy node with two dies."""
     found = {
         "tool": "npu-smi",
         "driver": "25.5.0",
@@ -62,9 +61,9 @@ def report(*devices: dict[str, Any], **changes: Any) -> dict[str, Any]:
     }
 
 
-def devices_of(reports: Mapping[str, Any], needed: int | None = 50 * GIB, **promised: int) -> Findings:
-    findings = Findings()
-    nodes.check_devices(reports, needed, {A: promised.get("a", 2)}, findings)
+def of(check: Callable[..., None], *arguments: Any) -> Findings:
+    """The findings of one check."""
+    check(*arguments, findings := Findings())
     return findings
 
 
@@ -73,56 +72,47 @@ def only(findings: Findings) -> Finding:
     return finding
 
 
-def test_equal_versions_are_one_line_and_the_one_that_differs_is_named() -> None:
-    findings = Findings()
-    nodes.check_versions({A: VERSIONS, B: VERSIONS}, findings)
-    found = only(findings)
+def devices_of(reports: Mapping[str, Any], promised: int = 2) -> Findings:
+    return of(nodes.check_devices, reports, 50 * GIB, {A: promised})
+
+
+def test_equal_versions_are_one_finding_and_a_node_that_differs_is_named() -> None:
+    found = only(of(nodes.check_versions, {A: VERSIONS, B: VERSIONS}))
     assert (found.status, found.where) == (OK, "")
     assert found.found == (
         "equal on 2 machines: Python 3.11.9, code 0c7241f00000, torch 2.10.0, CANN 9.1.0, driver 25.5.0"
     )
-    findings = Findings()
     other = {**VERSIONS, "torch": "2.9.0", "driver": "24.1.0", "code": "dirty", "ray": "2.60.0"}
-    nodes.check_versions({A: VERSIONS, B: VERSIONS, C: other}, findings)
-    said = {finding.found: (finding.status, finding.where) for finding in findings}
-    assert said == {
-        f"code dirty, and 0c7241f00000 on {A}, {B}": (FAIL, C),
-        f"torch 2.9.0, and 2.10.0 on {A}, {B}": (FAIL, C),
-        f"driver 24.1.0, and 25.5.0 on {A}, {B}": (WARN, C),
-        f"ray 2.60.0, and none on {A}, {B}": (FAIL, C),
+    findings = of(nodes.check_versions, {A: VERSIONS, B: VERSIONS, C: other})
+    assert {finding.found: (finding.status, finding.where) for finding in findings} == {
+        f"code dirty, but 0c7241f00000 on {A}, {B}": (FAIL, C),
+        f"torch 2.9.0, but 2.10.0 on {A}, {B}": (FAIL, C),
+        f"driver 24.1.0, but 25.5.0 on {A}, {B}": (WARN, C),
+        f"ray 2.60.0, but none on {A}, {B}": (FAIL, C),
     }
-    findings = Findings()
-    nodes.check_versions({A: VERSIONS, B: VERSIONS, nodes.THIS_MACHINE: {"Python": "3.11.9"}}, findings)
-    assert [(each.found, each.where) for each in findings] == [
-        (f"code none, and 0c7241f00000 on {A}, {B}", nodes.THIS_MACHINE)
-    ]
-
-
-def test_versions_are_mended_by_a_file_of_requirements() -> None:
-    findings = Findings()
-    nodes.check_versions({A: VERSIONS, B: {**VERSIONS, "torch": "2.9.0"}}, findings)
     assert all("requirements/" in finding.advice for finding in findings if "torch" in finding.found)
+    here = only(of(nodes.check_versions, {A: VERSIONS, B: VERSIONS, nodes.THIS_MACHINE: {"Python": "3.11.9"}}))
+    assert (here.found, here.where) == (f"code none, but 0c7241f00000 on {A}, {B}", nodes.THIS_MACHINE)
 
 
-def test_packages_of_no_known_set_and_another_cann_are_said() -> None:
+def test_packages_of_no_known_set_and_another_cann_are_reported() -> None:
     known = dict(sets()["npu-newest"].packages)
     here = {"torch": "2.13.0"}
 
     def found(packages: dict[str, str], toolkit: str) -> list[tuple[str, str]]:
-        findings = Findings()
         node = {"stack": packages, "versions": {"CANN": toolkit}}
-        nodes.check_sets({A: node, B: {**node, "versions": {"CANN": "9.1.0"}}}, here, findings)
+        findings = of(nodes.check_sets, {A: node, B: {**node, "versions": {"CANN": "9.1.0"}}}, here)
         return [(each.where, each.found) for each in findings]
 
     assert found(known, "9.1.0") == []
-    assert found(here, "8.5.1") == []  # what is said of this machine
-    assert found(known, "8.5.1") == [(A, "CANN 8.5.1, and the set npu-newest is made with 9.1.0")]
+    assert found(here, "8.5.1") == []  # already reported for this machine
+    assert found(known, "8.5.1") == [(A, "CANN 8.5.1, but the set npu-newest is built with 9.1.0")]
     [(where, text)] = found({**known, "vllm": "0.22.0"}, "9.1.0")
     assert where == "all 2 nodes"
     assert text.endswith("npu-newest: vllm 0.22.0 in place of 0.23.0")
 
 
-def test_healthy_devices_are_one_line_with_what_is_free() -> None:
+def test_healthy_devices_are_one_finding_with_their_free_memory() -> None:
     found = only(devices_of({A: report(), B: report()}))
     assert (found.status, found.found) == (
         OK, "4 on 2 nodes, healthy, without other processes, at least 61.0 GiB free on each",
@@ -134,15 +124,15 @@ def test_healthy_devices_are_one_line_with_what_is_free() -> None:
     [
         (device(health="Alarm"), FAIL, "NPU 0: Alarm"),
         (device(health="Warning"), WARN, "NPU 0: Warning"),
-        (device(health=None), WARN, "NPU 0: its health could not be read"),
-        (device(total_bytes=None), WARN, "NPU 0: its memory could not be read"),
-        (device(processes=[process(GIB)]), WARN, "NPU 0: process 7 (python) holds 1.0 GiB"),
+        (device(health=None), WARN, "NPU 0: health could not be read"),
+        (device(total_bytes=None), WARN, "NPU 0: memory could not be read"),
+        (device(processes=[process(GIB)]), WARN, "NPU 0: process 7 (python) uses 1.0 GiB"),
         (device(processes=[process(None)]), WARN, "NPU 0: process 7 (python)"),
-        (device(used_bytes=20 * GIB, processes=[process(17 * GIB, is_of_ray=True)]), WARN, "holds 17.0 GiB"),
-        (device(used_bytes=20 * GIB), FAIL, "NPU 0: 44.0 GiB are free, and 50.0 GiB are needed"),
+        (device(used_bytes=20 * GIB, processes=[process(17 * GIB, is_of_ray=True)]), WARN, "uses 17.0 GiB"),
+        (device(used_bytes=20 * GIB), FAIL, "NPU 0: 44.0 GiB free, 50.0 GiB needed"),
     ],
 )
-def test_a_device_that_a_rank_cannot_have_is_named_with_its_node(
+def test_a_device_that_a_rank_cannot_use_is_named_with_its_node(
     changed: dict[str, Any], status: str, said: str
 ) -> None:
     found = only(devices_of({A: report(changed, device(1)), B: report()}))
@@ -153,44 +143,42 @@ def test_a_device_that_a_rank_cannot_have_is_named_with_its_node(
     assert describe([found])[0].startswith(f"{found.check}: {A}: {found.found}; {found.why}; ")
 
 
-def test_a_process_that_takes_the_needed_memory_ends_the_run_and_the_largest_are_shown() -> None:
+def test_a_process_that_holds_needed_memory_ends_the_run_and_the_largest_are_shown() -> None:
     several = [process(number * GIB, pid=number) for number in range(1, 7)]
     process_found, memory = devices_of({A: report(device(used_bytes=24 * GIB, processes=several), device(1))})
     assert (process_found.status, memory.status) == (FAIL, FAIL)
-    assert process_found.found.startswith("NPU 0: process 6 (python) holds 6.0 GiB, process 5 ")
+    assert process_found.found.startswith("NPU 0: process 6 (python) uses 6.0 GiB, process 5 ")
     assert process_found.found.endswith("; and 2 more")
     sick = report(*(device(number, health="Alarm") for number in range(6)))
     found = only(devices_of({A: sick}))
     assert found.found == "NPU 0: Alarm; NPU 1: Alarm; NPU 2: Alarm; NPU 3: Alarm; and 2 more"
 
 
-def test_tools_that_say_nothing_and_devices_that_ray_invents_are_named() -> None:
+def test_a_missing_tool_and_devices_that_ray_only_claims_are_reported() -> None:
     silent = report(found={"devices": [], "unread": ["npu-smi is not installed here"]})
     found = only(devices_of({A: silent}))
     assert (found.status, found.found) == (WARN, "could not be read: npu-smi is not installed here")
-    found = only(devices_of({A: report(), B: report()}, a=16))
-    assert (found.status, found.found) == (FAIL, "Ray has 16 devices there, and npu-smi shows 2")
+    found = only(devices_of({A: report(), B: report()}, promised=16))
+    assert (found.status, found.found) == (FAIL, "Ray was started with 16 devices, but npu-smi shows 2")
 
 
 def test_the_plan_is_made_for_the_smallest_device() -> None:
     reports = {A: report(), B: report(device(total_bytes=32 * GIB))}
     assert nodes.smallest_device(reports, "npu") == usable_bytes("npu", 32 * GIB)
     assert nodes.smallest_device({A: report(device(total_bytes=None))}, "npu") is None
-    findings = Findings()
-    nodes.check_device_model("Atlas 800T A3", usable_bytes("npu", 64 * GIB), findings)
-    assert findings == []
-    nodes.check_device_model("Atlas 800T A3", usable_bytes("npu", 32 * GIB), findings)
-    assert only(findings).found == "train.device_model=Atlas 800T A3 has 61.3 GiB, and a device there 29.0 GiB"
+    assert of(nodes.check_device_model, "Atlas 800T A3", usable_bytes("npu", 64 * GIB)) == []
+    assert only(of(nodes.check_device_model, "Atlas 800T A3", usable_bytes("npu", 32 * GIB))).found == (
+        "train.device_model=Atlas 800T A3 has 61.3 GiB, but the smallest device found has 29.0 GiB"
+    )
 
 
 @pytest.mark.slow
-def test_the_memory_plan_is_made_for_the_devices_that_are_there() -> None:
+def test_the_memory_plan_is_made_for_the_devices_found() -> None:
     path = "configs/dapo_qwen3_32b_math.yaml"
     small = Limit("the cluster's smallest device", 12 * GIB)
 
     def planned(*overrides: str) -> Finding:
-        findings = Findings()
-        check_memory(load_config(Path(path), overrides), None, findings, small)
+        check_memory(load_config(Path(path), overrides), None, findings := Findings(), small)
         return only(findings)
 
     found = planned("train.device_model=null")
@@ -200,13 +188,13 @@ def test_the_memory_plan_is_made_for_the_devices_that_are_there() -> None:
 
 
 def links_of(*ports: list[dict[str, str | None]]) -> Findings:
-    findings = Findings()
-    reports = {name: report(found={"links": each}) for name, each in zip((A, B, C), ports, strict=False)}
-    nodes.check_links(reports, findings)
-    return findings
+    return of(
+        nodes.check_links,
+        {name: report(found={"links": each}) for name, each in zip((A, B, C), ports, strict=False)},
+    )
 
 
-def test_ports_that_are_up_are_one_line() -> None:
+def test_ports_that_are_up_are_one_finding() -> None:
     assert only(links_of([port(0), port(1)], [port(0)])).found == "3 ports up, TLS off on all"
 
 
@@ -214,10 +202,10 @@ def test_ports_that_are_up_are_one_line() -> None:
     ("changed", "status", "said"),
     [
         (port(link="DOWN"), FAIL, "NPU 0: link DOWN"),
-        (port(link=None), WARN, "NPU 0: its link could not be read"),
+        (port(link=None), WARN, "NPU 0: link could not be read"),
         (port(health="Fault"), WARN, "NPU 0: net_health Fault"),
         (port(address=None), WARN, "NPU 0: no address"),
-        (port(tls="1"), FAIL, "TLS is on there, and off on 2 other ports"),
+        (port(tls="1"), FAIL, "TLS is on, but off on 2 other ports"),
     ],
 )
 def test_a_port_that_hccl_cannot_use_is_named(changed: dict[str, str | None], status: str, said: str) -> None:
@@ -226,24 +214,19 @@ def test_a_port_that_hccl_cannot_use_is_named(changed: dict[str, str | None], st
     assert found.where.startswith(B)
 
 
-def test_a_single_node_does_without_its_ports_and_a_missing_tool_is_said() -> None:
+def test_a_single_node_needs_no_ports_and_a_missing_tool_is_reported() -> None:
     assert only(links_of([port(link="DOWN")])).status == WARN
-    findings = Findings()
-    missing = {"links": [], "links_unread": "hccn_tool is not installed here"}
-    nodes.check_links({A: report(found=missing), B: report(found=missing)}, findings)
-    assert only(findings).where == "all 2 nodes"
+    missing = report(found={"links": [], "links_unread": "hccn_tool is not installed here"})
+    assert only(of(nodes.check_links, {A: missing, B: missing})).where == "all 2 nodes"
 
 
-def test_a_clock_that_is_wrong_is_named_and_a_slow_answer_is_not() -> None:
-    findings = Findings()
-    nodes.check_clocks({A: (-90.2, 0.01), B: (3.0, 2.5)}, findings)
-    assert (only(findings).where, only(findings).found) == (A, "90 s behind this machine")
-    findings = Findings()
-    nodes.check_clocks({A: (0.01, 0.002), B: (-0.2, 0.01)}, findings)
-    assert only(findings).found == "equal within 0.2 s"
+def test_a_wrong_clock_is_named_but_not_a_slow_answer() -> None:
+    wrong = only(of(nodes.check_clocks, {A: (-90.2, 0.01), B: (3.0, 2.5)}))
+    assert (wrong.where, wrong.found) == (A, "90 s behind this machine")
+    assert only(of(nodes.check_clocks, {A: (0.01, 0.002), B: (-0.2, 0.01)})).found == "equal within 0.2 s"
 
 
-class _Nodes(_Look):
+class _Nodes(_NodeChecks):
     """Two nodes whose clocks are read by a function."""
 
     def __init__(self, read: Callable[[], float]) -> None:
@@ -255,14 +238,14 @@ class _Nodes(_Look):
         return {node: self.read() for node in options["of"]}
 
 
-def test_the_clocks_of_nodes_are_read_side_by_side() -> None:
-    both_are_asked = threading.Barrier(2, timeout=60)
-    nodes = _Nodes(lambda: time.time() + 90.0 + 0.0 * both_are_asked.wait())
+def test_the_clocks_of_all_nodes_are_read_in_parallel() -> None:
+    both_asked = threading.Barrier(2, timeout=60)
+    nodes = _Nodes(lambda: time.time() + 90.0 + 0.0 * both_asked.wait())
     nodes._check_clocks()
     assert only(nodes.findings).found == "90 s ahead of this machine"
 
 
-def test_of_a_few_readings_of_a_clock_the_shortest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shortest_reading_of_a_clock_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers that took 6 s, 0.2 s and 4 s, of a clock that is 3 s ahead: only the second shows it."""
     own = iter((0.0, 6.0, 10.0, 10.2, 20.0, 24.0))
     monkeypatch.setattr("tasks.preflight.cluster.time", SimpleNamespace(time=lambda: next(own)))
@@ -274,59 +257,50 @@ def test_of_a_few_readings_of_a_clock_the_shortest_counts(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"limits": {"open files": 1024}}, "ulimit -n is 1024, and 32768 are advised"),
+        ({"limits": {"open files": 1024}}, "ulimit -n is 1024; 32768 is recommended"),
         ({"limits": {"locked memory": 65536}}, "ulimit -l is 64 KiB"),
         ({"memory": {"shared": 64 * 1024**2}}, "/dev/shm has 64.0 MiB"),
-        ({"memory": {"unused_huge_pages": 512 * GIB}}, "512.0 GiB are in huge pages that nothing uses"),
+        ({"memory": {"unused_huge_pages": 512 * GIB}}, "512.0 GiB are reserved for unused huge pages"),
     ],
 )
-def test_limits_that_trainings_meet_are_named(changes: dict[str, Any], said: str) -> None:
-    findings = Findings()
-    nodes.check_limits({A: report(), B: report(**changes)}, True, findings)
-    assert (only(findings).status, only(findings).where, only(findings).found) == (WARN, B, said)
-    findings = Findings()
-    nodes.check_limits({A: report(**changes), B: report(**changes)}, True, findings)
-    assert only(findings).where == "all 2 nodes"
+def test_a_low_limit_is_named_with_its_nodes(changes: dict[str, Any], said: str) -> None:
+    found = only(of(nodes.check_limits, {A: report(), B: report(**changes)}, True))
+    assert (found.status, found.where, found.found) == (WARN, B, said)
+    assert only(of(nodes.check_limits, {A: report(**changes), B: report(**changes)}, True)).where == "all 2 nodes"
 
 
 @pytest.mark.parametrize(("free", "status"), [(50 * GIB, OK), (4 * GIB, WARN), (GIB // 2, FAIL)])
-def test_a_disk_on_which_ray_stops_is_named(free: int, status: str) -> None:
-    findings = Findings()
-    nodes.check_disks({A: report(), B: report(free=free)}, findings)
-    assert only(findings).status == status
+def test_a_full_disk_is_found(free: int, status: str) -> None:
+    assert only(of(nodes.check_disks, {A: report(), B: report(free=free)})).status == status
 
 
-def test_variables_of_one_node_are_said_with_it() -> None:
+def test_a_harmful_variable_is_reported_with_its_node() -> None:
     row = {"name": "GLOO_SOCKET_IFNAME", "value": "eth7", "effect": "", "advice": "no interface eth7"}
     variables = [{**row, "state": "caution"}, {**row, "name": "OMP_NUM_THREADS", "state": "set"}]
-    findings = Findings()
-    nodes.check_variables({A: report(), B: report(environment=variables)}, findings)
-    found = only(findings)
+    found = only(of(nodes.check_variables, {A: report(), B: report(environment=variables)}))
     assert (found.where, found.found) == (B, "GLOO_SOCKET_IFNAME=eth7: no interface eth7")
 
 
-def test_files_connections_and_reductions_name_nodes_and_pairs() -> None:
-    findings = Findings()
-    nodes.check_seen({B: ["model folder /models/q (other content)"], C: []}, findings)
-    nodes.check_reached(
-        {A: ["HCCL_HOST_SOCKET_PORT_RANGE=60000-60050"], B: []}, {Pair(A, B): ["blocked"]}, 2, findings
-    )
-    nodes.check_reduced({Pair(A, B): "timed out", Pair(B, C): 0.002, Pair(C, A): ""}, "hccl", findings)
-    said = [(finding.check, finding.status, finding.where, finding.found) for finding in findings]
-    assert said == [
+def test_files_connections_and_all_reduces_name_nodes_and_pairs() -> None:
+    taken = {A: ["HCCL_HOST_SOCKET_PORT_RANGE=60000-60050"], B: []}
+    findings = [
+        *of(nodes.check_seen, {B: ["model folder /models/q (other content)"], C: []}),
+        *of(nodes.check_connections, taken, {(A, B): ["blocked"]}, 2),
+        *of(nodes.check_all_reduce, {(A, B): "timed out", (B, C): 0.002, (C, A): ""}, "hccl"),
+    ]
+    assert [(finding.check, finding.status, finding.where, finding.found) for finding in findings] == [
         ("files", FAIL, B, "does not see model folder /models/q (other content)"),
         ("network", WARN, A, "no port of HCCL_HOST_SOCKET_PORT_RANGE=60000-60050 is free"),
         ("network", FAIL, f"from {A} to {B}", "blocked"),
-        ("all-reduce", FAIL, f"between {A} and {B}", "no all-reduce over hccl: timed out"),
+        ("all-reduce", FAIL, f"between {A} and {B}", "all-reduce over hccl failed: timed out"),
         ("all-reduce", WARN, f"between {C} and {A}", "not tried"),
     ]
-    findings = Findings()
-    nodes.check_reduced({Pair(A, B): 0.002, Pair(B, C): 0.003}, "gloo", findings)
-    assert only(findings).found == "over gloo between 2 pair(s) of nodes, 3 ms at most"
+    found = only(of(nodes.check_all_reduce, {(A, B): 0.002, (B, C): 0.003}, "gloo"))
+    assert found.found == "over gloo between 2 pair(s) of nodes, 3 ms at most"
 
 
 @pytest.mark.parametrize("number", range(1, 9))
-def test_neighbours_meet_in_rounds_in_which_no_node_is_twice(number: int) -> None:
+def test_no_node_is_in_two_pairs_of_a_round(number: int) -> None:
     found = rounds(range(number))
     for one in found:
         members = [node for pair in one for node in pair]
@@ -336,7 +310,7 @@ def test_neighbours_meet_in_rounds_in_which_no_node_is_twice(number: int) -> Non
     assert (set(pairs), len(pairs)) == (ring, len(ring))
 
 
-def test_each_row_of_the_table_says_what_comes_of_it_and_what_mends_it() -> None:
+def test_each_row_of_the_table_has_a_consequence_and_a_fix() -> None:
     rows = yaml.safe_load(nodes.TABLE.read_text())
     used = set(
         re.findall(r'(?:\(|, )"(\w+)", (?:FAIL|WARN|status|down)', nodes.TABLE.with_suffix(".py").read_text())
@@ -344,33 +318,32 @@ def test_each_row_of_the_table_says_what_comes_of_it_and_what_mends_it() -> None
     used |= {"version", "code", "driver", "answer", "model", "full", "health", "process", "free"}
     assert rows.keys() == used
     for row in rows.values():
-        assert row.keys() == {"check", "why", "mend"}
-        assert row["mend"]
+        assert row.keys() == {"check", "consequence", "fix"}
+        assert row["fix"]
 
 
-def test_devices_of_this_machine_are_looked_at_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_this_machine_are_checked_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = report(device(health="Alarm"), device(1))["devices"]
     monkeypatch.setattr("tasks.preflight.node_probe.devices_here", lambda kind, environment: seen)
-    findings = Findings()
-    check_devices_here(config_of(train={"device": "npu"}), None, findings)
+    findings = of(check_devices_here, config_of(train={"device": "npu"}), None)
     assert [(each.status, each.where, each.found) for each in findings if each.check == "devices"] == [
         (FAIL, "this machine", "NPU 0: Alarm")
     ]
 
 
-def test_meeting_points_of_both_families() -> None:
+def test_rendezvous_urls_of_both_address_families() -> None:
     assert re.fullmatch(r"tcp://\[::1\]:\d+", meeting_point("::1"))
     assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", meeting_point("127.0.0.1"))
 
 
-def test_a_target_that_is_silent_once_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_is_retried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([TimeoutError(), ""])
 
-    def once(host: str, port: int, word: str) -> str:
+    def once(host: str, port: int, greeting: str) -> str:
         answer = next(answers)
         if isinstance(answer, TimeoutError):
             raise answer
         return answer
 
     monkeypatch.setattr(node_probe, "_reach_once", once)
-    assert node_probe.NodeProbe().reach([("10.0.0.1", 1, "word")]) == [""]
+    assert node_probe.NodeProbe().reach([("10.0.0.1", 1, "greeting")]) == [""]

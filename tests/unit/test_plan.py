@@ -300,4 +300,4 @@ def test_disk_space_is_required_only_for_remaining_files(tmp_path: Path, monkeyp
     assert said().status == OK
     free = 2**20
     record_run(config, labels=("merge_checkpoint",))
-    assert said().found == f"1.0 MiB are free in {config.store.path}"
+    assert said().found == f"1.0 MiB free in {config.store.path}"

@@ -1,4 +1,4 @@
-"""What a recipe is refused for before any stage, and what is warned of: the finding, and the key to change."""
+"""Findings before any stage: what a recipe is refused for or warned of, and the key to change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from eval.gates import LAST_NIGHT
 from flows.config import Config, resolve_config
 from tasks.preflight import inputs
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, PreflightError
-from tasks.preflight.prompts import asked_forms
 from tasks.preflight.run import examine, require_ready
 from tests.tiny_models import build_tiny
 
@@ -57,7 +56,7 @@ def write_training(
 
 
 def recipe(folder: Path, model: Path, rows: Path | None = None, **sections: Mapping[str, Any]) -> Config:
-    """A recipe of the user's own files that fit, but for what is given."""
+    """A valid recipe of local files, with the given changes."""
     held_out = folder / "eval.jsonl"
     if not held_out.exists():
         asked = [{"problem": f"Find {n} + 1.", "answer": str(n + 1), "unique_id": str(n)} for n in range(4)]
@@ -71,23 +70,31 @@ def recipe(folder: Path, model: Path, rows: Path | None = None, **sections: Mapp
     return resolve_config(values)
 
 
+def altered(model: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of the model with other values in config.json."""
+    shutil.copytree(model, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
 def found(config: Config, status: str) -> list[Finding]:
     return [finding for finding in examine(config) if finding.status == status]
 
 
-def test_files_that_fit_have_nothing_in_the_way_and_say_what_was_looked_at(tmp_path: Path, model: Path) -> None:
+def test_a_valid_recipe_passes_and_says_what_was_checked(tmp_path: Path, model: Path) -> None:
     findings = examine(recipe(tmp_path, model))
     assert {finding.status for finding in findings} == {OK}
     said = {finding.check: finding.found for finding in findings}
     assert said["model"].endswith("of llama, trainable; chat template present")
     assert said["lengths"].endswith("the model has 512 positions")
-    assert "right as \\boxed{}" in said["scorer"]
+    assert "as \\boxed{}" in said["scorer"]
     assert "training asks for \\boxed{}" in said["prompts"]
     assert not (tmp_path / "store").exists()
 
 
-def test_everything_is_said_at_once_with_keys_that_fit(tmp_path: Path, model: Path) -> None:
-    """No chat template, too long for the model, and no scorer: one refusal with all three."""
+def test_all_faults_are_reported_at_once_with_keys_that_fit(tmp_path: Path, model: Path) -> None:
+    """No chat template, too long for the model, and no scorer: one error with all three."""
     bare = Path(shutil.copytree(model, tmp_path / "bare"))
     (bare / "chat_template.jinja").unlink()
     train = write_training(tmp_path / "t.parquet", source="exam")
@@ -98,7 +105,7 @@ def test_everything_is_said_at_once_with_keys_that_fit(tmp_path: Path, model: Pa
         assert words in str(caught.value)
 
 
-def test_of_a_large_set_the_first_problems_are_looked_at(
+def test_the_first_problems_of_a_large_set_are_checked(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inputs, "MAX_BYTES", 1000)
@@ -134,7 +141,7 @@ def test_a_prompt_longer_than_its_limit_is_found_and_the_proposed_keys_pass(tmp_
     assert found(recipe(tmp_path, model, train, **lengths), FAIL) == []
 
 
-def test_the_longest_benchmark_with_its_answer_is_what_must_fit(tmp_path: Path, model: Path) -> None:
+def test_the_longest_benchmark_with_its_answer_must_fit(tmp_path: Path, model: Path) -> None:
     long = tmp_path / "long.json"
     long.write_text(json.dumps([{"problem": f"Find {'9' * 120} + 1.", "answer": "1"}]))
     short = {"set": str(tmp_path / "eval.jsonl"), "name": "short", "max_response_tokens": 90}
@@ -156,64 +163,46 @@ def test_the_longest_benchmark_with_its_answer_is_what_must_fit(tmp_path: Path, 
 def test_a_model_that_cannot_be_trained_is_refused(
     tmp_path: Path, model: Path, config: dict[str, Any], said: str
 ) -> None:
-    other = Path(shutil.copytree(model, tmp_path / "other"))
-    values = json.loads((other / "config.json").read_text())
+    other = altered(model, tmp_path / "other", **config)
     if "auto_map" in config:
         (other / "own.py").write_text("raise SystemExit('ran')")
-    (other / "config.json").write_text(json.dumps(values | config))
     findings = [finding for finding in found(recipe(tmp_path, other), FAIL) if finding.check == "model"]
     assert [said in finding.found for finding in findings] == [True]
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, model: Path) -> None:
-    other = Path(shutil.copytree(model, tmp_path / "other"))
-    values = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(values | {"vocab_size": 60}))
-    (finding,) = found(recipe(tmp_path, other), FAIL)
+    (finding,) = found(recipe(tmp_path, altered(model, tmp_path / "other", vocab_size=60)), FAIL)
     assert "the model's embedding has 60 rows" in finding.found
 
 
-def test_a_scorer_that_calls_gold_wrong_is_found(tmp_path: Path, model: Path) -> None:
+def test_a_scorer_that_rejects_gold_answers_is_found(tmp_path: Path, model: Path) -> None:
     scorer = tmp_path / "reward.py"
     scorer.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
     )
     (finding,) = found(recipe(tmp_path, model, custom_reward={"path": str(scorer)}), WARN)
-    assert "custom_reward.path calls all 3 gold answers" in finding.found
+    assert "custom_reward.path rejects all 3 gold answers" in finding.found
     scorer.write_text(scorer.read_text().replace("return 0.0", "raise KeyError('lost')"))
     (finding,) = found(recipe(tmp_path, model, custom_reward={"path": str(scorer)}), FAIL)
     assert "KeyError: 'lost'" in finding.found
 
 
-def test_a_scorer_that_does_not_read_what_the_prompts_ask_for_is_warned_of(tmp_path: Path, model: Path) -> None:
-    """verl's rule reads `Answer:` alone, and GSM8K's `####`: a model that obeys the prompt never gets a reward."""
+def test_a_scorer_that_ignores_the_form_that_prompts_ask_for_is_a_warning(tmp_path: Path, model: Path) -> None:
+    """verl's rule only reads `Answer:`, GSM8K's only `####`: a model that obeys the prompt never gets a reward."""
     train = write_training(tmp_path / "t.parquet", source="math_dapo")
     (finding,) = found(recipe(tmp_path, model, train, algorithm={"compat": "verl"}), WARN)
-    assert finding.found == "prompts of math_dapo ask for \\boxed{}; math_dapo reads Answer:"
+    assert finding.found == "prompts of math_dapo ask for \\boxed{}, but math_dapo reads Answer:"
     train = write_training(tmp_path / "t.parquet", source="openai/gsm8k")
     (finding,) = found(recipe(tmp_path, model, train), WARN)
     assert "gsm8k reads ####" in finding.found
 
 
-def test_prompts_that_ask_for_another_form_than_the_evaluation_are_warned_of(tmp_path: Path, model: Path) -> None:
+def test_prompts_that_ask_for_another_form_than_the_evaluation_are_a_warning(tmp_path: Path, model: Path) -> None:
     train = write_training(tmp_path / "t.parquet", ask="\nEnd with a line `Answer: $Answer`.")
     (finding,) = found(recipe(tmp_path, model, train), WARN)
     assert finding.check == "prompts"
     assert "training asks for Answer:" in finding.found
     assert "evaluation for \\boxed{}" in finding.found
-
-
-@pytest.mark.parametrize(
-    ("text", "forms"),
-    [
-        ("put it in \\boxed{}", ["\\boxed{}"]),
-        ("The last line is of the form Answer: $Answer (without quotes)", ["Answer:"]),
-        ('output the final answer after "####".', ["####"]),
-        ("What is 2 + 3?", []),
-    ],
-)
-def test_the_form_that_a_prompt_asks_for(text: str, forms: list[str]) -> None:
-    assert asked_forms(text) == forms
 
 
 def test_caches_devices_and_ports_are_checked_against_the_recipe(tmp_path: Path, model: Path) -> None:
@@ -222,7 +211,7 @@ def test_caches_devices_and_ports_are_checked_against_the_recipe(tmp_path: Path,
     said = {finding.check: f"{finding.found}; {finding.advice}" for finding in found(config, FAIL)}
     assert set(said) == {"cache", "devices"}
     # 2 layers x (keys + values) x 1 head of 32 numbers of 2 bytes = 256 bytes a token, 64 KiB for 256
-    assert "holds no sequence of 256 tokens" in said["cache"]
+    assert "cannot hold a sequence of 256 tokens" in said["cache"]
     assert "--set serve.memory_gigabytes=0.1" in said["cache"]
     assert "torch" in said["devices"]
 
@@ -232,23 +221,25 @@ def test_shared_devices_count_once(tmp_path: Path, model: Path, monkeypatch: pyt
     monkeypatch.setattr(Cuda, "visible", lambda self, environment: ["0", "1"])
     monkeypatch.setattr("tasks.preflight.machine.check_devices_here", lambda *_: None)
 
-    def said(status: str, placement: str) -> str:
+    def placed(placement: str) -> Config:
         train = {"device": "cuda", "device_model": "H100", "num_ranks": 2, "placement": placement}
-        config = recipe(tmp_path, model, train=train, rollout={"num_workers": 2})
-        return "; ".join(finding.found for finding in found(config, status) if finding.check == "devices")
+        return recipe(tmp_path, model, train=train, rollout={"num_workers": 2})
+
+    def said(status: str, placement: str) -> str:
+        findings = found(placed(placement), status)
+        return "; ".join(finding.found for finding in findings if finding.check == "devices")
 
     refused = said(FAIL, "separate")
-    assert "train.num_ranks=2 + 2 of rollout.num_workers = 4 devices, and this machine shows 2 of cuda" in refused
-    assert "let ranks and engines share: train.placement=colocated" in refused
+    assert "train.num_ranks=2 + 2 for rollout.num_workers = 4 devices, but this machine has 2 visible" in refused
+    assert "let ranks and engines share (train.placement=colocated)" in refused
     assert said(OK, "colocated") == "2 of 2 cuda devices"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    train = {"device": "cuda", "device_model": "H100", "num_ranks": 2, "placement": "colocated"}
-    config = recipe(tmp_path, model, train=train, rollout={"num_workers": 2})
-    [once] = [finding for finding in found(config, FAIL) if "expandable_segments" in finding.found]
+    failed = found(placed("colocated"), FAIL)
+    [once] = [finding for finding in failed if "expandable_segments" in finding.found]
     assert once.found.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True: ")
 
 
-def test_devices_of_a_cluster_are_not_looked_for_here(
+def test_devices_of_a_cluster_are_not_counted_on_this_machine(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def checked(**external: Any) -> set[str]:
@@ -263,7 +254,9 @@ def test_devices_of_a_cluster_are_not_looked_for_here(
     assert "devices" not in checked()
 
 
-def test_versions_that_are_no_known_set_warn(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_form_no_known_set_are_a_warning(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     newest = versions.sets()["npu-newest"].packages
     monkeypatch.setattr("tasks.preflight.machine.stack", lambda: {**newest, "torch": "2.9.1"})
     (finding,) = (finding for finding in found(recipe(tmp_path, model), WARN) if finding.check == "versions")
@@ -272,7 +265,7 @@ def test_versions_that_are_no_known_set_warn(tmp_path: Path, model: Path, monkey
     assert "versions" not in {finding.check for finding in found(recipe(tmp_path, model), WARN)}
 
 
-def test_a_tracker_without_its_client_is_said(
+def test_a_tracker_without_its_client_is_reported(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find_spec(name: str, *_: Any, find: Any = importlib.util.find_spec) -> Any:
@@ -284,21 +277,18 @@ def test_a_tracker_without_its_client_is_said(
 
 
 @pytest.mark.slow
-def test_a_ray_cluster_that_does_not_answer_is_said_before_a_training_waits_for_it(
+def test_a_ray_cluster_that_does_not_answer_is_found_before_the_training(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.preflight.cluster.CLUSTER_SECONDS", 0.01)
     config = recipe(tmp_path, model, train={"ray_address": "127.0.0.1:1"})
     for on_nodes in (False, True):
         [finding] = examine(config, on_nodes=on_nodes).failed
-        assert (
-            finding.found
-            == "the Ray cluster at train.ray_address=127.0.0.1:1 does not answer: nothing came within 0.01 s"
-        )
+        assert "the Ray cluster at train.ray_address=127.0.0.1:1 does not answer" in finding.found
 
 
-def test_a_model_that_is_built_here_needs_generated_problems(tmp_path: Path, model: Path) -> None:
-    """Beside rows of other sets it learns from the generated ones."""
+def test_a_recipe_model_needs_generated_problems(tmp_path: Path, model: Path) -> None:
+    """Other sets may be added to them."""
     own = str(write_training(tmp_path / "own.parquet"))
     values = recipe(tmp_path, model).model_dump() | {"model": {"source": "recipe"}}
     values["data"] |= {"train": own}
@@ -308,7 +298,7 @@ def test_a_model_that_is_built_here_needs_generated_problems(tmp_path: Path, mod
     assert found(resolve_config(values), FAIL) == []
 
 
-def test_baselines_and_the_room_of_kept_steps_are_said_before_a_run(tmp_path: Path, model: Path) -> None:
+def test_baselines_and_the_disk_space_of_kept_steps_are_checked(tmp_path: Path, model: Path) -> None:
     entries = [
         {"name": "same", "path": str(model)},
         {"name": "gone", "path": str(tmp_path / "none")},
@@ -327,11 +317,11 @@ def test_baselines_and_the_room_of_kept_steps_are_said_before_a_run(tmp_path: Pa
     assert about["baseline away"].status == WARN
     assert "the run goes on without this column" in about["baseline away"].advice
     assert about[f"baseline {LAST_NIGHT}"].status == WARN
-    assert "of them for checkpoints of 2 steps that are kept" in about["disk"].found
+    assert "of them for 2 steps whose checkpoints are kept" in about["disk"].found
 
 
 @pytest.mark.slow
-def test_graders_of_the_recipe_s_own_are_tried_before_a_run(tmp_path: Path, model: Path) -> None:
+def test_a_custom_grader_is_tried_before_a_run(tmp_path: Path, model: Path) -> None:
     def grader(**evaluate: Any) -> list[Finding]:
         findings = examine(recipe(tmp_path, model, evaluate=evaluate))
         return [one for one in findings if one.check in ("grader", "prompt") and one.status != OK]
@@ -354,12 +344,12 @@ def test_graders_of_the_recipe_s_own_are_tried_before_a_run(tmp_path: Path, mode
 def test_a_training_that_cannot_fit_is_refused_with_numbers_and_keys(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 GiB of memory: processes alone take 0.45 (rank) + 0.8 (engine) + 1 + 2 x 0.1 (trainer, Ray, scorers)."""
+    """Of 2 GiB, the processes alone take 0.45 (rank) + 0.8 (engine) + 1 + 2 x 0.1 (trainer, Ray, scorers)."""
     monkeypatch.setattr(Cpu, "memory_bytes", lambda device: 2 * 1024**3)
     (finding,) = found(recipe(tmp_path, model), FAIL)
     assert finding.check == "memory"
     assert re.search(r"^the machine: \d+\.\d GiB in phase \w+, and it has 2\.0$", finding.found)
-    assert "train.allow_oversubscription=true tries all the same" in finding.advice
+    assert "train.allow_oversubscription=true runs it anyway" in finding.advice
     (tried,) = found(recipe(tmp_path, model, train={"allow_oversubscription": True}), WARN)
     assert (tried.check, tried.found) == ("memory", finding.found)
     monkeypatch.setattr(Cpu, "memory_bytes", lambda device: None)
@@ -367,9 +357,7 @@ def test_a_training_that_cannot_fit_is_refused_with_numbers_and_keys(
     assert (unknown.status, "set train.device_model" in unknown.found) == (OK, True)
 
 
-def test_an_architecture_that_the_plan_does_not_know_is_a_warning(tmp_path: Path, model: Path) -> None:
-    other = Path(shutil.copytree(model, tmp_path / "gemma"))
-    values = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**values, "model_type": "olmo2"}))
+def test_an_architecture_unknown_to_the_memory_plan_is_a_warning(tmp_path: Path, model: Path) -> None:
+    other = altered(model, tmp_path / "other", model_type="olmo2")
     said = [one for one in examine(recipe(tmp_path, other)) if one.check == "memory"]
     assert [(one.status, "not of model_type olmo2" in one.found) for one in said] == [(WARN, True)]

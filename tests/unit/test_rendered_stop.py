@@ -1,4 +1,4 @@
-"""`stop` of a rendered script: it ends what `start` began, and no other process."""
+"""`stop` of a rendered script ends the Ray that `start` started, and no other process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from tests.processes import start_time_of
 
-# A first process with a child in its own session, and one that wrote over its environment and has a log open.
+# A first process, a child in a session of its own, and one without its environment but with a log open.
 LEADER = """
 setsid sleep 600 >&2 & echo $!
 env -i sleep 600 3>"$DAPO_RAY/log" >&2 & echo $!
@@ -24,14 +24,14 @@ NO_RAY = """#!/bin/bash
 """
 
 
-def _typed(script: Path, verb: str) -> subprocess.CompletedProcess[str]:
+def _run(script: Path, verb: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "DAPO_STATE": str(script.parent), "RAY_AUTH_TOKEN": "secret"}
     return subprocess.run(["bash", str(script), verb], env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["stop", "start"])
-def test_what_a_killed_first_process_leaves_is_ended_and_nothing_else(verb: str, tmp_path: Path) -> None:
+def test_processes_that_outlive_a_killed_first_process_are_ended_and_no_others(verb: str, tmp_path: Path) -> None:
     python, folder, state = tmp_path / "python", tmp_path / "ray", tmp_path / "a-6379"
     python.write_text(NO_RAY.format(sys.executable))
     python.chmod(0o755)
@@ -54,13 +54,13 @@ def test_what_a_killed_first_process_leaves_is_ended_and_nothing_else(verb: str,
         (state / "process").write_text(f"{leader.pid} {start_time_of(leader.pid)} {folder}\n")
         leader.kill()
         leader.wait()
-        done, again = (_typed(tmp_path / "a.sh", each) for each in (verb, "stop"))
+        done, again = (_run(tmp_path / "a.sh", each) for each in (verb, "stop"))
         is_left_alone = bystander.poll() is None
         bystander.kill()
     assert "a: Ray has ended\n" in done.stdout, done
-    assert ("what it left is ended first" in done.stdout) == (verb == "start")
+    assert ("stopping its remaining processes" in done.stdout) == (verb == "start")
     assert [start_time_of(pid) for pid in left] == [None, None]
     assert not folder.exists()
     assert is_left_alone
-    said = "Ray has ended" if verb == "start" else "no Ray of this script runs"  # of the new one, which fails
-    assert again.stdout == f"a: {said}\n"
+    state = "Ray has ended" if verb == "start" else "this script has no Ray running"  # the new one fails
+    assert again.stdout == f"a: {state}\n"

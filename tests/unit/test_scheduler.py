@@ -1,4 +1,4 @@
-"""Allocations of SLURM, PBS and Volcano as inventories."""
+"""Inventories of SLURM, PBS and Volcano allocations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dapo_core.errors import ConfigError
 from tasks.nodes import scheduler
@@ -16,43 +14,12 @@ from tasks.nodes.inventory import Inventory
 from tasks.nodes.scheduler import expand, from_scheduler
 
 
-@st.composite
-def _brackets(draw: st.DrawFn) -> tuple[str, list[str]]:
-    """A bracket and the numbers in it, each range with leading zeros of its own."""
-    texts, numbers = [], []
-    for _ in range(draw(st.integers(1, 3))):
-        first, length, width = draw(st.integers(0, 1200)), draw(st.integers(0, 12)), draw(st.integers(1, 5))
-        width = max(width, len(str(first)))
-        texts.append(f"{first:0{width}}" + (f"-{first + length:0{width}}" if length else ""))
-        numbers += [f"{number:0{width}}" for number in range(first, first + length + 1)]
-    return f"[{','.join(texts)}]", numbers
-
-
-@st.composite
-def _items(draw: st.DrawFn) -> tuple[str, list[str]]:
-    """A name with none to two brackets, and the names it stands for."""
-    word = st.from_regex(r"[a-z][a-z0-9-]{0,5}[a-z]", fullmatch=True)
-    text = draw(word)
-    names = [text]
-    for _ in range(draw(st.integers(0, 2))):
-        bracket, numbers = draw(_brackets())
-        end = draw(st.one_of(st.just(""), word))
-        text += bracket + end
-        names = [name + number + end for name in names for number in numbers]
-    return text, names
-
-
-@pytest.mark.slow
-@given(st.lists(_items(), min_size=1, max_size=4))
-def test_expansion_gives_the_names_that_were_compressed(items: list[tuple[str, list[str]]]) -> None:
-    assert expand(",".join(text for text, _ in items)) == [name for _, names in items for name in names]
-
-
-def test_expansion_as_scontrol_prints_it() -> None:
-    """`scontrol show hostnames` of SLURM 22.05 printed these."""
+def test_expansion_equals_scontrol_s() -> None:
+    """Recorded from `scontrol show hostnames` of SLURM 22.05."""
     assert expand("a[01-03,7],b5") == ["a01", "a02", "a03", "a7", "b5"]
     assert expand("r[1-2]n[01-02],x") == ["r1n01", "r1n02", "r2n01", "r2n02", "x"]
     assert expand("a[08,9-10]") == ["a08", "a9", "a10"]
+    assert expand("n[098-101]-ib,gpu-x") == ["n098-ib", "n099-ib", "n100-ib", "n101-ib", "gpu-x"]
 
 
 @pytest.fixture(autouse=True)
@@ -64,12 +31,14 @@ def _devices(inventory: Inventory) -> dict[str, int]:
     return {host.name: inventory.devices_of(host) for host in inventory.hosts}
 
 
+def _slurm(nodes: str, **variables: str) -> Inventory:
+    return from_scheduler({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes, **variables})
+
+
 def test_slurm_with_gpus() -> None:
-    found = from_scheduler(
-        {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_GPUS_ON_NODE": "8", "PBS_NODEFILE": ""}
-    )
+    found = _slurm("gpu[01-02]", SLURM_GPUS_ON_NODE="8", PBS_NODEFILE="")
     assert (found.device, found.head_host.name, _devices(found)) == ("cuda", "gpu01", {"gpu01": 8, "gpu02": 8})
-    assert found.shell == "ssh"  # what SLURM does with processes is not known here
+    assert found.shell == "ssh"  # how SLURM tracks processes is unknown without scontrol
 
 
 @pytest.mark.parametrize(
@@ -81,20 +50,17 @@ def test_slurm_with_gpus() -> None:
         ({"SLURM_GPUS_PER_TASK": "1", "SLURM_TASKS_PER_NODE": "8(x2)"}, 8),
     ],
 )
-def test_slurm_counts_devices_in_several_words(variables: dict[str, str], count: int) -> None:
-    found = from_scheduler({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", **variables})
-    assert _devices(found) == {"n1": count, "n2": count}
+def test_slurm_counts_devices_in_several_forms(variables: dict[str, str], count: int) -> None:
+    assert _devices(_slurm("n[1-2]", **variables)) == {"n1": count, "n2": count}
 
 
-def test_slurm_without_devices_gives_each_node_its_processors() -> None:
-    found = from_scheduler(
-        {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "c[1-3]", "SLURM_JOB_CPUS_PER_NODE": "72(x2),36"}
-    )
+def test_slurm_without_devices_uses_each_node_s_cpus() -> None:
+    found = _slurm("c[1-3]", SLURM_JOB_CPUS_PER_NODE="72(x2),36")
     assert (found.device, _devices(found)) == ("cpu", {"c1": 72, "c2": 72, "c3": 36})
 
 
-def test_slurm_asks_scontrol_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A site's own resource of NPUs is in no variable; scontrol has it, and the names."""
+def test_slurm_prefers_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No variable has a site's own resource of NPUs; scontrol prints it, and the names."""
     script = tmp_path / "scontrol"
     script.write_text(
         "#!/bin/sh\n"
@@ -105,31 +71,30 @@ def test_slurm_asks_scontrol_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_pa
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    found = from_scheduler({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x[1-2]"})
+    found = _slurm("x[1-2]")
     assert (found.device, _devices(found)) == ("npu", {"x1": 16, "x2": 16})
     command = found.command(found.hosts[1], "echo a b")
     assert command[0] == "srun"
     assert command[-4:] == ["--nodelist=x2", "sh", "-c", "echo a b"]
     for more in ("gres/npu:910c:16,gres/nvme:900", "gres/nic:2,gres/npu:16"):
         script.write_text(re.sub("TresPerNode=[^ ]*", f"TresPerNode={more}", script.read_text()))
-        found = from_scheduler({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x[1-2]"})
+        found = _slurm("x[1-2]")
         assert (found.device, _devices(found)) == ("npu", {"x1": 16, "x2": 16}), more
     script.write_text(script.read_text().replace("linuxproc", "cgroup"))
-    assert from_scheduler({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x[1-2]"}).shell == "ssh"
+    assert _slurm("x[1-2]").shell == "ssh"
 
 
-def test_over_ssh_each_node_sets_the_variables_of_cann(tmp_path: Path) -> None:
+def test_setup_sources_cann_over_ssh(tmp_path: Path) -> None:
     home = tmp_path / "Ascend kit" / "latest"
     home.mkdir(parents=True)
     (home.parent / "set_env.sh").touch()
-    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x1", "ASCEND_RT_VISIBLE_DEVICES": "0"}
-    assert from_scheduler({**environ, "ASCEND_TOOLKIT_HOME": str(home)}).setup == f". '{home.parent}/set_env.sh'"
-    assert from_scheduler(environ).setup is None
+    found = _slurm("x1", ASCEND_RT_VISIBLE_DEVICES="0", ASCEND_TOOLKIT_HOME=str(home))
+    assert found.setup == f". '{home.parent}/set_env.sh'"
+    assert _slurm("x1", ASCEND_RT_VISIBLE_DEVICES="0").setup is None
 
 
-def test_npus_that_only_the_visible_devices_tell() -> None:
-    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x1", "ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3"}
-    found = from_scheduler(environ)
+def test_npus_are_counted_by_the_visible_devices() -> None:
+    found = _slurm("x1", ASCEND_RT_VISIBLE_DEVICES="0,1,2,3")
     assert (found.device, _devices(found)) == ("npu", {"x1": 4})
 
 
@@ -161,32 +126,34 @@ def test_volcano(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({}, "no job of a scheduler"),
+        ({}, "not inside a scheduler's job"),
         ({"SLURM_JOB_ID": "7"}, "SLURM_JOB_NODELIST is not set"),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_PER_NODE": "a100"}, "no number of devices"),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_PER_NODE": "a100"},
+            "not a number of devices",
+        ),
         ({"PBS_NODEFILE": "/nowhere/nodes"}, "/nowhere/nodes cannot be read"),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "render INVENTORY --kuberay"),
     ],
 )
-def test_what_no_job_says_is_asked_for(environ: dict[str, str], words: str) -> None:
+def test_a_job_without_the_needed_variables_says_which(environ: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         from_scheduler(environ)
 
 
-def test_an_empty_node_file_is_no_cluster(tmp_path: Path) -> None:
+def test_an_empty_node_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("\n")
-    with pytest.raises(ConfigError, match="names no node"):
+    with pytest.raises(ConfigError, match="lists no node"):
         from_scheduler({"PBS_NODEFILE": str(tmp_path / "nodes")})
 
 
 @pytest.mark.slow
-def test_no_answer_of_scontrol_is_no_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hanging_scontrol_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "scontrol").write_text("#!/bin/sh\nsleep 5\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
     monkeypatch.setattr(scheduler, "SCONTROL_SECONDS", 0.2)
-    found = from_scheduler({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_ON_NODE": "2"})
-    assert _devices(found) == {"n1": 2}
+    assert _devices(_slurm("n1", SLURM_GPUS_ON_NODE="2")) == {"n1": 2}
 
 
 @pytest.mark.parametrize(
@@ -194,9 +161,6 @@ def test_no_answer_of_scontrol_is_no_end(monkeypatch: pytest.MonkeyPatch, tmp_pa
     [("gres/gpu:v100:4,gres/nvme:900", 4), ("gres:gpu:4,gres:tmpfs:200G", 4), ("gres/nic:2,gres/npu:8", 8)],
 )
 def test_only_devices_are_counted(monkeypatch: pytest.MonkeyPatch, said: str, count: int) -> None:
-    from tasks.nodes import scheduler
-
     monkeypatch.setattr(scheduler, "_scontrol", lambda *words: [f"JobId=7 TresPerNode={said}"] * ("job" in words))
     monkeypatch.setattr(scheduler, "_kind_of_gpus", lambda: "cuda")
-    inventory = from_scheduler({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b"})
-    assert [host.devices for host in inventory.hosts] == [count, count]
+    assert _devices(_slurm("a,b")) == {"a": count, "b": count}

@@ -1,1 +1,1 @@
-"""A cluster's start as files, for sites that start things their own way: scripts, a SLURM job, KubeRay's YAML."""
+"""Render the start of a cluster as files, for sites with their own launcher: scripts, SLURM, KubeRay."""

@@ -1,14 +1,15 @@
-"""Files that start Ray on the hosts of an inventory: from the templates beside this file."""
+"""Render files that start Ray on the hosts of an inventory, from the templates beside this file."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import math
+import os
 import re
 import shlex
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,82 +18,90 @@ import jinja2
 
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
+from redaction import is_secret
 from tasks.config import ChainConfig
-from tasks.nodes.inventory import Host, Inventory
+from tasks.nodes.inventory import PROJECT, Host, Inventory
 from tasks.nodes.launch import ray_options
-from tasks.nodes.rendering.remarks import STORE, remarks_of_kuberay
 from tasks.preflight.environment import MIN_OPEN_FILES, wanted_alike
 from tasks.preflight.interfaces import INTERFACE_VARIABLES
 
 TEMPLATES = Path(__file__).parent / "templates"
-# What schedulers call the devices: SLURM's generic resource, which a site names, and that of the vendors' plugins
-# for Kubernetes (NVIDIA's k8s-device-plugin; Ascend's device plugin, for A2 and A3 alike).
+# Schedulers' names of the devices: SLURM's generic resource (sites may rename it), and the resource of the
+# Kubernetes device plugins (NVIDIA's; Ascend's, for A2 and A3 alike).
 _GRES = {"cuda": "gpu", "npu": "npu"}
 _PLUGINS = {"cpu": "cpu", "cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
-# What vllm-ascend's documents mount from the host: the driver with hccn_tool, npu-smi and its library, what is
-# installed; and for several nodes the addresses of their ports.
-_ASCEND = {
+# Host paths that vllm-ascend's documentation mounts: the driver with hccn_tool, npu-smi and its library, the
+# install record; with several nodes also the addresses of the NPUs' ports.
+_ASCEND_PATHS = {
     "/usr/local/Ascend/driver": "Directory",
     "/usr/local/dcmi": "Directory",
     "/usr/local/bin/npu-smi": "File",
     "/etc/ascend_install.info": "File",
 }
-RECIPE_FOLDER = "/etc/dapo"  # where the head's pod has the recipe
-STOP_MARGIN_SECONDS = 60  # for a stopped run to end, beside its flow.stop_seconds
-_ASK_FOR_DEVICES = ("gres", "gpus", "gpus-per-node", "gpus-per-task")  # options of sbatch
+STORE = "/store"  # mount point of the shared claim in the pods
+# Keys of paths that are created or set in the pods.
+_PATHS_IN_PODS: dict[str, Any] = {"store": True, "flow": {"lock_path"}, "external": {"env"}}
+# Keys of the inventory that the KubeRay YAML does not use, and why.
+_UNUSED = {
+    **dict.fromkeys(("shell", "user", "connect_seconds"), "no command is run on a node"),
+    **dict.fromkeys(("project", "python"), "the image has its own"),
+    **dict.fromkeys(("head", "address", "interface"), "Kubernetes assigns names and addresses"),
+    **dict.fromkeys(("port", "dashboard", "start_seconds"), "KubeRay sets it"),
+}
+RECIPE_FOLDER = "/etc/dapo"  # holds the recipe in the head's pod
+STOP_MARGIN_SECONDS = 60  # for a stopped run to end, beyond flow.stop_seconds
+_DEVICE_OPTIONS = ("gres", "gpus", "gpus-per-node", "gpus-per-task")  # of sbatch
 _MAX_SIGNAL_SECONDS = 65_535  # of sbatch's --signal
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of a file and a job
-_NO_KEY = re.compile(r"[^-._a-zA-Z0-9]")  # what a ConfigMap's keys do not have
-_KUBERNETES_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")  # and no longer, for a RayJob
+_NOT_IN_KEYS = re.compile(r"[^-._a-zA-Z0-9]")  # characters that ConfigMap keys cannot have
+_KUBERNETES_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")  # RayJobs allow 47 characters
 
 
 @dataclass(frozen=True)
 class Site:
-    """What the files are rendered from, and `KEY=VALUE`s that only the place knows."""
+    """The files' source and the site's own `KEY=VALUE` settings."""
 
     source: str
     words: Sequence[str] = ()
 
     def of_kuberay(self) -> dict[str, str | None]:
-        """image, claim, queue, cpu and memory; raises ConfigError for other keys."""
+        """Return the settings for KubeRay: image, claim, queue, cpu, memory; raises ConfigError for other keys."""
         values: dict[str, str | None] = {
             "image": None, "claim": "dapo-store", "queue": None, "cpu": None, "memory": None,
         }  # fmt: skip
         for word in self.words:
             key, _, value = word.partition("=")
             if key not in values or not value:
-                raise ConfigError(f"--site {word}: of --kuberay it is {', '.join(values)} with =VALUE")
+                raise ConfigError(f"--site {word}: with --kuberay the keys are {', '.join(values)}, as KEY=VALUE")
             values[key] = value
         return values
 
     def remarks_of_stale_scripts(self, folder: Path, names: Collection[str]) -> list[str]:
-        """Names further scripts of a folder, whose header says that they are from the same source."""
+        """Name other scripts in a folder whose header says that they were rendered from the same source."""
         header = f"\n# Rendered from {self.source} by `dapo cluster render`: ".encode()
         others = (path for path in sorted(folder.glob("*.sh")) if path.name not in names)
         stale = [path.name for path in others if header in path.read_bytes()]
-        said = (
-            f"{folder}: not of a host that {self.source} has: {', '.join(stale)}; stop Ray there, then remove them"
-        )
-        return [said] if stale else []
+        hosts = f"{folder}: these scripts belong to hosts that are no longer in {self.source}: {', '.join(stale)}"
+        return [f"{hosts}; stop Ray there, then remove them"] if stale else []
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The recipe that runs there, and its changes of the form `section.key=value`."""
+    """The recipe to run, and its overrides `section.key=value`."""
 
     path: str
     overrides: Sequence[str] = ()
 
     @property
     def words(self) -> str:
-        """The arguments of `dapo run` in a shell."""
+        """The arguments of `dapo run`, quoted for a shell."""
         return shlex.join([self.path, *(word for change in self.overrides for word in ("--set", change))])
 
 
 def render_scripts(
     inventory: Inventory, config: TrainingConfig, site: Site, recipe: Recipe | None = None
 ) -> dict[str, str]:
-    """A shell script for each host, by file name: `start` and `stop` Ray there."""
+    """Render a shell script per host, by file name, that takes `start` or `stop`."""
     _require_devices(inventory, config, recipe)
     order = inventory.in_order
     shared = {
@@ -118,24 +127,24 @@ def render_scripts(
 
 
 def render_slurm(inventory: Inventory, config: ChainConfig, site: Site, recipe: Recipe) -> dict[str, str]:
-    """One batch file for as many nodes as the inventory has; `dapo run` of the recipe is its last command.
+    """Render a batch file that starts Ray on as many nodes as the inventory has and runs the recipe.
 
-    Raises ConfigError where the inventory's hosts differ: the nodes of an allocation are asked for alike.
+    Raises ConfigError if the inventory's hosts differ: all nodes of an allocation are requested alike.
     """
     _require_devices(inventory, config, recipe)
     host = _one_for_all(inventory, "--slurm", "devices", "env", "interface")
     directives = [word.removeprefix("--") for word in site.words]
-    has_devices = any(line.partition("=")[0] in _ASK_FOR_DEVICES for line in directives)
+    has_devices = any(line.partition("=")[0] in _DEVICE_OPTIONS for line in directives)
     if not _NAME.fullmatch(config.run.name):
         raise ConfigError(
-            f"run.name={config.run.name} names a file and a job here: letters, digits and ._- only, such as "
-            "--set run.name=math"
+            f"run.name={config.run.name} names a file and a job, which allow letters, digits and ._- only: use "
+            "--set run.name=math or the like"
         )
     stop_seconds, most = config.flow.stop_seconds, _MAX_SIGNAL_SECONDS - STOP_MARGIN_SECONDS
     if stop_seconds > most:
         raise ConfigError(
-            f"flow.stop_seconds={stop_seconds:.10g} is more than the {most} s before a time limit that SLURM "
-            f"tells a job: --set flow.stop_seconds={most} or less"
+            f"flow.stop_seconds={stop_seconds:.10g} is too long: SLURM signals a job at most {most} s before its "
+            f"time limit; --set flow.stop_seconds={most} or less"
         )
     name = f"{config.run.name}.sbatch"
     text = _template("job.sbatch").render(
@@ -159,9 +168,9 @@ def render_slurm(inventory: Inventory, config: ChainConfig, site: Site, recipe: 
 def render_kuberay(
     inventory: Inventory, config: TrainingConfig, site: Site, recipe: Recipe | None, stop_seconds: float
 ) -> dict[str, str]:
-    """A RayCluster, or with a recipe a RayJob that runs it, with as many pods as the inventory has hosts.
+    """Render a RayCluster, or with a recipe a RayJob that runs it, with one pod per host of the inventory.
 
-    Raises ConfigError where the inventory's hosts differ, and for a name that Kubernetes refuses.
+    Raises ConfigError if the inventory's hosts differ, and for a name that Kubernetes rejects.
     """
     _require_devices(inventory, config, recipe)
     host = _one_for_all(inventory, "--kuberay", "devices", "env")
@@ -169,13 +178,13 @@ def render_kuberay(
     name = config.run.name.lower().replace("_", "-") if recipe else "dapo"
     if not _KUBERNETES_NAME.fullmatch(name):
         raise ConfigError(
-            f"run.name = {config.run.name} makes the name {name}, which Kubernetes refuses; rename the run"
+            f"run.name={config.run.name} becomes {name}, which Kubernetes rejects as a name; rename the run"
         )
     options = ray_options(inventory, host)
     parameters = dict(option.removeprefix("--").split("=", 1) for option in options)
-    if "resources" in parameters:  # KubeRay puts the value into a command line as it is
+    if "resources" in parameters:  # KubeRay copies the value into a command line unquoted
         parameters["resources"] = shlex.quote(parameters["resources"])
-    path = f"{RECIPE_FOLDER}/{_NO_KEY.sub('-', Path(recipe.path).name)}" if recipe else None
+    path = f"{RECIPE_FOLDER}/{_NOT_IN_KEYS.sub('-', Path(recipe.path).name)}" if recipe else None
     run = f"dapo run CONFIG --set train.ray_address=auto --set store.path={STORE}"
     text = _template("kuberay.yaml").render(
         **_shared(inventory, site),
@@ -206,24 +215,24 @@ def render_kuberay(
 
 
 def _host_paths(inventory: Inventory) -> dict[str, str]:
-    """What a pod needs of its node's driver: paths with their kind."""
+    """Return the paths that a pod mounts from its node, with their type."""
     if inventory.device != "npu":
         return {}
-    return {**_ASCEND, **({"/etc/hccn.conf": "File"} if len(inventory.hosts) > 1 else {})}
+    return {**_ASCEND_PATHS, **({"/etc/hccn.conf": "File"} if len(inventory.hosts) > 1 else {})}
 
 
 def _require_devices(inventory: Inventory, config: TrainingConfig, recipe: Recipe | None) -> None:
-    """Raise ConfigError when a recipe asks for other devices than the inventory has, or for more."""
+    """Raise ConfigError if a recipe needs more devices than the inventory has, or others."""
     if recipe is None:
         return
     if config.train.device != inventory.device:
         raise ConfigError(
-            f"the recipe has train.device={config.train.device} and the inventory device={inventory.device}; make "
-            "the two equal"
+            f"the recipe has train.device={config.train.device}, but the inventory has device={inventory.device}; "
+            "make them equal"
         )
     if config.train.backend == "own" and config.num_devices > inventory.num_devices:
         raise ConfigError(
-            f"the recipe takes {config.num_devices} {inventory.resource}, and the inventory has "
+            f"the recipe needs {config.num_devices} {inventory.resource}, but the inventory has "
             f"{inventory.num_devices}: add hosts, or lower train.num_ranks={config.train.num_ranks} and "
             f"rollout.num_workers={config.rollout.num_workers}"
         )
@@ -246,7 +255,7 @@ def _shared(inventory: Inventory, site: Site) -> dict[str, Any]:
 
 
 def _one_for_all(inventory: Inventory, option: str, *keys: str) -> Host:
-    """A host that stands for all; raises ConfigError where they differ in one of the keys."""
+    """Return a host that represents all; raises ConfigError if they differ in one of the keys."""
     first, *others = (
         host.model_copy(update={"devices": inventory.devices_of(host)}) for host in inventory.in_order
     )
@@ -254,14 +263,14 @@ def _one_for_all(inventory: Inventory, option: str, *keys: str) -> Host:
         for key in keys:
             if (here := getattr(host, key)) != (there := getattr(first, key)):
                 raise ConfigError(
-                    f"{option} starts all nodes alike, and {key} of {host.name} is {here or 'unset'}, of "
-                    f"{first.name} {there or 'unset'}; make them equal, or render --scripts"
+                    f"{option} starts all nodes alike, but {key} is {here or 'unset'} for {host.name} and "
+                    f"{there or 'unset'} for {first.name}; make them equal, or render --scripts"
                 )
     return first
 
 
 def _shell_environment(inventory: Inventory, host: Host, config: TrainingConfig) -> dict[str, str]:
-    """Variables as a shell assigns them: of the node's interface, of the table, and the inventory's."""
+    """Return shell assignments: the node's interface and address, the table's variables, the inventory's."""
     named = {name: form.format("$INTERFACE") for name, form in INTERFACE_VARIABLES[inventory.device].items()}
     of_node = {name: f'"{value}"' for name, value in {**named, "VLLM_HOST_IP": "$ADDRESS"}.items()}
     return {
@@ -271,7 +280,7 @@ def _shell_environment(inventory: Inventory, host: Host, config: TrainingConfig)
 
 
 def _plain_environment(inventory: Inventory, host: Host, config: TrainingConfig) -> dict[str, str]:
-    """Variables that do not depend on the node's interface."""
+    """Return the variables that do not depend on the node's interface."""
     return {**wanted_alike(config), **inventory.environment_of(host)}
 
 
@@ -288,5 +297,59 @@ def _template(name: str) -> jinja2.Template:
 
 
 def _quote_path(path: str) -> str:
-    """A path as a shell reads it, with a leading ~ left to the shell of the host."""
+    """Quote a path for a shell, with a leading ~ left to the host's shell."""
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
+
+
+def remarks_of_env(inventory: Inventory) -> list[str]:
+    """Warn of variables that look like secrets: the rendered files contain their values in clear text."""
+    variables = {
+        name
+        for host in inventory.hosts
+        for name, value in inventory.environment_of(host).items()
+        if is_secret(name, value)
+    }
+    if not variables:
+        return []
+    return [
+        f"env has {', '.join(sorted(variables))}, which the files contain in clear text: remove it from env and "
+        "set it on the nodes, or with valueFrom.secretKeyRef in pods."
+    ]
+
+
+def remarks_of_kuberay(inventory: Inventory, config: TrainingConfig | None) -> list[str]:
+    """List inventory keys that pods do not use, and the recipe's files that pods do not have."""
+    used = {name for host in inventory.hosts for name in ("address", "interface") if getattr(host, name)}
+    used |= {name for name, field in Inventory.model_fields.items() if getattr(inventory, name) != field.default}
+    unused = [
+        f"{', '.join(keys)} ({reason})"
+        for reason in dict.fromkeys(_UNUSED.values())
+        if (keys := [key for key in _UNUSED if key in used and _UNUSED[key] == reason])
+    ]
+    left_out = [f"Pods do not use these keys of the inventory: {'; '.join(unused)}."] if unused else []
+    return left_out + (_remarks_of_files(config) if config is not None else [])
+
+
+def _remarks_of_files(config: TrainingConfig) -> list[str]:
+    return [
+        f"{key}={path} is not in the pods: copy it into the claim, and set the key to its path below {STORE}."
+        for key, path in _named_files(config.model_dump(exclude=_PATHS_IN_PODS))
+        if not Path(path).is_relative_to(STORE) and not _is_in_image(Path(path))
+    ]
+
+
+def _named_files(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the keys and values of files and folders in a configuration."""
+    if isinstance(value, str):
+        is_path = value.startswith(("/", "./", "../", "~")) or (key.endswith("path") and ":" not in value)
+        if is_path or (("/" in value or Path(value).suffix) and os.path.exists(value)):
+            yield key, value
+    elif isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for child, child_value in items:
+            yield from _named_files(child_value, f"{key}.{child}" if key else str(child))
+
+
+def _is_in_image(path: Path) -> bool:
+    """True for a relative path of a file in configs/, which the images contain."""
+    return path.parts[:1] == ("configs",) and (PROJECT / path).exists()

@@ -1,1 +1,1 @@
-"""What the vendors' own tools say of devices: a parser of each tool's text, and the call that gets it."""
+"""Device states from the vendors' own tools: how each is called, and parsers of its output."""

@@ -1,4 +1,4 @@
-"""The state of a device and of its link, as any vendor's tool gives it; None is what the tool does not say."""
+"""States of devices and links, common to all vendors. None: the tool does not report it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOOL_SECONDS = 30.0  # npu-smi takes seconds on a node of 16 dies
 
 @dataclass(frozen=True)
 class DeviceProcess:
-    """A process that holds memory of a device."""
+    """A process that uses a device."""
 
     pid: int
     name: str
@@ -24,10 +24,10 @@ class DeviceProcess:
 
 @dataclass(frozen=True)
 class DeviceState:
-    """One device as torch counts them: on Atlas A3 a die."""
+    """One device as torch counts them; on Atlas A3, a die."""
 
-    label: str  # as the tool names it, such as `NPU 3 device 7`
-    number: str  # as the vendor's variable of visible devices takes it
+    label: str  # the tool's name for it, such as `NPU 3 device 7`
+    number: str  # its index in ASCEND_RT_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES
     health: str | None
     used_bytes: int | None
     total_bytes: int | None
@@ -37,7 +37,7 @@ class DeviceState:
 
 @dataclass(frozen=True)
 class DevicesFound:
-    """What a tool says of a machine: its devices, the driver, and lines that could not be understood."""
+    """A tool's report on a machine: its devices, the driver version, and lines that could not be parsed."""
 
     tool: str
     driver: str | None = None
@@ -45,14 +45,14 @@ class DevicesFound:
     unread: tuple[str, ...] = ()
 
     def visible(self, named: str | None) -> tuple[DeviceState, ...]:
-        """The devices that a variable such as CUDA_VISIBLE_DEVICES leaves; all without one."""
+        """Return the devices that a value of CUDA_VISIBLE_DEVICES or the like selects; all if it is unset."""
         if named is None or not named.strip():
             return self.devices
-        wanted = [name.strip() for name in named.split(",")]
+        names = [name.strip() for name in named.split(",")]
         return tuple(
             device
             for device in self.devices
-            if device.number in wanted or (device.uuid and any(device.uuid.startswith(name) for name in wanted))
+            if device.number in names or (device.uuid and any(device.uuid.startswith(name) for name in names))
         )
 
 
@@ -67,12 +67,9 @@ class LinkState:
     address: str | None
 
 
-def call(name: str, arguments: Sequence[str], places: Iterable[str] = ()) -> tuple[str, str]:
-    """What a tool prints, and why nothing can be read from it: "" when it ran.
-
-    `places` are folders to look in beside PATH.
-    """
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *places])
+def call(name: str, arguments: Sequence[str], folders: Iterable[str] = ()) -> tuple[str, str]:
+    """Run a tool, looked up in PATH and `folders`; returns its output and why it failed ("" if it succeeded)."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *folders])
     if (program := shutil.which(name, path=path)) is None:
         return "", f"{name} is not installed here"
     command = [program, *arguments]
@@ -86,11 +83,11 @@ def call(name: str, arguments: Sequence[str], places: Iterable[str] = ()) -> tup
     except OSError as error:
         return "", f"{program} cannot be started: {error.strerror}"
     if done.returncode:
-        lines = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()
-        return done.stdout, f"{name} ended with status {done.returncode} and said: {lines[-1].strip()}"
+        lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
+        return done.stdout, f"{name} exited with status {done.returncode}: {lines[-1].strip()}"
     return done.stdout, ""
 
 
 def number_of(text: str) -> int | None:
-    """The whole number of a cell; None for NA, -, [N/A] and the like."""
+    """Parse a whole number; None for NA, -, [N/A] and the like."""
     return int(text) if text.strip().isdigit() else None

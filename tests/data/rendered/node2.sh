@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Ray on node2, which joins node1: 16 NPU.
 #     bash node2.sh start   # waits for the head
-#     bash node2.sh stop    # ends what start began, and nothing else
-# Rendered from tests/data/rendered/inventory.yaml by `dapo cluster render`: change that, and render again.
+#     bash node2.sh stop    # stops this Ray, and nothing else
+# Rendered from tests/data/rendered/inventory.yaml by `dapo cluster render`: edit that and render again.
 set -euo pipefail
 
 NODE=node2
@@ -18,7 +18,7 @@ die() {
   exit 1
 }
 
-# Sets INTERFACE and ADDRESS: interface $1, or if that is empty the one that leads to a host of $3 and on; $2: this host.
+# Set INTERFACE and ADDRESS: interface $1, or if it is empty the one that leads to a host in $3...; $2 is this host.
 find_interface() {
   read -r INTERFACE ADDRESS < <("$PYTHON" -c '
 import sys
@@ -31,38 +31,38 @@ except DapoError as error:
 print(found.name, found.address)' "$@") || die "no interface for Ray (above)"
 }
 
-require_token() { # the same on every node; whoever has it may run code as this user
+require_token() { # the same on every node; anyone who has it can run code as this user
   export RAY_AUTH_MODE=token
   [ -n "${RAY_AUTH_TOKEN:-}" ] || [ -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ] ||
     die "no token: ray get-auth-token --generate, then copy ~/.ray/auth_token to every node (docs/security.md)"
 }
 
-raise_limits() { # open files, of Ray and the engines together
+raise_limits() { # open files, for Ray and the engines together
   ulimit -Sn 32768 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"
 }
 
-wait_for_head() { # until its port answers, for $1 seconds at most
+wait_for_head() { # until its port answers, at most $1 seconds
   local end=$((SECONDS + $1))
   until timeout 3 bash -c "exec 3<>/dev/tcp/$HEAD/$PORT" 2>/dev/null; do
-    [ "$SECONDS" -lt "$end" ] || die "port $PORT of $HEAD does not answer within $1 s: is Ray started there, is the port open?"
+    [ "$SECONDS" -lt "$end" ] || die "port $PORT of $HEAD did not answer within $1 s: is Ray running there, is the port open?"
     sleep 1
   done
 }
 
-began_at() { # when a process began, in ticks since the machine did; nothing for one that has ended
+start_time() { # of a process, in ticks since boot; empty if it has ended
   sed -n 's/.*) [^Z] //p' "/proc/$1/stat" 2>/dev/null | cut -d ' ' -f 19
 }
 
-was_started() { # by this script and not stopped since; sets PID, BEGAN and FOLDER
-  [ -s "$STATE/process" ] && read -r PID BEGAN FOLDER <"$STATE/process"
+was_started() { # by this script, and not stopped since; sets PID, STARTED and FOLDER
+  [ -s "$STATE/process" ] && read -r PID STARTED FOLDER <"$STATE/process"
 }
 
-is_running() { # a pid is used again, a pid with its start time is not
-  was_started && [ "$(began_at "$PID")" = "$BEGAN" ]
+is_running() { # pids are reused, pids with their start time are not
+  was_started && [ "$(start_time "$PID")" = "$STARTED" ]
 }
 
-# Pids of all that the start began, its first process or not. Each has FOLDER in its environment; those that write a
-# title over it are in the session of the start, with a log open in FOLDER.
+# Print the pids of all processes of this Ray. They have FOLDER in their environment; those that overwrite it with a
+# title are in the session of the first process, with a log open in FOLDER.
 living() {
   local pid
   grep -slzFx "DAPO_RAY=$FOLDER" /proc/[0-9]*/environ | cut -d / -f 3
@@ -76,10 +76,10 @@ start() {
   require_token
   find_interface bond1 192.0.2.12 node1
   if is_running; then
-    echo "$NODE: Ray runs, pid $PID"
+    echo "$NODE: Ray is already running, pid $PID"
   else
     if was_started; then
-      echo "$NODE: Ray of the last start, pid $PID, has died; what it left is ended first"
+      echo "$NODE: the Ray of the last start, pid $PID, has died; stopping its remaining processes"
       stop
     fi
     raise_limits
@@ -93,23 +93,23 @@ start() {
     export HCCL_BUFFSIZE=400
     wait_for_head 120
     mkdir -p "$STATE"
-    FOLDER=$(mktemp -d /tmp/dapo-ray-XXXXXX) # of Ray's sockets and logs; their paths must be short
+    FOLDER=$(mktemp -d /tmp/dapo-ray-XXXXXX) # for Ray's sockets, whose paths must be short, and logs
     DAPO_RAY=$FOLDER setsid "$PYTHON" -m ray.scripts.scripts start --address="$RAY_HEAD" \
       --node-ip-address="$ADDRESS" '--resources={"NPU": 16}' --num-cpus=192 \
       --temp-dir="$FOLDER" --disable-usage-stats --block >"$STATE/log" 2>&1 </dev/null &
     PID=$!
-    BEGAN=$(began_at "$PID") || true
-    echo "$PID ${BEGAN:-0} $FOLDER" >"$STATE/process" # 0: it has ended already
-    echo "$NODE: Ray starts at $ADDRESS ($INTERFACE), pid $PID, log $STATE/log"
+    STARTED=$(start_time "$PID") || true
+    echo "$PID ${STARTED:-0} $FOLDER" >"$STATE/process" # 0: it has already ended
+    echo "$NODE: starting Ray at $ADDRESS ($INTERFACE), pid $PID, log $STATE/log"
   fi
   wait_until_started 120
 }
 
-wait_until_started() { # for $1 seconds at most
+wait_until_started() { # at most $1 seconds
   local end=$((SECONDS + $1))
   until grep -q "Ray runtime started" "$STATE/log"; do
     is_running || die "Ray has ended: $(tail -n 3 "$STATE/log" | tr '\n' ' ')(log $STATE/log)"
-    [ "$SECONDS" -lt "$end" ] || die "Ray has not started within $1 s (log $STATE/log)"
+    [ "$SECONDS" -lt "$end" ] || die "Ray did not start within $1 s (log $STATE/log)"
     sleep 1
   done
 }
@@ -117,11 +117,11 @@ wait_until_started() { # for $1 seconds at most
 stop() {
   local left
   if ! was_started; then
-    echo "$NODE: no Ray of this script runs"
+    echo "$NODE: this script has no Ray running"
     return
   fi
   if is_running; then
-    kill -TERM "$PID" # and it ends the others
+    kill -TERM "$PID" # it ends the others
     for _ in $(seq 30); do
       [ -n "$(living)" ] || break
       sleep 0.5
@@ -134,7 +134,7 @@ stop() {
     kill -KILL $left 2>/dev/null || true
     sleep 0.5
   done
-  [ -z "$left" ] || die "SIGKILL does not end pid ${left//$'\n'/, }"
+  [ -z "$left" ] || die "SIGKILL did not end pid ${left//$'\n'/, }"
   rm -rf -- "$FOLDER" "$STATE/process"
   echo "$NODE: Ray has ended"
 }
@@ -142,5 +142,5 @@ stop() {
 case "${1:-}" in
   start) start ;;
   stop) stop ;;
-  *) die "say start or stop" ;;
+  *) die "usage: $0 start|stop" ;;
 esac

@@ -1,4 +1,4 @@
-"""`nvidia-smi --query-...`: GPUs with errors of memory, memory and processes."""
+"""`nvidia-smi --query-...`: GPUs with memory errors, memory and processes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tasks.preflight.vendor_tools.states import (
 )
 
 FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used")
-NEWER = ("mig.mode.current", "ecc.errors.uncorrected.volatile.total")  # which old drivers do not know
+NEWER = ("mig.mode.current", "ecc.errors.uncorrected.volatile.total")  # unknown to old drivers
 FORMAT = "--format=csv,noheader,nounits"
 
 
 def devices() -> DevicesFound:
-    """The GPUs of this machine."""
+    """Return the GPUs of this machine."""
     text, reason = call("nvidia-smi", [f"--query-gpu={','.join((*FIELDS, *NEWER))}", FORMAT])
     if "not a valid field" in text or "not a valid field" in reason:
         text, reason = call("nvidia-smi", [f"--query-gpu={','.join(FIELDS)}", FORMAT])
@@ -33,10 +33,10 @@ def devices() -> DevicesFound:
 
 
 def parse(gpus: str, apps: str = "") -> DevicesFound:
-    """Rows of FIELDS, with or without those of NEWER, and of processes: gpu_uuid, pid, process_name, used_memory.
+    """Parse rows of FIELDS, with or without NEWER, and of gpu_uuid, pid, process_name, used_memory.
 
-    A driver writes [N/A], [Not Supported], [Insufficient Permissions] or ERR! where it has no number; with MIG it
-    has none of the whole GPU's memory. A GPU that fell off the bus is a sentence in place of a row.
+    Drivers print [N/A], [Not Supported], [Insufficient Permissions] or ERR! for a missing number, and report no
+    memory for a whole GPU under MIG. A GPU that fell off the bus is a sentence instead of a row.
     """
     unread: list[str] = []
     processes: dict[str, list[DeviceProcess]] = {}
@@ -72,7 +72,7 @@ def _rows(text: str) -> list[list[str]]:
 
 
 def _health(errors: str, others: Sequence[str]) -> str:
-    """OK, or what is wrong in words."""
+    """OK, or a description of the fault."""
     if any(cell.strip("[]") in ("ERR!", "Unknown Error", "GPU is lost") for cell in (errors, *others)):
         return "Critical: the driver reads errors from it"
     count = number_of(errors)
