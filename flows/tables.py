@@ -84,7 +84,7 @@ def print_trainer(config: ChainConfig) -> None:
 
     Prints nothing of a recipe that the trainer cannot train: the preflight says why.
     """
-    from interop.render.script import shell_value
+    from interop.render.launch import shell_value
     from tasks.external.launch import planned_start
 
     try:

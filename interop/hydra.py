@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError
 from interop.theirs import Setting
 
 Kind = Literal["set", "add", "force", "delete"]

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from interop import mindspeed
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError, mindspeed
 from interop.hydra import parse_override, settings_of_yaml
 from interop.shell import Command, Script, ShellError, Unknown, Word, marks_of, numbers_of, read_script, shown
 from interop.table import TRAINERS, load

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from interop.account import Account, Entry
-from interop.render.overrides import override
+from interop.render.launch import override
 from interop.table import BLOCKING, UNSAID, load
 from interop.theirs import nested
 

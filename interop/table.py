@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Literal, get_args
 
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError
 
 Fate = Literal[
     "taken",

@@ -9,11 +9,10 @@ from pathlib import Path
 from dapo_core.config.loading import overridden, read_tree
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError
 from interop.export import by_name
-from interop.render.rows import write_rows
-from interop.render.trainers import render
-from interop.render.verl import Launch, Places
+from interop.render.launch import Launch, Places
+from interop.render.trainers import render, write_rows
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 

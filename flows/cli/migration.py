@@ -180,7 +180,7 @@ def export_config(
     Keys of the recipe that the trainer has no word for are named, on standard error and in the script.
     """
     from flows.config import load_config
-    from interop.render.script import script_of
+    from interop.render.launch import script_of
     from tasks.exporting import launch_of, unsaid_keys, write_launch
 
     settings = load_config(config, overrides or ())

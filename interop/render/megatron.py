@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError
 
 PREFIX = "actor_rollout_ref.actor.megatron."
 TRANSFORMER = f"{PREFIX}override_transformer_config."

@@ -9,11 +9,10 @@ from typing import Any
 
 import yaml
 
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError
 from interop.export import by_name, settings_for
 from interop.mindspeed import PREPROCESS, key_list, wrong_values
-from interop.render.overrides import override
-from interop.render.verl import Launch, Places
+from interop.render.launch import Launch, Places, override
 from interop.table import Table, load
 from interop.theirs import Setting, nested
 

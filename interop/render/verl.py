@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError
 from interop.export import by_name, settings_for
-from interop.render.overrides import override
+from interop.render.launch import Launch, Places, override
 from interop.table import Table, load
 from interop.theirs import Setting
 
@@ -48,28 +47,6 @@ _DRAWS_UNBOUND = 1000  # of a training step, counted for epochs where nothing bo
 _SAID_OTHERWISE = frozenset({"train.ray_address", "train.device", "algorithm.compat"})  # by env and reward file
 # Environment variables of verl's scripts for Ascend NPUs.
 _OF_NPU = {"HCCL_CONNECT_TIMEOUT": "5400", "VLLM_ASCEND_ENABLE_NZ": "0", "TASK_QUEUE_ENABLE": "1"}
-
-
-@dataclass(frozen=True)
-class Places:
-    """Files and folders of a training with verl, as its processes see them."""
-
-    folder: Path  # where Launch.files are written
-    model: Path
-    train_rows: Path
-    held_out_rows: Path
-    checkpoints: Path
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How verl is started: arguments behind the interpreter, variables below external.env, files to write."""
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    files: Mapping[str, str]  # texts by their names in Places.folder
-    overrides: tuple[str, ...]  # those of argv
-    said: frozenset[str]  # our keys that all of it says
 
 
 def render(tree: Mapping[str, Any], places: Places, version: str | None = None) -> Launch:

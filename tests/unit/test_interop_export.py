@@ -13,8 +13,8 @@ from flows.config import load_config
 from interop.account import account_of
 from interop.export import by_name, settings_for
 from interop.hydra import parse_override
-from interop.render.script import script_of
-from interop.render.verl import Places, nodes_of, render
+from interop.render.launch import Places, script_of
+from interop.render.verl import nodes_of, render
 from interop.table import load
 from interop.theirs import Setting
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from interop import ForeignConfigError
 from interop.account import Account, account_of
-from interop.errors import ForeignConfigError
 from interop.mindspeed import is_mindspeed, key_list, read_yaml, trainer_of
 from interop.read import read_files
 from interop.table import UNSAID, load

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError
 from interop.hydra import parse_override, settings_of_yaml
 from interop.read import read_files
 from tests.verl_composed import folder_beside

@@ -11,10 +11,10 @@ import pytest
 
 from dapo_core.reward.scorers import SCORERS
 from flows.config import load_config
-from interop.errors import ForeignConfigError
-from interop.render.overrides import override, spelt
-from interop.render.rows import write_rows
-from interop.render.verl import DAPO_RECIPE, REWARD_FILE, Launch, Places, render
+from interop import ForeignConfigError
+from interop.render.launch import Launch, Places, override, spelt
+from interop.render.trainers import write_rows
+from interop.render.verl import DAPO_RECIPE, REWARD_FILE, render
 from tasks.data.prepare import schema_of
 from tasks.data.prepare import write_rows as write_prepared
 

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from dapo_core.errors import ConfigError
 from flows.cli import app
 from flows.config import load_config
+from interop import ForeignConfigError
 from interop.account import account_of
-from interop.errors import ForeignConfigError
 from interop.export import by_name
 from interop.mindspeed import read_yaml, trainer_of, wrong_values
+from interop.render.launch import Launch, Places
 from interop.render.mindspeed import CONFIG, ROWS, START, architecture_of, render
-from interop.render.verl import Launch, Places
 from tasks.external.launch import planned_start
 from tasks.preflight.memory import plan_of
 from tests.tiny_models import build_tiny_qwen3

@@ -12,7 +12,7 @@ from dapo_core.memory.plan import plan_memory
 from dapo_core.memory.published import published_config
 from dapo_core.memory.shape import shape_of
 from flows.config import Config, load_config
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError
 from interop.render.megatron import Layers, Splits, require_divided, splits_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
