@@ -1,4 +1,4 @@
-"""What becomes of every setting of another trainer's configuration: nothing is dropped in silence."""
+"""Account for every setting of another trainer's configuration: none is dropped silently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 
 @dataclass(frozen=True)
 class Entry:
-    """One setting and its fate; `ours` are our keys and values, `name` is the newest name of the key."""
+    """One setting and its fate. `ours` holds our keys and values, `name` is the key's newest name."""
 
     setting: Setting
     fate: Fate
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Account:
-    """Every setting with its fate, and what the trainer's defaults imply for keys that nothing sets."""
+    """Every setting with its fate, and the trainer's defaults for keys that are not set."""
 
     trainer: str
     version: str
@@ -39,11 +39,11 @@ class Account:
     implied: tuple[Entry, ...]
 
     def of(self, *fates: Fate) -> list[Entry]:
-        """The settings with one of these fates."""
+        """Return the settings with one of these fates."""
         return [entry for entry in self.entries if entry.fate in fates]
 
     def blocking(self, allowed: Iterable[str] = ()) -> list[Entry]:
-        """Settings and implied defaults that stop an import, without the keys that are allowed."""
+        """Return settings and defaults that stop an import, except for allowed keys."""
         allowed = set(allowed)
         return [
             entry
@@ -52,7 +52,7 @@ class Account:
         ]
 
     def tree(self) -> dict[str, Any]:
-        """Our recipe as nested sections: what is taken, then what the trainer's defaults imply."""
+        """Return our recipe as nested sections: the trainer's defaults, overridden by what is set."""
         entries = (*self.implied, *self.entries)
         return nested(
             {name: value for each in entries if each.fate == "taken" for name, value in each.ours.items()}
@@ -62,10 +62,10 @@ class Account:
 def account_of(
     settings: Sequence[Setting], trainer: str, version: str | None = None, facts: Mapping[str, int] | None = None
 ) -> Account:
-    """The account of a configuration; a key that is set twice holds its last value, as in Hydra.
+    """Return the account of a configuration. If a key is set twice, the last value wins, as in Hydra.
 
-    Without a version, the newest that has most of the keys. `facts`: `num_train_rows`, the rows of the training
-    files, from which epochs become steps. Raises ForeignConfigError for a trainer or version without a table.
+    Without a version, takes the newest one that has the most keys. `facts` may give `num_train_rows`, which
+    converts epochs to steps. Raises ForeignConfigError for an unknown trainer or version.
     """
     table = load(trainer)
     flat = list(_flat(settings, table))
@@ -81,15 +81,15 @@ def account_of(
         for setting, row, name in zip(flat, rows, names, strict=True)
     ]
     entries = _without_contradictions(entries, theirs)
-    said = {ours for entry in entries for ours in entry.ours}
-    implied = [entry for entry in _implied(theirs) if entry.fate in BLOCKING or not entry.ours.keys() <= said]
+    set_keys = {ours for entry in entries for ours in entry.ours}
+    implied = [entry for entry in _implied(theirs) if entry.fate in BLOCKING or not entry.ours.keys() <= set_keys]
     account = Account(trainer, version, tuple(entries), tuple(implied))
     assert [entry.setting for entry in account.entries] == flat, "a setting was dropped"
     return account
 
 
 def _flat(settings: Iterable[Setting], table: Table) -> Iterator[Setting]:
-    """Settings of keys: a section that is set as a whole becomes its keys."""
+    """Yield one setting per key; a section set as a whole is split into its keys."""
     for key, value, origin in settings:
         row = table.find(key)
         if isinstance(value, dict) and value and (row is None or row.is_family):
@@ -100,7 +100,7 @@ def _flat(settings: Iterable[Setting], table: Table) -> Iterator[Setting]:
 
 
 def _version_of(settings: Sequence[Setting], table: Table) -> str:
-    """The newest version that has most of the keys."""
+    """Return the newest of the versions that have the most keys."""
     held = [set(table.versions_of(name)) for name in {setting.key for setting in settings}]
     return max(
         table.versions, key=lambda each: (sum(each in of_key for of_key in held), table.versions.index(each))
@@ -115,13 +115,13 @@ def _entry(setting: Setting, row: Row | None, name: str, last: Setting, theirs: 
     if row is None:
         if (group := theirs.table.group_of(setting.key, setting.value)) is not None:
             note = (
-                f"chooses a file of Hydra's group {group}, whose keys are not here; name that file beside the "
-                "script, or write its keys in place of this"
+                f"selects a file from Hydra's group {group}, which is not available; import that file with the "
+                "script, or write out its keys instead"
             )
             return Entry(setting, "unsupported", {}, note, name)
         near = theirs.table.nearest(setting.key)
         if near is None and theirs.table.ignores_unknown:
-            note = f"{theirs.table.trainer} says nothing of keys that it does not know, and reads this one nowhere"
+            note = f"{theirs.table.trainer} silently ignores unknown keys, and this is one"
             return Entry(setting, "ignored-by-trainer", {}, note, name)
         hint = f"did you mean {near}?" if near else f"no version of {theirs.table.trainer} has it"
         return Entry(setting, "misspelt", {}, hint, name)
@@ -133,8 +133,8 @@ def _entry(setting: Setting, row: Row | None, name: str, last: Setting, theirs: 
     note = outcome.note
     if theirs.version not in held:
         of_this = row.names(theirs.version)
-        instead = f", which has {of_this[0]}" if of_this else ""
-        note = f"a key of {_span(held)}, not of {theirs.version}{instead}. {note}".strip()
+        instead = f", which calls it {of_this[0]}" if of_this else ""
+        note = f"exists in {_span(held)}, not in {theirs.version}{instead}. {note}".strip()
     return Entry(setting, outcome.fate, outcome.ours, note, name)
 
 
@@ -147,16 +147,16 @@ def _span(versions: Sequence[str]) -> str:
 
 
 def _without_contradictions(entries: list[Entry], theirs: Theirs) -> list[Entry]:
-    """The entries, with the fate `contradicting` where two of them, or what they mean together, disagree."""
+    """Return the entries, marking as `contradicting` those that disagree with each other."""
     against = _contradictions(theirs)
-    said: dict[str, Entry] = {}
+    first: dict[str, Entry] = {}
     for entry in entries:
         for name, value in entry.ours.items():
-            other = said.setdefault(name, entry)
+            other = first.setdefault(name, entry)
             if other.ours[name] != value:
                 for one, by in ((entry, other), (other, entry)):
                     against.setdefault(
-                        one.name, f"{name} would be {one.ours[name]}, and {by.ours[name]} by {by.name}"
+                        one.name, f"{name} would be {one.ours[name]}, but {by.name} makes it {by.ours[name]}"
                     )
     return [
         replace(entry, fate="contradicting", ours={}, note=against[entry.name])
@@ -167,21 +167,26 @@ def _without_contradictions(entries: list[Entry], theirs: Theirs) -> list[Entry]
 
 
 def _contradictions(theirs: Theirs) -> dict[str, str]:
-    """By key, why it contradicts another that is set as well, or a default of the trainer."""
+    """Return, by key, why a setting contradicts another setting or a default of the trainer."""
     if theirs.table.trainer != "verl":
         return {}
-    return _of_loss(theirs) | _of_micro_batches(theirs) | _of_batches(theirs) | _of_places(theirs)
+    return (
+        _kl_contradictions(theirs)
+        | _micro_batch_contradictions(theirs)
+        | _batch_contradictions(theirs)
+        | _placement_contradictions(theirs)
+    )
 
 
-def _of_loss(theirs: Theirs) -> dict[str, str]:
+def _kl_contradictions(theirs: Theirs) -> dict[str, str]:
     in_loss, in_reward = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
     if theirs[in_loss] is not True or theirs[in_reward] is not True:
         return {}
-    why = f"{in_loss} and {in_reward} are both on; algorithm.kl.place has one of loss and reward"
+    why = f"{in_loss} and {in_reward} are both on; algorithm.kl.place is either loss or reward"
     return {in_loss: why, in_reward: why}
 
 
-def _of_micro_batches(theirs: Theirs) -> dict[str, str]:
+def _micro_batch_contradictions(theirs: Theirs) -> dict[str, str]:
     dynamic, tokens = f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"
     sizes = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_micro_batch_size"]
     given = [name for name in sizes if theirs.is_set(name) and theirs[name] is not None]
@@ -190,9 +195,7 @@ def _of_micro_batches(theirs: Theirs) -> dict[str, str]:
     if theirs[dynamic] is not True:
         return {}
     if given and theirs.is_set(dynamic) and not theirs.is_set(tokens):
-        why = (
-            f"{dynamic} is on, so that {given[0]} is read nowhere, and {tokens}, which counts instead, is not set"
-        )
+        why = f"{dynamic} is on, so {given[0]} is not read and {tokens} applies instead, but it is not set"
         return {dynamic: why, given[0]: why}
     is_megatron = theirs[f"{ACTOR}.strategy"] == "megatron"
     ranks = theirs[f"{ACTOR}.{'megatron.context' if is_megatron else 'ulysses_sequence'}_parallel_size"] or 1
@@ -208,23 +211,23 @@ def _of_micro_batches(theirs: Theirs) -> dict[str, str]:
     return {}
 
 
-def _of_batches(theirs: Theirs) -> dict[str, str]:
+def _batch_contradictions(theirs: Theirs) -> dict[str, str]:
     step, mini = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
     sizes = theirs[step], theirs[mini]
     if not (theirs.is_set(step) or theirs.is_set(mini)) or not all(type(size) is int for size in sizes):
         return {}
     if sizes[0] >= sizes[1]:
         return {}
-    why = f"{step}={sizes[0]} prompts a step are fewer than {mini}={sizes[1]} of an optimizer step"
+    why = f"{step}={sizes[0]} prompts per step are fewer than {mini}={sizes[1]} per optimizer step"
     return {name: why for name in (step, mini) if theirs.is_set(name)}
 
 
-def _of_places(theirs: Theirs) -> dict[str, str]:
+def _placement_contradictions(theirs: Theirs) -> dict[str, str]:
     found: dict[str, str] = {}
     actor, ref = f"{ACTOR}.strategy", f"{REF}.strategy"
     fsdp = ("fsdp", "fsdp2")
     if theirs.is_set(actor) and theirs.is_set(ref) and (theirs[actor] in fsdp) != (theirs[ref] in fsdp):
-        why = f"{actor}={theirs[actor]} and {ref}={theirs[ref]}: policy and reference have one"
+        why = f"{actor}={theirs[actor]} and {ref}={theirs[ref]}: policy and reference use the same strategy"
         found |= {actor: why, ref: why}
     if theirs["trainer.resume_mode"] == "resume_path" and theirs["trainer.resume_from_path"] is None:
         found["trainer.resume_mode"] = "resume_path needs trainer.resume_from_path, which is not set"

@@ -1,7 +1,7 @@
-"""Changes of unit between verl's keys and ours, both ways, under the names that tables give in `convert`.
+"""Unit conversions between verl's keys and ours, both ways; `convert` in the tables names them.
 
-Each `ours_from` function gets a value and all settings; its twin in TO_THEIRS gets all our keys, by name.
-Without a twin, a row's only key of ours has their value.
+An `ours_from` function gets one value and all settings. Its inverse in TO_THEIRS gets all our keys by name;
+without an inverse, the row's single key of ours has the same value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ours = Mapping[str, Any]
 
 
 def unsupported(note: str) -> Outcome:
-    """An outcome that stops an import."""
+    """Return an outcome that stops an import."""
     return Outcome("unsupported", {}, note)
 
 
@@ -75,7 +75,7 @@ def _num_logged(value: Any, theirs: Theirs) -> Outcome:
 @ours_from("before_training")
 def _before_training(value: Any, theirs: Theirs) -> Outcome:
     if value and theirs["trainer.test_freq"] <= 0:
-        return Outcome("other-stage", {}, "the chain evaluates the model before training in a stage of its own")
+        return Outcome("other-stage", {}, "the chain evaluates the model before training in a separate stage")
     return taken(validation__before_training=bool(value))
 
 
@@ -83,18 +83,22 @@ def _before_training(value: Any, theirs: Theirs) -> Outcome:
 def _save_every(value: Any, theirs: Theirs) -> Outcome:
     if int(value) > 0:
         return taken(checkpoint__save_every=int(value))
-    return Outcome("default", {}, "never, there; here every checkpoint.save_every steps, for resume and the merge")
+    return Outcome(
+        "default",
+        {},
+        "never saves there; here checkpoint.save_every applies, since resume and merge need checkpoints",
+    )
 
 
 @ours_from("kept")
 def _kept(value: Any, theirs: Theirs) -> Outcome:
     if value is None or int(value) <= 0:
-        return Outcome("default", {}, "all, there; here the newest checkpoint.keep_last")
+        return Outcome("default", {}, "keeps all there; here the newest checkpoint.keep_last")
     return taken(checkpoint__keep_last=int(value))
 
 
 def num_devices(theirs: Theirs) -> int:
-    """Devices of the trainer: those of a node times the nodes."""
+    """Return the trainer's device count: devices per node x nodes."""
     return int(theirs["trainer.n_gpus_per_node"]) * int(theirs["trainer.nnodes"])
 
 
@@ -102,9 +106,9 @@ def num_devices(theirs: Theirs) -> int:
 def _devices(value: Any, theirs: Theirs) -> Outcome:
     num, per_engine = num_devices(theirs), _devices_of_engine(theirs)
     if num % per_engine:
-        return unsupported(f"{num} devices do not divide into engines of {per_engine}")
+        return unsupported(f"{num} devices cannot be split into engines of {per_engine}")
     return taken(
-        "the same devices in turns: one policy rank on each",
+        "ranks and engines share the devices, one rank each",
         train__num_ranks=num,
         train__placement="colocated",
         rollout__num_workers=num // per_engine,
@@ -120,10 +124,10 @@ def _devices_of_engine(theirs: Theirs) -> int:
 @ours_from("too_long")
 def _too_long(value: Any, theirs: Theirs) -> Outcome:
     if theirs["data.filter_overlong_prompts"]:
-        return taken("prompts that are too long are left out before", data__too_long="drop")
+        return taken("overlong prompts are filtered out first", data__too_long="drop")
     known = {"error": "error", "left": "truncate_left"}
     if value not in known:
-        return unsupported("data.too_long knows error, truncate_left and drop")
+        return unsupported("data.too_long takes error, truncate_left and drop")
     return taken(data__too_long=known[value])
 
 
@@ -132,18 +136,18 @@ def _drop_too_long(value: Any, theirs: Theirs) -> Outcome:
     if value:
         return taken(data__too_long="drop")
     if theirs["data.truncation"] == "left":
-        return taken("too long ones are cut as data.truncation says", data__too_long="truncate_left")
-    return Outcome("default", {}, "data.truncation decides")
+        return taken("overlong prompts are truncated, as data.truncation says", data__too_long="truncate_left")
+    return Outcome("default", {}, "data.truncation applies")
 
 
 def updates_per_step(theirs: Theirs) -> int:
-    """Optimizer steps of a training step."""
+    """Return the optimizer steps per training step."""
     batch, mini = int(theirs["data.train_batch_size"]), int(theirs[f"{ACTOR}.ppo_mini_batch_size"])
     return math.ceil(batch / mini) * int(theirs[f"{ACTOR}.ppo_epochs"] or 1)
 
 
 def _first_of_warmup(theirs: Theirs) -> int:
-    """The lowest number of warm-up steps that is one; below it the ratio decides. 0 is one before verl 0.8."""
+    """Return the smallest lr_warmup_steps that takes precedence over the ratio: 0 before verl 0.8, then 1."""
     versions = theirs.table.versions
     return int("0.8.0" in versions and versions.index(theirs.version) >= versions.index("0.8.0"))
 
@@ -151,10 +155,10 @@ def _first_of_warmup(theirs: Theirs) -> int:
 @ours_from("warmup_steps")
 def _warmup_steps(value: Any, theirs: Theirs) -> Outcome:
     if value is None or int(value) < _first_of_warmup(theirs):
-        return Outcome("default", {}, f"{ACTOR}.optim.lr_warmup_steps_ratio decides")
+        return Outcome("default", {}, f"{ACTOR}.optim.lr_warmup_steps_ratio applies")
     updates = updates_per_step(theirs)
     return taken(
-        f"{value} training steps x {updates} optimizer steps of each", train__warmup_steps=int(value) * updates
+        f"{value} training steps x {updates} optimizer steps each", train__warmup_steps=int(value) * updates
     )
 
 
@@ -168,21 +172,21 @@ def _their_warmup_steps(ours: Ours) -> Any:
 def _warmup_ratio(value: Any, theirs: Theirs) -> Outcome:
     steps = theirs[f"{ACTOR}.optim.lr_warmup_steps"]
     if steps is not None and int(steps) >= _first_of_warmup(theirs):
-        return Outcome("meaningless", {}, f"{ACTOR}.optim.lr_warmup_steps decides")
+        return Outcome("meaningless", {}, f"{ACTOR}.optim.lr_warmup_steps applies")
     total = total_steps(theirs)
     if not value:
         return taken(train__warmup_steps=0)
     if total is None:
-        return unsupported("a share of steps whose number is unknown; set trainer.total_training_steps")
+        return unsupported("a fraction of an unknown number of steps; set trainer.total_training_steps")
     steps = int(value * total)
     return taken(
-        f"{value} of {total} training steps, x {updates_per_step(theirs)} optimizer steps of each",
+        f"{value} of {total} training steps x {updates_per_step(theirs)} optimizer steps each",
         train__warmup_steps=steps * updates_per_step(theirs),
     )
 
 
 def total_steps(theirs: Theirs) -> int | None:
-    """Training steps of the whole training, as far as the number of training prompts is known."""
+    """Return the number of training steps, None if it depends on an unknown number of training rows."""
     steps = theirs["trainer.total_training_steps"]
     rows = theirs.facts.get("num_train_rows")
     if rows is None:
@@ -195,7 +199,7 @@ def total_steps(theirs: Theirs) -> int | None:
 @ours_from("total_steps")
 def _total_steps(value: Any, theirs: Theirs) -> Outcome:
     if value is None:
-        return Outcome("default", {}, "trainer.total_epochs decides")
+        return Outcome("default", {}, "trainer.total_epochs applies")
     if (steps := total_steps(theirs)) is None or steps == int(value):
         return taken(train__total_steps=int(value))
     return _of_epochs(theirs["trainer.total_epochs"], steps, theirs)
@@ -204,31 +208,29 @@ def _total_steps(value: Any, theirs: Theirs) -> Outcome:
 @ours_from("epochs", is_one_way=True)
 def _epochs(value: Any, theirs: Theirs) -> Outcome:
     if theirs["trainer.total_training_steps"] is not None:
-        return Outcome("meaningless", {}, "trainer.total_training_steps decides, unless the epochs end before")
+        return Outcome("meaningless", {}, "trainer.total_training_steps applies, unless the epochs end first")
     if (steps := total_steps(theirs)) is None:
         return unsupported(
-            f"the steps of {value} epochs depend on the rows of data.train_files, which are unknown here: set "
-            "trainer.total_training_steps, or say how many rows (--set-env num_train_rows=N)"
+            f"the steps in {value} epochs depend on the rows of data.train_files, which are unknown: set "
+            "trainer.total_training_steps, or give the row count (--set-env num_train_rows=N)"
         )
     return _of_epochs(value, steps, theirs)
 
 
 def _of_epochs(epochs: Any, steps: int, theirs: Theirs) -> Outcome:
-    said = f"{epochs} epochs of {theirs.facts['num_train_rows']} rows in whole batches"
-    return taken(said, train__total_steps=steps) if steps > 0 else unsupported(f"{said} are no training step")
+    rows = f"{epochs} epochs of {theirs.facts['num_train_rows']} rows in full batches"
+    return taken(rows, train__total_steps=steps) if steps > 0 else unsupported(f"{rows} make no training step")
 
 
 @ours_from("micro_batch_tokens")
 def _micro_batch_tokens(value: Any, theirs: Theirs) -> Outcome:
     if not theirs[f"{ACTOR}.use_dynamic_bsz"]:
-        return Outcome(
-            "meaningless", {}, f"without {ACTOR}.use_dynamic_bsz, ppo_micro_batch_size_per_gpu is the limit"
-        )
+        return Outcome("meaningless", {}, f"without {ACTOR}.use_dynamic_bsz, ppo_micro_batch_size_per_gpu applies")
     return taken(train__micro_batch_tokens=int(value))
 
 
 def longest_sequence(theirs: Theirs) -> int:
-    """Tokens of the longest prompt with the longest response."""
+    """Return the maximum tokens of a prompt with its response."""
     return int(theirs["data.max_prompt_length"]) + int(theirs["data.max_response_length"])
 
 
@@ -245,10 +247,10 @@ def _micro_batch_responses(value: Any, theirs: Theirs) -> Outcome:
     if value is None:
         return Outcome("default", {}, "unset")
     if theirs[f"{ACTOR}.use_dynamic_bsz"]:
-        return Outcome("meaningless", {}, f"with {ACTOR}.use_dynamic_bsz, ppo_max_token_len_per_gpu is the limit")
+        return Outcome("meaningless", {}, f"with {ACTOR}.use_dynamic_bsz, ppo_max_token_len_per_gpu applies")
     longest, ranks = longest_sequence(theirs), int(theirs[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1)
     return taken(
-        f"{value} responses of at most {longest} tokens, over {ranks} ranks that share a sequence",
+        f"{value} responses of at most {longest} tokens, over {ranks} ranks that share each sequence",
         train__micro_batch_tokens=math.ceil(int(value) * longest / ranks),
     )
 
@@ -256,7 +258,7 @@ def _micro_batch_responses(value: Any, theirs: Theirs) -> Outcome:
 @ours_from("fsdp_size")
 def _fsdp_size(value: Any, theirs: Theirs) -> Outcome:
     if value is None or int(value) <= 0 or int(value) >= num_devices(theirs):
-        return Outcome("default", {}, "all ranks share one copy of the weights")
+        return Outcome("default", {}, "the weights are sharded over all ranks")
     return taken(train__fsdp_size=int(value))
 
 
@@ -268,14 +270,14 @@ def _bucket(value: Any, theirs: Theirs) -> Outcome:
 @ours_from("compute_dtype")
 def _compute_dtype(value: Any, theirs: Theirs) -> Outcome:
     known = {"bfloat16": "auto", "bf16": "auto", "float32": "float32", "fp32": "float32"}
-    return taken(train__dtype=known[value]) if value in known else unsupported("float16 needs scaled losses")
+    return taken(train__dtype=known[value]) if value in known else unsupported("float16 needs loss scaling")
 
 
 @ours_from("expert_parallel")
 def _expert_parallel(value: Any, theirs: Theirs) -> Outcome:
     devices = int(theirs[f"{ROLLOUT}.tensor_model_parallel_size"])
     if int(value) not in (1, devices):
-        return unsupported(f"experts are shared out over all {devices} devices of an engine, or over none")
+        return unsupported(f"experts are split over all {devices} devices of an engine, or not at all")
     return taken(rollout__expert_parallel=int(value) > 1)
 
 
@@ -284,9 +286,9 @@ def _trackers(value: Any, theirs: Theirs) -> Outcome:
     names = value if isinstance(value, list) else [value]
     unknown = [str(name) for name in names if name not in (*TRACKERS, "console", "file")]
     if unknown:
-        return unsupported(f"train.trackers knows {', '.join(TRACKERS)}, not {', '.join(unknown)}")
+        return unsupported(f"train.trackers takes {', '.join(TRACKERS)}, not {', '.join(unknown)}")
     return taken(
-        "the console and metrics.jsonl get every step anyway",
+        "the console and metrics.jsonl always get every step",
         train__trackers=[name for name in names if name in TRACKERS],
     )
 
@@ -296,13 +298,17 @@ def _resume(value: Any, theirs: Theirs) -> Outcome:
     if value == "resume_path":
         return taken(checkpoint__resume=str(theirs["trainer.resume_from_path"]))
     known = {"auto": "auto", "disable": "never"}
-    return taken(checkpoint__resume=known[value]) if value in known else unsupported("auto, disable, resume_path")
+    return (
+        taken(checkpoint__resume=known[value])
+        if value in known
+        else unsupported("known are auto, disable and resume_path")
+    )
 
 
 @ours_from("resume_path")
 def _resume_path(value: Any, theirs: Theirs) -> Outcome:
     if value is None or theirs["trainer.resume_mode"] != "resume_path":
-        return Outcome("meaningless", {}, "trainer.resume_mode decides")
+        return Outcome("meaningless", {}, "trainer.resume_mode applies")
     return taken(checkpoint__resume=str(value))
 
 

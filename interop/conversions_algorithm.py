@@ -1,4 +1,4 @@
-"""Changes of meaning between verl's keys of the loss, the filter and validation, and ours, both ways."""
+"""Conversions between verl's keys for KL, group filtering, rewards and validation, and ours, both ways."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _register_kl(place: str, switch: str, theirs_name: str, name: str) -> None:
         if not theirs[switch]:
             return Outcome("meaningless", {}, f"{switch} is off")
         if name == "estimator" and value not in _ESTIMATORS:
-            return unsupported(f"algorithm.kl.estimator knows {', '.join(_ESTIMATORS)}")
+            return unsupported(f"algorithm.kl.estimator takes {', '.join(_ESTIMATORS)}")
         converted = _ESTIMATORS[value] if name == "estimator" else value
         return Outcome("taken", {f"algorithm.kl.{name}": converted})
 
@@ -55,7 +55,9 @@ def _filter_draws(value: Any, theirs: Theirs) -> Outcome:
     if not theirs["algorithm.filter_groups.enable"]:
         return Outcome("meaningless", {}, "algorithm.filter_groups.enable is off")
     if int(value) <= 0:
-        return taken("no bound; an epoch of groups without signal ends a step", sampler__max_num_gen_batches=0)
+        return taken(
+            "no limit; a step ends after an epoch of groups without signal", sampler__max_num_gen_batches=0
+        )
     return taken(sampler__max_num_gen_batches=int(value))
 
 
@@ -69,7 +71,7 @@ def _register_validation(name: str, ours_name: str, greedy: Any) -> None:
     @ours_from(f"val.{name}")
     def _value(value: Any, theirs: Theirs) -> Outcome:
         if not theirs[f"{ROLLOUT}.val_kwargs.do_sample"]:
-            return taken("greedy: val_kwargs.do_sample is off", **{f"validation__{ours_name}": greedy})
+            return taken("greedy, since val_kwargs.do_sample is off", **{f"validation__{ours_name}": greedy})
         return taken(**{f"validation__{ours_name}": value})
 
 
@@ -85,7 +87,7 @@ for _theirs_name, _name, _greedy in (
 @ours_from("val.do_sample")
 def _do_sample(value: Any, theirs: Theirs) -> Outcome:
     if value:
-        return Outcome("default", {}, "validation.temperature above 0 samples")
+        return Outcome("default", {}, "validation samples if validation.temperature is above 0")
     return taken(validation__temperature=0.0)
 
 
@@ -98,14 +100,14 @@ def _filter_metric(value: Any, theirs: Theirs) -> Outcome:
     if not theirs["algorithm.filter_groups.enable"]:
         return Outcome("meaningless", {}, "algorithm.filter_groups.enable is off")
     if value not in _METRICS:
-        return unsupported(f"sampler.metric knows {', '.join(_METRICS.values())}")
+        return unsupported(f"sampler.metric takes {', '.join(_METRICS.values())}")
     return taken(sampler__metric=_METRICS[value])
 
 
 @ours_from("overlong")
 def _overlong(value: Any, theirs: Theirs) -> Outcome:
     if value and theirs["reward.reward_manager.name"] != "dapo":
-        return Outcome("meaningless", {}, "only reward_manager=dapo reads it")
+        return Outcome("meaningless", {}, "only read by reward_manager=dapo")
     return taken(reward__overlong__enabled=bool(value))
 
 
@@ -131,14 +133,14 @@ def _top_k(value: Any, theirs: Theirs) -> Outcome:
 @ours_from("all_if_negative")
 def _all_if_negative(value: Any, theirs: Theirs) -> Outcome:
     if value is None or int(value) <= 0:
-        return Outcome("default", {}, "all of them")
+        return Outcome("default", {}, "all prompts")
     return taken(validation__num_prompts=int(value))
 
 
 @ours_from("reference_path")
 def _reference_path(value: Any, theirs: Theirs) -> Outcome:
     if value is None or not (theirs[f"{ACTOR}.use_kl_loss"] or theirs["algorithm.use_kl_in_reward"]):
-        return Outcome("meaningless", {}, "there is no KL, and so no reference")
+        return Outcome("meaningless", {}, "without KL there is no reference")
     return taken(algorithm__kl__reference_path=str(value))
 
 

@@ -1,4 +1,4 @@
-"""Changes of meaning between verl's keys of optimizer, loss and rollout correction, and ours, both ways."""
+"""Conversions between verl's keys for optimizer, loss and rollout correction, and ours, both ways."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from interop.table import UNSAID
 from interop.theirs import TO_THEIRS, Outcome, Theirs, ours_from, taken, theirs_from
 
 CORRECTION = "algorithm.rollout_correction"
-IN_BYPASS = f"read for metrics alone with {CORRECTION}.bypass_mode: the ratio in the loss is that weight"
+IN_BYPASS = f"only used for metrics with {CORRECTION}.bypass_mode, where the ratio in the loss is the weight"
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @ours_from("normalize")
 def _normalize(value: Any, theirs: Theirs) -> Outcome:
     if theirs["algorithm.adv_estimator"] == "rloo":
-        return taken("rloo never divides by the standard deviation", algorithm__normalize_by_std=False)
+        return taken("rloo does not divide by the standard deviation", algorithm__normalize_by_std=False)
     return taken(algorithm__normalize_by_std=bool(value))
 
 
 @ours_from("loss_aggregation")
 def _loss_aggregation(value: Any, theirs: Theirs) -> Outcome:
     if value not in _AGGREGATIONS:
-        return unsupported(f"algorithm.loss_aggregation knows {', '.join(_AGGREGATIONS)}")
+        return unsupported(f"algorithm.loss_aggregation takes {', '.join(_AGGREGATIONS)}")
     if value != "seq-mean-token-sum-norm":
         return taken(algorithm__loss_aggregation=value)
     constant = theirs[f"{ACTOR}.loss_scale_factor"] or theirs["data.max_response_length"]
     return taken(
-        "divides by a constant, the width of a response there unless loss_scale_factor is set",
+        "divides by a constant: loss_scale_factor, else the maximum response length",
         algorithm__loss_aggregation=value,
         algorithm__loss_norm_tokens=int(constant),
     )
@@ -46,14 +46,14 @@ def _schedule(value: Any, theirs: Theirs) -> Outcome:
     if value is None:
         return Outcome("default", {}, "unset")
     if value not in ("constant", "cosine"):
-        return unsupported("of verl's schedules with FSDP, constant and cosine have keys")
+        return unsupported("only constant and cosine are supported")
     return taken(train__schedule=value)
 
 
 @ours_from("min_ratio")
 def _min_ratio(value: Any, theirs: Theirs) -> Outcome:
     if not value or theirs[f"{ACTOR}.optim.lr_scheduler_type"] != "cosine":
-        return Outcome("meaningless", {}, "0, or the schedule is constant")
+        return Outcome("meaningless", {}, "it is 0, or the schedule is constant")
     return taken(train__min_learning_rate_ratio=float(value))
 
 
@@ -70,9 +70,11 @@ def _correction(**ours: Any) -> Outcome:
 @ours_from("importance")
 def _importance(value: Any, theirs: Theirs) -> Outcome:
     if value is None:
-        return Outcome("default", {}, "off; here only tokens that older weights sampled are weighed")
+        return Outcome(
+            "default", {}, "off there; here the default weights only tokens sampled by older policy versions"
+        )
     if value not in ("token", "sequence"):
-        return unsupported(f"{CORRECTION}.importance knows token and sequence")
+        return unsupported(f"{CORRECTION}.importance takes token and sequence")
     if theirs[f"{CORRECTION}.bypass_mode"]:
         return Outcome("ignored-by-trainer", {}, IN_BYPASS)
     return _correction(importance=value)
@@ -106,7 +108,9 @@ def _importance_normalize(value: Any, theirs: Theirs) -> Outcome:
 @ours_from("ratio_cap")
 def _ratio_cap(value: Any, theirs: Theirs) -> Outcome:
     if float(value) <= 0:
-        return Outcome("default", {}, "off; here only tokens that older weights sampled are weighed")
+        return Outcome(
+            "default", {}, "off there; here the default weights only tokens sampled by older policy versions"
+        )
     return _correction(importance="token", importance_max=float(value))
 
 
@@ -127,7 +131,7 @@ def _rejection(value: Any, theirs: Theirs) -> Outcome:
         elif name in {**_MASKS, **_MASKS_BEFORE_0_8} and "mask" not in ours:
             ours["mask"] = {**_MASKS, **_MASKS_BEFORE_0_8}[name]
         else:
-            return unsupported(f"{name}: one bound of the ratio and one of its k2 or k3 have keys")
+            return unsupported(f"{name}: only one ratio bound and one k2 or k3 bound are supported")
     return _correction(**ours)
 
 
@@ -177,7 +181,7 @@ def _their_rejection_threshold(ours: Ours) -> Any:
 @ours_from("rejection_lower", is_one_way=True)
 def _rejection_lower(value: Any, theirs: Theirs) -> Outcome:
     if value is None or theirs[f"{CORRECTION}.rollout_rs"] is None:
-        return Outcome("meaningless", {}, f"{CORRECTION}.rollout_rs is off, or the bound is 1 / the upper one")
+        return Outcome("meaningless", {}, f"{CORRECTION}.rollout_rs is off, or the lower bound is 1 / upper")
     return _correction(mask_low=float(value))
 
 

@@ -1,4 +1,4 @@
-"""Changes of unit between MindSpeed's keys and ours, both ways, under the names in its tables' `convert`."""
+"""Unit conversions between MindSpeed's keys and ours, both ways; `convert` in the tables names them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ours = Mapping[str, Any]
 
 
 def is_dapo(theirs: Theirs) -> bool:
-    """Whether the trainer is DAPO's, which has no reference: by the stage, else by DAPO's switches."""
+    """True if the configuration selects DAPO, which has no reference: by stage, else by DAPO's switches."""
     stage = theirs[f"{MEGATRON}.stage"]
     if stage is None:
         return bool(theirs[f"{RL}.clip_higher_enable"] or theirs[f"{RL}.filter_groups_enable"])
@@ -24,14 +24,14 @@ def is_dapo(theirs: Theirs) -> bool:
 
 
 def train_prompts(theirs: Theirs) -> int:
-    """Prompts of a training step."""
+    """Return the prompts per training step."""
     is_filtered = theirs[f"{RL}.filter_groups_enable"]
     key = f"{RL}.filter_groups_train_batch_size" if is_filtered else f"{MEGATRON}.global_batch_size"
     return int(theirs[key])
 
 
 def _updates(theirs: Theirs) -> int:
-    """Optimizer steps of a training step."""
+    """Return the optimizer steps per training step."""
     return math.ceil(train_prompts(theirs) / int(theirs[f"{RL}.mini_batch_size"])) * int(theirs[f"{RL}.epochs"])
 
 
@@ -40,7 +40,7 @@ def _updates_of(ours: Ours) -> int:
 
 
 def _longest(theirs: Theirs) -> int:
-    """Tokens of the longest prompt with the longest response."""
+    """Return the maximum tokens of a prompt with its response."""
     response = theirs[f"{GENERATE}.sampling_config.max_tokens"] or theirs[f"{RL}.rollout_max_tokens"]
     return int(theirs[f"{RL}.max_prompt_length"]) + int(response)
 
@@ -53,29 +53,29 @@ def _off(switch: str) -> Outcome:
 def _map_keys(value: Any, theirs: Theirs) -> Outcome:
     problem, answer = (value or {}).get("prompt"), (value or {}).get("response")
     if value is None or (problem == "prompt" and answer == "reward_model"):
-        return Outcome("default", {}, "the columns of DAPO-Math-17k are known")
+        return Outcome("default", {}, "the columns of DAPO-Math-17k")
     if problem and answer and not value.get("query"):
         return taken(data__columns__problem=problem, data__columns__answer=answer)
-    return Outcome("unsupported", {}, "set data.columns.problem and data.columns.answer, and allow the key")
+    return Outcome("unsupported", {}, "set data.columns.problem and data.columns.answer, then allow the key")
 
 
 @ours_from("ms.data_path", is_one_way=True)
 def _data_path(value: Any, theirs: Theirs) -> Outcome:
     if theirs.is_set("preprocess.input"):
-        return Outcome("other-stage", {}, "MindSpeed's prepared form of preprocess.input, which data.train names")
+        return Outcome("other-stage", {}, "MindSpeed's prepared copy of preprocess.input, which data.train names")
     if str(value).endswith((".parquet", ".jsonl", ".json", ".csv", ".arrow")):
         return Outcome("taken", {"data.train": [value]})
     return Outcome(
         "unsupported",
         {},
-        "rows that MindSpeed prepared, which only it reads: import the file of configs/datasets that made them as "
-        "well (its input becomes data.train), or allow the key and set data.train",
+        "rows in MindSpeed's own format, which only it reads: also import the configs/datasets file that made "
+        "them (its input becomes data.train), or allow the key and set data.train",
     )
 
 
 @ours_from("ms.seq_length")
 def _seq_length(value: Any, theirs: Theirs) -> Outcome:
-    return Outcome("meaningless", {}, f"{RL}.max_prompt_length bounds the prompts")
+    return Outcome("meaningless", {}, f"{RL}.max_prompt_length limits the prompts")
 
 
 @ours_from("ms.stage")
@@ -83,15 +83,15 @@ def _stage(value: Any, theirs: Theirs) -> Outcome:
     if value == "ray_dapo":
         return taken("MindSpeed's DAPO has no reference", algorithm__kl__place="off")
     if value == "ray_grpo":
-        return Outcome("default", {}, f"{RL}.init_kl_coef and {RL}.use_kl_in_reward decide")
-    return Outcome("unsupported", {}, "DAPO (ray_dapo) and GRPO (ray_grpo) are trained")
+        return Outcome("default", {}, f"{RL}.init_kl_coef and {RL}.use_kl_in_reward apply")
+    return Outcome("unsupported", {}, "only DAPO (ray_dapo) and GRPO (ray_grpo) are supported")
 
 
 @ours_from("ms.kl_in_reward")
 def _kl_in_reward(value: Any, theirs: Theirs) -> Outcome:
     if not value:
-        return Outcome("default", {}, f"{RL}.init_kl_coef decides")
-    return _off(f"{MEGATRON}.stage=ray_grpo") if is_dapo(theirs) else taken(algorithm__kl__place="reward")
+        return Outcome("default", {}, f"{RL}.init_kl_coef applies")
+    return _without_reference() if is_dapo(theirs) else taken(algorithm__kl__place="reward")
 
 
 @ours_from("ms.kl_coef")
@@ -113,7 +113,7 @@ def _kl_penalty(value: Any, theirs: Theirs) -> Outcome:
     if is_dapo(theirs):
         return _without_reference()
     if value not in _ESTIMATORS:
-        return Outcome("unsupported", {}, f"algorithm.kl.estimator knows {', '.join(_ESTIMATORS)}")
+        return Outcome("unsupported", {}, f"algorithm.kl.estimator takes {', '.join(_ESTIMATORS)}")
     return taken(algorithm__kl__estimator=value)
 
 
@@ -132,7 +132,7 @@ def _register_kl_control(name: str, ours_name: str) -> None:
         if not is_adaptive:
             return Outcome("default", {}, "the coefficient is fixed")
         if not theirs[f"{RL}.use_kl_in_reward"]:
-            return Outcome("unsupported", {}, "only KL in the reward has an adaptive coefficient")
+            return Outcome("unsupported", {}, "only KL in the reward can have an adaptive coefficient")
         return Outcome("taken", {f"algorithm.kl.{ours_name}": value})
 
     @theirs_from(f"ms.{name}")
@@ -147,7 +147,7 @@ for _name, _ours_name in (("kl_control", "controller"), ("kl_target", "target"),
 
 @ours_from("ms.clip_higher")
 def _clip_higher(value: Any, theirs: Theirs) -> Outcome:
-    decides = "clip_ratio_low and clip_ratio_high decide" if value else "clip_ratio decides"
+    decides = "clip_ratio_low and clip_ratio_high apply" if value else "clip_ratio applies"
     return Outcome("default", {}, f"{RL}.{decides}")
 
 
@@ -155,13 +155,13 @@ def _clip_higher(value: Any, theirs: Theirs) -> Outcome:
 def _clip_ratio(value: Any, theirs: Theirs) -> Outcome:
     if theirs[f"{RL}.clip_higher_enable"]:
         return Outcome(
-            "meaningless", {}, f"with {RL}.clip_higher_enable, clip_ratio_low and clip_ratio_high decide"
+            "meaningless", {}, f"with {RL}.clip_higher_enable, clip_ratio_low and clip_ratio_high apply"
         )
     return taken(algorithm__clip_ratio_low=value, algorithm__clip_ratio_high=value)
 
 
 def _register_switched(name: str, switch: str, ours_key: str) -> None:
-    """A value that is ours as it is where a switch of theirs is on."""
+    """Register a value that is ours unchanged while their switch is on."""
 
     @ours_from(f"ms.{name}")
     def _value(value: Any, theirs: Theirs) -> Outcome:
@@ -189,14 +189,14 @@ def _draws(value: Any, theirs: Theirs) -> Outcome:
 @ours_from("ms.global_batch")
 def _global_batch(value: Any, theirs: Theirs) -> Outcome:
     if theirs[f"{RL}.filter_groups_enable"]:
-        return taken("prompts of a draw", sampler__gen_prompts=int(value))
-    return taken("prompts of a training step", train__train_prompts=int(value), sampler__gen_prompts=int(value))
+        return taken("prompts per draw", sampler__gen_prompts=int(value))
+    return taken("prompts per training step", train__train_prompts=int(value), sampler__gen_prompts=int(value))
 
 
 @ours_from("ms.micro_batch")
 def _micro_batch(value: Any, theirs: Theirs) -> Outcome:
     if theirs[f"{RL}.use_dynamic_bsz"]:
-        return Outcome("meaningless", {}, f"with {RL}.use_dynamic_bsz, max_packing_token_size is the limit")
+        return Outcome("meaningless", {}, f"with {RL}.use_dynamic_bsz, max_packing_token_size applies")
     ranks = int(theirs[f"{ACTOR}.context_parallel_size"])
     tokens = math.ceil(int(value) * _longest(theirs) / ranks)
     return taken(f"{value} responses of at most {_longest(theirs)} tokens", train__micro_batch_tokens=tokens)
@@ -217,7 +217,7 @@ def _packed(value: Any, theirs: Theirs) -> Outcome:
 @ours_from("ms.packing", is_one_way=True)
 def _packing(value: Any, theirs: Theirs) -> Outcome:
     if theirs.is_set(f"{RL}.update_max_packing_token_size"):
-        return Outcome("meaningless", {}, f"{RL}.update_max_packing_token_size decides")
+        return Outcome("meaningless", {}, f"{RL}.update_max_packing_token_size applies")
     return _packed(value, theirs)
 
 
@@ -237,7 +237,7 @@ def _warmup(value: Any, theirs: Theirs) -> Outcome:
         return taken(train__warmup_steps=0)
     steps, updates = round(float(value) * int(theirs[f"{MEGATRON}.train_iters"])), _updates(theirs)
     return taken(
-        f"{value} of {theirs[f'{MEGATRON}.train_iters']} training steps, x {updates} optimizer steps of each",
+        f"{value} of {theirs[f'{MEGATRON}.train_iters']} training steps x {updates} optimizer steps each",
         train__warmup_steps=steps * updates,
     )
 
@@ -259,20 +259,20 @@ def _recompute(value: Any, theirs: Theirs) -> Outcome:
 
 @ours_from("ms.expert_parallel")
 def _expert_parallel(value: Any, theirs: Theirs) -> Outcome:
-    return taken("experts are shared out over the devices of an engine", rollout__expert_parallel=int(value) > 1)
+    return taken("experts are split over the devices of an engine", rollout__expert_parallel=int(value) > 1)
 
 
 @ours_from("ms.enable_expert_parallel")
 def _enable_expert_parallel(value: Any, theirs: Theirs) -> Outcome:
-    return Outcome("default", {}, f"{GENERATE}.infer_expert_parallel_size decides")
+    return Outcome("default", {}, f"{GENERATE}.infer_expert_parallel_size applies")
 
 
 @ours_from("ms.max_model_len")
 def _max_model_len(value: Any, theirs: Theirs) -> Outcome:
     longest = _longest(theirs)
     if int(value) < longest:
-        return Outcome("unsupported", {}, f"{value} tokens are fewer than {longest} of prompt and response")
-    return Outcome("default", {}, f"engines take {longest} tokens of prompt and response")
+        return Outcome("unsupported", {}, f"{value} tokens are fewer than the {longest} of prompt and response")
+    return Outcome("default", {}, f"engines take {longest} tokens per prompt and response")
 
 
 @ours_from("ms.devices")
@@ -280,9 +280,9 @@ def _devices(value: Any, theirs: Theirs) -> Outcome:
     tensor, pipeline = (theirs[f"{GENERATE}.infer_{kind}_parallel_size"] for kind in ("tensor", "pipeline"))
     per_engine = int(tensor) * int(pipeline)
     if int(value) % per_engine:
-        return Outcome("unsupported", {}, f"{value} devices do not divide into engines of {per_engine}")
+        return Outcome("unsupported", {}, f"{value} devices cannot be split into engines of {per_engine}")
     return taken(
-        "the same devices in turns: one policy rank on each",
+        "ranks and engines share the devices, one rank each",
         train__num_ranks=int(value),
         rollout__num_workers=int(value) // per_engine,
         train__placement="colocated",
@@ -304,8 +304,8 @@ def _register_tracker(name: str) -> None:
     @ours_from(f"ms.tracker.{name}")
     def _value(value: Any, theirs: Theirs) -> Outcome:
         on = {each: bool(theirs[f"{RL}.use_{each}"]) for each in ("tensorboard", "wandb", "swanlab")}
-        on["tensorboard"] &= not on["wandb"]  # as MindSpeed
-        return taken("metrics.jsonl gets every step anyway", train__trackers=[each for each in on if on[each]])
+        on["tensorboard"] &= not on["wandb"]  # as MindSpeed does
+        return taken("metrics.jsonl always gets every step", train__trackers=[each for each in on if on[each]])
 
     @theirs_from(f"ms.tracker.{name}")
     def _theirs(ours: Ours) -> Any:

@@ -1,4 +1,4 @@
-"""The settings of another trainer, by the newest name of each key, with the defaults of its version."""
+"""Another trainer's settings with the defaults of its version, and the registry of conversions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,\s*([^}]*))?\}")
 
 
 class Setting(NamedTuple):
-    """A key as someone wrote it, without Hydra's + or ++, and where: `run.sh:41`."""
+    """A key as written, without Hydra's + or ++, its value, and where it is set: `run.sh:41`."""
 
     key: str
     value: Any
@@ -24,7 +24,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one setting."""
+    """The result of converting one setting."""
 
     fate: Fate
     ours: dict[str, Any] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Theirs:
-    """What a configuration says in a version of a trainer; `facts` are numbers that no key holds."""
+    """A configuration in one version of a trainer; `facts` are numbers that no key holds."""
 
     table: Table
     version: str
@@ -41,11 +41,11 @@ class Theirs:
     facts: Mapping[str, int] = field(default_factory=dict)
 
     def is_set(self, key: str) -> bool:
-        """Whether the configuration sets the key."""
+        """True if the configuration sets the key."""
         return key in self.values
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a key by its newest name, set or default, references followed; None if there is none."""
+        """Return a key's value, set or default, by its newest name; resolves references. None if it has none."""
         value = self._plain(key, set())
         return None if value is UNSAID else value
 
@@ -73,9 +73,9 @@ TO_THEIRS: dict[str, ToTheirs] = {}
 
 
 def ours_from(name: str, is_one_way: bool = False) -> Callable[[ToOurs], ToOurs]:
-    """Register the function that turns a value of theirs into our keys, under the `convert` of a row.
+    """Register a function that converts a value of theirs to our keys; rows refer to it as `convert: NAME`.
 
-    With `is_one_way`, no value of ours becomes theirs.
+    With `is_one_way`, an export skips the key.
     """
 
     def register(function: ToOurs) -> ToOurs:
@@ -88,7 +88,7 @@ def ours_from(name: str, is_one_way: bool = False) -> Callable[[ToOurs], ToOurs]
 
 
 def theirs_from(name: str) -> Callable[[ToTheirs], ToTheirs]:
-    """Register the function that says a value of theirs from all our keys, or UNSAID, under the same name."""
+    """Register the inverse function, which returns their value for all our keys, or UNSAID."""
 
     def register(function: ToTheirs) -> ToTheirs:
         TO_THEIRS[name] = function
@@ -98,12 +98,12 @@ def theirs_from(name: str) -> Callable[[ToTheirs], ToTheirs]:
 
 
 def taken(note: str = "", **ours: Any) -> Outcome:
-    """An outcome with our keys, `__` for a dot: `taken(train__num_ranks=8)`."""
+    """Return an outcome with our keys; `__` stands for a dot: `taken(train__num_ranks=8)`."""
     return Outcome("taken", {name.replace("__", "."): value for name, value in ours.items()}, note)
 
 
 def outcome_of(row: Row, key: str, value: Any, theirs: Theirs) -> Outcome:
-    """What a value of a row's key becomes; of a family, the key says which of ours."""
+    """Convert a value of a row's key; for a family, the key determines ours."""
     if theirs.version in row.ignored:
         return Outcome("ignored-by-trainer", {}, row.reason)
     if row.convert is not None:
@@ -130,12 +130,12 @@ def _converted(row: Row, value: Any, theirs: Theirs) -> Outcome:
     try:
         outcome = TO_OURS[row.convert or ""](value, theirs)
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-        return Outcome("unsupported", {}, f"cannot be converted, with the keys that belong to it: {error}")
+        return Outcome("unsupported", {}, f"cannot be converted with the keys it depends on: {error}")
     return outcome if outcome.note or outcome.fate != "taken" else Outcome("taken", outcome.ours, row.change)
 
 
 def theirs_of(row: Row, ours: Mapping[str, Any]) -> Any:
-    """The value of a row's key that says what our keys say; UNSAID where it cannot, or need not."""
+    """Return the value of a row's key that is equivalent to our keys; UNSAID if none exists or is needed."""
     if row.export is not UNSAID:
         return row.export
     if row.convert in TO_THEIRS:
@@ -149,7 +149,7 @@ def theirs_of(row: Row, ours: Mapping[str, Any]) -> Any:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted name as nested sections."""
+    """Turn values by dotted name into nested sections."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *sections, leaf = name.split(".")

@@ -49,7 +49,7 @@ def unsaid_keys(path: Path, changes: Sequence[str], launch: Launch) -> list[str]
         if not isinstance(value, Mapping)
     ]
     of_plan = {"train.device_model"}  # which only our memory plan reads
-    return [name for name in leaves if name.partition(".")[0] in sections and name not in launch.said | of_plan]
+    return [name for name in leaves if name.partition(".")[0] in sections and name not in launch.covered | of_plan]
 
 
 def write_launch(launch: Launch, folder: Path, texts: Mapping[str, str], data: Path | None) -> None:

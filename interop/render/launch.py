@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 _PLAIN = re.compile(r"[A-Za-z_/~][\w./@+-]*")
-_WORDS = ("null", "true", "false", "nan", "inf")  # which Hydra reads as values of another type
+_WORDS = ("null", "true", "false", "nan", "inf")  # Hydra reads these as other types
 
 
 @dataclass(frozen=True)
 class Places:
-    """Files and folders of a training with verl, as its processes see them."""
+    """Files and folders of another trainer's run, as its processes see them."""
 
     folder: Path  # where Launch.files are written
     model: Path
@@ -26,22 +26,22 @@ class Places:
 
 @dataclass(frozen=True)
 class Launch:
-    """How verl is started: arguments behind the interpreter, variables below external.env, files to write."""
+    """How another trainer is started: interpreter arguments, environment, files to write."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    files: Mapping[str, str]  # texts by their names in Places.folder
-    overrides: tuple[str, ...]  # those of argv
-    said: frozenset[str]  # our keys that all of it says
+    files: Mapping[str, str]  # text by file name in Places.folder
+    overrides: tuple[str, ...]  # the ones in argv
+    covered: frozenset[str]  # our keys that the launch expresses
 
 
 def override(key: str, value: Any, is_added: bool = False) -> str:
-    """`key=value`, or `++key=value` for a key that the default configuration may lack."""
+    """Return `key=value`, or `++key=value` for a key that the default configuration may not have."""
     return f"{'++' * is_added}{key}={spelt(value)}"
 
 
 def spelt(value: Any) -> str:
-    """A value in Hydra's grammar: `null`, `True`, `1e-06`, a word, a quoted text, `[a,b]` or `{a:b}`."""
+    """Format a value in Hydra's grammar: `null`, `True`, `1e-06`, a word, a quoted text, `[a,b]` or `{a:b}`."""
     if value is None:
         return "null"
     if isinstance(value, bool | int | float):
@@ -59,7 +59,7 @@ def spelt(value: Any) -> str:
 
 
 def script_of(argv: Sequence[str], env: Mapping[str, str], comments: Iterable[str] = ()) -> str:
-    """A bash script: comments, exported variables, and `python3` with the arguments, one override a line."""
+    """Return a bash script: comments, exports, and `python3` with the arguments, one override per line."""
     head = ["#!/usr/bin/env bash", *(f"# {line}".rstrip() for line in comments), "set -euo pipefail"]
     exports = [f"export {name}={shell_value(value)}" for name, value in env.items()]
     first = next(
@@ -70,5 +70,5 @@ def script_of(argv: Sequence[str], env: Mapping[str, str], comments: Iterable[st
 
 
 def shell_value(value: str) -> str:
-    """A value of external.env as a shell assigns it: $NAME is the value of a variable."""
+    """Quote a value of external.env for a shell; $NAME refers to a variable."""
     return f'"{value}"' if re.fullmatch(r"\$[A-Za-z_]\w*", value, re.ASCII) else shlex.quote(value)

@@ -106,7 +106,7 @@ def _rendered(config: ChainConfig, inputs: Inputs, version: str | None, python: 
         raise ConfigError(f"train.backend={config.train.backend}: {error}") from error
     refuse_contradictions(config.external.overrides, alone)
     files = {inputs.folder / name: text for name, text in launch.files.items()}
-    return Start((python, *launch.argv), launch.env, files, launch.said)
+    return Start((python, *launch.argv), launch.env, files, launch.covered)
 
 
 def _rows(own: str | None, prepared: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What MindSpeed is started with for a recipe, checked against its classes, and read back."""
+"""Rendering MindSpeed's configuration, checked against its classes and imported again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def content(launch: Launch) -> dict[str, Any]:
     return read
 
 
-def test_a_recipe_in_mindspeeds_words_and_units() -> None:
+def test_a_recipe_is_rendered_in_mindspeeds_keys_and_units() -> None:
     launch = launched()
     said = content(launch)
     assert launch.argv == (
@@ -64,10 +64,12 @@ def test_a_recipe_in_mindspeeds_words_and_units() -> None:
         f"--config-name={CONFIG}",
     )
     assert launch.env["RAY_ADDRESS"] == "auto"
-    assert said["megatron_training"]["global_batch_size"] == 192  # prompts of a draw
+    assert said["megatron_training"]["global_batch_size"] == 192  # prompts per draw
     assert said["rl_config"]["filter_groups_train_batch_size"] == 64
-    assert said["rl_config"]["mini_batch_size"] == 32  # prompts; MindSpeed makes responses of them
-    assert said["rl_config"]["update_max_packing_token_size"] == 22_528  # 2,816 on each of the 8 of a sequence
+    assert said["rl_config"]["mini_batch_size"] == 32  # prompts; MindSpeed converts them to responses
+    assert (
+        said["rl_config"]["update_max_packing_token_size"] == 22_528
+    )  # 2,816 on each of the 8 ranks of a sequence
     assert said["rl_config"]["actor_resource"] == {"num_npus": 64}
     assert said["actor_config"]["lr_warmup_fraction"] == pytest.approx(0.05)  # 20 / 2 of 200 training steps
     assert said["actor_config"]["load"] == "/weights/tp8"
@@ -77,7 +79,7 @@ def test_a_recipe_in_mindspeeds_words_and_units() -> None:
     compile(launch.files[START], START, "exec")
 
 
-def test_the_architecture_is_that_of_the_model(tmp_path: Path) -> None:
+def test_the_architecture_comes_from_the_model(tmp_path: Path) -> None:
     model = build_tiny_qwen3(tmp_path / "model")
     said = content(launched(at=places(tmp_path)))
     config = json.loads((model / "config.json").read_text())
@@ -86,7 +88,7 @@ def test_the_architecture_is_that_of_the_model(tmp_path: Path) -> None:
     assert shape["num_query_groups"] == config["num_key_value_heads"]
     assert wrong_values({"megatron_training": shape}) == []
     (model / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_moe"}))
-    with pytest.raises(ForeignConfigError, match="model_type qwen3_moe is none of"):
+    with pytest.raises(ForeignConfigError, match="model_type qwen3_moe is not one of"):
         architecture_of(model)
     own = (LOAD, "megatron_training.model=qwen3_30b_a3b")
     named = launched("external.source=/checkout", own=own, at=places(tmp_path))
@@ -104,7 +106,7 @@ def test_grpo_has_a_reference() -> None:
     assert (said["rl_config"]["init_kl_coef"], said["rl_config"]["filter_groups_enable"]) == (0.001, False)
 
 
-def test_images_are_trained_unpacked() -> None:
+def test_images_are_trained_without_packing() -> None:
     launch = launched(own=MM, trainer="mindspeed-mm")
     said = content(launch)
     assert launch.argv[0] == "posttrain_vlm_dapo.py"
@@ -113,7 +115,7 @@ def test_images_are_trained_unpacked() -> None:
     assert launch.files.keys() == {f"{CONFIG}.yaml"}
 
 
-def test_an_attempt_continues_from_the_checkpoint_before(tmp_path: Path) -> None:
+def test_an_attempt_resumes_from_the_previous_checkpoint(tmp_path: Path) -> None:
     at = places(tmp_path)
     at.checkpoints.mkdir()
     (at.checkpoints / "latest_checkpointed_iteration.txt").write_text("50")
@@ -126,20 +128,18 @@ def test_an_attempt_continues_from_the_checkpoint_before(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("sets", "own", "message"),
     [
-        ((), (), r"add to external\.overrides, with places of yours: actor_config\.load=/weights"),
-        ((), (LOAD, "rl_config.n_sample=8"), r"rl_config\.n_sample is no key of MindSpeed's classes"),
-        ((), (LOAD, "rl_config.blocking=1"), r"rl_config\.blocking=1 is no bool"),
-        ((), (LOAD, "actor_config.tensor_model_parallel_size=3"), r"64 is no multiple of the 24 of a copy"),
+        ((), (), r"Add to external\.overrides, with your own paths: actor_config\.load=/weights"),
+        ((), (LOAD, "rl_config.n_sample=8"), r"MindSpeed's classes have no key rl_config\.n_sample"),
+        ((), (LOAD, "rl_config.blocking=1"), r"rl_config\.blocking=1 is not of type bool"),
+        ((), (LOAD, "actor_config.tensor_model_parallel_size=3"), r"64 is not a multiple of the 24 devices"),
         ((), (LOAD, "nonsense"), "'nonsense' is not SECTION"),
-        (("reward.timeout_seconds=0.5",), (LOAD,), r"rl_config\.verifier_timeout=0\.5 is no int"),
+        (("reward.timeout_seconds=0.5",), (LOAD,), r"rl_config\.verifier_timeout=0\.5 is not of type int"),
         (("train.train_prompts=32", "sampler.gen_prompts=36"), (LOAD,), "of its 16 data-parallel engines"),
         (("custom_reward.path=configs/rewards/finance_choice.py",), (LOAD,), r"custom_reward\.path"),
         (("train.device=cuda",), (LOAD,), r"train\.device=cuda"),
     ],
 )  # fmt: skip
-def test_what_mindspeed_does_not_take_is_refused(
-    sets: tuple[str, ...], own: tuple[str, ...], message: str
-) -> None:
+def test_what_mindspeed_rejects_is_refused(sets: tuple[str, ...], own: tuple[str, ...], message: str) -> None:
     with pytest.raises(ForeignConfigError, match=message):
         launched(*sets, own=own)
 
@@ -154,7 +154,7 @@ def test_an_older_version_lacks_newer_keys() -> None:
     "recipe", ["dapo_qwen3_32b_math", "grpo_qwen3_8b_math", "dapo_qwen2_5_32b_math", "dapo_qwen3_8b_math"]
 )
 @pytest.mark.parametrize("trainer", ["mindspeed-rl", "mindspeed-mm"])
-def test_import_of_export_is_the_identity_on_what_both_can_say(recipe: str, trainer: str) -> None:
+def test_importing_a_mindspeed_export_returns_the_recipe(recipe: str, trainer: str) -> None:
     sets = (
         "train.schedule=cosine",
         "train.min_learning_rate_ratio=0.1",
@@ -174,21 +174,21 @@ def test_import_of_export_is_the_identity_on_what_both_can_say(recipe: str, trai
         {"rl_config.is_multimodal"} if trainer == "mindspeed-mm" else {"megatron_training.data_path"}
     )
     ours, back = by_name(tree), by_name(accounted.tree())
-    both = {name for name in back if name in launch.said and not isinstance(back[name], dict)}
+    both = {name for name in back if name in launch.covered and not isinstance(back[name], dict)}
     assert len(both) > 35
     odd = {name for name in both if back[name] != pytest.approx(ours[name])} - {"data.train", "model.path"}
-    # Of images a device takes whole responses: the tokens of one longest sequence over the ranks that share it.
+    # With images a device takes whole responses: the longest sequence over the ranks that share it.
     assert odd <= {"train.micro_batch_tokens"} if trainer == "mindspeed-mm" else not odd
 
 
-def test_the_stage_starts_it(tmp_path: Path) -> None:
+def test_the_train_stage_starts_mindspeed(tmp_path: Path) -> None:
     sets = [*NPU, "train.backend=mindspeed-rl", f"external.overrides=['{LOAD}']", f"external.source={tmp_path}"]
     start = planned_start(load_config(CONFIGS / "dapo_qwen3_32b_math.yaml", sets))
     assert start.argv[2] == "cli/train_dapo.py"
     assert {path.name for path in start.files} == {f"{CONFIG}.yaml", f"{ROWS}.yaml", START}
 
 
-def test_a_recipe_of_our_own_is_exported_with_places_to_fill_in(tmp_path: Path) -> None:
+def test_our_recipe_is_exported_with_placeholders(tmp_path: Path) -> None:
     recipe = str(CONFIGS / "dapo_qwen3_32b_math.yaml")
     words = ["export-config", recipe, "--for", "mindspeed-rl", "--output", str(tmp_path)]
     done = CliRunner().invoke(app, words)
@@ -205,14 +205,14 @@ def test_a_recipe_of_our_own_is_exported_with_places_to_fill_in(tmp_path: Path) 
         ("mindspeed_mm_qwen2_5_vl_7b_geo3k", "mindspeed_mm_qwen25vl_7b.yaml"),
     ],
 )
-def test_the_recipes_say_what_the_guides_say(recipe: str, guide: str) -> None:
+def test_our_mindspeed_recipes_match_the_guides(recipe: str, guide: str) -> None:
     start = planned_start(load_config(CONFIGS / f"{recipe}.yaml"))
     [text] = [text for path, text in start.files.items() if path.name == f"{CONFIG}.yaml"]
     ours = {key: value for key, value, _ in read_yaml(text, "ours.yaml")}
     theirs = {key: value for key, value, _ in read_yaml((GUIDES / guide).read_text(), guide)}
     assert len(theirs.keys() & ours.keys()) >= 15
     differing = {key for key in theirs.keys() & ours.keys() if theirs[key] != ours[key]}
-    # Spelt otherwise, places, resuming (the guides' excerpts do), and what is not of the guides.
+    # Different spelling, paths, resuming (the guides' excerpts do), and keys that are not in the guides.
     of_place, of_resume = {"load", "save", "data_path"}, {"finetune", "no_load_optim", "no_load_rng"}
     others = {
         "filter_groups_metric",
@@ -226,7 +226,7 @@ def test_the_recipes_say_what_the_guides_say(recipe: str, guide: str) -> None:
     assert odd <= {"use_tensorboard", "trust_remote_code"}
 
 
-# What the excerpt of the guide leaves to the configuration that it changes.
+# The keys that the guide's excerpt leaves to its base configuration.
 REST_OF_MM = """
 megatron_training: {stage: ray_dapo, global_batch_size: 64, seq_length: 1024, train_iters: 1000, save_interval: 50}
 actor_config: {micro_batch_size: 1, tensor_model_parallel_size: 4, lr: 1e-6, lr_decay_style: constant}
@@ -245,7 +245,7 @@ generate_config: {infer_tensor_parallel_size: 1, max_num_seqs: 64, max_model_len
         ("mindspeed-mm", ("mindspeed_mm_qwen25vl_7b.yaml",)),
     ],
 )
-def test_what_was_imported_is_started_as_it_was(trainer: str, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_imported_configuration_starts_unchanged(trainer: str, names: tuple[str, ...], tmp_path: Path) -> None:
     files = [GUIDES / name for name in names]
     if trainer == "mindspeed-mm":
         files.append(tmp_path / "rest.yaml")
@@ -263,7 +263,7 @@ def test_what_was_imported_is_started_as_it_was(trainer: str, names: tuple[str, 
     assert len(theirs.keys() & ours.keys()) > 30
 
 
-def test_the_memory_plan_knows_its_splits() -> None:
+def test_the_memory_plan_uses_parallel_sizes() -> None:
     config = load_config(CONFIGS / "mindspeed_rl_qwen2_5_32b_math.yaml")
     own = [each for each in config.external.overrides if "tensor_model" not in each]
     [whole] = plan_of(

@@ -57,15 +57,15 @@ def test_layers_of_the_ends_by_number() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("tensor_model_parallel_size=8", "=8 does not divide the model's 4 key heads; 1, 2, 4 do"),
+        ("tensor_model_parallel_size=8", "=8 does not divide the model's 4 key heads; use one of 1, 2, 4"),
         ("pipeline_model_parallel_size=6", "x context_parallel_size=1 = 24 does not divide train.num_ranks=128"),
         (
             "override_transformer_config.account_for_loss_in_pipeline_split=False",
-            r"=8 does not divide the model's 94 layers: stages of \[10, 11, .*num_layers_in_last_pipeline_stage",
+            r"=8 does not divide the model's 94 layers: stages are \[10, 11, .*num_layers_in_last_pipeline_stage",
         ),
         ("expert_model_parallel_size=24", "=24 does not divide the model's 128 experts"),
         ("expert_tensor_parallel_size=4", "= 64 does not divide the 16 devices of a pipeline stage"),
-        ("virtual_pipeline_model_parallel_size=5", "=5 does not divide the layers of pipeline stages"),
+        ("virtual_pipeline_model_parallel_size=5", "=5 must divide the layers of each of several pipeline stages"),
         ("context_parallel_size=3", "= 96 does not divide train.num_ranks=128"),
     ],
 )
@@ -80,7 +80,7 @@ def test_responses_divide_over_data_parallel_ranks() -> None:
 
 
 def test_a_size_is_a_number() -> None:
-    with pytest.raises(ForeignConfigError, match=r"tensor_model_parallel_size=two is no size"):
+    with pytest.raises(ForeignConfigError, match=r"tensor_model_parallel_size=two is not a valid size"):
         splits(f"{ACTOR}tensor_model_parallel_size=two")
 
 
