@@ -1,4 +1,4 @@
-"""`dapo`: run the chain, look at it, or run one stage on plain paths. Heavy imports stay inside the commands."""
+"""The `dapo` command: run or inspect the chain, or run one stage on plain paths. Heavy imports are in commands."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ ORDER = (
     *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "grade", "report", "eval-export"),
 )
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
-# What the extra `chain` of pyproject.toml brings; the rest is enough to evaluate, grade, compare and report.
+# From pyproject.toml's extra `chain`; evaluating, grading, comparing and reporting work without it.
 CHAIN_MODULES = ("math_verify", "prefect", "ray", "safetensors", "sqlalchemy", "torch", "transformers", "zlib_ng")
 ADVICE = (
-    "This environment has only the evaluation part: eval, grade, report, compare and datasets. All commands: "
-    "pip install '.[chain]' in the project's folder, and vLLM for your device (requirements/); make demo installs "
+    "This environment only has the evaluation commands: eval, grade, report, compare and datasets. For all: "
+    "pip install '.[chain]' in the project folder, and vLLM for your device (requirements/); `make demo` installs "
     "both for a CPU"
 )
 
 
 class Commands(TyperGroup):
-    """The chain and its runs first, then the services, then the stages on plain paths."""
+    """Lists chain and run commands first, then services, then stages on plain paths."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(self.commands, key=ORDER.index)
 
     def invoke(self, ctx: Any) -> Any:
-        """What is typed as for other programs is answered with what was meant.
+        """Add a hint to usage errors.
 
-        KEY=VALUE with --set; a run or a set after a command that lists them with the command that shows one.
+        KEY=VALUE gets `--set`; a run or dataset after `dapo runs` or `dapo datasets` gets the `show` command.
         """
         try:
             return super().invoke(ctx)
-        except Exception as error:  # whose class is click's or typer's own, by typer's version
+        except Exception as error:  # the class depends on typer's version
             message, context = str(getattr(error, "message", "")), getattr(error, "ctx", None)
             has_set = context is not None and any("--set" in each.opts for each in context.command.params)
             if has_set and "unexpected extra argument" in message and "=" in message:
@@ -70,14 +70,14 @@ class Commands(TyperGroup):
 
 
 def lists_and_shows(command: Any) -> bool:
-    """True of `runs` and `datasets`, which list alone and have a command `show`."""
+    """True for `runs` and `datasets`, which list by themselves and have a `show` command."""
     return bool(getattr(command, "invoke_without_command", False)) and "show" in command.commands
 
 
 app = typer.Typer(
     name="dapo",
     cls=Commands,
-    help="Train a language model with DAPO and know whether it got better.",
+    help="Train a language model with DAPO and measure whether it got better.",
     epilog="Example: dapo run configs/arith_cpu.yaml --set run.seed=2",
     no_args_is_help=True,
     add_completion=False,
@@ -87,7 +87,7 @@ app = typer.Typer(
 
 
 def print_version(is_wanted: bool) -> None:
-    """Print the version and end the command."""
+    """Print the version and exit."""
     if is_wanted:
         typer.echo(f"dapo-pipeline {importlib.metadata.version('dapo-pipeline')}")
         raise typer.Exit
@@ -108,7 +108,7 @@ for group in (chain, migration, history, datasets, stages, evaluation, operating
 
 
 def main() -> None:
-    """Run the command line; a known error prints its message and exits with 2 if the user must act, else 1."""
+    """Run the command line. Known errors print a message and exit with 2 if the user must act, else 1."""
     from dapo_core.errors import DapoError
     from downloads import DownloadError
     from durable import FULL_DISK_ERRORS
@@ -117,20 +117,20 @@ def main() -> None:
     from redaction import redact
     from tasks.retries import LASTING_ERRORS, LASTING_EXIT_CODE, describe, exit_code_of
 
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also those of loading a model's weights
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also hides bars while loading weights
     print_messages()
     try:
         app()
     except (DapoError, EvaluationError, DownloadError) as error:
         typer.secho(redact(describe(error)), err=True, fg="red")
         sys.exit(exit_code_of(error))
-    except (OSError, *LASTING_ERRORS) as error:  # a bug or a missing file: a status that has nothing tried again
+    except (OSError, *LASTING_ERRORS) as error:  # a bug or a missing file: exit without retry
         if isinstance(error, OSError) and error.errno in UNWRITABLE and error.filename is not None:
-            typer.secho(f"{error.filename}: {error.strerror}; name another place", err=True, fg="red")
+            typer.secho(f"{error.filename}: {error.strerror}; choose another location", err=True, fg="red")
             sys.exit(LASTING_EXIT_CODE)
         if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:
             typer.secho(
-                f"{error}; free some space or choose another place, then run the command again", err=True, fg="red"
+                f"{error}; free some space or choose another location, then rerun the command", err=True, fg="red"
             )
             sys.exit(LASTING_EXIT_CODE)
         if not isinstance(error, LASTING_ERRORS):
@@ -141,5 +141,5 @@ def main() -> None:
             traceback.print_exc()
         sys.exit(LASTING_EXIT_CODE)
     finally:
-        if "prefect" in sys.modules:  # skips the last garbage collection, which takes a second with Prefect loaded
+        if "prefect" in sys.modules:  # skip the final garbage collection, which takes 1 s with Prefect loaded
             gc.freeze()

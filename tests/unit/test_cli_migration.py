@@ -33,18 +33,18 @@ def test_the_output_folder_has_every_file_of_the_script(tmp_path: Path) -> None:
     assert f"data.train_files={output}/train.parquet" in script
     assert "trainer.n_gpus_per_node=16" in script  # dies of an Atlas 800T A3
     assert "trainer.nnodes=4" in script
-    assert "# Without a word there: sampler.gen_prompts." in script
+    assert "# Keys without an equivalent: sampler.gen_prompts." in script
     subprocess.run(["bash", "-n", str(output / "run.sh")], check=True)
 
 
 def test_without_output_the_script_is_printed() -> None:
     done = CliRunner().invoke(app, [*FOR_VERL, "--trainer-version", "0.9.0"])
     assert done.stdout.startswith("#!/usr/bin/env bash\n# dapo_qwen3_32b_math of dapo-pipeline for verl")
-    assert "reward_for_verl.py is written by --output" in done.stdout
+    assert "--output writes reward_for_verl.py." in done.stdout
     assert "trainer.n_gpus_per_node=8" in CliRunner().invoke(app, [*FOR_VERL, "--nodes", "8"]).stdout
-    assert "verl has no word for sampler.gen_prompts" in done.stderr
+    assert "verl has no equivalent for sampler.gen_prompts" in done.stderr
     changed = CliRunner().invoke(app, [*FOR_VERL, "--set", "sampler.max_staleness=1"])
-    assert "verl has no word for sampler.gen_prompts, sampler.max_staleness" in changed.stderr
+    assert "verl has no equivalent for sampler.gen_prompts, sampler.max_staleness" in changed.stderr
 
 
 @pytest.mark.parametrize(

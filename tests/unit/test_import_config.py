@@ -85,9 +85,9 @@ def test_a_megatron_script_needs_backend_verl(tmp_path: Path) -> None:
     assert not output.exists()
     rollout = "actor_rollout_ref.rollout"
     allow = f"--allow {rollout}.dp_model_parallel_size --allow {rollout}.rollout_world_size"
-    assert "to go on without them: --allow actor_rollout_ref.actor.strategy" in refused.output
-    assert "to have verl train, with these keys as they are: --backend verl" in refused.output
-    assert f"to go on without them: {allow}\n" in invoke(script, "--backend", "verl", "--output", output).output
+    assert "to import without them: --allow actor_rollout_ref.actor.strategy" in refused.output
+    assert "to train with verl and keep these keys: --backend verl" in refused.output
+    assert f"to import without them: {allow}\n" in invoke(script, "--backend", "verl", "--output", output).output
     result = invoke(script, "--backend", "verl", *allow.split(), "--output", output)
     assert result.exit_code == 0, result.output
     settings = load_config(output)
@@ -121,7 +121,7 @@ def test_other_verl_engines_need_backend_verl(tmp_path: Path) -> None:
         "  trainer.total_training_steps=2 actor_rollout_ref.model.path=/m \\\n"
         "  actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.n=4\n"
     )
-    assert "to have verl train" in invoke(script).output
+    assert "to train with verl" in invoke(script).output
     result = invoke(script, "--backend", "verl", "--output", output)
     assert result.exit_code == 0, result.output
     overrides = load_config(output).external.overrides
@@ -168,7 +168,7 @@ def test_the_table_omits_defaults_equal_to_ours(tmp_path: Path) -> None:
     output = invoke(script).output
     assert "train.weight_decay = 0.01" in output  # ours differs
     assert "train.adam_beta1" not in output
-    assert re.search(r"\n\d+ more keys, which nothing sets, have the same default here; --json lists them", output)
+    assert re.search(r"\n\d+ unset keys have the same default here; --json lists them", output)
 
 
 def test_invalid_values_are_refused_with_their_origin(tmp_path: Path) -> None:

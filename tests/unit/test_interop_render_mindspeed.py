@@ -195,7 +195,7 @@ def test_our_recipe_is_exported_with_placeholders(tmp_path: Path) -> None:
     assert (done.exit_code, done.exception) == (0, None)
     assert {path.name for path in tmp_path.iterdir()} == {"run.sh", f"{CONFIG}.yaml", f"{ROWS}.yaml", START}
     assert yaml.safe_load((tmp_path / f"{CONFIG}.yaml").read_text())["actor_config"]["load"].startswith("<")
-    assert "Run it in its checkout" in (tmp_path / "run.sh").read_text()
+    assert "Run it in the trainer's checkout" in (tmp_path / "run.sh").read_text()
 
 
 @pytest.mark.parametrize(
