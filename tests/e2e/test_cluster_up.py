@@ -269,13 +269,13 @@ def test_down_ends_what_was_started_and_nothing_else(network: list[FakeHost] | s
             site.inventory.write_text(yaml.safe_dump(away))
             result = site.down()
             assert result.exit_code == 1
-            assert f"ended {site.names[0]}: " in result.output
+            assert f"stopped {site.names[0]}: " in result.output
             assert f"{site.names[1]}: not ended: sh -c " in result.output
             assert [known["host"] for known in _records()] == [site.names[1]]
             site.inventory.write_text(yaml.safe_dump(known))
         result = site.down()
         assert result.exit_code == 0, result.output
-        assert f"ended {site.names[1]}: " in result.output
+        assert f"stopped {site.names[1]}: " in result.output
         assert stranger.poll() is None
     finally:
         stranger.kill()

@@ -97,7 +97,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
         }
         server.start(start, environment, api_url=api_url, port=port)
-        server.wait_until(site.services.answers, "does not answer")
+        server.wait_until(site.services.answers, "does not respond")
         yield site
     finally:
         site.end_everything()

@@ -80,7 +80,7 @@ def test_server_and_worker_come_up_serve_the_project_and_go_down(site: Site) -> 
     flow_run = site.run_deployment("dapo-full", LONG_STAGE)
     site.wait_for("the run begins", lambda: site.run_state(flow_run)["type"] == "RUNNING", 300)
     assert flow_run in site.dapo("down", status=2).stderr
-    assert f"ended worker, pid {first['worker']}" in site.dapo("down", "--cancel").stdout
+    assert f"stopped worker, pid {first['worker']}" in site.dapo("down", "--cancel").stdout
     assert site.end_everything() == []
     assert take_down(site.store, cancel=False) == []
     with contextlib.closing(sqlite3.connect(site.services.home / "prefect.db")) as database:

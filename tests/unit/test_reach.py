@@ -103,7 +103,7 @@ def test_an_interrupt_does_not_wait_for_a_host_that_hangs_and_says_what_may_run(
         finally:
             up.kill()
     assert up.returncode == 130
-    assert "where it was started; `dapo cluster down nodes.yaml --store store` ends it" in said
+    assert "where it was started; `dapo cluster down nodes.yaml --store store` stops it" in said
 
 
 def test_an_interrupt_ends_a_command_that_starts_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +324,7 @@ def test_down_says_how_to_try_again(tmp_path: Path) -> None:
     typed = ["cluster", "down", f"{tmp_path}/nodes.yaml", "--store", f"{tmp_path}/store"]
     result = CliRunner().invoke(app, typed)
     assert result.exit_code == 1
-    assert f"type `dapo {' '.join(typed)}` again once they can be reached" in result.output
+    assert f"run `dapo {' '.join(typed)}` again once they are reachable" in result.output
 
 
 def test_bridges_of_containers_are_virtual_and_a_site_s_are_not() -> None:
