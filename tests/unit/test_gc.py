@@ -208,7 +208,7 @@ def test_what_is_built_or_young_stays_and_says_why(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_takes_an_artifact_meanwhile_keeps_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, _ = nights(tmp_path, "one", "two")
-    caplog.set_level("INFO", logger="tasks")
+    caplog.set_level("INFO", logger="durable")
     found: list[Unused] = []
     with ArtifactStore(tmp_path).in_use():
         collection = threading.Thread(target=lambda: found.extend(collect(tmp_path)))
