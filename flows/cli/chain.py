@@ -225,9 +225,7 @@ def plan(
     ] = False,
     is_smoke: SmokeOption = False,
     is_json: JsonOption = False,
-    is_memory: Annotated[
-        bool, typer.Option("--memory", help="Only show the memory plan, from config.json.")
-    ] = False,
+    is_memory: Annotated[bool, typer.Option("--memory", help="Only show the memory plan.")] = False,
     is_time: Annotated[bool, typer.Option("--time", help="Only estimate the time of a training step.")] = False,
     gigabytes: Annotated[
         float | None,

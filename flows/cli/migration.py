@@ -63,7 +63,7 @@ def import_config(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Account for every key of another trainer's configuration, and write an equivalent recipe.
+    """Show what happens to every key of another trainer's configuration, and write an equivalent recipe.
 
     Scripts are read, never executed. If keys stop the import that are not in --allow, nothing is written and the
     exit status is 1.

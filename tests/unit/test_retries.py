@@ -115,7 +115,10 @@ def test_a_short_error_keeps_the_last_line_of_the_child_and_its_exit_code() -> N
     ("number", "said"),
     [
         (errno.EROFS, "my.yaml: Read-only file system; choose another location\n"),
-        (errno.ENOSPC, "[Errno 28] No space left on device: 'my.yaml'; free some space or choose another location"),
+        (
+            errno.ENOSPC,
+            "[Errno 28] No space left on device: 'my.yaml'; free some space or choose another location",
+        ),
     ],
 )
 def test_a_place_that_cannot_be_written_is_named_without_a_traceback(
