@@ -56,6 +56,6 @@ def check_in_time(scheduled: datetime.datetime, now: datetime.datetime, max_late
     if late_hours > max_late_hours:
         due = f"{scheduled:%Y-%m-%d %H:%M %Z}"
         raise RunSkipped(
-            f"skipped: the run started {late_hours:.1f} hours late, was due {due}; "
+            f"The run was skipped because it started {late_hours:.1f} hours late, due {due}; "
             f"max_late_hours is {max_late_hours:g}"
         )

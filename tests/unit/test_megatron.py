@@ -1,4 +1,4 @@
-"""Splits of verl's Megatron: which divide, and what a device then holds of Qwen3-235B-A22B."""
+"""verl's Megatron parallel sizes: divisibility checks, and device memory for Qwen3-235B-A22B."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def splits(*more: str, devices: int = 128) -> Splits:
     return splits_of([*OVERRIDES, *more], devices, context=1, recomputes=True)
 
 
-def test_embedding_and_head_count_as_layers_of_the_first_and_last_stage() -> None:
+def test_embedding_and_head_count_as_layers_of_the_end_stages() -> None:
     found = splits()
     assert found.stages(94) == [11, 12, 12, 12, 12, 12, 12, 11]  # (94 + 2) / 8 = 12 each
     assert (found.data, found.expert_data) == (4, 1)  # 128 / (4 x 8); 128 / (8 x 16 x 1)
     require_divided(found, QWEN3_235B, responses=512)
 
 
-def test_layers_of_the_ends_by_number() -> None:
+def test_layers_of_the_end_stages_can_be_set() -> None:
     transformer = f"+{ACTOR}override_transformer_config."
     by_number = splits_of(
         [
