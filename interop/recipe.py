@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,10 +210,7 @@ def changing(implied: Iterable[Entry], defaults: Mapping[str, Any]) -> list[Entr
 
 def counts_of(account: Account) -> dict[str, int]:
     """Count the settings by fate; the counts add up to all settings."""
-    found: dict[str, int] = {}
-    for entry in account.entries:
-        found[entry.fate] = found.get(entry.fate, 0) + 1
-    return found
+    return dict(Counter(entry.fate for entry in account.entries))
 
 
 def blocking_first(entries: Iterable[Entry]) -> list[Entry]:

@@ -6,6 +6,7 @@ import errno
 import gc
 import importlib.metadata
 import os
+import re
 import sys
 import traceback
 from typing import Annotated, Any
@@ -15,24 +16,7 @@ from typer.core import TyperGroup
 
 from flows.cli import chain, cluster, datasets, evaluation, history, migration, operating, stages
 
-ORDER = (
-    *(
-        "init",
-        "import-config",
-        "export-config",
-        "run",
-        "stage",
-        "plan",
-        "runs",
-        "compare",
-        "export",
-        "gc",
-        "config",
-        "datasets",
-    ),
-    *("up", "down", "doctor", "cluster"),
-    *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "grade", "report", "eval-export"),
-)
+UNKNOWN_COMMAND = re.compile(r"No such command '([^']*)'\.")
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 # From pyproject.toml's extra `chain`; evaluating, grading, comparing and reporting work without it.
 CHAIN_MODULES = ("math_verify", "prefect", "ray", "safetensors", "sqlalchemy", "torch", "transformers", "zlib_ng")
@@ -44,34 +28,21 @@ ADVICE = (
 
 
 class Commands(TyperGroup):
-    """Lists chain and run commands first, then services, then stages on plain paths."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(self.commands, key=ORDER.index)
+    """Adds hints to usage errors: `--set` for KEY=VALUE, `show` for a name after `runs` or `datasets`."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Add a hint to usage errors.
-
-        KEY=VALUE gets `--set`; a run or dataset after `dapo runs` or `dapo datasets` gets the `show` command.
-        """
         try:
             return super().invoke(ctx)
         except Exception as error:  # the class depends on typer's version
             message, context = str(getattr(error, "message", "")), getattr(error, "ctx", None)
-            has_set = context is not None and any("--set" in each.opts for each in context.command.params)
-            if has_set and "unexpected extra argument" in message and "=" in message:
-                vars(error)["message"] = f"{message}; to change a key, use --set SECTION.KEY=VALUE"
-            quoted = message.removeprefix("No such command ").removesuffix(".")  # with "Did you mean" it has a ?
-            is_unknown = quoted != message and not quoted.endswith("?")
-            if is_unknown and context is not None and lists_and_shows(context.command):
-                path = context.command_path
-                vars(error)["message"] = f"{message} One of them: {path} show {quoted[1:-1]}; all: {path}"
+            command, path = getattr(context, "command", None), getattr(context, "command_path", "")
+            unknown = UNKNOWN_COMMAND.fullmatch(message)
+            if "unexpected extra argument" in message and "=" in message:
+                if any("--set" in each.opts for each in getattr(command, "params", ())):
+                    vars(error)["message"] = f"{message}; to change a key, use --set SECTION.KEY=VALUE"
+            elif unknown and "show" in getattr(command, "commands", ()):
+                vars(error)["message"] = f"{message} One of them: {path} show {unknown[1]}; all: {path}"
             raise
-
-
-def lists_and_shows(command: Any) -> bool:
-    """True for `runs` and `datasets`, which list by themselves and have a `show` command."""
-    return bool(getattr(command, "invoke_without_command", False)) and "show" in command.commands
 
 
 app = typer.Typer(
@@ -103,7 +74,7 @@ def options(
     pass
 
 
-for group in (chain, migration, history, datasets, stages, evaluation, operating, cluster):
+for group in (chain, migration, history, datasets, operating, cluster, stages, evaluation):
     app.add_typer(group.app)
 
 
