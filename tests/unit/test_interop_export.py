@@ -72,32 +72,22 @@ def test_importing_an_export_returns_the_recipe(recipe: str, version: str) -> No
     sampling=st.tuples(st.floats(0.1, 2), st.floats(0.1, 1), st.sampled_from([-1, 20])),
     version=st.sampled_from(load("verl").versions),
 )
-def test_any_values_survive_export_and_import(
-    low: float,
-    high: float,
-    group: int,
-    updates: int,
-    warmup: int,
-    kl: str,
-    coefficient: float,
-    is_dynamic: bool,
-    tokens: tuple[int, int],
-    rate: float,
-    too_long: str,
-    sampling: tuple[float, float, int],
-    version: str,
-) -> None:
+def test_any_values_survive_export_and_import(**drawn: Any) -> None:
     tree = load_config(CONFIGS / "dapo_qwen3_32b_math.yaml").model_dump(mode="json")
-    tree["algorithm"] |= {"clip_ratio_low": low, "clip_ratio_high": high}
-    tree["algorithm"]["kl"] |= {"place": kl, "coefficient": coefficient}
-    tree["rollout"] |= {"group_size": group, "max_response_tokens": tokens[1]}
-    tree["rollout"] |= dict(zip(("temperature", "top_p", "top_k"), sampling, strict=True))
-    tree["data"] |= {"max_prompt_tokens": tokens[0], "too_long": too_long}
-    tree["sampler"]["dynamic"] = is_dynamic
-    tree["train"] |= {"mini_prompts": 64 // updates, "warmup_steps": warmup * updates, "learning_rate": rate}
+    tree["algorithm"] |= {"clip_ratio_low": drawn["low"], "clip_ratio_high": drawn["high"]}
+    tree["algorithm"]["kl"] |= {"place": drawn["kl"], "coefficient": drawn["coefficient"]}
+    tree["rollout"] |= {"group_size": drawn["group"], "max_response_tokens": drawn["tokens"][1]}
+    tree["rollout"] |= dict(zip(("temperature", "top_p", "top_k"), drawn["sampling"], strict=True))
+    tree["data"] |= {"max_prompt_tokens": drawn["tokens"][0], "too_long": drawn["too_long"]}
+    tree["sampler"]["dynamic"] = drawn["is_dynamic"]
+    tree["train"] |= {
+        "mini_prompts": 64 // drawn["updates"],
+        "warmup_steps": drawn["warmup"] * drawn["updates"],
+        "learning_rate": drawn["rate"],
+    }
     tree["train"]["micro_batch_tokens"] = 8192  # room for the longest sequence
-    lost = read_back(tree, version)
-    if kl == "off":  # then the coefficient has no meaning
+    lost = read_back(tree, drawn["version"])
+    if drawn["kl"] == "off":  # then the coefficient has no meaning
         lost.pop("algorithm.kl.coefficient", None)
     assert lost == {}
 

@@ -22,18 +22,13 @@ from interop.render.mindspeed import CONFIG, ROWS, START, architecture_of, rende
 from tasks.external.launch import planned_start
 from tasks.preflight.memory import plan_of
 from tests.tiny_models import build_tiny_qwen3
+from tests.unit.test_interop_render import places
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GUIDES = CONFIGS.parent / "tests" / "data" / "guides"
 LOAD = "actor_config.load=/weights/tp8"
 MM = (LOAD, "model=examples/rl/model/qwen2.5vl_7b.json", "megatron_training.data_path=/data/geo3k")
 NPU = ("train.device=npu", "train.device_model=Atlas 800T A3")
-
-
-def places(folder: Path = Path("/places")) -> Places:
-    return Places(
-        folder, folder / "model", folder / "train.parquet", folder / "eval.parquet", folder / "checkpoints"
-    )
 
 
 def launched(
