@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given as given_any
@@ -10,7 +10,7 @@ from hypothesis import settings as tried
 from hypothesis import strategies as st
 
 from interop.account import Account, Setting, account_of
-from interop.table import FATES, load
+from interop.table import TRAINERS, Fate, Row, content_of, load
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # The batches and devices of a script for 32 billion parameters.
@@ -188,7 +188,7 @@ def test_every_setting_is_accounted_for(settings: list[tuple[str, Any]]) -> None
     given = [Setting(key, value, str(place)) for place, (key, value) in enumerate(settings)]
     found = account_of(given, "verl")
     assert [entry.setting for entry in found.entries] == given
-    assert {entry.fate for entry in (*found.entries, *found.implied)} <= set(FATES)
+    assert {entry.fate for entry in (*found.entries, *found.implied)} <= set(get_args(Fate))
 
 
 def test_settings_that_verl_ignores_are_not_imported() -> None:
@@ -204,3 +204,15 @@ def test_settings_that_verl_ignores_are_not_imported() -> None:
     for version, warmup in (("0.7.0", 0), ("0.8.0", 20)):  # a tenth of 100 steps of 2 updates
         taken = account(version)(LARGE | no_steps).entries
         assert {entry.ours.get("train.warmup_steps", warmup) for entry in taken} == {warmup}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_row_has_a_key_of_ours_or_a_fate_with_a_reason(trainer: str) -> None:
+    fields = {field.removesuffix("s") for field in Row.__dataclass_fields__} | {"in", "value"}
+    for section in content_of(trainer.replace("-", "_"))["sections"]:
+        for row in section["rows"]:
+            assert {name.removesuffix("s") for name in row} <= fields, row
+    for row in load(trainer).rows:
+        assert row.fate in get_args(Fate)
+        assert (row.fate == "taken") == bool(row.ours)
+        assert row.ours or row.reason
