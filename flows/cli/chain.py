@@ -220,9 +220,7 @@ def print_report(folder: Path) -> None:
 def plan(
     config: ConfigArgument,
     overrides: SetOption = None,
-    is_whole: Annotated[
-        bool, typer.Option("--all", help="Show every change, not just the first per stage.")
-    ] = False,
+    is_whole: Annotated[bool, typer.Option("--all", help="Show every change, not just the first.")] = False,
     is_smoke: SmokeOption = False,
     is_json: JsonOption = False,
     is_memory: Annotated[bool, typer.Option("--memory", help="Only show the memory plan.")] = False,
@@ -242,11 +240,9 @@ def plan(
     reported up front, all at once, with the keys to change. Warnings follow the table, as do missing devices,
     memory or clusters, so you can plan a recipe on another machine.
 
-    --memory shows device memory per phase and, if the recipe does not fit, the smallest change that does.
-    Exit status 2: it does not fit.
-
-    --time estimates a training step from its tokens, FLOPs and device rates, calibrated by the newest run with the
-    same run.name. It can be combined with --memory.
+    --memory shows device memory per phase and, if the recipe does not fit (exit status 2), the smallest change
+    that does. --time estimates a training step from its tokens, FLOPs and device rates, calibrated by the newest
+    run with the same run.name. They can be combined.
     """
     from flows.config import load_config
     from flows.tables import print_findings, print_json, print_plan, print_trainer

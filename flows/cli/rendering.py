@@ -24,9 +24,7 @@ def render(
     inventory: Annotated[
         Path | None, typer.Argument(metavar="INVENTORY", help="Machines; default: those of this allocation.")
     ] = None,
-    is_scripts: Annotated[
-        bool, typer.Option("--scripts", help="A shell script per node, with start and stop.")
-    ] = False,
+    is_scripts: Annotated[bool, typer.Option("--scripts", help="A start and stop script per node.")] = False,
     is_slurm: Annotated[
         bool, typer.Option("--slurm", help="A batch file that starts Ray and runs --config in an allocation.")
     ] = False,
@@ -35,7 +33,7 @@ def render(
     ] = False,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="RECIPE", help="Recipe to run, which also sets the environment."),
+        typer.Option("--config", metavar="RECIPE", help="Recipe to run; also sets the environment."),
     ] = None,
     overrides: SetOption = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the files; default: standard output.")] = None,
@@ -75,15 +73,15 @@ def render(
         files = render_slurm(machines, settings, place, recipe)
     else:
         files = render_kuberay(machines, settings, place, recipe, settings.flow.stop_seconds)
-    said = remarks_of_env(machines)
+    remarks = remarks_of_env(machines)
     if is_kuberay:
-        said += remarks_of_kuberay(machines, settings if config else None)
+        remarks += remarks_of_kuberay(machines, settings if config else None)
     if is_scripts and output is not None:
-        said += place.remarks_of_stale_scripts(output, files)
-    _hand_over(files, said, output)
+        remarks += place.remarks_of_stale_scripts(output, files)
+    _write_files(files, remarks, output)
 
 
-def _hand_over(files: Mapping[str, str], remarks: Iterable[str], output: Path | None) -> None:
+def _write_files(files: Mapping[str, str], remarks: Iterable[str], output: Path | None) -> None:
     for remark in remarks:
         typer.secho(remark, err=True, fg="yellow")
     for name, text in files.items():

@@ -256,9 +256,7 @@ def test_compare_prints_markdown_and_writes_only_to_output(tmp_path: Path) -> No
     dapo("compare", before, after, "--output", tmp_path / "report")
     assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.json", "report.md", "report.html"}
     done = dapo("compare", "--history", before, after, tmp_path / "report", "--output", tmp_path / "nights")
-    assert (
-        len(re.findall(r"^\| 2", done.stdout, re.MULTILINE)) == 2
-    )  # the report covers `after`, with the same timestamp
+    assert len(re.findall(r"^\| 2", done.stdout, re.MULTILINE)) == 2  # the report covers `after`
     assert ": 1 later run reused this evaluation from the store." in done.stdout
     assert {path.name for path in (tmp_path / "nights").iterdir()} == {"history.html"}
 
@@ -360,10 +358,7 @@ def test_command_lists_do_not_truncate_sentences() -> None:
     [
         (("train-polcy", CONFIG), "NAME: 'train-polcy' is not a stage (did you mean train-policy?)"),
         (("all", CONFIG), "NAME: 'all' is not a stage; it has prepare-data, fetch-model, train-policy"),
-        (
-            ("merge-checkpoint", CONFIG, "--side", "before"),
-            "merge-checkpoint of this recipe has no side",
-        ),
+        (("merge-checkpoint", CONFIG, "--side", "before"), "merge-checkpoint of this recipe has no side"),
         (
             ("train-policy", CONFIG, "--side", "before"),
             "train-policy has no --side; only evaluate-model, fetch-model",
