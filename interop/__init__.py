@@ -1,6 +1,6 @@
 """Read and write the configurations and logs of other trainers (verl, MindSpeed): pure data and functions.
 
-In names and docstrings, *theirs* is a key or value of the other trainer, *ours* one of this project.
+In names and docstrings, *foreign* means the other trainer, *ours* this project.
 """
 
 

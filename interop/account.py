@@ -10,8 +10,8 @@ import interop.conversions
 import interop.conversions_algorithm
 import interop.conversions_loss
 import interop.conversions_mindspeed  # all register the conversions that the tables name
-from interop.table import BLOCKING, UNSAID, Fate, Row, Table, load
-from interop.theirs import Outcome, Setting, Theirs, nested, outcome_of
+from interop.foreign_config import ForeignConfig, Outcome, Setting, nested, outcome_of
+from interop.table import BLOCKING, NOT_SET, Fate, Row, Table, load
 
 __all__ = ["Account", "Entry", "Setting", "account_of", "interop"]
 
@@ -72,17 +72,17 @@ def account_of(
     version = _version_of(flat, table) if version is None else table.require_version(version)
     rows = [table.resolve(setting.key, version) for setting in flat]
     names = [_name(setting, row) for setting, row in zip(flat, rows, strict=True)]
-    theirs = Theirs(
+    config = ForeignConfig(
         table, version, {name: each.value for name, each in zip(names, flat, strict=True)}, facts or {}
     )
     last = {name: setting for name, setting in zip(names, flat, strict=True)}
     entries = [
-        _entry(setting, row, name, last[name], theirs)
+        _entry(setting, row, name, last[name], config)
         for setting, row, name in zip(flat, rows, names, strict=True)
     ]
-    entries = _without_contradictions(entries, theirs)
+    entries = _without_contradictions(entries, config)
     set_keys = {ours for entry in entries for ours in entry.ours}
-    implied = [entry for entry in _implied(theirs) if entry.fate in BLOCKING or not entry.ours.keys() <= set_keys]
+    implied = [entry for entry in _implied(config) if entry.fate in BLOCKING or not entry.ours.keys() <= set_keys]
     return Account(trainer, version, tuple(entries), tuple(implied))
 
 
@@ -109,30 +109,30 @@ def _name(setting: Setting, row: Row | None) -> str:
     return setting.key if row is None or row.is_family else row.key
 
 
-def _entry(setting: Setting, row: Row | None, name: str, last: Setting, theirs: Theirs) -> Entry:
+def _entry(setting: Setting, row: Row | None, name: str, last: Setting, config: ForeignConfig) -> Entry:
     if row is None:
-        if (group := theirs.table.group_of(setting.key, setting.value)) is not None:
+        if (group := config.table.group_of(setting.key, setting.value)) is not None:
             note = (
                 f"selects a file from Hydra's group {group}, which is not available; import that file with the "
                 "script, or write out its keys instead"
             )
             return Entry(setting, "unsupported", {}, note, name)
-        near = theirs.table.nearest(setting.key)
-        if near is None and theirs.table.ignores_unknown:
-            note = f"{theirs.table.trainer} silently ignores unknown keys, and this is one"
+        near = config.table.nearest(setting.key)
+        if near is None and config.table.ignores_unknown:
+            note = f"{config.table.trainer} silently ignores unknown keys, and this is one"
             return Entry(setting, "ignored-by-trainer", {}, note, name)
-        hint = f"did you mean {near}?" if near else f"no version of {theirs.table.trainer} has it"
+        hint = f"did you mean {near}?" if near else f"no version of {config.table.trainer} has it"
         return Entry(setting, "misspelt", {}, hint, name)
     if setting != last and setting.value != last.value:
         fate: Fate = "meaningless" if setting.key == last.key else "contradicting"
         return Entry(setting, fate, {}, f"{last.origin} sets {last.key}={last.value}", name)
-    outcome = outcome_of(row, setting.key, theirs[name] if _is_reference(setting.value) else setting.value, theirs)
-    held = theirs.table.versions_of(setting.key)
+    outcome = outcome_of(row, setting.key, config[name] if _is_reference(setting.value) else setting.value, config)
+    held = config.table.versions_of(setting.key)
     note = outcome.note
-    if theirs.version not in held:
-        of_this = row.names(theirs.version)
+    if config.version not in held:
+        of_this = row.names(config.version)
         instead = f", which calls it {of_this[0]}" if of_this else ""
-        note = f"exists in {_span(held)}, not in {theirs.version}{instead}. {note}".strip()
+        note = f"exists in {_span(held)}, not in {config.version}{instead}. {note}".strip()
     return Entry(setting, outcome.fate, outcome.ours, note, name)
 
 
@@ -144,9 +144,9 @@ def _span(versions: Sequence[str]) -> str:
     return versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
 
 
-def _without_contradictions(entries: list[Entry], theirs: Theirs) -> list[Entry]:
+def _without_contradictions(entries: list[Entry], config: ForeignConfig) -> list[Entry]:
     """Return the entries, marking as `contradicting` those that disagree with each other."""
-    against = _contradictions(theirs)
+    against = _contradictions(config)
     first: dict[str, Entry] = {}
     for entry in entries:
         for name, value in entry.ours.items():
@@ -164,86 +164,86 @@ def _without_contradictions(entries: list[Entry], theirs: Theirs) -> list[Entry]
     ]
 
 
-def _contradictions(theirs: Theirs) -> dict[str, str]:
+def _contradictions(config: ForeignConfig) -> dict[str, str]:
     """Return, by key, why a setting contradicts another setting or a default of the trainer."""
-    if theirs.table.trainer != "verl":
+    if config.table.trainer != "verl":
         return {}
     return (
-        _kl_contradictions(theirs)
-        | _micro_batch_contradictions(theirs)
-        | _batch_contradictions(theirs)
-        | _placement_contradictions(theirs)
+        _kl_contradictions(config)
+        | _micro_batch_contradictions(config)
+        | _batch_contradictions(config)
+        | _placement_contradictions(config)
     )
 
 
-def _kl_contradictions(theirs: Theirs) -> dict[str, str]:
+def _kl_contradictions(config: ForeignConfig) -> dict[str, str]:
     in_loss, in_reward = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
-    if theirs[in_loss] is not True or theirs[in_reward] is not True:
+    if config[in_loss] is not True or config[in_reward] is not True:
         return {}
     why = f"{in_loss} and {in_reward} are both on; algorithm.kl.place is either loss or reward"
     return {in_loss: why, in_reward: why}
 
 
-def _micro_batch_contradictions(theirs: Theirs) -> dict[str, str]:
+def _micro_batch_contradictions(config: ForeignConfig) -> dict[str, str]:
     dynamic, tokens = f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"
     sizes = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_micro_batch_size"]
-    given = [name for name in sizes if theirs.is_set(name) and theirs[name] is not None]
+    given = [name for name in sizes if config.is_set(name) and config[name] is not None]
     if len(given) == 2:
         return dict.fromkeys(given, f"{given[0]} and {given[1]} are both set; keep one")
-    if theirs[dynamic] is not True:
+    if config[dynamic] is not True:
         return {}
-    if given and theirs.is_set(dynamic) and not theirs.is_set(tokens):
+    if given and config.is_set(dynamic) and not config.is_set(tokens):
         why = f"{dynamic} is on, so {given[0]} is not read and {tokens} applies instead, but it is not set"
         return {dynamic: why, given[0]: why}
-    is_megatron = theirs[f"{ACTOR}.strategy"] == "megatron"
-    ranks = theirs[f"{ACTOR}.{'megatron.context' if is_megatron else 'ulysses_sequence'}_parallel_size"] or 1
-    lengths = theirs["data.max_prompt_length"], theirs["data.max_response_length"]
-    numbers = (theirs[tokens], ranks, *lengths)
-    if theirs.is_set(tokens) and all(type(number) is int for number in numbers):
-        room, longest = theirs[tokens] * ranks, sum(lengths)
+    is_megatron = config[f"{ACTOR}.strategy"] == "megatron"
+    ranks = config[f"{ACTOR}.{'megatron.context' if is_megatron else 'ulysses_sequence'}_parallel_size"] or 1
+    lengths = config["data.max_prompt_length"], config["data.max_response_length"]
+    numbers = (config[tokens], ranks, *lengths)
+    if config.is_set(tokens) and all(type(number) is int for number in numbers):
+        room, longest = config[tokens] * ranks, sum(lengths)
         if room < longest:
             return {
-                tokens: f"{theirs[tokens]} tokens on each of {ranks} ranks hold no sequence of {longest}; set "
+                tokens: f"{config[tokens]} tokens on each of {ranks} ranks hold no sequence of {longest}; set "
                 f"{-(-longest // ranks)}"
             }
     return {}
 
 
-def _batch_contradictions(theirs: Theirs) -> dict[str, str]:
+def _batch_contradictions(config: ForeignConfig) -> dict[str, str]:
     step, mini = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
-    sizes = theirs[step], theirs[mini]
-    if not (theirs.is_set(step) or theirs.is_set(mini)) or not all(type(size) is int for size in sizes):
+    sizes = config[step], config[mini]
+    if not (config.is_set(step) or config.is_set(mini)) or not all(type(size) is int for size in sizes):
         return {}
     if sizes[0] >= sizes[1]:
         return {}
     why = f"{step}={sizes[0]} prompts per step are fewer than {mini}={sizes[1]} per optimizer step"
-    return {name: why for name in (step, mini) if theirs.is_set(name)}
+    return {name: why for name in (step, mini) if config.is_set(name)}
 
 
-def _placement_contradictions(theirs: Theirs) -> dict[str, str]:
+def _placement_contradictions(config: ForeignConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     actor, ref = f"{ACTOR}.strategy", f"{REF}.strategy"
     fsdp = ("fsdp", "fsdp2")
-    if theirs.is_set(actor) and theirs.is_set(ref) and (theirs[actor] in fsdp) != (theirs[ref] in fsdp):
-        why = f"{actor}={theirs[actor]} and {ref}={theirs[ref]}: policy and reference use the same strategy"
+    if config.is_set(actor) and config.is_set(ref) and (config[actor] in fsdp) != (config[ref] in fsdp):
+        why = f"{actor}={config[actor]} and {ref}={config[ref]}: policy and reference use the same strategy"
         found |= {actor: why, ref: why}
-    if theirs["trainer.resume_mode"] == "resume_path" and theirs["trainer.resume_from_path"] is None:
+    if config["trainer.resume_mode"] == "resume_path" and config["trainer.resume_from_path"] is None:
         found["trainer.resume_mode"] = "resume_path needs trainer.resume_from_path, which is not set"
     return found
 
 
-def _implied(theirs: Theirs) -> Iterator[Entry]:
-    for row in theirs.table.rows:
-        value = row.default(theirs.version)
+def _implied(config: ForeignConfig) -> Iterator[Entry]:
+    for row in config.table.rows:
+        value = row.default(config.version)
         if (
-            value is UNSAID
-            or not (row.ours and row.names(theirs.version))
+            value is NOT_SET
+            or not (row.ours and row.names(config.version))
             or row.is_family
-            or theirs.is_set(row.key)
+            or config.is_set(row.key)
         ):
             continue
-        outcome: Outcome = outcome_of(row, row.key, theirs[row.key], theirs)
-        origin = f"default of {theirs.table.trainer} {theirs.version}"
+        outcome: Outcome = outcome_of(row, row.key, config[row.key], config)
+        origin = f"default of {config.table.trainer} {config.version}"
         if outcome.fate in ("taken", *BLOCKING):
-            setting = Setting(row.key, theirs[row.key], origin)
+            setting = Setting(row.key, config[row.key], origin)
             yield Entry(setting, outcome.fate, outcome.ours, outcome.note, row.key)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import interop.account  # noqa: F401  registers the conversions that the tables name
-from interop.table import UNSAID, Row, load
-from interop.theirs import Setting, theirs_of
+from interop.foreign_config import Setting, foreign_value
+from interop.table import NOT_SET, Row, load
 
 _ANY = ".*"
 
@@ -28,7 +28,7 @@ def settings_for(tree: Mapping[str, Any], trainer: str, version: str | None = No
         if row.is_family:
             covered = {setting.origin for setting in settings}
             settings += (setting for setting in _of_family(name, row, ours) if setting.origin not in covered)
-        elif set(row.ours) <= ours.keys() and (value := theirs_of(row, ours)) is not UNSAID:
+        elif set(row.ours) <= ours.keys() and (value := foreign_value(row, ours)) is not NOT_SET:
             settings.append(Setting(name, value, ", ".join(row.ours)))
     return settings
 

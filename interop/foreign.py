@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import interop.account  # noqa: F401  registers the conversions that the tables name
-from interop.table import TRAINERS, UNSAID, Row, Table, load
-from interop.theirs import Outcome, Theirs, outcome_of, theirs_of
+from interop.foreign_config import ForeignConfig, Outcome, foreign_value, outcome_of
+from interop.table import NOT_SET, TRAINERS, Row, Table, load
 
 _TITLES = {"mindspeed-rl": "MindSpeed-RL", "mindspeed-mm": "MindSpeed-MM"}
 _NEED_BOTH = {"trainer.n_gpus_per_node": "trainer.nnodes", "trainer.nnodes": "trainer.n_gpus_per_node"}
@@ -67,13 +67,13 @@ def _their_values(table: Table, ours: Mapping[str, Any], with_constants: bool) -
     """Return their values for our keys, skipping unsound ones; optionally also the constants of the table."""
     known = {}
     for row in table.rows:
-        if row.export is not UNSAID and not with_constants:
+        if row.export is not NOT_SET and not with_constants:
             continue
         try:
-            value = theirs_of(row, ours)
+            value = foreign_value(row, ours)
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             continue
-        if value is not UNSAID:
+        if value is not NOT_SET:
             known[row.key] = value
     return known
 
@@ -81,7 +81,7 @@ def _their_values(table: Table, ours: Mapping[str, Any], with_constants: bool) -
 def _here(table: Table, row: Row, name: str, value: Any, known: list[dict[str, Any]]) -> str:
     held = table.versions_of(name.lstrip("+~"))
     version = next((each for each in reversed(held) if each not in row.ignored), table.newest)
-    outcomes = [outcome_of(row, name.lstrip("+~"), value, Theirs(table, version, each)) for each in known]
+    outcomes = [outcome_of(row, name.lstrip("+~"), value, ForeignConfig(table, version, each)) for each in known]
     outcome = next((each for each in outcomes if each.fate == "taken"), outcomes[0])
     return _sentence(row, outcome)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from interop import ForeignConfigError
-from interop.theirs import Setting
+from interop.foreign_config import Setting
 
 Kind = Literal["set", "add", "force", "delete"]
 SIGNS: dict[str, Kind] = {"": "set", "+": "add", "++": "force", "~": "delete"}

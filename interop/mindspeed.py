@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from interop.foreign_config import Setting
 from interop.hydra import settings_of_yaml
 from interop.table import content_of
-from interop.theirs import Setting
 
 SECTIONS = (
     *("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config", "vit_config"),

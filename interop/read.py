@@ -10,10 +10,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from interop import ForeignConfigError, mindspeed
+from interop.foreign_config import Setting
 from interop.hydra import parse_override, settings_of_yaml
 from interop.shell import Command, Script, ShellError, Word, marks_of, numbers_of, read_script, shown
 from interop.table import TRAINERS, load
-from interop.theirs import Setting
 
 ENTRY = re.compile(
     r"(?:.*[./])?(?:main_\w*ppo\w*|main_\w*dapo\w*|train_(?:grpo|dapo|ppo)\w*|posttrain\w*)(?:\.py)?"

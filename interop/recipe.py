@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from interop.account import Account, Entry
+from interop.foreign_config import nested
 from interop.render.launch import override
-from interop.table import BLOCKING, UNSAID, load
-from interop.theirs import nested
+from interop.table import BLOCKING, NOT_SET, load
 
 # A training that runs anywhere: our core on a CPU, a freshly built model, generated arithmetic.
 TINY: dict[str, Any] = {
@@ -204,7 +204,7 @@ def changing(implied: Iterable[Entry], defaults: Mapping[str, Any]) -> list[Entr
     return [
         entry
         for entry in implied
-        if entry.fate in BLOCKING or any(defaults.get(name, UNSAID) != value for name, value in entry.ours.items())
+        if entry.fate in BLOCKING or any(defaults.get(name, NOT_SET) != ours for name, ours in entry.ours.items())
     ]
 
 

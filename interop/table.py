@@ -46,12 +46,12 @@ BLOCKING = ("unsupported", "misspelt", "contradicting")  # an import stops at th
 TRAINERS = ("verl", "mindspeed-rl", "mindspeed-mm")
 
 
-class _Unsaid:
+class _NotSet:
     def __repr__(self) -> str:
-        return "UNSAID"
+        return "NOT_SET"
 
 
-UNSAID: Any = _Unsaid()  # for a value that is not set, or that a trainer cannot express
+NOT_SET: Any = _NotSet()  # for a value that is not set, or that a trainer cannot express
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Row:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     change: str = ""
     reason: str = ""
-    export: Any = UNSAID
+    export: Any = NOT_SET
 
     @property
     def is_family(self) -> bool:
@@ -85,8 +85,8 @@ class Row:
         return own + [name for name, held in self.old.items() if version is None or version in held]
 
     def default(self, version: str) -> Any:
-        """Return the trainer's default in a version; UNSAID if the table does not have it."""
-        return self.defaults.get(version, UNSAID)
+        """Return the trainer's default in a version; NOT_SET if the table does not have it."""
+        return self.defaults.get(version, NOT_SET)
 
 
 @dataclass(frozen=True)
@@ -247,10 +247,10 @@ def _row(fields: dict[str, Any], section: str, versions: tuple[str, ...]) -> Row
         only=None if only is None else tuple(only if isinstance(only, list) else [only]),
         ignored=_range("", versions, fields.get("ignored")),
         convert=fields.get("convert"),
-        defaults=dict(_defaults(fields.get("default", UNSAID), versions)),
+        defaults=dict(_defaults(fields.get("default", NOT_SET), versions)),
         change=fields.get("change", ""),
         reason=fields.get("reason", ""),
-        export=fields.get("export", UNSAID),
+        export=fields.get("export", NOT_SET),
     )
 
 
@@ -258,7 +258,7 @@ def _defaults(value: Any, versions: tuple[str, ...]) -> Iterator[tuple[str, Any]
     is_by_version = isinstance(value, dict) and value and all(re.match(r"\d|-$", str(name)) for name in value)
     by_range = value if is_by_version else {"-": value}
     for held, of_range in by_range.items():
-        for version in _range("-", versions, held) if of_range is not UNSAID else ():
+        for version in _range("-", versions, held) if of_range is not NOT_SET else ():
             yield version, of_range
 
 

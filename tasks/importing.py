@@ -10,9 +10,9 @@ from typing import Any
 from dapo_core.errors import ConfigError
 from interop.account import Account, account_of
 from interop.export import by_name
+from interop.foreign_config import Setting
 from interop.read import Reading, read_files, rows_of
 from interop.recipe import Recipe, recipe_of, tiny_of, written
-from interop.theirs import Setting
 from tasks.config import ChainConfig
 
 ROWS = "num_train_rows"

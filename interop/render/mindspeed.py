@@ -11,10 +11,10 @@ import yaml
 
 from interop import ForeignConfigError
 from interop.export import by_name, settings_for
+from interop.foreign_config import Setting, nested
 from interop.mindspeed import PREPROCESS, key_list, wrong_values
 from interop.render.launch import Launch, Places, override
 from interop.table import Table, load
-from interop.theirs import Setting, nested
 
 CONFIG, ROWS, START = "mindspeed", "rows", "start_mindspeed.py"  # the first two are YAML files
 _FILE_KEYS = ("preprocess.", "megatron_training.data_path")  # set by _environment_settings

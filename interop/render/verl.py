@@ -9,9 +9,9 @@ from typing import Any
 
 from interop import ForeignConfigError
 from interop.export import by_name, settings_for
+from interop.foreign_config import Setting
 from interop.render.launch import Launch, Places, override
 from interop.table import Table, load
-from interop.theirs import Setting
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 REWARD_FILE = "reward_for_verl.py"
@@ -22,9 +22,9 @@ MIN_BUCKET_MEGABYTES = 2048
 
 # verl's Megatron configuration: names that replace FSDP keys, and keys that it does not have.
 _MEGATRON_NAMES = {
-    f"{role}.{ours}": f"{role}.{theirs}"
+    f"{role}.{ours}": f"{role}.{foreign}"
     for role in (ACTOR, REF)
-    for ours, theirs in {
+    for ours, foreign in {
         "fsdp_config.param_offload": "megatron.param_offload",
         "fsdp_config.optimizer_offload": "megatron.optimizer_offload",
         "ulysses_sequence_parallel_size": "megatron.context_parallel_size",
@@ -209,8 +209,8 @@ def _overlong(ours: Mapping[str, Any], table: Table, version: str, entry: str) -
         prefix, limit = f"{kwargs}.overlong_buffer_cfg", f"{kwargs}.max_resp_len"
     names = {"enable": "enabled", "len": "buffer_tokens", "penalty_factor": "penalty_factor"}
     settings = [
-        Setting(f"{prefix}.{theirs}", ours[f"reward.overlong.{name}"], f"reward.overlong.{name}")
-        for theirs, name in names.items()
+        Setting(f"{prefix}.{foreign}", ours[f"reward.overlong.{name}"], f"reward.overlong.{name}")
+        for foreign, name in names.items()
     ]
     settings.append(Setting(f"{prefix}.log", False, ""))  # the manager requires it
     if limit is not None:

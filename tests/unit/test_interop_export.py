@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from flows.config import load_config
 from interop.account import account_of
 from interop.export import by_name, settings_for
+from interop.foreign_config import Setting
 from interop.hydra import parse_override
 from interop.render.launch import Places, script_of
 from interop.render.verl import nodes_of, render
 from interop.table import load
-from interop.theirs import Setting
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = sorted(

@@ -12,10 +12,10 @@ import pytest
 
 from interop import ForeignConfigError
 from interop.account import Account, account_of
+from interop.foreign_config import Setting
 from interop.mindspeed import is_mindspeed, key_list, read_yaml, trainer_of
 from interop.read import read_files
-from interop.table import UNSAID, load
-from interop.theirs import Setting
+from interop.table import NOT_SET, load
 
 GUIDES = Path(__file__).resolve().parents[1] / "data" / "guides"
 GOLDEN = GUIDES / "mindspeed_accounts.json"
@@ -199,7 +199,7 @@ def test_every_key_of_the_classes_has_a_row(trainer: str) -> None:
     for key, (kind, default) in key_list().items():
         row = table.find(key, table.newest)
         assert row is not None, key
-        if row.default(table.newest) is not UNSAID and not row.is_family:
+        if row.default(table.newest) is not NOT_SET and not row.is_family:
             assert row.default(table.newest) == default, key
         assert kind in ("bool", "int", "float", "str", "list", "dict")
     known = {*key_list(), "defaults", "model", "megatron_training.model", "actor_config.model"}
