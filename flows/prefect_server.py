@@ -42,7 +42,7 @@ def named_api(store: Path) -> str | None:
 def provide_prefect_api(store: Path) -> Callable[[], None]:
     """Point Prefect in this process to a server, starting one if needed; returns a function that waits for it.
 
-    Call this before importing flows, so that the server starts meanwhile. It exits with this process in any case.
+    Call this before importing flows, so that the server starts meanwhile. It always exits with this process.
     """
     url = named_api(store)
     stack = contextlib.ExitStack()

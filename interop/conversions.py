@@ -1,6 +1,6 @@
 """Unit conversions between verl's keys and ours, both ways; `convert` in the tables names them.
 
-An `from_foreign` function gets one value and all settings. Its inverse in TO_FOREIGN gets all our keys by name;
+A `from_foreign` function gets one value and all settings. Its inverse in TO_FOREIGN gets all our keys by name;
 without an inverse, the row's single key of ours has the same value.
 """
 

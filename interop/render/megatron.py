@@ -87,7 +87,7 @@ class Splits:
 def splits_of(overrides: Sequence[str], devices: int, context: int, recomputes: bool) -> Splits:
     """Read the parallel sizes in verl's overrides; sizes not given are 1, `context` and `recomputes`.
 
-    Raises ForeignConfigError for a size that is not a positive integer.
+    Raises ForeignConfigError for an invalid size.
     """
     values = dict(map(_read, overrides))
     sizes: dict[str, Any] = {name: values[key] for name, key in _PARTS.items() if values.get(key) is not None}
