@@ -243,11 +243,11 @@ def test_an_export_contains_no_path_of_this_machine(site: Site, chain: Finished,
 
 def test_a_permanent_error_is_shown_once_and_not_retried(site: Site, chain: Finished) -> None:
     done = site.dapo(*site.chain("run", changes=("data.max_prompt_tokens=1",)), status=2)
-    said = done.stdout + done.stderr
-    assert said.count("prompts are longer than data.max_prompt_tokens=1") == 1
+    output = done.stdout + done.stderr
+    assert output.count("prompts are longer than data.max_prompt_tokens=1") == 1
     assert done.stderr.startswith("ChildProcessFailed: train_policy ended with exit code 2; its log is ")
-    assert "the next one begins" not in said
-    assert "Traceback" not in said
+    assert "the next one begins" not in output
+    assert "Traceback" not in output
 
 
 def test_without_services_only_a_damaged_model_is_rebuilt(site: Site, chain: Finished) -> None:

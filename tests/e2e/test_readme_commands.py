@@ -132,9 +132,9 @@ def folder(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
                 wait_for_server(server, port, environment["VLLM_API_KEY"])
                 continue
             done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-            said = done.stdout + done.stderr
-            assert done.returncode == 0, said
-            assert "nanobind: leaked" not in said  # printed if Python's final garbage collection is skipped
+            output = done.stdout + done.stderr
+            assert done.returncode == 0, output
+            assert "nanobind: leaked" not in output  # printed if Python's final garbage collection is skipped
         yield folder
     finally:
         if server is not None:

@@ -120,9 +120,9 @@ def test_config_show_prints_derived_numbers_to_stderr() -> None:
     ],
 )
 def test_a_refusal_is_one_clear_message(words: list[str], message: str) -> None:
-    said = refusal(*words)
-    assert message in said
-    assert said.count(message) == 1
+    stderr = refusal(*words)
+    assert message in stderr
+    assert stderr.count(message) == 1
 
 
 def test_an_error_message_does_not_repeat_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +132,9 @@ def test_an_error_message_does_not_repeat_secrets(monkeypatch: pytest.MonkeyPatc
 
 def test_serve_needs_no_recipe_and_checks_the_model_first(tmp_path: Path) -> None:
     model_path = build_tiny_qwen3(tmp_path / "model")  # 512 positions
-    said = refusal("serve", model_path, "--set", "serve.max_model_len=513", "--set", "serve.num_servers=2")
-    assert f"serve.max_model_len=513 is above the 512 positions of {model_path}" in said
-    assert "VLLM_API_KEY" not in said
+    stderr = refusal("serve", model_path, "--set", "serve.max_model_len=513", "--set", "serve.num_servers=2")
+    assert f"serve.max_model_len=513 is above the 512 positions of {model_path}" in stderr
+    assert "VLLM_API_KEY" not in stderr
 
 
 @pytest.mark.parametrize(
@@ -210,9 +210,9 @@ def test_a_recipe_for_another_machine_can_be_planned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["merge-checkpoint", "evaluate-model --side before", "compare"])
 def test_a_stage_without_inputs_is_refused_and_records_no_run(tmp_path: Path, words: str) -> None:
-    said = refusal("stage", *words.split(), CONFIG, "--set", f"store.path={tmp_path}")
-    assert "has no output of prepare_data for this configuration" in said
-    assert "make it with dapo stage prepare-data CONFIG, or all of the chain with dapo run CONFIG" in said
+    stderr = refusal("stage", *words.split(), CONFIG, "--set", f"store.path={tmp_path}")
+    assert "has no output of prepare_data for this configuration" in stderr
+    assert "make it with dapo stage prepare-data CONFIG, or all of the chain with dapo run CONFIG" in stderr
     assert not (tmp_path / "runs").exists()
 
 
@@ -315,8 +315,8 @@ def test_an_unusable_output_folder_is_refused(tmp_path: Path) -> None:
     paths = ("--data", file, "--model", tmp_path)
     for command in (("prepare-data", CONFIG), ("train", CONFIG, *paths)):
         for place, problem in ((file, "File exists"), (file / "data", "Not a directory")):
-            said = f"cannot create --output {place}: {problem}; choose another folder"
-            assert said in refusal(*command, "--output", place)
+            stderr = f"cannot create --output {place}: {problem}; choose another folder"
+            assert stderr in refusal(*command, "--output", place)
     assert "set store.path to another directory" in refusal("plan", CONFIG, "--set", f"store.path={file}")
 
 
@@ -328,8 +328,8 @@ def test_prepare_data_counts_unusable_rows(tmp_path: Path) -> None:
     changes = (f"data.train={tmp_path}/t.parquet", f"data.eval={tmp_path}/e.jsonl")
     options = [word for change in changes for word in ("--set", change)]
     output = tmp_path / "data"
-    said = refusal("prepare-data", CONFIG, "--output", output, *options)
-    assert re.search(r"t\.parquet: 2 of 4 rows cannot be used \(2 with an empty prompt.*row 1: ", said)
+    stderr = refusal("prepare-data", CONFIG, "--output", output, *options)
+    assert re.search(r"t\.parquet: 2 of 4 rows cannot be used \(2 with an empty prompt.*row 1: ", stderr)
     assert list(output.iterdir()) == []  # so the fixed file can use the same folder
 
 

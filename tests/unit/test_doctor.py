@@ -112,7 +112,7 @@ def test_a_healthy_server_has_no_findings(
 
 
 @pytest.mark.parametrize(
-    ("server", "check", "status", "said"),
+    ("server", "check", "status", "expected"),
     [
         (Server(version="3.0.0"), "Prefect server", FAIL, f"3.0.0, this environment has {prefect.__version__}"),
         (Server(has_pool=False), "worker", FAIL, "no work pool dapo"),
@@ -132,11 +132,11 @@ def test_a_healthy_server_has_no_findings(
     ],
 )
 def test_a_problem_is_the_only_finding(
-    monkeypatch: pytest.MonkeyPatch, project: Path, server: Server, check: str, status: str, said: str
+    monkeypatch: pytest.MonkeyPatch, project: Path, server: Server, check: str, status: str, expected: str
 ) -> None:
     (finding,) = [each for each in examined(monkeypatch, server, project) if each.status != OK]
     assert (finding.check, finding.status) == (check, status)
-    assert said in f"{finding.found} {finding.advice}"
+    assert expected in f"{finding.found} {finding.advice}"
     assert finding.advice
 
 

@@ -107,10 +107,10 @@ def test_a_megatron_script_needs_backend_verl(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mindspeed_rl_math_17k", "mindspeed_rl_32b", "mindspeed_mm_qwen25vl_7b"])
 def test_mindspeed_yaml_is_accounted_for(name: str) -> None:
     """Every key has a fate; some keys need the original trainer."""
-    said = json.loads(invoke(FOLDER / f"{name}.yaml", "--json").stdout)
-    assert said["trainer"] == ("mindspeed-mm" if "mm" in name else "mindspeed-rl")
-    assert said["counts"]["keys"] == len(said["entries"]) == sum(said["counts"].values()) - said["counts"]["keys"]
-    assert said["recipe"]["data"]
+    data = json.loads(invoke(FOLDER / f"{name}.yaml", "--json").stdout)
+    assert data["trainer"] == ("mindspeed-mm" if "mm" in name else "mindspeed-rl")
+    assert data["counts"]["keys"] == len(data["entries"]) == sum(data["counts"].values()) - data["counts"]["keys"]
+    assert data["recipe"]["data"]
 
 
 def test_other_verl_engines_need_backend_verl(tmp_path: Path) -> None:
@@ -140,16 +140,16 @@ def test_what_stops_an_import_is_reported_with_a_fix(tmp_path: Path) -> None:
     )
     result = invoke(script, "--output", output, "--json")
     assert result.exit_code == 1
-    said = json.loads(result.stdout)
-    assert set(said["blocking"]) == {
+    data = json.loads(result.stdout)
+    assert set(data["blocking"]) == {
         "alogorithm.filter_groups.enable",
         "actor_rollout_ref.actor.use_kl_loss",
         "algorithm.use_kl_in_reward",
     }
-    assert said["counts"]["keys"] == len(said["entries"]) == 12
-    assert next(each for each in said["entries"] if each["fate"] == "misspelt")["note"].startswith("did you mean")
+    assert data["counts"]["keys"] == len(data["entries"]) == 12
+    assert next(each for each in data["entries"] if each["fate"] == "misspelt")["note"].startswith("did you mean")
     assert not output.exists()
-    allowed = [word for key in said["blocking"] for word in ("--allow", key)]
+    allowed = [word for key in data["blocking"] for word in ("--allow", key)]
     assert invoke(script, "--output", output, *allowed).exit_code == 0
     assert "run.sh:1 alogorithm.filter_groups.enable=True: misspelt; did you mean" in output.read_text()
 
@@ -179,15 +179,15 @@ def test_invalid_values_are_refused_with_their_origin(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "data"),
     [("7", "make no training step"), ("0", "are a number, such as 17917"), ("many", "are a number")],
 )
-def test_too_few_rows_are_refused(rows: str, said: str, tmp_path: Path) -> None:
+def test_too_few_rows_are_refused(rows: str, data: str, tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{WHOLE} trainer.total_epochs=2\n")
     result = invoke(script, "--set-env", f"num_train_rows={rows}")
     assert result.exit_code == 1
-    assert said in result.output or said in str(result.exception)
+    assert data in result.output or data in str(result.exception)
 
 
 def test_epochs_limit_the_steps(tmp_path: Path) -> None:
@@ -195,8 +195,8 @@ def test_epochs_limit_the_steps(tmp_path: Path) -> None:
     script.write_text(f"{WHOLE} trainer.total_epochs=2 trainer.total_training_steps=50\n")
     steps = {}
     for rows in ("80", "800"):  # 8 prompts a step
-        said = json.loads(invoke(script, "--json", "--set-env", f"num_train_rows={rows}").stdout)
-        steps[rows] = said["recipe"]["train"]["total_steps"]
+        data = json.loads(invoke(script, "--json", "--set-env", f"num_train_rows={rows}").stdout)
+        steps[rows] = data["recipe"]["train"]["total_steps"]
     assert steps == {"80": 20, "800": 50}
     script.write_text(f"{WHOLE} trainer.total_epochs=2\n")
     assert invoke(script, "--tiny").exit_code == 0

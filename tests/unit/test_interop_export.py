@@ -40,10 +40,10 @@ def read_back(tree: dict[str, Any], version: str) -> dict[str, tuple[Any, Any]]:
     assert account.of("misspelt", "contradicting", "unsupported", "ignored-by-trainer") == []
     ours, back = by_name(tree), by_name(account.tree())
     # 0.5.0, for example, has no key for expert parallelism
-    said = {name for setting in settings for name in setting.origin.split(", ")} & back.keys()
+    exported = {name for setting in settings for name in setting.origin.split(", ")} & back.keys()
     for name in ("data.train", "data.eval"):
         ours[name] = [ours[name]] if isinstance(ours[name], str) else ours[name]
-    values = {name: value for name, value in back.items() if name in said - PLACEMENT_KEYS}
+    values = {name: value for name, value in back.items() if name in exported - PLACEMENT_KEYS}
     return {name: (value, ours[name]) for name, value in values.items() if value != ours[name]}
 
 
@@ -115,8 +115,8 @@ def test_importing_a_rendered_command_line_returns_the_recipe(recipe: str) -> No
 def test_warmup_within_a_training_step_is_not_exported() -> None:
     tree = load_config(CONFIGS / "dapo_qwen3_32b_math.yaml").model_dump(mode="json")
     tree["train"]["warmup_steps"] = 3  # of two optimizer steps a training step
-    said = {setting.key for setting in settings_for(tree, "verl")}
-    assert "actor_rollout_ref.actor.optim.lr_warmup_steps" not in said
+    exported = {setting.key for setting in settings_for(tree, "verl")}
+    assert "actor_rollout_ref.actor.optim.lr_warmup_steps" not in exported
 
 
 def test_free_engine_arguments_are_exported() -> None:

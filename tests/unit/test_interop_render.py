@@ -34,7 +34,7 @@ def launched(
     return render(load_config(recipe, sets).model_dump(mode="json"), places(folder), version)
 
 
-def said(launch: Launch) -> dict[str, str]:
+def values_of(launch: Launch) -> dict[str, str]:
     return dict(each.lstrip("+").split("=", 1) for each in launch.overrides)
 
 
@@ -61,7 +61,7 @@ def test_values_are_formatted_for_hydra(value: Any, text: str) -> None:
 
 def test_a_recipe_is_rendered_in_verls_keys_and_units() -> None:
     launch = launched()
-    keys = said(launch)
+    keys = values_of(launch)
     assert launch.argv[:2] == ("-m", "verl.trainer.main_ppo")
     assert keys["data.train_batch_size"] == "64"
     assert (
@@ -80,11 +80,11 @@ def test_older_versions_filter_groups_with_the_dapo_recipe(tmp_path: Path) -> No
     (tmp_path / "recipe/dapo").mkdir(parents=True)
     tree = {**load_config(MATH).model_dump(mode="json"), "external": {"source": str(tmp_path)}}
     launch = render(tree, places(), "0.6.1")
-    keys = said(launch)
+    keys = values_of(launch)
     assert launch.argv[1] == DAPO_RECIPE
     assert keys["data.gen_batch_size"] == "192"
     assert keys["reward_model.overlong_buffer.len"] == "4096"  # the DAPO recipe's name
-    plain = said(launched(MATH, "sampler.dynamic=false", version="0.6.1"))
+    plain = values_of(launched(MATH, "sampler.dynamic=false", version="0.6.1"))
     assert plain["reward_model.reward_kwargs.overlong_buffer_cfg.len"] == "4096"  # main_ppo's
     assert plain["custom_reward_function.name"] == "compute_score"
 
@@ -96,13 +96,13 @@ def test_unsupported_keys_are_refused_for_verl() -> None:
         launched(MATH, "sampler.metric=seq_final_reward")
     assert "sampler.max_num_gen_batches" not in launched(MATH).covered  # 10 here, no limit there
     assert "sampler.max_num_gen_batches" in launched(MATH, "sampler.max_num_gen_batches=0").covered
-    assert said(launched(MATH, "sampler.metric=seq_reward"))["algorithm.filter_groups.metric"] == "reward"
+    assert values_of(launched(MATH, "sampler.metric=seq_reward"))["algorithm.filter_groups.metric"] == "reward"
 
 
 def test_pipeline_parallel_engines_are_refused_and_experts_are_split() -> None:
     with pytest.raises(ForeignConfigError, match=r"rollout\.pipeline_parallel=2: verl's engines"):
         launched(MATH, "rollout.pipeline_parallel=2", "rollout.num_workers=8")
-    keys = said(launched(MATH, "rollout.expert_parallel=true"))
+    keys = values_of(launched(MATH, "rollout.expert_parallel=true"))
     assert (
         keys["actor_rollout_ref.rollout.expert_parallel_size"] == "4"
     )  # the devices of an engine, as verl checks
@@ -110,14 +110,14 @@ def test_pipeline_parallel_engines_are_refused_and_experts_are_split() -> None:
 
 def test_nodes_must_divide_the_devices() -> None:
     tree = load_config(MATH).model_dump(mode="json")
-    keys = said(render({**tree, "external": {"num_nodes": 4}}, places()))
+    keys = values_of(render({**tree, "external": {"num_nodes": 4}}, places()))
     assert (keys["trainer.nnodes"], keys["trainer.n_gpus_per_node"]) == ("4", "16")
     with pytest.raises(ForeignConfigError, match=r"external\.num_nodes=3 does not divide the 64 devices"):
         render({**tree, "external": {"num_nodes": 3}}, places())
 
 
 def test_separate_placement_becomes_shared_devices() -> None:
-    keys = said(launched(CONFIGS / "dapo_qwen3_8b_choice.yaml"))  # 8 ranks and 8 engines
+    keys = values_of(launched(CONFIGS / "dapo_qwen3_8b_choice.yaml"))  # 8 ranks and 8 engines
     assert keys["trainer.n_gpus_per_node"] == "16"
     assert keys["reward.custom_reward_function.path"].endswith("configs/rewards/finance_choice.py")
     assert launched(CONFIGS / "dapo_qwen3_8b_choice.yaml").files == {}
@@ -134,7 +134,7 @@ def test_overrides_of_the_recipe_come_last_and_win() -> None:
 def test_megatron_keys_are_renamed() -> None:
     tree = load_config(MATH, ["train.offload_parameters=true"]).model_dump(mode="json")
     launch = render({**tree, "external": {"strategy": "megatron"}}, places())
-    keys = said(launch)
+    keys = values_of(launch)
     actor = "actor_rollout_ref.actor.megatron"
     assert launch.argv[2] == "--config-name=ppo_megatron_trainer"
     assert keys[f"{actor}.param_offload"] == "True"

@@ -51,7 +51,7 @@ def content(launch: Launch) -> dict[str, Any]:
 
 def test_a_recipe_is_rendered_in_mindspeeds_keys_and_units() -> None:
     launch = launched()
-    said = content(launch)
+    rendered = content(launch)
     assert launch.argv == (
         f"/places/{START}",
         "cli/train_dapo.py",
@@ -59,16 +59,16 @@ def test_a_recipe_is_rendered_in_mindspeeds_keys_and_units() -> None:
         f"--config-name={CONFIG}",
     )
     assert launch.env["RAY_ADDRESS"] == "auto"
-    assert said["megatron_training"]["global_batch_size"] == 192  # prompts per draw
-    assert said["rl_config"]["filter_groups_train_batch_size"] == 64
-    assert said["rl_config"]["mini_batch_size"] == 32  # prompts; MindSpeed converts them to responses
+    assert rendered["megatron_training"]["global_batch_size"] == 192  # prompts per draw
+    assert rendered["rl_config"]["filter_groups_train_batch_size"] == 64
+    assert rendered["rl_config"]["mini_batch_size"] == 32  # prompts; MindSpeed converts them to responses
     assert (
-        said["rl_config"]["update_max_packing_token_size"] == 22_528
+        rendered["rl_config"]["update_max_packing_token_size"] == 22_528
     )  # 2,816 on each of the 8 ranks of a sequence
-    assert said["rl_config"]["actor_resource"] == {"num_npus": 64}
-    assert said["actor_config"]["lr_warmup_fraction"] == pytest.approx(0.05)  # 20 / 2 of 200 training steps
-    assert said["actor_config"]["load"] == "/weights/tp8"
-    assert said["generate_config"]["max_model_len"] == 22_528
+    assert rendered["rl_config"]["actor_resource"] == {"num_npus": 64}
+    assert rendered["actor_config"]["lr_warmup_fraction"] == pytest.approx(0.05)  # 20 / 2 of 200 training steps
+    assert rendered["actor_config"]["load"] == "/weights/tp8"
+    assert rendered["generate_config"]["max_model_len"] == 22_528
     rows = yaml.safe_load(launch.files[f"{ROWS}.yaml"])
     assert (rows["input"], rows["output_prefix"]) == ("/places/train.parquet", "/places/data")
     compile(launch.files[START], START, "exec")
@@ -76,9 +76,9 @@ def test_a_recipe_is_rendered_in_mindspeeds_keys_and_units() -> None:
 
 def test_the_architecture_comes_from_the_model(tmp_path: Path) -> None:
     model = build_tiny_qwen3(tmp_path / "model")
-    said = content(launched(at=places(tmp_path)))
+    rendered = content(launched(at=places(tmp_path)))
     config = json.loads((model / "config.json").read_text())
-    shape = said["model"]["policy"]
+    shape = rendered["model"]["policy"]
     assert (shape["num_layers"], shape["qk_layernorm"]) == (config["num_hidden_layers"], True)
     assert shape["num_query_groups"] == config["num_key_value_heads"]
     assert wrong_values({"megatron_training": shape}) == []
@@ -96,17 +96,17 @@ def test_the_architecture_comes_from_the_model(tmp_path: Path) -> None:
 def test_grpo_has_a_reference() -> None:
     launch = launched(recipe="grpo_qwen3_8b_math")
     assert "cli/train_grpo.py" in launch.argv
-    said = content(launch)
-    assert said["megatron_training"]["stage"] == "ray_grpo"
-    assert (said["rl_config"]["init_kl_coef"], said["rl_config"]["filter_groups_enable"]) == (0.001, False)
+    rendered = content(launch)
+    assert rendered["megatron_training"]["stage"] == "ray_grpo"
+    assert (rendered["rl_config"]["init_kl_coef"], rendered["rl_config"]["filter_groups_enable"]) == (0.001, False)
 
 
 def test_images_are_trained_without_packing() -> None:
     launch = launched(own=MM, trainer="mindspeed-mm")
-    said = content(launch)
+    rendered = content(launch)
     assert launch.argv[0] == "posttrain_vlm_dapo.py"
-    assert (said["model"], said["megatron_training"]["model"]) == (MM[1].partition("=")[2], "qwen2.5vl_7b")
-    assert (said["rl_config"]["is_multimodal"], said["rl_config"]["use_remove_padding"]) == (True, False)
+    assert (rendered["model"], rendered["megatron_training"]["model"]) == (MM[1].partition("=")[2], "qwen2.5vl_7b")
+    assert (rendered["rl_config"]["is_multimodal"], rendered["rl_config"]["use_remove_padding"]) == (True, False)
     assert launch.files.keys() == {f"{CONFIG}.yaml"}
 
 
@@ -114,10 +114,10 @@ def test_an_attempt_resumes_from_the_previous_checkpoint(tmp_path: Path) -> None
     at = places(tmp_path)
     at.checkpoints.mkdir()
     (at.checkpoints / "latest_checkpointed_iteration.txt").write_text("50")
-    said = content(launched(at=at))
-    assert said["actor_config"]["load"] == str(at.checkpoints)
-    assert [said["actor_config"][name] for name in ("finetune", "no_load_optim", "no_load_rng")] == [False] * 3
-    assert said["rl_config"]["integrated_mode_config"] == {"ref_model_load_path": "/weights/tp8"}
+    rendered = content(launched(at=at))
+    assert rendered["actor_config"]["load"] == str(at.checkpoints)
+    assert [rendered["actor_config"][name] for name in ("finetune", "no_load_optim", "no_load_rng")] == [False] * 3
+    assert rendered["rl_config"]["integrated_mode_config"] == {"ref_model_load_path": "/weights/tp8"}
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_the_url_is_read_from_the_environment_when_sending(
 
 
 @pytest.mark.parametrize(
-    ("status", "delay_seconds", "said"),
+    ("status", "delay_seconds", "words"),
     [
         (500, 0.0, "the webhook at 127.0.0.1 returned HTTP 500"),
         (204, 100.0, "did not respond (ReadTimeout)"),
@@ -179,7 +179,7 @@ def test_the_url_is_read_from_the_environment_when_sending(
     ],
 )
 def test_a_failing_slow_or_missing_webhook_is_a_timely_warning(
-    receiver: Receiver, caplog: pytest.LogCaptureFixture, status: int | None, delay_seconds: float, said: str
+    receiver: Receiver, caplog: pytest.LogCaptureFixture, status: int | None, delay_seconds: float, words: str
 ) -> None:
     receiver.status, receiver.delay_seconds = status or 0, delay_seconds
     started = time.monotonic()
@@ -189,7 +189,7 @@ def test_a_failing_slow_or_missing_webhook_is_a_timely_warning(
         timeout_seconds = 0.3 if delay_seconds else 50.0
         assert not send(WebhookConfig(url=url, timeout_seconds=timeout_seconds), {"event": "report"})
     assert time.monotonic() - started < 50.0
-    assert said in caplog.text
+    assert words in caplog.text
     assert "secret" not in caplog.text
 
 

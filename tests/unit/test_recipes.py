@@ -74,10 +74,10 @@ def test_a_recipe_fits_its_devices_and_its_header_states_the_peak(path: Path, tm
     assert plan.shortages == []
     assert plan.engine.num_sequences
     header = " ".join(line.strip("# \n") for line in path.read_text().splitlines() if line.startswith("#"))
-    said = (
+    peak = (
         f"the machine {plan.loads[0].peak_bytes / GIB:.1f} GiB" if config.train.device == "cpu" else summary(plan)
     )
-    assert is_written_by_init or f"Memory plan: {said}." in header
+    assert is_written_by_init or f"Memory plan: {peak}." in header
 
 
 DERIVED = {  # in table order
