@@ -177,7 +177,7 @@ def test_up_is_told_by_status_and_a_second_up_leaves_it(network: list[FakeHost] 
     result = site.up()
     assert result.exit_code == 0, f"{result.output}{result.exception}"
     assert f"{other}: started, " in result.output
-    assert f"{head}: started, " in result.output or not isinstance(network, str)  # which ran already
+    assert f"{head}: started, " in result.output or not isinstance(network, str)  # which is already running
     status = site.status()
     assert [host["state"] for host in status.values()] == ["up", "up"]
     assert [(host["devices"], host["free"]) for host in status.values()] == [(1, 1), (1, 1)]
@@ -188,8 +188,8 @@ def test_up_is_told_by_status_and_a_second_up_leaves_it(network: list[FakeHost] 
         ]
     began = {host["started_at"] for host in status.values()}
     result = site.up()
-    assert f"{head}: ran already" in result.output
-    assert f"{other}: ran already" in result.output
+    assert f"{head}: already running" in result.output
+    assert f"{other}: already running" in result.output
     assert f"dapo run CONFIG --set train.ray_address={status[head]['address']}:{PORT}" in result.output
     assert {host["started_at"] for host in site.status().values()} == began
 
@@ -285,7 +285,7 @@ def test_down_ends_what_was_started_and_nothing_else(network: list[FakeHost] | s
     assert [record["folder"] for record in records if Path(record["folder"]).exists()] == []
     assert list(clusters_folder().iterdir()) == []
     assert list(site.store.rglob("*.json")) == []
-    assert f"nothing of {site.inventory} is running" in site.down().output
+    assert f"nothing from {site.inventory} is running" in site.down().output
 
 
 def _records() -> list[dict[str, Any]]:
