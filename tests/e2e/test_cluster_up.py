@@ -270,7 +270,7 @@ def test_down_ends_what_was_started_and_nothing_else(network: list[FakeHost] | s
             result = site.down()
             assert result.exit_code == 1
             assert f"stopped {site.names[0]}: " in result.output
-            assert f"{site.names[1]}: not ended: sh -c " in result.output
+            assert f"{site.names[1]}: not stopped: sh -c " in result.output
             assert [known["host"] for known in _records()] == [site.names[1]]
             site.inventory.write_text(yaml.safe_dump(known))
         result = site.down()
