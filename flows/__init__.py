@@ -1,1 +1,1 @@
-"""The Prefect flows and the `dapo` command line."""
+"""Prefect flows and the `dapo` command line."""

@@ -1,4 +1,4 @@
-"""The whole configuration of a recipe, and how it is loaded."""
+"""The complete configuration of a recipe, and how it is loaded."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tasks.config import ChainConfig, chain
 
 
 class WebhookConfig(Section):
-    """The HTTP address that is notified of a report and of a failed run."""
+    """The URL notified of finished reports and failed runs."""
 
     url: str | None = volatile(
-        None, "URL that receives a POST with JSON; $NAME reads it from the environment, where secrets belong."
+        None, "URL that receives a JSON POST; $NAME reads it from an environment variable, where secrets belong."
     )
-    timeout_seconds: float = volatile(10.0, "Time limit of the request.", gt=0, le=300)
+    timeout_seconds: float = volatile(10.0, "Timeout of the request.", gt=0, le=300)
 
     @field_validator("url")
     @classmethod
     def _url_can_be_posted_to(cls, url: str | None) -> str | None:
         if url is not None and not re.fullmatch(r"\$[A-Za-z_]\w*", url) and not is_http_address(url):
-            raise ValueError("flow.webhook.url is no http or https address, nor $NAME of an environment variable")
-        if url is not None:  # whoever knows the address may write there
+            raise ValueError("flow.webhook.url must be an http or https URL, or $NAME of an environment variable")
+        if url is not None:  # anyone who knows the URL can post to it
             add_secret_url(os.environ.get(url[1:], "") if url.startswith("$") else url)
         return url
 
@@ -42,21 +42,21 @@ class FlowConfig(chain.FlowConfig):
 
 
 class Config(ChainConfig):
-    """One recipe, resolved."""
+    """One resolved recipe."""
 
     flow: FlowConfig = Field(default_factory=FlowConfig)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The resolved configuration: defaults < the file < overrides of the form `section.key=value`.
+    """Return the resolved configuration: defaults < file < overrides of the form `section.key=value`.
 
-    Raises ConfigError before anything starts; `loading.load` says for what.
+    Raises ConfigError as `loading.load` does.
     """
     return loading.load(Config, path, overrides)
 
 
 def load_config_or_defaults(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """`load_config`, or with no file the defaults and overrides, for commands that read one section only."""
+    """Return `load_config`, or the defaults and overrides without a file, for commands that need one section."""
     if path is not None:
         return load_config(path, overrides)
     tree: dict[str, Any] = {"data": {"train": "arithmetic", "eval": "arithmetic"}, "model": {"source": "recipe"}}
@@ -64,12 +64,12 @@ def load_config_or_defaults(path: str | Path | None, overrides: Sequence[str] = 
 
 
 def resolve_config(tree: dict[str, Any]) -> Config:
-    """The checked configuration for a plain tree of sections and keys; raises ConfigError."""
+    """Validate a tree of sections and keys into a configuration; raises ConfigError."""
     return loading.resolve(Config, tree)
 
 
 def is_http_address(text: str) -> bool:
-    """True if the text is an http or https address with a host."""
+    """True for an http or https URL with a host."""
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0

@@ -1,4 +1,4 @@
-"""What the commands print: plain messages, or in a run of the chain one line per event with time and stage."""
+"""Console output: plain messages, or during a run one line per event with time and stage."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 import sys
 from typing import TextIO
 
-# Prefect's loggers that repeat the run's own lines; its page keeps them, tracebacks included. The last one is ours
-# and writes to the page only.
+# Loggers hidden from the console. Prefect's repeat the run's own lines; its UI keeps them, with tracebacks.
+# The last one is ours and writes to the UI only.
 QUIET_LOGGERS = (
     "prefect.flow_runs",
     "prefect.task_runs",
@@ -20,26 +20,26 @@ STAGE_WIDTH = 16
 
 
 def print_messages() -> None:
-    """Print our messages to standard output; on a terminal, show training steps as a bar."""
+    """Print log messages to standard output; on a terminal, show training steps as a bar."""
     output = StandardOutput()
     if sys.stdout.isatty():
         from flows.progress import StepBar
 
         output.addFilter(StepBar())
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[output])
-    for library in ("httpx", "httpx2"):  # of huggingface_hub
+    for library in ("httpx", "httpx2"):  # used by huggingface_hub
         logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def print_chain() -> None:
-    """Prefix the lines of a run with time and stage, and hide Prefect's lines about the same events."""
+    """Prefix log lines with time and stage, and hide Prefect's lines about the same events."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(stage)s %(message)s", datefmt="%H:%M:%S"))
         handler.addFilter(_admit)
 
 
 def print_markdown(text: str) -> None:
-    """Render Markdown on a terminal; anywhere else, write it unchanged."""
+    """Render Markdown on a terminal; elsewhere, write it unchanged."""
     if not sys.stdout.isatty():
         sys.stdout.write(text)
         return
@@ -50,9 +50,9 @@ def print_markdown(text: str) -> None:
 
 
 class StandardOutput(logging.StreamHandler[TextIO]):
-    """Writes to the current sys.stdout, which a progress bar replaces to keep lines above itself.
+    """Writes to the current sys.stdout, which a progress bar replaces to keep lines above it.
 
-    Prefect takes the console away from a handler whose class name begins with an underscore.
+    Prefect disables console handlers whose class name starts with an underscore.
     """
 
     def __init__(self) -> None:

@@ -25,34 +25,34 @@ def dapo_full(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = ()) ->
 
 
 def run_chain(run: Run, webhook: WebhookConfig, skips_if_locked: bool = False) -> dict[str, Any]:
-    """Every stage of a run, then its report; `skips_if_locked`: RunSkipped while another training holds the lock.
+    """Run every stage, then the report; with `skips_if_locked`, raises RunSkipped while another training runs.
 
-    A plain function, for two flows: Prefect takes 1.2 s for a flow within a flow.
+    A plain function shared by two flows, because a subflow costs Prefect 1.2 s.
     """
     data = prepare_data(run)
     model = fetch_model(run, data)
     require_fetched(run.config, data, model)
     before = evaluate_model(run, data, model, "evaluate_before")
     columns = Columns()
-    ask_baselines(run, data, columns)
+    evaluate_baselines(run, data, columns)
     training = train_policy(run, data, model, skips_if_locked)
     merged = merge_checkpoint(run, training)
     after = evaluate_model(run, data, merged, "evaluate_after")
-    ask_checkpoints(run, data, training, columns)
+    evaluate_checkpoints(run, data, training, columns)
     report = write_report(run, before, after, training, columns)
     report_result(run, report, webhook)
     return {"run": str(run.folder), "verdict": report["verdict"], "is_failed": report["is_failed"]}
 
 
 def outcome(result: dict[str, Any]) -> Any:
-    """What a flow returns: its result, with a failed gate in a state of that name, which Prefect's lists show."""
+    """Return the flow's result, or a state named GateFailed for the Prefect UI if a gate failed."""
     if not result["is_failed"]:
         return result
     return Completed(name="GateFailed", message=result["verdict"], data=result)
 
 
-def ask_baselines(run: Run, data: Artifact, columns: Columns) -> None:
-    """The models of evaluate.baselines, before the training takes the devices."""
+def evaluate_baselines(run: Run, data: Artifact, columns: Columns) -> None:
+    """Evaluate the models in evaluate.baselines, before training takes the devices."""
     for baseline in run.config.evaluate.baselines:
         with columns.one(baseline.name):
             model = None
@@ -62,8 +62,8 @@ def ask_baselines(run: Run, data: Artifact, columns: Columns) -> None:
             columns.baselines[baseline.name] = evaluate_model(run, data, model, label)
 
 
-def ask_checkpoints(run: Run, data: Artifact, training: Artifact, columns: Columns) -> None:
-    """The models of evaluate.checkpoints."""
+def evaluate_checkpoints(run: Run, data: Artifact, training: Artifact, columns: Columns) -> None:
+    """Evaluate the models in evaluate.checkpoints."""
     for step in run.config.checkpoint_steps:
         with columns.one(f"step {step}"):
             merged = merge_checkpoint(run, training, f"merge_step_{step}", step)

@@ -1,4 +1,4 @@
-"""The whole chain on a schedule. A run is skipped when it starts too late or another training runs."""
+"""The whole chain on a schedule. A run is skipped if it starts too late or another training is running."""
 
 import datetime
 import logging
@@ -28,14 +28,14 @@ def dapo_nightly(
     max_late_hours: Annotated[float, Field(gt=0)] = 3.0,
     fresh_seed: bool = True,
 ) -> dict[str, Any] | State[Any]:
-    """Train and report as dapo-full does, beside last night's model; skipped if late or while another trains."""
+    """Train and report like dapo-full, and compare with last night's model; skipped if late or in use."""
     scheduled = flow_run.scheduled_start_time
     changes = (*overrides, *(seed_of_night(scheduled_night()) if fresh_seed else ()))
     settings = load_config(config, (*changes, *with_last_night(load_config(config, changes))))
     require_ready(settings)
     try:
         with Run.start(settings, flow="dapo-nightly") as run:
-            if flow_run.run_count == 1:  # a run that started in time may be tried again at any time
+            if flow_run.run_count == 1:  # a retry of a run that started in time is never too late
                 check_in_time(scheduled, datetime.datetime.now(datetime.timezone.utc), max_late_hours)
             with hold(nightly_lock_path(settings), run.folder.name, skips_if_locked=True):
                 check_free(training_lock_path(settings), settings)
@@ -46,12 +46,12 @@ def dapo_nightly(
 
 
 def seed_of_night(night: datetime.date) -> tuple[str, ...]:
-    """The override that seeds a nightly run with its date, however late it runs or is tried again."""
+    """Return the override that seeds a nightly run with its date, also for late runs and retries."""
     return (f"run.seed={(night - EPOCH).days}",)
 
 
 def check_in_time(scheduled: datetime.datetime, now: datetime.datetime, max_late_hours: float) -> None:
-    """Raise RunSkipped when the run starts too late, as after hours without a worker."""
+    """Raise RunSkipped if the run starts too late, for example after hours without a worker."""
     late_hours = (now - scheduled).total_seconds() / 3600
     if late_hours > max_late_hours:
         due = f"{scheduled:%Y-%m-%d %H:%M %Z}"

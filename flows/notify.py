@@ -1,7 +1,7 @@
-"""The webhook of a recipe: one POST for a finished report, one for a run that did not end well.
+"""Webhook notifications: one POST for a finished report, or for a run that failed, crashed or was cancelled.
 
 `report_failure` is a Prefect hook for on_failure, on_crashed and on_cancellation. Prefect runs these in the flow's
-process, or in the worker when that process is gone.
+process, or in the worker if that process is gone.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tasks.runs.run import Run
 
 logger = logging.getLogger(__name__)
 
-PROJECT = Path(__file__).resolve().parents[1]  # where a worker that runs elsewhere finds recipes
+PROJECT = Path(__file__).resolve().parents[1]  # base of recipe paths; a worker may run in another folder
 MAX_REASON_CHARS = 1000
 FIGURES = ("difference", "ci95", "p", "n")
 
 
 def report_result(run: Run, report: Mapping[str, Any], webhook: WebhookConfig) -> None:
-    """Send a finished report to the webhook, if there is one; a webhook that fails is a warning."""
+    """Send a finished report to the webhook, if any; a failing webhook is only logged."""
     of = f" on {report['headline']}" if "headline" in report else ""
     payload = {
         "event": "report",
@@ -56,13 +56,13 @@ def report_result(run: Run, report: Mapping[str, Any], webhook: WebhookConfig) -
 
 
 def baseline_figures(report: Mapping[str, Any]) -> dict[str, Any]:
-    """By baseline, the change from it to the model after training: of a suite pooled."""
+    """Return, by baseline, the (pooled) change from it to the trained model."""
     asked = {one["name"]: one["after"]["pooled"] for one in report["baselines"] if "after" in one}
     return {name: {figure: pooled[figure] for figure in FIGURES} for name, pooled in asked.items()}
 
 
 def suite_figures(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a suite, whose other figures are its headline's: every benchmark's change and the pooled one."""
+    """Return the figures of a suite's benchmarks and the pooled ones; {} for a single benchmark."""
     if "benchmarks" not in report:
         return {}
     shown = ("name", "before", "after", "difference", "ci95", "p", "p_holm", "direction", "n")
@@ -74,12 +74,14 @@ def suite_figures(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_failure(flow: Any, flow_run: Any, state: Any) -> None:
-    """Send to the webhook of the run's recipe that the run failed, crashed or was cancelled, and why."""
+    """Prefect hook: notify the recipe's webhook that the run failed, crashed or was cancelled, and why."""
     recipe = Path(flow_run.parameters["config"])
     try:
         config = load_config(recipe if recipe.exists() else PROJECT / recipe, flow_run.parameters["overrides"])
     except ConfigError as error:
-        logger.warning("no webhook is called for %s, which ended as %s: %s", flow_run.name, state.name, error)
+        logger.warning(
+            "no webhook is called for %s, which ended in state %s: %s", flow_run.name, state.name, error
+        )
         return
     event = "cancelled" if state.is_cancelling() else state.type.value.lower()
     reason = (state.message or "")[:MAX_REASON_CHARS]
@@ -96,9 +98,9 @@ def report_failure(flow: Any, flow_run: Any, state: Any) -> None:
 
 
 def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
-    """Post the payload as JSON to the webhook, once; True if it was accepted, else a log line says why not.
+    """Post the payload as JSON to the webhook once; returns True if it was accepted and logs the reason if not.
 
-    The log names the host only: the path or the query of such an address is often the secret itself.
+    Only the host is logged, since the path or query of a webhook URL is often secret.
     """
     if webhook.url is None:
         return False
@@ -106,28 +108,30 @@ def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
     if url.startswith("$"):
         url = os.environ.get(url[1:], "").strip()
         if not is_http_address(url):
-            what = "no http or https address" if url else "not set in this process"
-            logger.warning("flow.webhook.url=%s is %s: no webhook is called for this %s", webhook.url, what, event)
+            problem = "not an http or https URL" if url else "not set in this process"
+            logger.warning(
+                "flow.webhook.url=%s is %s: no webhook is called for this %s", webhook.url, problem, event
+            )
             return False
     host = urlsplit(url).hostname
     try:
-        # Requests to this machine go past any proxy in the environment.
+        # Requests to this machine bypass any proxy in the environment.
         with (
             httpx.Client(timeout=webhook.timeout_seconds, trust_env=host not in LOOPBACK) as client,
             client.stream("POST", url, json=redacted(payload)) as answer,
         ):
             status = answer.status_code
     except (httpx.TransportError, httpx.InvalidURL) as error:
-        logger.warning("the webhook at %s did not answer (%s) for this %s", host, type(error).__name__, event)
+        logger.warning("the webhook at %s did not respond (%s) to this %s", host, type(error).__name__, event)
         return False
     if not 200 <= status < 300:
-        logger.warning("the webhook at %s answered HTTP %d for this %s", host, status, event)
+        logger.warning("the webhook at %s returned HTTP %d for this %s", host, status, event)
         return False
     logger.info("the webhook at %s accepted this %s", host, event)
     return True
 
 
 def _flow_run(name: str | None, flow_run_id: Any) -> dict[str, str | None]:
-    """What a person needs to find the run on Prefect's page; runtime.flow_run.ui_url names no page of 3.7."""
+    """Return name and UI URL of a flow run. runtime.flow_run.ui_url is not a valid page in Prefect 3.7."""
     has_page = get_current_settings().server.ui.enabled
     return {"name": name, "url": url_for("flow-run", flow_run_id) if flow_run_id and has_page else None}

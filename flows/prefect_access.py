@@ -1,4 +1,4 @@
-"""Prefect's servers as their clients see them: who answers at an address, and with which password."""
+"""Reach a Prefect server: client, authentication, and checks of who can reach it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dapo_core.errors import DapoError
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-# USER:PASSWORD, which the server asks for and its clients send.
+# USER:PASSWORD for the server and for its clients.
 AUTH_VARIABLES = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")
 
 
@@ -28,15 +28,15 @@ class ServicesError(DapoError, RuntimeError):
 
 @contextlib.contextmanager
 def connected(api_url: str) -> Iterator[SyncPrefectClient]:
-    """A client of the server for the length of a block; raises ServicesError if its password or key is refused.
+    """Yield a client of the server; raises ServicesError if the password or key is rejected.
 
-    PREFECT_API_KEY is for the server that Prefect's settings name, and sent to no other.
+    PREFECT_API_KEY is sent only to the server in Prefect's settings.
     """
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.exceptions import PrefectHTTPStatusError
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL
 
-    auth = auth_string() or PREFECT_API_AUTH_STRING.value()  # which a profile may hold
+    auth = auth_string() or PREFECT_API_AUTH_STRING.value()  # possibly from a profile
     key = PREFECT_API_KEY.value() if api_url == PREFECT_API_URL.value() else None
     with SyncPrefectClient(api_url, auth_string=auth, api_key=key) as client:
         try:
@@ -46,29 +46,29 @@ def connected(api_url: str) -> Iterator[SyncPrefectClient]:
                 raise
             if key and not auth:
                 raise ServicesError(
-                    f"the Prefect server at {api_url} refuses PREFECT_API_KEY: set one of its own"
+                    f"the Prefect server at {api_url} rejects PREFECT_API_KEY: set a key of that server"
                 ) from None
             raise ServicesError(
-                f"the Prefect server at {api_url} {'refuses the' if auth else 'asks for a'} password: export "
-                f"{AUTH_VARIABLES[1]}=USER:PASSWORD as it was when the server was started"
+                f"the Prefect server at {api_url} {'rejects the' if auth else 'needs a'} password: export "
+                f"{AUTH_VARIABLES[1]}=USER:PASSWORD with the value the server was started with"
             ) from None
         yield client
 
 
 def auth_string() -> str | None:
-    """USER:PASSWORD of the server, None where the environment has none."""
+    """Return the server's USER:PASSWORD from the environment, None if it is not set."""
     return next((value for name in AUTH_VARIABLES if (value := os.environ.get(name))), None)
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine reaches what listens on the host."""
+    """True if the host is reachable from this machine only."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def own_addresses() -> list[str]:
-    """The addresses at which other machines may reach this one, as they stand in a URL."""
+    """Return the addresses at which other machines can reach this one, formatted for a URL."""
     listed = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
     internet = [each.address for each in listed if each.family in (socket.AF_INET, socket.AF_INET6)]
     found = [ipaddress.ip_address(address.partition("%")[0]) for address in internet]
@@ -77,18 +77,18 @@ def own_addresses() -> list[str]:
 
 
 def is_healthy(api_url: str) -> bool:
-    """True if a Prefect server answers at the address, also one that wants a key even for this."""
+    """True if a Prefect server answers, even if it requires authentication for this."""
     return _status(f"{api_url}/health") in (HTTPStatus.OK, HTTPStatus.UNAUTHORIZED)
 
 
 def lets_anyone_in(api_url: str) -> bool:
-    """True if the server answers requests without a password, and not only those for its health."""
+    """True if the server accepts API requests without a password."""
     return _status(f"{api_url}/admin/version") == HTTPStatus.OK
 
 
 def _status(url: str) -> int | None:
-    """The status of a GET, without a proxy where it goes to this machine; None without an answer."""
-    import httpx  # late: it takes a tenth of a second
+    """Return the status code of a GET, bypassing proxies for this machine; None without an answer."""
+    import httpx  # takes 0.1 s to import
 
     host = urlsplit(url).hostname or ""
     is_here = is_loopback(host) or host in {each.strip("[]") for each in own_addresses()}
@@ -98,7 +98,7 @@ def _status(url: str) -> int | None:
 
 
 def is_listening(pid: int, port: int) -> bool:
-    """True if the process or a child of it listens on the port."""
+    """True if the process or one of its children listens on the port."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         sockets = [

@@ -1,8 +1,8 @@
-"""Prefect start-up plugin for `prefect` typed in the project's folder.
+"""Prefect start-up plugin for the `prefect` command in the project's folder.
 
-With it, `prefect` finds the server of `dapo up` without an export, has the project's settings unless the user set
-others, and accepts `dapo-full` for `dapo-full/dapo-full`. Every `import prefect` in the folder loads the plugin,
-so it does nothing in other programs.
+It lets `prefect` find the server of `dapo up` without PREFECT_API_URL, applies the project's settings unless the
+user set others, and accepts `dapo-full` for `dapo-full/dapo-full`. Every `import prefect` in the folder loads the
+plugin, so it does nothing in other programs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMMANDS = {"deployment", "deployments"}
 
 @register_hook
 def setup_environment(*, ctx: HookContext) -> SetupResult | None:
-    """Complete the environment and the command line of `prefect`."""
+    """Add the project's settings to the environment and expand deployment names on the command line."""
     if Path(sys.argv[0]).name not in PROGRAMS:
         return None
     if not COMMANDS.isdisjoint(sys.argv[1:]):
@@ -40,7 +40,7 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
 
 
 def complete_names(words: list[str], project: Path) -> list[str]:
-    """The command line with FLOW/DEPLOYMENT for each deployment in prefect.yaml, which is named as its flow."""
+    """Replace each deployment name in prefect.yaml by FLOW/DEPLOYMENT; both have the same name."""
     try:
         names = {deployment["name"] for deployment in read_deployments(project)}
     except ConfigError:

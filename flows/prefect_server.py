@@ -1,7 +1,7 @@
-"""Prefect's API for one run: the one in the user's settings, else that of the store's services, else a private
-server that ends with the run.
+"""Provide a Prefect API for one run: from the user's settings, else the store's services, else a private server
+that exits with the run.
 
-Prefect starts a temporary server by itself, but leaves it running when its parent is killed.
+Prefect's own temporary server keeps running when its parent is killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.ports import free_ports
-from flows.prefect_access import AUTH_VARIABLES, ServicesError, connected, is_healthy, is_listening
+from flows.prefect_access import AUTH_VARIABLES, ServicesError, connected, is_healthy
 from flows.services import NUM_LOG_LINES, PREFECT, api_url, indented, wait_until
 from tasks.processes.child import SupervisedProcess, background_command
 
@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 STARTUP_SECONDS = 180.0
-# A server for one run needs no page, scheduler or automations; nor heartbeats, whose thread takes 1 s to join.
+# A server for one run needs no UI, scheduler or automations; no heartbeats either, whose thread takes 1 s to join.
 OPTIONS = ("--host", HOST, "--log-level", "ERROR", "--no-ui", "--no-services")
 SETTINGS = {"flows.heartbeat_frequency": None, "server.ui.enabled": False}
 
 
 def named_api(store: Path) -> str | None:
-    """The address of the server that Prefect's settings name, else of the store's services, else None."""
+    """Return the API address in Prefect's settings, else of the store's services, else None."""
     if url := os.environ.get("PREFECT_API_URL"):
         return url
     from prefect.settings import get_current_settings
@@ -40,13 +40,13 @@ def named_api(store: Path) -> str | None:
 
 
 def provide_prefect_api(store: Path) -> Callable[[], None]:
-    """Point Prefect in this process to a server, starting one if none is named; returns a function to wait for it.
+    """Point Prefect in this process to a server, starting one if needed; returns a function that waits for it.
 
-    Call this before importing flows: the server starts meanwhile. It ends with this process, however that ends.
+    Call this before importing flows, so that the server starts meanwhile. It always exits with this process.
     """
     url = named_api(store)
     stack = contextlib.ExitStack()
-    atexit.register(stack.close)  # before Prefect's own exit functions are, so after their last messages
+    atexit.register(stack.close)  # registered before Prefect's handlers, so it runs after them
     settings: dict[str, Any] = {}
     if url is not None:
         wait = partial(require_server, url)
@@ -55,7 +55,7 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
         port, auth = free_ports(HOST)[0], f"dapo:{secrets.token_urlsafe()}"
         url, settings = f"http://{HOST}:{port}/api", {**SETTINGS, "api.auth_string": auth}
         server = stack.enter_context(_private_server(url, port, auth))
-        wait = partial(wait_for_private_server, server, url, port)
+        wait = partial(wait_for_private_server, server, url)
         os.environ |= dict.fromkeys(AUTH_VARIABLES, auth)
     from prefect.settings import temporary_settings
 
@@ -65,26 +65,22 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
 
 
 def require_server(url: str) -> None:
-    """Raise ServicesError unless the named server answers and lets us in."""
+    """Raise ServicesError unless the server responds and accepts our credentials."""
     if not is_healthy(url):
         raise ServicesError(
-            f"the Prefect server at {url} does not answer; start it, or correct PREFECT_API_URL or the profile "
-            "that names it; where none is named, a run has its own server"
+            f"the Prefect server at {url} does not respond; start it, or fix PREFECT_API_URL or the profile. "
+            "If neither is set, a run starts its own server"
         )
     with connected(url):
         pass
 
 
-def wait_for_private_server(server: SupervisedProcess, url: str, port: int) -> None:
-    """Return once this server answers; raises ServicesError if it does not, or if another one has its port."""
-
-    def answers() -> bool:
-        return is_healthy(url) and is_listening(server.pid, port)
-
-    wait_until(lambda: server.poll() is not None or answers(), STARTUP_SECONDS)
-    if not answers():
+def wait_for_private_server(server: SupervisedProcess, url: str) -> None:
+    """Wait until this server responds; raises ServicesError if it does not."""
+    wait_until(lambda: server.poll() is not None or is_healthy(url), STARTUP_SECONDS)
+    if server.poll() is not None or not is_healthy(url):
         raise ServicesError(
-            f"Prefect's server for this run does not answer at {url}; {server.log_path} ends:\n"
+            f"the Prefect server for this run does not respond at {url}; {server.log_path} ends:\n"
             + indented(server.tail(NUM_LOG_LINES))
         )
 
@@ -95,9 +91,9 @@ def _private_server(url: str, port: int, auth: str) -> Iterator[SupervisedProces
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ServicesError(f"PREFECT_HOME={log_path.parents[1]} cannot be used: {error}; name another") from None
+        raise ServicesError(f"cannot use PREFECT_HOME={log_path.parents[1]}: {error}; set another one") from None
     command = [*PREFECT, "server", "start", "--port", str(port), *OPTIONS]
-    # Other children do not get Prefect's secrets.
+    # Children do not inherit Prefect's variables, which may hold secrets.
     env = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_")}
     env |= {"PREFECT_API_URL": url, **dict.fromkeys(AUTH_VARIABLES, auth)}
     try:

@@ -1,6 +1,6 @@
-"""Prefect settings of this project, in one place: for `dapo run`, for the services of `dapo up`, and for tests.
+"""Prefect settings for `dapo run`, for the services of `dapo up`, and for tests.
 
-A worker hands its environment to the flow runs that it starts, so its settings hold for them too.
+Flow runs inherit the environment of their worker, so these settings apply to them too.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ PROJECT_SETTINGS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_LOGGING_CONFIG_PATH": str(Path(__file__).with_name("logging.yml")),
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-    # the shortest that Prefect takes; `within` in flows/crashed_runs.yaml goes with it
+    # Prefect's minimum; keep `within` in flows/crashed_runs.yaml in step with it
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
-    # leases in memory are lost when the server restarts, and their slots stay occupied
+    # leases in memory would be lost when the server restarts, leaving their slots occupied
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-    # A run starts within 5 s instead of 10. Not shorter: a worker ends when its server is away for 44 of these.
+    # A run starts within 5 s instead of 10. Not shorter: a worker exits if the server is away for 44 intervals.
     "PREFECT_WORKER_QUERY_SECONDS": "5",
     "PREFECT_RUNNER_POLL_FREQUENCY": "5",
 }
 
 
 def apply_prefect_settings(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what the user has not set; call it before Prefect is imported."""
+    """Apply the settings that the user has not set; call this before importing Prefect."""
     home = Path(environment.setdefault("PREFECT_HOME", "~/.prefect")).expanduser()
     environment["PREFECT_HOME"] = str(home)
     settings = {

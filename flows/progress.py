@@ -1,4 +1,4 @@
-"""Progress of long commands: a bar on a terminal, plain lines anywhere else."""
+"""Progress of long commands: a bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STEP_PARTS = {
 
 
 class TrainingLog:
-    """Logs a line for each training step, which `StepBar` and Prefect's page turn into a bar."""
+    """Logs a line per training step, which `StepBar` and the Prefect UI show as a bar."""
 
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
@@ -51,14 +51,14 @@ class TrainingLog:
         if step == 0:
             words = "validated before training"
             if "validation/accuracy" in metrics:
-                words = f"right {metrics['validation/accuracy']:.1%} of the held-out problems before training"
+                words = f"{metrics['validation/accuracy']:.1%} of held-out problems right before training"
             logger.info("training step 0/%d: %s", self.total_steps, words)
             return
         shown = {name: text for name, text in STEP_PARTS.items() if name in metrics}
-        if "sampler/kept_groups" in shown:  # which other trainers lack
+        if "sampler/kept_groups" in shown:  # missing from other trainers
             shown.pop("critic/score/mean", None)
         parts = [text.format(metrics[name]) for name, text in shown.items()]
-        if self.first_step is None or step <= self.first_step:  # a restart goes back to a checkpoint
+        if self.first_step is None or step <= self.first_step:  # a restart resumes from a checkpoint
             self.first_step, self.began = step, time.monotonic()
         else:
             pace = (time.monotonic() - self.began) / (step - self.first_step)
@@ -67,17 +67,17 @@ class TrainingLog:
 
 
 class StepBar(logging.Filter):
-    """Turns step lines into a bar; every other line passes and stays above it."""
+    """Shows step lines as a bar; other lines pass and stay above it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bar: ProgressBar | None = None
-        atexit.register(self.close)  # a bar left open leaves the terminal without a cursor
+        atexit.register(self.close)  # an open bar hides the terminal's cursor
 
     def filter(self, record: logging.LogRecord) -> bool:
         match = STEP_LINE.fullmatch(record.getMessage())
         if match is None:
-            if record.levelno >= logging.WARNING:  # the stage that the bar belongs to may have failed
+            if record.levelno >= logging.WARNING:  # the bar's stage may have failed
                 self.close()
             return True
         done, total = int(match["done"]), int(match["total"])
@@ -92,7 +92,7 @@ class StepBar(logging.Filter):
         return False
 
     def close(self) -> None:
-        """Leave the bar as it stands, so that another can begin."""
+        """Stop the bar where it is, so that another can start."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
@@ -100,7 +100,7 @@ class StepBar(logging.Filter):
 
 @contextmanager
 def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield `on_progress(bytes_done, total_bytes)`; without a terminal a line for each 10 % or LOG_SECONDS."""
+    """Yield `on_progress(bytes_done, total_bytes)`; without a terminal, logs every 10 % or LOG_SECONDS."""
     console = Console()
     tenths, logged_at = 0, time.monotonic()
     with ProgressBar(
@@ -121,9 +121,9 @@ def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def download_progress() -> Iterator[Callable[[Progress], None]]:
-    """Yield a callback for downloads: a bar on a terminal, else a line for each percent, at most every 2 s.
+    """Yield a callback for downloads: a bar on a terminal, else a log line per percent, at most every 2 s.
 
-    `StepBar` and Prefect's page turn such lines into a bar.
+    `StepBar` and the Prefect UI show these lines as a bar.
     """
     console = Console()
     began, logged_at, percent = time.monotonic(), 0.0, -1

@@ -1,4 +1,4 @@
-"""What the flows have in common: names, hooks, and parameters as Prefect's page describes them."""
+"""Shared by all flows: run names, hooks, and parameter descriptions for the Prefect UI."""
 
 import datetime
 import inspect
@@ -22,12 +22,12 @@ R = TypeVar("R")
 DEFAULT_CONFIG = "configs/arith_cpu.yaml"
 NUM_SHOWN_CHANGES = 4  # in a flow run's name
 DESCRIPTIONS = {
-    "config": "The recipe, a YAML file; a relative path begins in the project's folder.",
-    "overrides": "Changes to it, each section.key=value, such as run.seed=2.",
-    "force": "Build the output although the store has it; what was made from the old one is stale then.",
-    "side": "Which model: before, after, a baseline's name, or step_N; empty: the recipe's own.",
-    "max_late_hours": "A run that begins later than this after its time is skipped.",
-    "fresh_seed": "Seed each night with its date (days since 1970), so that it trains; else all is cached.",
+    "config": "The recipe, a YAML file; relative paths start in the project folder.",
+    "overrides": "Changed keys, each section.key=value, such as run.seed=2.",
+    "force": "Rebuild the output even if it is in the store; everything made from the old one becomes stale.",
+    "side": "Which model: before, after, a baseline's name, or step_N; empty for the recipe's own.",
+    "max_late_hours": "Skip a run that starts more than this many hours late.",
+    "fresh_seed": "Seed each night with its date (days since 1970), so that it trains; otherwise all is cached.",
 }
 
 ConfigPath = Annotated[str, Field(pattern=r"\.ya?ml$")]
@@ -36,7 +36,7 @@ Side = Annotated[str, Field(pattern=r"^[\w-]*$")]
 
 
 def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
-    """`@flow` for a function of a recipe. Prefect shows the docstring's Args in the deployment's form."""
+    """Return a `@flow` decorator for a recipe's function. Prefect shows the docstring's Args in its run form."""
 
     def decorate(function: Callable[P, R]) -> Flow[P, R]:
         description = inspect.getdoc(function) or ""
@@ -50,14 +50,14 @@ def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
 
 
 def complete_page(*_: object) -> None:
-    """Hook: the run ends when Prefect's page has all of its artifacts."""
+    """Prefect hook: wait until all of the run's artifacts are sent to the Prefect UI."""
     wait_until_sent()
 
 
 def name_run() -> str:
-    """The flow run's name in Prefect's lists: recipe, what is changed in it, and the night of a scheduled run."""
+    """Return the flow run's name: recipe, changed keys, and the date of a nightly run."""
     given = flow_run.parameters
-    shown = [change for change in given["overrides"] if not change.startswith("flow.webhook.")]  # may be a secret
+    shown = [change for change in given["overrides"] if not change.startswith("flow.webhook.")]  # may be secret
     words = [Path(given["config"]).stem, *shown[:NUM_SHOWN_CHANGES]]
     words += [f"+{len(shown) - NUM_SHOWN_CHANGES} more"] if len(shown) > NUM_SHOWN_CHANGES else []
     if "fresh_seed" in given:
@@ -68,7 +68,7 @@ def name_run() -> str:
 
 
 def scheduled_night() -> datetime.date:
-    """The night of this flow run, by the schedule of its deployment."""
+    """Return the date of this nightly flow run, in the time zone of its deployment's schedule."""
     if (deployed := deployment.id) is None:
         return night_of(flow_run.scheduled_start_time, ())
     with get_client(sync_client=True) as client:
@@ -76,10 +76,10 @@ def scheduled_night() -> datetime.date:
 
 
 def night_of(scheduled: datetime.datetime, schedules: Sequence[DeploymentSchedule]) -> datetime.date:
-    """The date in the zone of the active schedule, else of any, else in UTC.
+    """Return the date in the time zone of the active schedule, else of any schedule, else in UTC.
 
-    Nights of one clock never share a date there; in UTC they do when the clock is set forward: 01:30 in Berlin on
-    2026-03-29 and on 2026-03-30.
+    Two nights never share a date in local time, but can in UTC when clocks go forward: 01:30 in Berlin on
+    2026-03-29 and 2026-03-30.
     """
     first = min(schedules, key=lambda each: not each.active, default=None)
     zone = first and getattr(first.schedule, "timezone", None)

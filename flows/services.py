@@ -1,13 +1,13 @@
-"""`dapo up` and `dapo down`: a Prefect server and a worker that outlive the command that starts them.
+"""`dapo up` and `dapo down`: a Prefect server and worker in the background.
 
-    STORE/.services/server.json, worker.json   pid, machine and address of the last start
-                    server.lock, worker.lock   locked by the service itself until it ends
-                    server.log, worker.log     what it wrote since its last start
-                    prefect/                   PREFECT_HOME of both: nothing outside the store is touched
+    STORE/.services/server.json, worker.json   pid, host and address of the last start
+                    server.lock, worker.lock   held by the service while it runs
+                    server.log, worker.log     output since the last start
+                    prefect/                   PREFECT_HOME of both; nothing outside the store changes
 
-Both are Prefect's own commands in a session of their own. `prefect server start --background` is not used: it
-discards the server's log and refuses to start after a power cut, and `prefect server stop` signals whatever
-process has the pid by then. Light to import, since Prefect's startup plugin asks `api_url`. Linux only.
+Both run Prefect's own commands in new sessions. `prefect server start --background` is not used: it discards the
+server's log and refuses to start after a power failure, and `prefect server stop` signals whatever process has
+the pid by then. Importing this module is cheap because Prefect's start-up plugin calls `api_url`. Linux only.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PREFECT_FILE = "prefect.yaml"
 PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
 LOOPBACK, DEFAULT_PORT = "127.0.0.1", 4200
 DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
-# They would lead our processes to another server, or to settings of another home.
+# These would point our processes at another server or another Prefect home.
 FOREIGN_VARIABLES = {
     *DATABASE_VARIABLES,
     *("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"),
@@ -82,11 +82,11 @@ class Service:
 
     @property
     def is_running(self) -> bool:
-        """True while the process holds its lock, on whichever machine it runs."""
+        """True while the process holds its lock, on any host."""
         return is_locked(self.lock)
 
     def read(self) -> dict[str, Any]:
-        """The record of the last start, {} if there was none."""
+        """Return the record of the last start, {} if there is none."""
         try:
             record: dict[str, Any] = json.loads(self.record_path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
@@ -96,7 +96,7 @@ class Service:
         return record
 
     def start(self, command: tuple[str, ...], environment: Mapping[str, str], **record: Any) -> None:
-        """Start the command in a session of its own and record its pid. Raises LockHeld when one is running."""
+        """Start the command in a new session and record its pid. Raises LockHeld if it is already running."""
         with locked(self.lock) as descriptor, open(self.log, "wb") as log:
             process = subprocess.Popen(
                 command,
@@ -104,33 +104,33 @@ class Service:
                 stdout=log,
                 stderr=log,
                 env=dict(environment),
-                pass_fds=[descriptor],  # keeps the lock; the children of the service do not inherit it
+                pass_fds=[descriptor],  # the service keeps the lock; its children do not inherit it
                 start_new_session=True,
                 preexec_fn=_restore_signals,
             )
             record |= {"pid": process.pid, "machine": platform.node()}
             write_atomically(self.record_path, json.dumps(record))
-        process.returncode = 0  # it outlives us: without this, Popen warns that it is left running
+        process.returncode = 0  # otherwise Popen warns that the process is still running
         logger.info("%s: started as pid %d", self.name, process.pid)
 
     def stop(self) -> list[str]:
-        """End it by SIGTERM, after STOP_SECONDS by SIGKILL; returns a description of what was ended."""
+        """Send SIGTERM, then SIGKILL after STOP_SECONDS; returns a description of what was stopped."""
         if not self.is_running:
             return []
         record = self.read()
         if record["machine"] != platform.node():
-            raise ServicesError(f"the {self.name} was started on {record['machine']}: type the command there")
+            raise ServicesError(f"the {self.name} was started on {record['machine']}: run the command there")
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(record["pid"], number)
             if wait_until(lambda: not self.is_running, STOP_SECONDS):
                 return [f"{self.name}, pid {record['pid']}"]
-        raise ServicesError(f"the {self.name}, pid {record['pid']}, survives SIGKILL")
+        raise ServicesError(f"the {self.name}, pid {record['pid']}, did not exit after SIGKILL")
 
     def wait_until(self, check: Callable[[], bool], problem: str) -> None:
-        """Return once the check is true; raises ServicesError with the end of the log if it never is."""
+        """Wait until the check is true; raises ServicesError with the end of the log otherwise."""
         if not wait_until(lambda: not self.is_running or check(), START_SECONDS) or not self.is_running:
-            why = f"not within {START_SECONDS:.0f} s" if self.is_running else "its process ended"
+            why = f"timed out after {START_SECONDS:.0f} s" if self.is_running else "its process exited"
             raise ServicesError(
                 f"the {self.name} {problem}: {why}. {self.log} ends:\n{indented(tail(self.log, NUM_LOG_LINES))}"
             )
@@ -146,17 +146,17 @@ class Services:
         self.worker = Service(self.folder, "worker")
 
     def command(self, words: str) -> str:
-        """`dapo WORDS` for this store, as it can be typed in the current directory."""
+        """Return `dapo WORDS` with the --store option, ready to run in the current directory."""
         return f"dapo {words}{store_option(self.folder.parent)}"
 
     @property
     def api_url(self) -> str:
-        """Where programs on this machine reach the server that was started last."""
+        """The API address, on this host, of the server that was started last."""
         return str(self.server.read()["api_url"])
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Keep other commands from starting and stopping these services for the block."""
+        """Lock these services against other `dapo up` and `dapo down` commands."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with locked(self.folder / "lock"):
@@ -165,11 +165,11 @@ class Services:
             raise ServicesError(f"another `dapo up` or `dapo down` is running: {error}; wait for it") from None
         except (FileExistsError, NotADirectoryError, PermissionError) as error:
             raise ServicesError(
-                f"{error.filename} cannot be written: {error.strerror}; give --store a folder you may write"
+                f"cannot write {error.filename}: {error.strerror}; set --store to a writable folder"
             ) from None
 
     def environment(self, **more: str) -> dict[str, str]:
-        """The environment of the services' processes: the user's own, without another server's settings."""
+        """Return the environment for the services: the user's, without settings of another server."""
         inherited = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
         environment = {**inherited, "PREFECT_HOME": str(self.home), "PYTHONUNBUFFERED": "1", **more}
         environment |= dict.fromkeys(AUTH_VARIABLES, auth) if (auth := auth_string()) else {}
@@ -177,24 +177,24 @@ class Services:
         return environment
 
     def client(self) -> AbstractContextManager[SyncPrefectClient]:
-        """A client of the server for the length of a block."""
+        """Return a client of the server as a context manager."""
         os.environ["PREFECT_HOME"] = str(self.home)  # read when Prefect is imported
         return connected(self.api_url)
 
     def answers(self) -> bool:
-        """True if the store's own server answers, not another one that took the port first."""
+        """True if this store's server answers, rather than another one on the same port."""
         record = self.server.read()
         is_here = record["machine"] == platform.node()
         return (not is_here or is_listening(record["pid"], record["port"])) and is_healthy(self.api_url)
 
 
 def store_option(store: Path) -> str:
-    """The option that names the store to a command, "" for the default."""
+    """Return the --store option for a command, "" for the default store."""
     return "" if store.resolve() == DEFAULT_STORE.resolve() else f" --store {shlex.quote(str(store))}"
 
 
 def api_url(store: Path = DEFAULT_STORE) -> str | None:
-    """The address of the store's running server, None when there is none."""
+    """Return the API address of the store's server, None if it is not running."""
     services = Services(store)
     return services.api_url if services.server.is_running else None
 
@@ -202,19 +202,19 @@ def api_url(store: Path = DEFAULT_STORE) -> str | None:
 def bring_up(
     store: Path, project: Path, *, host: str | None = None, port: int | None = None, database: str | None = None
 ) -> Services:
-    """Start what is not running, register the deployments, and return once server and worker answer."""
+    """Start server and worker unless they run, register the deployments, and wait until both are ready."""
     services = Services(store)
-    read_deployments(project)  # fails before anything starts
+    read_deployments(project)  # raises before anything starts
     with services.changing():
         last = services.server.read()
         if not services.server.is_running:
             _start_server(services, host, port, database)
         elif not {host, port} <= {None, last["host"], last["port"]}:
             raise ServicesError(
-                f"the server runs at {services.api_url}; type `{services.command('down')}` before you move it"
+                f"the server runs at {services.api_url}; run `{services.command('down')}` to change its address"
             )
-        services.server.wait_until(services.answers, "does not answer")
-        logger.info("server: answers at %s", services.api_url)
+        services.server.wait_until(services.answers, "does not respond")
+        logger.info("server: ready at %s", services.api_url)
         with services.client() as client:
             create_pool_and_automation(client)
             _start_worker(services)
@@ -226,7 +226,7 @@ def bring_up(
 
 
 def take_down(store: Path, cancel: bool) -> list[str]:
-    """End worker and server and describe what was ended. Raises ServicesError while flow runs are active."""
+    """Stop worker and server; returns what was stopped. Raises ServicesError while flow runs are active."""
     services = Services(store)
     if not services.folder.is_dir():
         return []
@@ -236,15 +236,15 @@ def take_down(store: Path, cancel: bool) -> list[str]:
                 _end_flow_runs(services, client, cancel)
         elif services.worker.is_running and not cancel:
             raise ServicesError(
-                "the server does not answer, so its active flow runs are unknown: "
-                f"`{services.command('up')}` starts it again, and `{services.command('down --cancel')}` ends the "
-                "worker with whatever it runs"
+                "the server does not respond, so its active flow runs are unknown: "
+                f"`{services.command('up')}` restarts it; `{services.command('down --cancel')}` stops the "
+                "worker and everything it runs"
             )
         return services.worker.stop() + services.server.stop()
 
 
 def wait_until(check: Callable[[], object], seconds: float) -> bool:
-    """True as soon as the check is true, False if it is not within `seconds`."""
+    """Poll until the check is true; returns False after `seconds`."""
     deadline = time.monotonic() + seconds
     while not check():
         if time.monotonic() > deadline:
@@ -254,23 +254,23 @@ def wait_until(check: Callable[[], object], seconds: float) -> bool:
 
 
 def indented(lines: list[str]) -> str:
-    """The lines of a log, indented to follow a message."""
-    return "\n".join(f"  | {line}" for line in lines) or "  | (it wrote nothing)"
+    """Format log lines to follow a message."""
+    return "\n".join(f"  | {line}" for line in lines) or "  | (no output)"
 
 
 def read_deployments(project: Path) -> list[dict[str, Any]]:
-    """The deployments in the project's prefect.yaml. Raises ConfigError if they cannot be read."""
+    """Return the deployments in the project's prefect.yaml; raises ConfigError if they cannot be read."""
     path = project / PREFECT_FILE
     if not path.is_file():
-        raise ConfigError(f"no {PREFECT_FILE} in {project}: type this in the project directory")
+        raise ConfigError(f"no {PREFECT_FILE} in {project}: run this in the project directory")
     try:
         return list(yaml.safe_load(path.read_text(encoding="utf-8"))["deployments"])
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} lists no deployments: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"{path} has no readable deployments: {type(error).__name__}: {error}") from None
 
 
 def deploy(project: Path, environment: Mapping[str, str]) -> None:
-    """Register what prefect.yaml describes. Raises ServicesError with Prefect's own output when that fails."""
+    """Register the deployments in prefect.yaml; raises ServicesError with Prefect's output on failure."""
     command = [*PREFECT, "deploy", "--all"]
     done = subprocess.run(
         command, cwd=project, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -278,12 +278,12 @@ def deploy(project: Path, environment: Mapping[str, str]) -> None:
     if done.returncode != 0:
         output = indented((done.stdout + done.stderr).splitlines()[-NUM_LOG_LINES:])
         raise ServicesError(
-            f"`prefect deploy --all` ended with exit code {done.returncode} in {project}:\n{output}"
+            f"`prefect deploy --all` failed with exit code {done.returncode} in {project}:\n{output}"
         )
 
 
 def create_pool_and_automation(client: SyncPrefectClient) -> None:
-    """Create the work pool and the automation that marks dead flow runs, unless the server has them."""
+    """Create the work pool and the automation that marks dead flow runs, unless they exist."""
     from prefect.automations import AutomationCore
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists
@@ -296,12 +296,12 @@ def create_pool_and_automation(client: SyncPrefectClient) -> None:
 
 
 def online_workers(client: SyncPrefectClient) -> list[str]:
-    """Names of the workers of our pool that are online."""
+    """Return the names of online workers in our pool."""
     return [each.name for each in client.read_workers_for_work_pool(WORK_POOL) if each.status == "ONLINE"]
 
 
 def active_runs(client: SyncPrefectClient) -> dict[UUID, str]:
-    """The flow runs of our pool that a worker has started and that have not ended: a description by id."""
+    """Return {id: description} of our pool's flow runs that a worker has started and that have not ended."""
     from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 
     runs = client.read_flow_runs(
@@ -316,22 +316,22 @@ def _start_server(services: Services, host: str | None, port: int | None, databa
     kind = database.partition(":")[0] if database else "sqlite"
     if database is None and last.get("database", kind) != kind:
         raise ConfigError(
-            f"the server of this store keeps its runs in {last['database']}: give its URL with --database or "
-            f"{DATABASE_VARIABLES[0]}, or --database sqlite for a file in the store"
+            f"this store's server uses a {last['database']} database: give its URL with --database or "
+            f"{DATABASE_VARIABLES[0]}, or use --database sqlite for a file in the store"
         )
-    is_typed, host = host is not None, host or last.get("host", LOOPBACK)
+    is_given, host = host is not None, host or last.get("host", LOOPBACK)
     if not is_loopback(host) and not auth_string():
-        typed = f"--host {host}" if is_typed else f"the host {host}, kept from the last `dapo up` of this store,"
-        other = "" if is_typed else f"; or give another: `{services.command(f'up --host {LOOPBACK}')}`"
+        source = f"--host {host}" if is_given else f"the host {host}, used by the last `dapo up` of this store,"
+        other = "" if is_given else f"; or use `{services.command(f'up --host {LOOPBACK}')}`"
         raise ConfigError(
-            f"{typed} lets other machines in, and whoever reaches Prefect's server without a password runs code "
-            f"as you: export {AUTH_VARIABLES[1]}=USER:PASSWORD first, also where the server is used from{other}"
+            f"{source} is reachable from other machines, and anyone who can reach a Prefect server without a "
+            f"password can run code as you: export {AUTH_VARIABLES[1]}=USER:PASSWORD, also for clients{other}"
         )
     port = port or _choose_port(host, last.get("port", DEFAULT_PORT))
     api_url = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}/api"
     page_url = f"http://{platform.node() if host == '0.0.0.0' else host}:{port}"
     environment = services.environment(PREFECT_API_URL=api_url, PREFECT_SERVER_UI_API_URL=f"{page_url}/api")
-    if not auth_string():  # else the page of any site, in a browser here, could read all and start flow runs
+    if not auth_string():  # otherwise any web page in a local browser could read data and start flow runs
         own_pages = dict.fromkeys((page_url, f"http://{LOOPBACK}:{port}", f"http://localhost:{port}"))
         environment.setdefault("PREFECT_SERVER_CORS_ALLOWED_ORIGINS", ",".join(own_pages))
         environment.setdefault("PREFECT_SERVER_CSRF_PROTECTION_ENABLED", "true")
@@ -344,7 +344,7 @@ def _start_server(services: Services, host: str | None, port: int | None, databa
 
 
 def _choose_port(host: str, last: int) -> int:
-    """The last port if it is free, else 4200, else any free one. Prefect reports a wrong host."""
+    """Return the last port if it is free, else 4200, else any free port. Prefect reports a wrong host."""
     for port in (last, DEFAULT_PORT):
         if not bind_fault(host, port):
             return port
@@ -356,7 +356,7 @@ def _choose_port(host: str, last: int) -> int:
 def _start_worker(services: Services) -> None:
     worker = services.worker
     if worker.is_running and worker.read()["api_url"] != services.api_url:
-        logger.info("worker: restarts, since the server has another address")
+        logger.info("worker: restarting, since the server's address changed")
         worker.stop()
     if not worker.is_running:
         options = ("--pool", WORK_POOL, "--type", "process", "--name", f"dapo-{platform.node()}")
@@ -365,14 +365,14 @@ def _start_worker(services: Services) -> None:
 
 
 def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) -> None:
-    """Cancel active flow runs as Prefect's page does and wait until they have ended, or refuse."""
+    """Cancel active flow runs like the Prefect UI and wait for them; without `cancel`, raise ServicesError."""
     from prefect.states import Cancelled, Cancelling
 
     active = active_runs(client)
     if active and not cancel:
         raise ServicesError(
-            "flow runs are active and would end with the worker:\n  " + "\n  ".join(active.values()) + "\n"
-            f"wait for them, or type `{services.command('down --cancel')}`: training then writes a checkpoint to "
+            "active flow runs would be killed with the worker:\n  " + "\n  ".join(active.values()) + "\n"
+            f"wait for them, or run `{services.command('down --cancel')}`: training then writes a checkpoint to "
             "resume from"
         )
     for flow_run, description in active.items():
@@ -381,10 +381,10 @@ def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) 
     if services.worker.is_running:
         wait_until(lambda: not active_runs(client), CANCEL_SECONDS)
     for flow_run in active_runs(client):
-        client.set_flow_run_state(flow_run, Cancelled(message="dapo down: its worker has ended"), force=True)
+        client.set_flow_run_state(flow_run, Cancelled(message="dapo down: the worker was stopped"), force=True)
 
 
 def _restore_signals() -> None:
-    """Reset the signals that a shell ignores for background commands; else the worker could not be stopped."""
+    """Reset signals that a shell ignores for background commands, so that the worker can be stopped."""
     for number in (signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

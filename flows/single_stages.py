@@ -1,4 +1,4 @@
-"""One flow per stage: the task that the whole chain calls, with what it needs taken from the store."""
+"""One flow per stage: the chain's task, with its inputs from the store."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tasks.runs.run import Run
 
 @recipe_flow("prepare-data")
 def prepare(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force: bool = False) -> str:
-    """Prepare the training and held-out problems of a recipe."""
+    """Prepare a recipe's training and held-out problems."""
     with Run.start(load_config(config, overrides), "prepare-data", ["prepare_data"] * force) as run:
         return prepare_data(run).path
 
@@ -22,7 +22,7 @@ def prepare(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), forc
 def fetch(
     config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: Side = "", force: bool = False
 ) -> str:
-    """Fetch the model that a recipe begins from, or a baseline."""
+    """Fetch a recipe's initial model, or a baseline."""
     settings = load_config(config, overrides)
     label = label_of(settings, "fetch_model", side)
     with Run.start(settings, "fetch-model", [label] * force) as run:
@@ -32,7 +32,7 @@ def fetch(
 
 @recipe_flow("train-policy")
 def train(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force: bool = False) -> str:
-    """Train the policy of a recipe with DAPO, on the data and from the model in the store."""
+    """Train a recipe's policy with DAPO, using data and model from the store."""
     with Run.start(load_config(config, overrides), "train-policy", ["train_policy"] * force) as run:
         return train_policy(run, run.take("prepare_data"), run.take("fetch_model")).path
 
@@ -41,7 +41,7 @@ def train(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force:
 def merge(
     config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: Side = "", force: bool = False
 ) -> str:
-    """Merge a recipe's trained shards in the store, or those of one step, into a model folder."""
+    """Merge a recipe's trained shards, or those of one step, into a model folder."""
     settings = load_config(config, overrides)
     label = label_of(settings, "merge_checkpoint", side)
     with Run.start(settings, "merge-checkpoint", [label] * force) as run:
@@ -53,7 +53,7 @@ def merge(
 def evaluate(
     config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: Side = "after", force: bool = False
 ) -> str:
-    """Ask a recipe's model in the store every held-out problem: before, after, a baseline, or step_N."""
+    """Evaluate a recipe's model on all held-out problems: before, after, a baseline, or step_N."""
     settings = load_config(config, overrides)
     label = label_of(settings, "evaluate_model", side)
     with Run.start(settings, "evaluate-model", [label] * force) as run:
@@ -63,7 +63,7 @@ def evaluate(
 
 @recipe_flow("compare")
 def compare(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = ()) -> str:
-    """Write the report on a recipe's two evaluations in the store."""
+    """Write the report comparing a recipe's two evaluations in the store."""
     with Run.start(load_config(config, overrides), "compare") as run:
         before, after = run.take("evaluate_before"), run.take("evaluate_after")
         write_report(run, before, after, run.take("train_policy"), take_columns(run))

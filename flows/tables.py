@@ -1,4 +1,4 @@
-"""Tables that the command line prints."""
+"""Tables printed by the command line."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from tasks.runs.plan import PlannedStage
 
 _STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
-WIDTH = 200  # where no terminal says how wide it is
-RUNS_WIDTH = 100  # of a list of runs, so that it can be quoted
+WIDTH = 200  # without a terminal
+RUNS_WIDTH = 100  # for a list of runs, narrow enough to paste
 
 
 def print_account(account: Account, notes: Sequence[str], defaults: Mapping[str, Any]) -> None:
-    """Every key of another trainer's configuration with its fate, what blocks first, and the counts.
+    """Print every key of another trainer's configuration with its fate, blocking keys first, and the counts.
 
-    Of what the trainer's defaults imply, only what differs from `defaults`, ours by name.
+    The trainer's defaults are shown only where they differ from `defaults`, our defaults by name.
     """
     from interop.recipe import blocking_first, changing, counts_of
 
@@ -61,11 +61,11 @@ def print_account(account: Account, notes: Sequence[str], defaults: Mapping[str,
     counts = ", ".join(f"{count} {fate}" for fate, count in counts_of(account).items())
     typer.echo(f"{account.trainer} {account.version}: {len(account.entries)} keys: {counts}")
     if same := len(account.implied) - len(implied):
-        typer.echo(f"{same} more keys, which nothing sets, have the same default here; --json lists them")
+        typer.echo(f"{same} unset keys have the same default here; --json lists them")
 
 
 def print_plan(stages: Sequence[PlannedStage], is_whole: bool) -> None:
-    """The chain with each stage's state, the reason for it, and its key."""
+    """Print each stage's state, the reason for it, and its key."""
     table = Table("stage", "state", "why", "key", _right("built in\n(s)"))
     for stage in stages:
         table.add_row(
@@ -79,11 +79,11 @@ def print_plan(stages: Sequence[PlannedStage], is_whole: bool) -> None:
 
 
 def print_trainer(config: ChainConfig) -> None:
-    """The command of another trainer, an argument on each line; data and model are placeholders.
+    """Print another trainer's command, one argument per line; data and model are placeholders.
 
-    Prints nothing of a recipe that the trainer cannot train: the preflight says why.
+    Prints nothing for a recipe that the trainer cannot train; the preflight reports why.
     """
-    from interop.render.script import shell_value
+    from interop.render.launch import shell_value
     from tasks.external.launch import planned_start
 
     try:
@@ -97,36 +97,34 @@ def print_trainer(config: ChainConfig) -> None:
 
 
 def print_memory(plan: MemoryPlan, change: str | None) -> None:
-    """What each kind of device holds in each phase, then caches, hosts and disk, and what to change."""
+    """Print device memory per phase, then caches, host memory and disk, and the keys to change."""
     for load in plan.loads:
         print_table(_load_table(plan, load))
     engine, disk = plan.engine, plan.disk
-    room = "as many as their memory allows" if engine.cache is None else f"{engine.num_sequences:,} sequences"
+    capacity = "as many sequences as fit" if engine.cache is None else f"{engine.num_sequences:,} sequences"
     lines = [
         f"model: {plan.num_parameters:,} parameters",
-        f"keys and values: {engine.token_bytes:,} bytes a token on a device of an engine, "
-        f"{engine.sequence_bytes / GIB:.2f} GiB for {plan.longest:,} tokens; an engine has room for {room} of "
+        f"KV cache: {engine.token_bytes:,} bytes per token on each device of an engine, "
+        f"{engine.sequence_bytes / GIB:.2f} GiB for {plan.longest:,} tokens; an engine can hold {capacity} of "
         f"that length, and rollout.max_num_seqs={engine.most_sequences}",
-        f"host memory for what is not on the devices: {plan.host_bytes / GIB:.1f} GiB at most",
-        f"disk at most: {disk.num_bytes / GIB:.1f} GiB, {disk.num_checkpoints} checkpoints of "
+        f"host memory for offloaded state: at most {plan.host_bytes / GIB:.1f} GiB",
+        f"disk: at most {disk.num_bytes / GIB:.1f} GiB, {disk.num_checkpoints} checkpoints of "
         f"{disk.checkpoint / GIB:.1f} and {disk.num_merged} x {disk.merged / GIB:.1f} for merged models",
     ]
     typer.echo("\n".join(lines))
     for shortage in plan.shortages:
         typer.secho(f"does not fit: {shortage}", fg="red")
     if change is not None:
-        typer.secho(f"what fits: {change}", fg="yellow")
+        typer.secho(f"change that fits: {change}", fg="yellow")
     elif plan.limit.num_bytes is None:
-        typer.secho(
-            "whether it fits is not known: set train.device_model, or give --device-gigabytes", fg="yellow"
-        )
+        typer.secho("device memory is unknown: set train.device_model, or use --device-gigabytes", fg="yellow")
     else:
         typer.secho("it fits", fg="green")
 
 
 def _load_table(plan: MemoryPlan, load: Load) -> Table:
-    """A row for each thing that the device holds, a column for each phase, in GiB."""
-    number = f", {load.num_devices} of them" if load.num_devices > 1 else ""
+    """Return a table of what the device holds (rows) in each phase (columns), in GiB."""
+    number = f" (x {load.num_devices})" if load.num_devices > 1 else ""
     table = Table(f"GiB on {load.name}{number}", *map(_right, PHASES), title_justify="left")
     rows: dict[str, dict[str, int]] = {}
     for use in plan.uses:
@@ -138,7 +136,7 @@ def _load_table(plan: MemoryPlan, load: Load) -> Table:
         table.add_row(name, *(f"{cells[phase] / GIB:.2f}" if phase in cells else "" for phase in PHASES))
     table.add_section()
     sums = (sum(cells.get(phase, 0) for cells in rows.values()) / GIB for phase in PHASES)
-    table.add_row("together", *(f"{total:.2f}" for total in sums), style="bold")
+    table.add_row("total", *(f"{total:.2f}" for total in sums), style="bold")
     limit = "unknown" if load.limit_bytes is None else f"{load.limit_bytes / GIB:.2f}"
     table.caption = f"peak {load.peak_bytes / GIB:.2f} in phase {load.phase}, limit {limit} ({plan.limit.name})"
     table.caption_justify = "left"
@@ -150,7 +148,7 @@ def _several(number: int, role: str) -> str:
 
 
 def print_time(time: StepTime) -> None:
-    """A row for each phase of a training step, then its tokens, operations, and what was assumed."""
+    """Print the duration of each phase of a training step, then its tokens, FLOPs, and the assumptions."""
     table = Table("phase", _right("seconds"), _right("share"))
     for phase, seconds in time.seconds.items():
         table.add_row(phase, f"{seconds:,.1f}", f"{seconds / time.step_seconds:.0%}")
@@ -158,18 +156,18 @@ def print_time(time: StepTime) -> None:
     table.add_row("a training step", f"{time.step_seconds:,.1f}", "", style="bold")
     print_table(table)
     lines = [
-        f"tokens of a step: {time.trained_tokens:,.0f} of prompts and responses are trained on, "
-        f"{time.generated_tokens:,.0f} are generated",
-        f"operations: {time.forward_flops:.3g} of a forward pass, {time.update_flops:.3g} of the update, "
-        "recomputed activations included",
-        "an estimate, from:",
+        f"tokens per step: {time.trained_tokens:,.0f} trained (prompts and responses), "
+        f"{time.generated_tokens:,.0f} generated",
+        f"FLOPs: {time.forward_flops:.3g} for a forward pass, {time.update_flops:.3g} for the update, "
+        "including recomputed activations",
+        "an estimate, assuming:",
         *(f"  {line}" for line in time.assumptions),
     ]
     typer.echo("\n".join(lines))
 
 
 def print_sets(sets: Sequence[ProblemSet]) -> None:
-    """The registered sets with their uses."""
+    """Print the registered datasets."""
     table = Table("name", "use", "problems", "scorer", "licence")
     for one in sets:
         uses = [use for use, source in (("train", one.train), ("eval", one.test)) if source]
@@ -185,7 +183,7 @@ def print_sets(sets: Sequence[ProblemSet]) -> None:
 
 
 def print_set(one: ProblemSet) -> None:
-    """What the registry says of a set."""
+    """Print a dataset's registry entry."""
     table = Table("", one.name, show_header=True, box=SIMPLE_HEAD)
     for split, sources in (("train", one.train), ("eval", one.test)):
         for hub, reference in sources.items():
@@ -199,7 +197,7 @@ def print_set(one: ProblemSet) -> None:
 
 
 def print_rows(rows: Sequence[Shown], count: SetCount) -> None:
-    """Rows of a set as the model sees them, and the unusable ones before the last of them."""
+    """Print rows as the model sees them, and how many rows before the last one were unusable."""
     for row in rows:
         tokens = "" if row.num_tokens is None else f", {row.num_tokens} tokens"
         typer.secho(
@@ -208,13 +206,13 @@ def print_rows(rows: Sequence[Shown], count: SetCount) -> None:
         )
         typer.echo(row.prompt + "\n")
     for reason, number in count.refused.items():
-        typer.secho(f"refused: {number} with {reason}, such as {count.examples[reason][0]}", fg="yellow")
+        typer.secho(f"unusable: {number} with {reason}, such as {count.examples[reason][0]}", fg="yellow")
     if not rows:
         typer.echo(f"no usable row among {count.read}")
 
 
 def print_runs(runs: Sequence[RecordedRun], short_ids: Mapping[str, str]) -> None:
-    """Runs with what they cost and what they showed; times are local."""
+    """Print runs with their duration and result; times are local."""
     console = Console()
     if not console.is_terminal:
         console.width = RUNS_WIDTH
@@ -222,7 +220,7 @@ def print_runs(runs: Sequence[RecordedRun], short_ids: Mapping[str, str]) -> Non
     when = "%Y-%m-%d %H:%M" if has_flow else "%m-%d %H:%M"
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     for header in ("when", "id", "recipe", *["flow"] * has_flow, "state"):
-        table.add_column(header, no_wrap=header not in ("recipe", "flow"))  # the others are shown whole
+        table.add_column(header, no_wrap=header not in ("recipe", "flow"))  # other columns are never truncated
     for header in ("cached\n/run", "before\n(%)", "after\n(%)", "diff.\n(pts)", "p", "took\nh:mm:ss"):
         table.add_column(header, justify="right", no_wrap=True)
     for run in runs:
@@ -244,9 +242,9 @@ def print_run(
     changes: Sequence[Difference] | None,
     report: Mapping[str, Any] | None,
 ) -> None:
-    """One run: how it ended, its stages and where their output is, its result, what its configuration changed.
+    """Print one run: how it ended, its stages and outputs, its result, and its configuration changes.
 
-    `changes` is None when a configuration cannot be read.
+    `changes` is None if a configuration cannot be read.
     """
     from tasks.runs.child_environment import by_children
     from tasks.runs.history import artifact_of
@@ -254,7 +252,7 @@ def print_run(
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     console.print(f"Run {run.id} of {run.name}, {run.flow}: {run.state}", style="bold")
     started = f"{_local(run.started_at):%Y-%m-%d %H:%M:%S}"
-    console.print(f"began {started}, took {_duration(run.seconds)} (h:mm:ss), pid {run.pid} on {run.host}")
+    console.print(f"started {started}, took {_duration(run.seconds)} (h:mm:ss), pid {run.pid} on {run.host}")
     console.print(f"folder {run.folder}")
     if run.error:
         console.print(f"error {run.error}", style="red")
@@ -264,28 +262,28 @@ def print_run(
         table.add_row(label, state, f"{stage.seconds:.1f}", stage.key[:SHORT_KEY_LENGTH])
     if run.stages:
         console.print(table)
-    for label in run.stages:  # below the table, which would cut or fold them
+    for label in run.stages:  # not in the table, which would fold paths
         artifact = artifact_of(run, label)
-        console.print(f"{label} {artifact.path if artifact else 'removed, by dapo gc or by hand'}")
+        console.print(f"{label} {artifact.path if artifact else 'removed (dapo gc, or by hand)'}")
     if run.environment:
-        console.print("Variables that the chain set for its child processes (why: --json):")
+        console.print("Variables set for child processes (reasons: --json):")
         for children, words in by_children(run.environment).items():
             console.print(f"  {children}: {words}")
     if report is not None:
         console.print(report["verdict"])
     if before is None:
-        console.print(f"No earlier run of {run.name} to compare its configuration with.")
+        console.print(f"No earlier run of {run.name} to compare the configuration with.")
     elif changes:
-        console.print(f"Configuration against the run before it, {before.id}:")
+        console.print(f"Configuration changes since the previous run, {before.id}:")
         console.print(*(f"  {change}" for change in changes), sep="\n")
     elif changes is None:
-        console.print(f"Configuration against the run before it, {before.id}: one of the two cannot be read.")
+        console.print(f"Configuration changes since the previous run, {before.id}: unknown, one cannot be read.")
     else:
-        console.print(f"Configuration as in the run before it, {before.id}.")
+        console.print(f"Same configuration as the previous run, {before.id}.")
 
 
 def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[str, str]) -> None:
-    """What a collection removed or would remove, what it left and why, and the bytes in all."""
+    """Print what a collection removed or would remove, what it kept and why, and the total bytes."""
     table = Table(
         Column("artifact", overflow="fold", min_width=SHORT_KEY_LENGTH),
         Column("stage", no_wrap=True),
@@ -296,9 +294,9 @@ def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[
         padding=0,
         show_edge=False,
     )
-    gone = "would go" if is_dry_run else "removed"
+    removed = "would be removed" if is_dry_run else "removed"
     for item in found:
-        outcome = f"stays: {item.kept_reason}" if item.kept_reason else gone
+        outcome = f"kept: {item.kept_reason}" if item.kept_reason else removed
         table.add_row(
             Text(f"{item.attempt.short_key}/{item.attempt.path.name}"),
             item.attempt.stage,
@@ -311,11 +309,12 @@ def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[
     going = [item for item in found if not item.kept_reason]
     total = sum(item.frees_bytes for item in going)
     plural = "" if len(going) == 1 else "s"
-    Console(highlight=False, soft_wrap=True).print(f"{len(going)} folder{plural} {gone}, {total:,} bytes in all")
+    summary = f"{len(going)} folder{plural} {removed}, {total:,} bytes in total"
+    Console(highlight=False, soft_wrap=True).print(summary)
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """What checks found, and what to do where they are not ok."""
+    """Print findings with what to do about those that are not ok."""
     table = Table("check", "", Column("found", overflow="fold"), Column("what to do", overflow="fold"))
     for finding in findings:
         status = Text(finding.status, style=_STATUS_STYLES[finding.status])
@@ -325,8 +324,8 @@ def print_findings(findings: Sequence[Finding]) -> None:
 
 
 def print_variables(variables: Sequence[Variable], device: str) -> None:
-    """What environment variables do to a training on a kind of device."""
-    title = f"Environment variables of a training on {device}; those without effect on it are left out"
+    """Print how environment variables affect training on a kind of device."""
+    title = f"Environment variables that affect training on {device}"
     table = Table(
         "variable", "value", "", Column("effect", overflow="fold"), Column("what to do", overflow="fold"),
         title=title, title_justify="left",
@@ -338,13 +337,13 @@ def print_variables(variables: Sequence[Variable], device: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """A value for programs, on standard output."""
+    """Print a value as JSON on standard output."""
     typer.echo(json.dumps(value, indent=2))
 
 
 def print_derived(derived: Sequence[Quantity]) -> None:
-    """What a configuration means in numbers, to standard error: standard output holds the configuration itself."""
-    table = Table("of", "", "unit", "from", title="What follows from it", title_justify="left")
+    """Print the numbers derived from a configuration to standard error; standard output has the configuration."""
+    table = Table("quantity", "", "unit", "from", title="Derived numbers", title_justify="left")
     table.columns[1].justify = "right"
     for label, number, unit, formula in derived:
         table.add_row(label, f"{number:,}", unit, formula)
@@ -376,6 +375,6 @@ def _right(header: str) -> Column:
 
 
 def print_table(table: Table, *, is_error: bool = False) -> None:
-    """A table on standard output or error, wide enough for whole paths where no terminal bounds the line."""
+    """Print a table on standard output or error; without a terminal it is wide enough for whole paths."""
     is_terminal = Console(stderr=is_error).is_terminal
     Console(stderr=is_error, width=None if is_terminal else WIDTH).print(table)

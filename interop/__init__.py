@@ -1,4 +1,8 @@
-"""What the configurations and logs of other trainers mean here: pure data and functions.
+"""Read and write the configurations and logs of other trainers (verl, MindSpeed): pure data and functions.
 
-Words: *theirs* is a key or value of the other trainer, *ours* one of this project's configuration.
+In names and docstrings, *foreign* means the other trainer, *ours* this project.
 """
+
+
+class ForeignConfigError(ValueError):
+    """A configuration or log of another trainer cannot be read or converted."""

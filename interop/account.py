@@ -1,4 +1,4 @@
-"""What becomes of every setting of another trainer's configuration: nothing is dropped in silence."""
+"""Account for every setting of another trainer's configuration: none is dropped silently."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import interop.conversions
 import interop.conversions_algorithm
 import interop.conversions_loss
 import interop.conversions_mindspeed  # all register the conversions that the tables name
-from interop.contradictions import contradictions
-from interop.table import BLOCKING, UNSAID, Fate, Row, Table, load
-from interop.theirs import Outcome, Setting, Theirs, nested, outcome_of
+from interop.foreign_config import ForeignConfig, Outcome, Setting, nested, outcome_of
+from interop.table import BLOCKING, NOT_SET, Fate, Row, Table, load
 
 __all__ = ["Account", "Entry", "Setting", "account_of", "interop"]
+
+ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One setting and its fate; `ours` are our keys and values, `name` is the newest name of the key."""
+    """One setting and its fate. `ours` holds our keys and values, `name` is the key's newest name."""
 
     setting: Setting
     fate: Fate
@@ -30,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Account:
-    """Every setting with its fate, and what the trainer's defaults imply for keys that nothing sets."""
+    """Every setting with its fate, and the trainer's defaults for keys that are not set."""
 
     trainer: str
     version: str
@@ -38,11 +39,11 @@ class Account:
     implied: tuple[Entry, ...]
 
     def of(self, *fates: Fate) -> list[Entry]:
-        """The settings with one of these fates."""
+        """Return the settings with one of these fates."""
         return [entry for entry in self.entries if entry.fate in fates]
 
     def blocking(self, allowed: Iterable[str] = ()) -> list[Entry]:
-        """Settings and implied defaults that stop an import, without the keys that are allowed."""
+        """Return settings and defaults that stop an import, except for allowed keys."""
         allowed = set(allowed)
         return [
             entry
@@ -51,7 +52,7 @@ class Account:
         ]
 
     def tree(self) -> dict[str, Any]:
-        """Our recipe as nested sections: what is taken, then what the trainer's defaults imply."""
+        """Return our recipe as nested sections: the trainer's defaults, overridden by what is set."""
         entries = (*self.implied, *self.entries)
         return nested(
             {name: value for each in entries if each.fate == "taken" for name, value in each.ours.items()}
@@ -61,34 +62,32 @@ class Account:
 def account_of(
     settings: Sequence[Setting], trainer: str, version: str | None = None, facts: Mapping[str, int] | None = None
 ) -> Account:
-    """The account of a configuration; a key that is set twice holds its last value, as in Hydra.
+    """Return the account of a configuration. If a key is set twice, the last value wins, as in Hydra.
 
-    Without a version, the newest that has most of the keys. `facts`: `num_train_rows`, the rows of the training
-    files, from which epochs become steps. Raises ForeignConfigError for a trainer or version without a table.
+    Without a version, takes the newest one that has the most keys. `facts` may give `num_train_rows`, which
+    converts epochs to steps. Raises ForeignConfigError for an unknown trainer or version.
     """
     table = load(trainer)
     flat = list(_flat(settings, table))
     version = _version_of(flat, table) if version is None else table.require_version(version)
     rows = [table.resolve(setting.key, version) for setting in flat]
     names = [_name(setting, row) for setting, row in zip(flat, rows, strict=True)]
-    theirs = Theirs(
+    config = ForeignConfig(
         table, version, {name: each.value for name, each in zip(names, flat, strict=True)}, facts or {}
     )
     last = {name: setting for name, setting in zip(names, flat, strict=True)}
     entries = [
-        _entry(setting, row, name, last[name], theirs)
+        _entry(setting, row, name, last[name], config)
         for setting, row, name in zip(flat, rows, names, strict=True)
     ]
-    entries = _without_contradictions(entries, theirs)
-    said = {ours for entry in entries for ours in entry.ours}
-    implied = [entry for entry in _implied(theirs) if entry.fate in BLOCKING or not entry.ours.keys() <= said]
-    account = Account(trainer, version, tuple(entries), tuple(implied))
-    assert [entry.setting for entry in account.entries] == flat, "a setting was dropped"
-    return account
+    entries = _without_contradictions(entries, config)
+    set_keys = {ours for entry in entries for ours in entry.ours}
+    implied = [entry for entry in _implied(config) if entry.fate in BLOCKING or not entry.ours.keys() <= set_keys]
+    return Account(trainer, version, tuple(entries), tuple(implied))
 
 
 def _flat(settings: Iterable[Setting], table: Table) -> Iterator[Setting]:
-    """Settings of keys: a section that is set as a whole becomes its keys."""
+    """Yield one setting per key; a section set as a whole is split into its keys."""
     for key, value, origin in settings:
         row = table.find(key)
         if isinstance(value, dict) and value and (row is None or row.is_family):
@@ -99,7 +98,7 @@ def _flat(settings: Iterable[Setting], table: Table) -> Iterator[Setting]:
 
 
 def _version_of(settings: Sequence[Setting], table: Table) -> str:
-    """The newest version that has most of the keys."""
+    """Return the newest of the versions that have the most keys."""
     held = [set(table.versions_of(name)) for name in {setting.key for setting in settings}]
     return max(
         table.versions, key=lambda each: (sum(each in of_key for of_key in held), table.versions.index(each))
@@ -110,30 +109,30 @@ def _name(setting: Setting, row: Row | None) -> str:
     return setting.key if row is None or row.is_family else row.key
 
 
-def _entry(setting: Setting, row: Row | None, name: str, last: Setting, theirs: Theirs) -> Entry:
+def _entry(setting: Setting, row: Row | None, name: str, last: Setting, config: ForeignConfig) -> Entry:
     if row is None:
-        if (group := theirs.table.group_of(setting.key, setting.value)) is not None:
+        if (group := config.table.group_of(setting.key, setting.value)) is not None:
             note = (
-                f"chooses a file of Hydra's group {group}, whose keys are not here; name that file beside the "
-                "script, or write its keys in place of this"
+                f"selects a file from Hydra's group {group}, which is not available; import that file with the "
+                "script, or write out its keys instead"
             )
             return Entry(setting, "unsupported", {}, note, name)
-        near = theirs.table.nearest(setting.key)
-        if near is None and theirs.table.ignores_unknown:
-            note = f"{theirs.table.trainer} says nothing of keys that it does not know, and reads this one nowhere"
+        near = config.table.nearest(setting.key)
+        if near is None and config.table.ignores_unknown:
+            note = f"{config.table.trainer} silently ignores unknown keys, and this is one"
             return Entry(setting, "ignored-by-trainer", {}, note, name)
-        hint = f"did you mean {near}?" if near else f"no version of {theirs.table.trainer} has it"
+        hint = f"did you mean {near}?" if near else f"no version of {config.table.trainer} has it"
         return Entry(setting, "misspelt", {}, hint, name)
     if setting != last and setting.value != last.value:
         fate: Fate = "meaningless" if setting.key == last.key else "contradicting"
         return Entry(setting, fate, {}, f"{last.origin} sets {last.key}={last.value}", name)
-    outcome = outcome_of(row, setting.key, theirs[name] if _is_reference(setting.value) else setting.value, theirs)
-    held = theirs.table.versions_of(setting.key)
+    outcome = outcome_of(row, setting.key, config[name] if _is_reference(setting.value) else setting.value, config)
+    held = config.table.versions_of(setting.key)
     note = outcome.note
-    if theirs.version not in held:
-        of_this = row.names(theirs.version)
-        instead = f", which has {of_this[0]}" if of_this else ""
-        note = f"a key of {_span(held)}, not of {theirs.version}{instead}. {note}".strip()
+    if config.version not in held:
+        of_this = row.names(config.version)
+        instead = f", which calls it {of_this[0]}" if of_this else ""
+        note = f"exists in {_span(held)}, not in {config.version}{instead}. {note}".strip()
     return Entry(setting, outcome.fate, outcome.ours, note, name)
 
 
@@ -145,17 +144,17 @@ def _span(versions: Sequence[str]) -> str:
     return versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
 
 
-def _without_contradictions(entries: list[Entry], theirs: Theirs) -> list[Entry]:
-    """The entries, with the fate `contradicting` where two of them, or what they mean together, disagree."""
-    against = contradictions(theirs)
-    said: dict[str, Entry] = {}
+def _without_contradictions(entries: list[Entry], config: ForeignConfig) -> list[Entry]:
+    """Return the entries, marking as `contradicting` those that disagree with each other."""
+    against = _contradictions(config)
+    first: dict[str, Entry] = {}
     for entry in entries:
         for name, value in entry.ours.items():
-            other = said.setdefault(name, entry)
+            other = first.setdefault(name, entry)
             if other.ours[name] != value:
                 for one, by in ((entry, other), (other, entry)):
                     against.setdefault(
-                        one.name, f"{name} would be {one.ours[name]}, and {by.ours[name]} by {by.name}"
+                        one.name, f"{name} would be {one.ours[name]}, but {by.name} makes it {by.ours[name]}"
                     )
     return [
         replace(entry, fate="contradicting", ours={}, note=against[entry.name])
@@ -165,18 +164,86 @@ def _without_contradictions(entries: list[Entry], theirs: Theirs) -> list[Entry]
     ]
 
 
-def _implied(theirs: Theirs) -> Iterator[Entry]:
-    for row in theirs.table.rows:
-        value = row.default(theirs.version)
+def _contradictions(config: ForeignConfig) -> dict[str, str]:
+    """Return, by key, why a setting contradicts another setting or a default of the trainer."""
+    if config.table.trainer != "verl":
+        return {}
+    return (
+        _kl_contradictions(config)
+        | _micro_batch_contradictions(config)
+        | _batch_contradictions(config)
+        | _placement_contradictions(config)
+    )
+
+
+def _kl_contradictions(config: ForeignConfig) -> dict[str, str]:
+    in_loss, in_reward = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
+    if config[in_loss] is not True or config[in_reward] is not True:
+        return {}
+    why = f"{in_loss} and {in_reward} are both on; algorithm.kl.place is either loss or reward"
+    return {in_loss: why, in_reward: why}
+
+
+def _micro_batch_contradictions(config: ForeignConfig) -> dict[str, str]:
+    dynamic, tokens = f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"
+    sizes = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_micro_batch_size"]
+    given = [name for name in sizes if config.is_set(name) and config[name] is not None]
+    if len(given) == 2:
+        return dict.fromkeys(given, f"{given[0]} and {given[1]} are both set; keep one")
+    if config[dynamic] is not True:
+        return {}
+    if given and config.is_set(dynamic) and not config.is_set(tokens):
+        why = f"{dynamic} is on, so {given[0]} is not read and {tokens} applies instead, but it is not set"
+        return {dynamic: why, given[0]: why}
+    is_megatron = config[f"{ACTOR}.strategy"] == "megatron"
+    ranks = config[f"{ACTOR}.{'megatron.context' if is_megatron else 'ulysses_sequence'}_parallel_size"] or 1
+    lengths = config["data.max_prompt_length"], config["data.max_response_length"]
+    numbers = (config[tokens], ranks, *lengths)
+    if config.is_set(tokens) and all(type(number) is int for number in numbers):
+        room, longest = config[tokens] * ranks, sum(lengths)
+        if room < longest:
+            return {
+                tokens: f"{config[tokens]} tokens on each of {ranks} ranks hold no sequence of {longest}; set "
+                f"{-(-longest // ranks)}"
+            }
+    return {}
+
+
+def _batch_contradictions(config: ForeignConfig) -> dict[str, str]:
+    step, mini = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
+    sizes = config[step], config[mini]
+    if not (config.is_set(step) or config.is_set(mini)) or not all(type(size) is int for size in sizes):
+        return {}
+    if sizes[0] >= sizes[1]:
+        return {}
+    why = f"{step}={sizes[0]} prompts per step are fewer than {mini}={sizes[1]} per optimizer step"
+    return {name: why for name in (step, mini) if config.is_set(name)}
+
+
+def _placement_contradictions(config: ForeignConfig) -> dict[str, str]:
+    found: dict[str, str] = {}
+    actor, ref = f"{ACTOR}.strategy", f"{REF}.strategy"
+    fsdp = ("fsdp", "fsdp2")
+    if config.is_set(actor) and config.is_set(ref) and (config[actor] in fsdp) != (config[ref] in fsdp):
+        why = f"{actor}={config[actor]} and {ref}={config[ref]}: policy and reference use the same strategy"
+        found |= {actor: why, ref: why}
+    if config["trainer.resume_mode"] == "resume_path" and config["trainer.resume_from_path"] is None:
+        found["trainer.resume_mode"] = "resume_path needs trainer.resume_from_path, which is not set"
+    return found
+
+
+def _implied(config: ForeignConfig) -> Iterator[Entry]:
+    for row in config.table.rows:
+        value = row.default(config.version)
         if (
-            value is UNSAID
-            or not (row.ours and row.names(theirs.version))
+            value is NOT_SET
+            or not (row.ours and row.names(config.version))
             or row.is_family
-            or theirs.is_set(row.key)
+            or config.is_set(row.key)
         ):
             continue
-        outcome: Outcome = outcome_of(row, row.key, theirs[row.key], theirs)
-        origin = f"default of {theirs.table.trainer} {theirs.version}"
+        outcome: Outcome = outcome_of(row, row.key, config[row.key], config)
+        origin = f"default of {config.table.trainer} {config.version}"
         if outcome.fate in ("taken", *BLOCKING):
-            setting = Setting(row.key, theirs[row.key], origin)
+            setting = Setting(row.key, config[row.key], origin)
             yield Entry(setting, outcome.fate, outcome.ours, outcome.note, row.key)

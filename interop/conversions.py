@@ -1,7 +1,7 @@
-"""Changes of unit between verl's keys and ours, both ways, under the names that tables give in `convert`.
+"""Unit conversions between verl's keys and ours, both ways; `convert` in the tables names them.
 
-Each `ours_from` function gets a value and all settings; its twin in TO_THEIRS gets all our keys, by name.
-Without a twin, a row's only key of ours has their value.
+A `from_foreign` function gets one value and all settings. Its inverse in TO_FOREIGN gets all our keys by name;
+without an inverse, the row's single key of ours has the same value.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from interop.table import UNSAID
-from interop.theirs import TO_THEIRS, Outcome, Theirs, ours_from, taken, theirs_from
+from interop.foreign_config import TO_FOREIGN, ForeignConfig, Outcome, from_foreign, taken, to_foreign
+from interop.table import NOT_SET
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
@@ -22,16 +22,16 @@ Ours = Mapping[str, Any]
 
 
 def unsupported(note: str) -> Outcome:
-    """An outcome that stops an import."""
+    """Return an outcome that stops an import."""
     return Outcome("unsupported", {}, note)
 
 
 def _register_sets(name: str, ours_key: str) -> None:
-    @ours_from(name)
-    def _sets(value: Any, theirs: Theirs) -> Outcome:
+    @from_foreign(name)
+    def _sets(value: Any, config: ForeignConfig) -> Outcome:
         return Outcome("taken", {ours_key: value if isinstance(value, list) else [value]})
 
-    @theirs_from(name)
+    @to_foreign(name)
     def _their_sets(ours: Ours) -> Any:
         return [ours[ours_key]] if isinstance(ours[ours_key], str) else list(ours[ours_key])
 
@@ -54,261 +54,267 @@ _FOLDERS = (
 )
 
 
-@ours_from("model")
-def _model(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("model")
+def _model(value: Any, config: ForeignConfig) -> Outcome:
     is_name = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[\w.-]+", str(value))
     if is_name is not None and is_name[1].lower() not in _FOLDERS and not Path(value).exists():
         return taken(model__source="huggingface", model__id=value)
     return taken(model__source="path", model__path=value)
 
 
-@ours_from("every")
-def _every(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("every")
+def _every(value: Any, config: ForeignConfig) -> Outcome:
     return taken(validation__every=max(int(value), 0))
 
 
-@ours_from("num_logged")
-def _num_logged(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("num_logged")
+def _num_logged(value: Any, config: ForeignConfig) -> Outcome:
     return taken(validation__num_logged=max(int(value), 0))
 
 
-@ours_from("before_training")
-def _before_training(value: Any, theirs: Theirs) -> Outcome:
-    if value and theirs["trainer.test_freq"] <= 0:
-        return Outcome("other-stage", {}, "the chain evaluates the model before training in a stage of its own")
+@from_foreign("before_training")
+def _before_training(value: Any, config: ForeignConfig) -> Outcome:
+    if value and config["trainer.test_freq"] <= 0:
+        return Outcome("other-stage", {}, "the chain evaluates the model before training in a separate stage")
     return taken(validation__before_training=bool(value))
 
 
-@ours_from("save_every")
-def _save_every(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("save_every")
+def _save_every(value: Any, config: ForeignConfig) -> Outcome:
     if int(value) > 0:
         return taken(checkpoint__save_every=int(value))
-    return Outcome("default", {}, "never, there; here every checkpoint.save_every steps, for resume and the merge")
+    return Outcome(
+        "default",
+        {},
+        "never saves there; here checkpoint.save_every applies, since resume and merge need checkpoints",
+    )
 
 
-@ours_from("kept")
-def _kept(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("kept")
+def _kept(value: Any, config: ForeignConfig) -> Outcome:
     if value is None or int(value) <= 0:
-        return Outcome("default", {}, "all, there; here the newest checkpoint.keep_last")
+        return Outcome("default", {}, "keeps all there; here the newest checkpoint.keep_last")
     return taken(checkpoint__keep_last=int(value))
 
 
-def num_devices(theirs: Theirs) -> int:
-    """Devices of the trainer: those of a node times the nodes."""
-    return int(theirs["trainer.n_gpus_per_node"]) * int(theirs["trainer.nnodes"])
+def num_devices(config: ForeignConfig) -> int:
+    """Return the trainer's device count: devices per node x nodes."""
+    return int(config["trainer.n_gpus_per_node"]) * int(config["trainer.nnodes"])
 
 
-@ours_from("devices")
-def _devices(value: Any, theirs: Theirs) -> Outcome:
-    num, per_engine = num_devices(theirs), _devices_of_engine(theirs)
+@from_foreign("devices")
+def _devices(value: Any, config: ForeignConfig) -> Outcome:
+    num, per_engine = num_devices(config), _devices_of_engine(config)
     if num % per_engine:
-        return unsupported(f"{num} devices do not divide into engines of {per_engine}")
+        return unsupported(f"{num} devices cannot be split into engines of {per_engine}")
     return taken(
-        "the same devices in turns: one policy rank on each",
+        "ranks and engines share the devices, one rank each",
         train__num_ranks=num,
         train__placement="colocated",
         rollout__num_workers=num // per_engine,
     )
 
 
-def _devices_of_engine(theirs: Theirs) -> int:
+def _devices_of_engine(config: ForeignConfig) -> int:
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    tensor, pipeline = (int(theirs[f"{ROLLOUT}.{name}"] or 1) for name in names)
+    tensor, pipeline = (int(config[f"{ROLLOUT}.{name}"] or 1) for name in names)
     return tensor * pipeline
 
 
-@ours_from("too_long")
-def _too_long(value: Any, theirs: Theirs) -> Outcome:
-    if theirs["data.filter_overlong_prompts"]:
-        return taken("prompts that are too long are left out before", data__too_long="drop")
+@from_foreign("too_long")
+def _too_long(value: Any, config: ForeignConfig) -> Outcome:
+    if config["data.filter_overlong_prompts"]:
+        return taken("overlong prompts are filtered out first", data__too_long="drop")
     known = {"error": "error", "left": "truncate_left"}
     if value not in known:
-        return unsupported("data.too_long knows error, truncate_left and drop")
+        return unsupported("data.too_long takes error, truncate_left and drop")
     return taken(data__too_long=known[value])
 
 
-@ours_from("drop_too_long")
-def _drop_too_long(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("drop_too_long")
+def _drop_too_long(value: Any, config: ForeignConfig) -> Outcome:
     if value:
         return taken(data__too_long="drop")
-    if theirs["data.truncation"] == "left":
-        return taken("too long ones are cut as data.truncation says", data__too_long="truncate_left")
-    return Outcome("default", {}, "data.truncation decides")
+    if config["data.truncation"] == "left":
+        return taken("overlong prompts are truncated, as data.truncation says", data__too_long="truncate_left")
+    return Outcome("default", {}, "data.truncation applies")
 
 
-def updates_per_step(theirs: Theirs) -> int:
-    """Optimizer steps of a training step."""
-    batch, mini = int(theirs["data.train_batch_size"]), int(theirs[f"{ACTOR}.ppo_mini_batch_size"])
-    return math.ceil(batch / mini) * int(theirs[f"{ACTOR}.ppo_epochs"] or 1)
+def updates_per_step(config: ForeignConfig) -> int:
+    """Return the optimizer steps per training step."""
+    batch, mini = int(config["data.train_batch_size"]), int(config[f"{ACTOR}.ppo_mini_batch_size"])
+    return math.ceil(batch / mini) * int(config[f"{ACTOR}.ppo_epochs"] or 1)
 
 
-def _first_of_warmup(theirs: Theirs) -> int:
-    """The lowest number of warm-up steps that is one; below it the ratio decides. 0 is one before verl 0.8."""
-    versions = theirs.table.versions
-    return int("0.8.0" in versions and versions.index(theirs.version) >= versions.index("0.8.0"))
+def _first_of_warmup(config: ForeignConfig) -> int:
+    """Return the smallest lr_warmup_steps that takes precedence over the ratio: 0 before verl 0.8, then 1."""
+    versions = config.table.versions
+    return int("0.8.0" in versions and versions.index(config.version) >= versions.index("0.8.0"))
 
 
-@ours_from("warmup_steps")
-def _warmup_steps(value: Any, theirs: Theirs) -> Outcome:
-    if value is None or int(value) < _first_of_warmup(theirs):
-        return Outcome("default", {}, f"{ACTOR}.optim.lr_warmup_steps_ratio decides")
-    updates = updates_per_step(theirs)
+@from_foreign("warmup_steps")
+def _warmup_steps(value: Any, config: ForeignConfig) -> Outcome:
+    if value is None or int(value) < _first_of_warmup(config):
+        return Outcome("default", {}, f"{ACTOR}.optim.lr_warmup_steps_ratio applies")
+    updates = updates_per_step(config)
     return taken(
-        f"{value} training steps x {updates} optimizer steps of each", train__warmup_steps=int(value) * updates
+        f"{value} training steps x {updates} optimizer steps each", train__warmup_steps=int(value) * updates
     )
 
 
-@theirs_from("warmup_steps")
+@to_foreign("warmup_steps")
 def _their_warmup_steps(ours: Ours) -> Any:
     updates = ours["train.train_prompts"] // ours["train.mini_prompts"] * ours["train.passes"]
-    return ours["train.warmup_steps"] // updates if ours["train.warmup_steps"] % updates == 0 else UNSAID
+    return ours["train.warmup_steps"] // updates if ours["train.warmup_steps"] % updates == 0 else NOT_SET
 
 
-@ours_from("warmup_ratio", is_one_way=True)
-def _warmup_ratio(value: Any, theirs: Theirs) -> Outcome:
-    steps = theirs[f"{ACTOR}.optim.lr_warmup_steps"]
-    if steps is not None and int(steps) >= _first_of_warmup(theirs):
-        return Outcome("meaningless", {}, f"{ACTOR}.optim.lr_warmup_steps decides")
-    total = total_steps(theirs)
+@from_foreign("warmup_ratio", is_one_way=True)
+def _warmup_ratio(value: Any, config: ForeignConfig) -> Outcome:
+    steps = config[f"{ACTOR}.optim.lr_warmup_steps"]
+    if steps is not None and int(steps) >= _first_of_warmup(config):
+        return Outcome("meaningless", {}, f"{ACTOR}.optim.lr_warmup_steps applies")
+    total = total_steps(config)
     if not value:
         return taken(train__warmup_steps=0)
     if total is None:
-        return unsupported("a share of steps whose number is unknown; set trainer.total_training_steps")
+        return unsupported("a fraction of an unknown number of steps; set trainer.total_training_steps")
     steps = int(value * total)
     return taken(
-        f"{value} of {total} training steps, x {updates_per_step(theirs)} optimizer steps of each",
-        train__warmup_steps=steps * updates_per_step(theirs),
+        f"{value} of {total} training steps x {updates_per_step(config)} optimizer steps each",
+        train__warmup_steps=steps * updates_per_step(config),
     )
 
 
-def total_steps(theirs: Theirs) -> int | None:
-    """Training steps of the whole training, as far as the number of training prompts is known."""
-    steps = theirs["trainer.total_training_steps"]
-    rows = theirs.facts.get("num_train_rows")
+def total_steps(config: ForeignConfig) -> int | None:
+    """Return the number of training steps, None if it depends on an unknown number of training rows."""
+    steps = config["trainer.total_training_steps"]
+    rows = config.facts.get("num_train_rows")
     if rows is None:
         return None if steps is None else int(steps)
-    batch = int(theirs["data.gen_batch_size"] or theirs["data.train_batch_size"])
-    of_epochs = rows // batch * int(theirs["trainer.total_epochs"])
+    batch = int(config["data.gen_batch_size"] or config["data.train_batch_size"])
+    of_epochs = rows // batch * int(config["trainer.total_epochs"])
     return of_epochs if steps is None else min(int(steps), of_epochs)
 
 
-@ours_from("total_steps")
-def _total_steps(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("total_steps")
+def _total_steps(value: Any, config: ForeignConfig) -> Outcome:
     if value is None:
-        return Outcome("default", {}, "trainer.total_epochs decides")
-    if (steps := total_steps(theirs)) is None or steps == int(value):
+        return Outcome("default", {}, "trainer.total_epochs applies")
+    if (steps := total_steps(config)) is None or steps == int(value):
         return taken(train__total_steps=int(value))
-    return _of_epochs(theirs["trainer.total_epochs"], steps, theirs)
+    return _of_epochs(config["trainer.total_epochs"], steps, config)
 
 
-@ours_from("epochs", is_one_way=True)
-def _epochs(value: Any, theirs: Theirs) -> Outcome:
-    if theirs["trainer.total_training_steps"] is not None:
-        return Outcome("meaningless", {}, "trainer.total_training_steps decides, unless the epochs end before")
-    if (steps := total_steps(theirs)) is None:
+@from_foreign("epochs", is_one_way=True)
+def _epochs(value: Any, config: ForeignConfig) -> Outcome:
+    if config["trainer.total_training_steps"] is not None:
+        return Outcome("meaningless", {}, "trainer.total_training_steps applies, unless the epochs end first")
+    if (steps := total_steps(config)) is None:
         return unsupported(
-            f"the steps of {value} epochs depend on the rows of data.train_files, which are unknown here: set "
-            "trainer.total_training_steps, or say how many rows (--set-env num_train_rows=N)"
+            f"the steps in {value} epochs depend on the rows of data.train_files, which are unknown: set "
+            "trainer.total_training_steps, or give the row count (--set-env num_train_rows=N)"
         )
-    return _of_epochs(value, steps, theirs)
+    return _of_epochs(value, steps, config)
 
 
-def _of_epochs(epochs: Any, steps: int, theirs: Theirs) -> Outcome:
-    said = f"{epochs} epochs of {theirs.facts['num_train_rows']} rows in whole batches"
-    return taken(said, train__total_steps=steps) if steps > 0 else unsupported(f"{said} are no training step")
+def _of_epochs(epochs: Any, steps: int, config: ForeignConfig) -> Outcome:
+    rows = f"{epochs} epochs of {config.facts['num_train_rows']} rows in full batches"
+    return taken(rows, train__total_steps=steps) if steps > 0 else unsupported(f"{rows} make no training step")
 
 
-@ours_from("micro_batch_tokens")
-def _micro_batch_tokens(value: Any, theirs: Theirs) -> Outcome:
-    if not theirs[f"{ACTOR}.use_dynamic_bsz"]:
-        return Outcome(
-            "meaningless", {}, f"without {ACTOR}.use_dynamic_bsz, ppo_micro_batch_size_per_gpu is the limit"
-        )
+@from_foreign("micro_batch_tokens")
+def _micro_batch_tokens(value: Any, config: ForeignConfig) -> Outcome:
+    if not config[f"{ACTOR}.use_dynamic_bsz"]:
+        return Outcome("meaningless", {}, f"without {ACTOR}.use_dynamic_bsz, ppo_micro_batch_size_per_gpu applies")
     return taken(train__micro_batch_tokens=int(value))
 
 
-def longest_sequence(theirs: Theirs) -> int:
-    """Tokens of the longest prompt with the longest response."""
-    return int(theirs["data.max_prompt_length"]) + int(theirs["data.max_response_length"])
+def longest_sequence(config: ForeignConfig) -> int:
+    """Return the maximum tokens of a prompt with its response."""
+    return int(config["data.max_prompt_length"]) + int(config["data.max_response_length"])
 
 
-@ours_from("micro_batch_of_all", is_one_way=True)
-def _micro_batch_of_all(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("micro_batch_of_all", is_one_way=True)
+def _micro_batch_of_all(value: Any, config: ForeignConfig) -> Outcome:
     if value is None:
         return Outcome("default", {}, "unset")
-    ranks = int(theirs[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1)
-    return _micro_batch_responses(int(value) * ranks // num_devices(theirs), theirs)
+    ranks = int(config[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1)
+    return _micro_batch_responses(int(value) * ranks // num_devices(config), config)
 
 
-@ours_from("micro_batch_responses", is_one_way=True)
-def _micro_batch_responses(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("micro_batch_responses", is_one_way=True)
+def _micro_batch_responses(value: Any, config: ForeignConfig) -> Outcome:
     if value is None:
         return Outcome("default", {}, "unset")
-    if theirs[f"{ACTOR}.use_dynamic_bsz"]:
-        return Outcome("meaningless", {}, f"with {ACTOR}.use_dynamic_bsz, ppo_max_token_len_per_gpu is the limit")
-    longest, ranks = longest_sequence(theirs), int(theirs[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1)
+    if config[f"{ACTOR}.use_dynamic_bsz"]:
+        return Outcome("meaningless", {}, f"with {ACTOR}.use_dynamic_bsz, ppo_max_token_len_per_gpu applies")
+    longest, ranks = longest_sequence(config), int(config[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1)
     return taken(
-        f"{value} responses of at most {longest} tokens, over {ranks} ranks that share a sequence",
+        f"{value} responses of at most {longest} tokens, over {ranks} ranks that share each sequence",
         train__micro_batch_tokens=math.ceil(int(value) * longest / ranks),
     )
 
 
-@ours_from("fsdp_size")
-def _fsdp_size(value: Any, theirs: Theirs) -> Outcome:
-    if value is None or int(value) <= 0 or int(value) >= num_devices(theirs):
-        return Outcome("default", {}, "all ranks share one copy of the weights")
+@from_foreign("fsdp_size")
+def _fsdp_size(value: Any, config: ForeignConfig) -> Outcome:
+    if value is None or int(value) <= 0 or int(value) >= num_devices(config):
+        return Outcome("default", {}, "the weights are sharded over all ranks")
     return taken(train__fsdp_size=int(value))
 
 
-@ours_from("bucket")
-def _bucket(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("bucket")
+def _bucket(value: Any, config: ForeignConfig) -> Outcome:
     return taken(train__weight_bucket_bytes=int(value) * 1024**2)
 
 
-@ours_from("compute_dtype")
-def _compute_dtype(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("compute_dtype")
+def _compute_dtype(value: Any, config: ForeignConfig) -> Outcome:
     known = {"bfloat16": "auto", "bf16": "auto", "float32": "float32", "fp32": "float32"}
-    return taken(train__dtype=known[value]) if value in known else unsupported("float16 needs scaled losses")
+    return taken(train__dtype=known[value]) if value in known else unsupported("float16 needs loss scaling")
 
 
-@ours_from("expert_parallel")
-def _expert_parallel(value: Any, theirs: Theirs) -> Outcome:
-    devices = int(theirs[f"{ROLLOUT}.tensor_model_parallel_size"])
+@from_foreign("expert_parallel")
+def _expert_parallel(value: Any, config: ForeignConfig) -> Outcome:
+    devices = int(config[f"{ROLLOUT}.tensor_model_parallel_size"])
     if int(value) not in (1, devices):
-        return unsupported(f"experts are shared out over all {devices} devices of an engine, or over none")
+        return unsupported(f"experts are split over all {devices} devices of an engine, or not at all")
     return taken(rollout__expert_parallel=int(value) > 1)
 
 
-@ours_from("trackers")
-def _trackers(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("trackers")
+def _trackers(value: Any, config: ForeignConfig) -> Outcome:
     names = value if isinstance(value, list) else [value]
     unknown = [str(name) for name in names if name not in (*TRACKERS, "console", "file")]
     if unknown:
-        return unsupported(f"train.trackers knows {', '.join(TRACKERS)}, not {', '.join(unknown)}")
+        return unsupported(f"train.trackers takes {', '.join(TRACKERS)}, not {', '.join(unknown)}")
     return taken(
-        "the console and metrics.jsonl get every step anyway",
+        "the console and metrics.jsonl always get every step",
         train__trackers=[name for name in names if name in TRACKERS],
     )
 
 
-@ours_from("resume")
-def _resume(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("resume")
+def _resume(value: Any, config: ForeignConfig) -> Outcome:
     if value == "resume_path":
-        return taken(checkpoint__resume=str(theirs["trainer.resume_from_path"]))
+        return taken(checkpoint__resume=str(config["trainer.resume_from_path"]))
     known = {"auto": "auto", "disable": "never"}
-    return taken(checkpoint__resume=known[value]) if value in known else unsupported("auto, disable, resume_path")
+    return (
+        taken(checkpoint__resume=known[value])
+        if value in known
+        else unsupported("known are auto, disable and resume_path")
+    )
 
 
-@ours_from("resume_path")
-def _resume_path(value: Any, theirs: Theirs) -> Outcome:
-    if value is None or theirs["trainer.resume_mode"] != "resume_path":
-        return Outcome("meaningless", {}, "trainer.resume_mode decides")
+@from_foreign("resume_path")
+def _resume_path(value: Any, config: ForeignConfig) -> Outcome:
+    if value is None or config["trainer.resume_mode"] != "resume_path":
+        return Outcome("meaningless", {}, "trainer.resume_mode applies")
     return taken(checkpoint__resume=str(value))
 
 
-TO_THEIRS.update(
+TO_FOREIGN.update(
     {
-        "model": lambda ours: ours["model.id"] or ours["model.path"] or UNSAID,
+        "model": lambda ours: ours["model.id"] or ours["model.path"] or NOT_SET,
         "every": lambda ours: ours["validation.every"] or -1,
         "too_long": lambda ours: {"error": "error", "truncate_left": "left", "drop": "error"}[
             ours["data.too_long"]
@@ -321,7 +327,7 @@ TO_THEIRS.update(
         "trackers": lambda ours: ["console", *ours["train.trackers"]],
         "resume": lambda ours: {"auto": "auto", "never": "disable"}.get(ours["checkpoint.resume"], "resume_path"),
         "resume_path": lambda ours: (
-            UNSAID if ours["checkpoint.resume"] in ("auto", "never") else ours["checkpoint.resume"]
+            NOT_SET if ours["checkpoint.resume"] in ("auto", "never") else ours["checkpoint.resume"]
         ),
     }
 )

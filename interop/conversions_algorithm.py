@@ -1,23 +1,23 @@
-"""Changes of meaning between verl's keys of the loss, the filter and validation, and ours, both ways."""
+"""Conversions between verl's keys for KL, group filtering, rewards and validation, and ours, both ways."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from interop.conversions import ACTOR, ROLLOUT, Ours, unsupported
-from interop.table import UNSAID
-from interop.theirs import TO_THEIRS, Outcome, Theirs, ours_from, taken, theirs_from
+from interop.foreign_config import TO_FOREIGN, ForeignConfig, Outcome, from_foreign, taken, to_foreign
+from interop.table import NOT_SET
 
 
-@ours_from("kl_in_loss")
-def _kl_in_loss(value: Any, theirs: Theirs) -> Outcome:
-    in_reward = bool(theirs["algorithm.use_kl_in_reward"])
+@from_foreign("kl_in_loss")
+def _kl_in_loss(value: Any, config: ForeignConfig) -> Outcome:
+    in_reward = bool(config["algorithm.use_kl_in_reward"])
     return taken(algorithm__kl__place="loss" if value else "reward" if in_reward else "off")
 
 
-@ours_from("kl_in_reward")
-def _kl_in_reward(value: Any, theirs: Theirs) -> Outcome:
-    in_loss = bool(theirs[f"{ACTOR}.use_kl_loss"])
+@from_foreign("kl_in_reward")
+def _kl_in_reward(value: Any, config: ForeignConfig) -> Outcome:
+    in_loss = bool(config[f"{ACTOR}.use_kl_loss"])
     return taken(algorithm__kl__place="reward" if value else "loss" if in_loss else "off")
 
 
@@ -29,63 +29,65 @@ _IN_REWARD = {"kl_coef": "coefficient", "kl_penalty": "estimator"}
 _IN_REWARD |= {"type": "controller", "horizon": "horizon", "target_kl": "target"}
 
 
-def _register_kl(place: str, switch: str, theirs_name: str, name: str) -> None:
-    @ours_from(f"{place}.{theirs_name}")
-    def _value(value: Any, theirs: Theirs) -> Outcome:
-        if not theirs[switch]:
+def _register_kl(place: str, switch: str, foreign_name: str, name: str) -> None:
+    @from_foreign(f"{place}.{foreign_name}")
+    def _value(value: Any, config: ForeignConfig) -> Outcome:
+        if not config[switch]:
             return Outcome("meaningless", {}, f"{switch} is off")
         if name == "estimator" and value not in _ESTIMATORS:
-            return unsupported(f"algorithm.kl.estimator knows {', '.join(_ESTIMATORS)}")
+            return unsupported(f"algorithm.kl.estimator takes {', '.join(_ESTIMATORS)}")
         converted = _ESTIMATORS[value] if name == "estimator" else value
         return Outcome("taken", {f"algorithm.kl.{name}": converted})
 
-    @theirs_from(f"{place}.{theirs_name}")
-    def _theirs(ours: Ours) -> Any:
-        return ours[f"algorithm.kl.{name}"] if ours["algorithm.kl.place"] == place else UNSAID
+    @to_foreign(f"{place}.{foreign_name}")
+    def _foreign(ours: Ours) -> Any:
+        return ours[f"algorithm.kl.{name}"] if ours["algorithm.kl.place"] == place else NOT_SET
 
 
-for _theirs_name, _name in _IN_LOSS.items():
-    _register_kl("loss", f"{ACTOR}.use_kl_loss", _theirs_name, _name)
-for _theirs_name, _name in _IN_REWARD.items():
-    _register_kl("reward", "algorithm.use_kl_in_reward", _theirs_name, _name)
+for _foreign_name, _name in _IN_LOSS.items():
+    _register_kl("loss", f"{ACTOR}.use_kl_loss", _foreign_name, _name)
+for _foreign_name, _name in _IN_REWARD.items():
+    _register_kl("reward", "algorithm.use_kl_in_reward", _foreign_name, _name)
 
 
-@ours_from("filter_draws")
-def _filter_draws(value: Any, theirs: Theirs) -> Outcome:
-    if not theirs["algorithm.filter_groups.enable"]:
+@from_foreign("filter_draws")
+def _filter_draws(value: Any, config: ForeignConfig) -> Outcome:
+    if not config["algorithm.filter_groups.enable"]:
         return Outcome("meaningless", {}, "algorithm.filter_groups.enable is off")
     if int(value) <= 0:
-        return taken("no bound; an epoch of groups without signal ends a step", sampler__max_num_gen_batches=0)
+        return taken(
+            "no limit; a step ends after an epoch of groups without signal", sampler__max_num_gen_batches=0
+        )
     return taken(sampler__max_num_gen_batches=int(value))
 
 
-@ours_from("gen_batch")
-def _gen_batch(value: Any, theirs: Theirs) -> Outcome:
-    prompts = theirs["data.train_batch_size"] if value is None else value
+@from_foreign("gen_batch")
+def _gen_batch(value: Any, config: ForeignConfig) -> Outcome:
+    prompts = config["data.train_batch_size"] if value is None else value
     return taken(sampler__gen_prompts=int(prompts))
 
 
 def _register_validation(name: str, ours_name: str, greedy: Any) -> None:
-    @ours_from(f"val.{name}")
-    def _value(value: Any, theirs: Theirs) -> Outcome:
-        if not theirs[f"{ROLLOUT}.val_kwargs.do_sample"]:
-            return taken("greedy: val_kwargs.do_sample is off", **{f"validation__{ours_name}": greedy})
+    @from_foreign(f"val.{name}")
+    def _value(value: Any, config: ForeignConfig) -> Outcome:
+        if not config[f"{ROLLOUT}.val_kwargs.do_sample"]:
+            return taken("greedy, since val_kwargs.do_sample is off", **{f"validation__{ours_name}": greedy})
         return taken(**{f"validation__{ours_name}": value})
 
 
-for _theirs_name, _name, _greedy in (
+for _foreign_name, _name, _greedy in (
     ("temperature", "temperature", 0.0),
     ("top_p", "top_p", 1.0),
     ("top_k", "top_k", -1),
     ("n", "num_samples", 1),
 ):
-    _register_validation(_theirs_name, _name, _greedy)
+    _register_validation(_foreign_name, _name, _greedy)
 
 
-@ours_from("val.do_sample")
-def _do_sample(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("val.do_sample")
+def _do_sample(value: Any, config: ForeignConfig) -> Outcome:
     if value:
-        return Outcome("default", {}, "validation.temperature above 0 samples")
+        return Outcome("default", {}, "validation samples if validation.temperature is above 0")
     return taken(validation__temperature=0.0)
 
 
@@ -93,62 +95,62 @@ _METRICS = {"acc": "acc", "score": "score", "reward": "seq_reward"}
 _METRICS |= {"seq_reward": "seq_reward", "seq_final_reward": "seq_final_reward"}
 
 
-@ours_from("filter_metric")
-def _filter_metric(value: Any, theirs: Theirs) -> Outcome:
-    if not theirs["algorithm.filter_groups.enable"]:
+@from_foreign("filter_metric")
+def _filter_metric(value: Any, config: ForeignConfig) -> Outcome:
+    if not config["algorithm.filter_groups.enable"]:
         return Outcome("meaningless", {}, "algorithm.filter_groups.enable is off")
     if value not in _METRICS:
-        return unsupported(f"sampler.metric knows {', '.join(_METRICS.values())}")
+        return unsupported(f"sampler.metric takes {', '.join(_METRICS.values())}")
     return taken(sampler__metric=_METRICS[value])
 
 
-@ours_from("overlong")
-def _overlong(value: Any, theirs: Theirs) -> Outcome:
-    if value and theirs["reward.reward_manager.name"] != "dapo":
-        return Outcome("meaningless", {}, "only reward_manager=dapo reads it")
+@from_foreign("overlong")
+def _overlong(value: Any, config: ForeignConfig) -> Outcome:
+    if value and config["reward.reward_manager.name"] != "dapo":
+        return Outcome("meaningless", {}, "only read by reward_manager=dapo")
     return taken(reward__overlong__enabled=bool(value))
 
 
-@ours_from("overlong_tokens")
-def _overlong_tokens(value: Any, theirs: Theirs) -> Outcome:
-    if not theirs["reward.reward_kwargs.overlong_buffer_cfg.enable"]:
+@from_foreign("overlong_tokens")
+def _overlong_tokens(value: Any, config: ForeignConfig) -> Outcome:
+    if not config["reward.reward_kwargs.overlong_buffer_cfg.enable"]:
         return Outcome("meaningless", {}, "the penalty is off")
     return taken(reward__overlong__buffer_tokens=int(value))
 
 
-@ours_from("custom_name")
-def _custom_name(value: Any, theirs: Theirs) -> Outcome:
-    if value is None or theirs["reward.custom_reward_function.path"] is None:
+@from_foreign("custom_name")
+def _custom_name(value: Any, config: ForeignConfig) -> Outcome:
+    if value is None or config["reward.custom_reward_function.path"] is None:
         return Outcome("meaningless", {}, "custom_reward_function.path is not set")
     return taken(custom_reward__name=str(value))
 
 
-@ours_from("top_k")
-def _top_k(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("top_k")
+def _top_k(value: Any, config: ForeignConfig) -> Outcome:
     return taken(rollout__top_k=int(value) if int(value) > 0 else -1)
 
 
-@ours_from("all_if_negative")
-def _all_if_negative(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("all_if_negative")
+def _all_if_negative(value: Any, config: ForeignConfig) -> Outcome:
     if value is None or int(value) <= 0:
-        return Outcome("default", {}, "all of them")
+        return Outcome("default", {}, "all prompts")
     return taken(validation__num_prompts=int(value))
 
 
-@ours_from("reference_path")
-def _reference_path(value: Any, theirs: Theirs) -> Outcome:
-    if value is None or not (theirs[f"{ACTOR}.use_kl_loss"] or theirs["algorithm.use_kl_in_reward"]):
-        return Outcome("meaningless", {}, "there is no KL, and so no reference")
+@from_foreign("reference_path")
+def _reference_path(value: Any, config: ForeignConfig) -> Outcome:
+    if value is None or not (config[f"{ACTOR}.use_kl_loss"] or config["algorithm.use_kl_in_reward"]):
+        return Outcome("meaningless", {}, "without KL there is no reference")
     return taken(algorithm__kl__reference_path=str(value))
 
 
-TO_THEIRS.update(
+TO_FOREIGN.update(
     {
         "kl_in_loss": lambda ours: ours["algorithm.kl.place"] == "loss",
         "kl_in_reward": lambda ours: ours["algorithm.kl.place"] == "reward",
         "val.do_sample": lambda ours: ours["validation.temperature"] > 0,
-        "custom_name": lambda ours: UNSAID if ours["custom_reward.path"] is None else ours["custom_reward.name"],
+        "custom_name": lambda ours: NOT_SET if ours["custom_reward.path"] is None else ours["custom_reward.name"],
         "all_if_negative": lambda ours: ours["validation.num_prompts"] or -1,
-        "reference_path": lambda ours: UNSAID if (path := ours["algorithm.kl.reference_path"]) is None else path,
+        "reference_path": lambda ours: NOT_SET if (path := ours["algorithm.kl.reference_path"]) is None else path,
     }
 )

@@ -1,64 +1,64 @@
-"""Changes of meaning between verl's keys of optimizer, loss and rollout correction, and ours, both ways."""
+"""Conversions between verl's keys for optimizer, loss and rollout correction, and ours, both ways."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from interop.conversions import ACTOR, Ours, unsupported
-from interop.table import UNSAID
-from interop.theirs import TO_THEIRS, Outcome, Theirs, ours_from, taken, theirs_from
+from interop.foreign_config import TO_FOREIGN, ForeignConfig, Outcome, from_foreign, taken, to_foreign
+from interop.table import NOT_SET
 
 CORRECTION = "algorithm.rollout_correction"
-IN_BYPASS = f"read for metrics alone with {CORRECTION}.bypass_mode: the ratio in the loss is that weight"
+IN_BYPASS = f"only used for metrics with {CORRECTION}.bypass_mode, where the ratio in the loss is the weight"
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-@ours_from("normalize")
-def _normalize(value: Any, theirs: Theirs) -> Outcome:
-    if theirs["algorithm.adv_estimator"] == "rloo":
-        return taken("rloo never divides by the standard deviation", algorithm__normalize_by_std=False)
+@from_foreign("normalize")
+def _normalize(value: Any, config: ForeignConfig) -> Outcome:
+    if config["algorithm.adv_estimator"] == "rloo":
+        return taken("rloo does not divide by the standard deviation", algorithm__normalize_by_std=False)
     return taken(algorithm__normalize_by_std=bool(value))
 
 
-@ours_from("loss_aggregation")
-def _loss_aggregation(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("loss_aggregation")
+def _loss_aggregation(value: Any, config: ForeignConfig) -> Outcome:
     if value not in _AGGREGATIONS:
-        return unsupported(f"algorithm.loss_aggregation knows {', '.join(_AGGREGATIONS)}")
+        return unsupported(f"algorithm.loss_aggregation takes {', '.join(_AGGREGATIONS)}")
     if value != "seq-mean-token-sum-norm":
         return taken(algorithm__loss_aggregation=value)
-    constant = theirs[f"{ACTOR}.loss_scale_factor"] or theirs["data.max_response_length"]
+    constant = config[f"{ACTOR}.loss_scale_factor"] or config["data.max_response_length"]
     return taken(
-        "divides by a constant, the width of a response there unless loss_scale_factor is set",
+        "divides by a constant: loss_scale_factor, else the maximum response length",
         algorithm__loss_aggregation=value,
         algorithm__loss_norm_tokens=int(constant),
     )
 
 
-@ours_from("loss_norm")
-def _loss_norm(value: Any, theirs: Theirs) -> Outcome:
-    if value is None or theirs[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
+@from_foreign("loss_norm")
+def _loss_norm(value: Any, config: ForeignConfig) -> Outcome:
+    if value is None or config[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
         return Outcome("meaningless", {}, f"{ACTOR}.loss_agg_mode is not seq-mean-token-sum-norm")
     return taken(algorithm__loss_norm_tokens=int(value))
 
 
-@ours_from("schedule")
-def _schedule(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("schedule")
+def _schedule(value: Any, config: ForeignConfig) -> Outcome:
     if value is None:
         return Outcome("default", {}, "unset")
     if value not in ("constant", "cosine"):
-        return unsupported("of verl's schedules with FSDP, constant and cosine have keys")
+        return unsupported("only constant and cosine are supported")
     return taken(train__schedule=value)
 
 
-@ours_from("min_ratio")
-def _min_ratio(value: Any, theirs: Theirs) -> Outcome:
-    if not value or theirs[f"{ACTOR}.optim.lr_scheduler_type"] != "cosine":
-        return Outcome("meaningless", {}, "0, or the schedule is constant")
+@from_foreign("min_ratio")
+def _min_ratio(value: Any, config: ForeignConfig) -> Outcome:
+    if not value or config[f"{ACTOR}.optim.lr_scheduler_type"] != "cosine":
+        return Outcome("meaningless", {}, "it is 0, or the schedule is constant")
     return taken(train__min_learning_rate_ratio=float(value))
 
 
-@ours_from("betas")
-def _betas(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("betas")
+def _betas(value: Any, config: ForeignConfig) -> Outcome:
     first, second = value
     return taken(train__adam_beta1=float(first), train__adam_beta2=float(second))
 
@@ -67,46 +67,50 @@ def _correction(**ours: Any) -> Outcome:
     return Outcome("taken", {f"{CORRECTION}.{name}": value for name, value in ours.items()})
 
 
-@ours_from("importance")
-def _importance(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("importance")
+def _importance(value: Any, config: ForeignConfig) -> Outcome:
     if value is None:
-        return Outcome("default", {}, "off; here only tokens that older weights sampled are weighed")
+        return Outcome(
+            "default", {}, "off there; here the default weights only tokens sampled by older policy versions"
+        )
     if value not in ("token", "sequence"):
-        return unsupported(f"{CORRECTION}.importance knows token and sequence")
-    if theirs[f"{CORRECTION}.bypass_mode"]:
+        return unsupported(f"{CORRECTION}.importance takes token and sequence")
+    if config[f"{CORRECTION}.bypass_mode"]:
         return Outcome("ignored-by-trainer", {}, IN_BYPASS)
     return _correction(importance=value)
 
 
-@ours_from("importance_threshold")
-def _importance_threshold(value: Any, theirs: Theirs) -> Outcome:
-    if theirs[f"{CORRECTION}.rollout_is"] is None:
+@from_foreign("importance_threshold")
+def _importance_threshold(value: Any, config: ForeignConfig) -> Outcome:
+    if config[f"{CORRECTION}.rollout_is"] is None:
         return Outcome("meaningless", {}, f"{CORRECTION}.rollout_is is off")
-    if theirs[f"{CORRECTION}.bypass_mode"]:
+    if config[f"{CORRECTION}.bypass_mode"]:
         return Outcome("ignored-by-trainer", {}, IN_BYPASS)
     low, _, high = str(value).rpartition("_")
     return _correction(**({"importance_min": float(low)} if low else {}), importance_max=float(high))
 
 
-@theirs_from("importance_threshold")
+@to_foreign("importance_threshold")
 def _their_importance_threshold(ours: Ours) -> Any:
     low, high = ours[f"{CORRECTION}.importance_min"], ours[f"{CORRECTION}.importance_max"]
     return high if low is None else f"{low}_{high}"
 
 
-@ours_from("importance_normalize")
-def _importance_normalize(value: Any, theirs: Theirs) -> Outcome:
-    if theirs[f"{CORRECTION}.rollout_is"] is None:
+@from_foreign("importance_normalize")
+def _importance_normalize(value: Any, config: ForeignConfig) -> Outcome:
+    if config[f"{CORRECTION}.rollout_is"] is None:
         return Outcome("meaningless", {}, f"{CORRECTION}.rollout_is is off")
-    if theirs[f"{CORRECTION}.bypass_mode"]:
+    if config[f"{CORRECTION}.bypass_mode"]:
         return Outcome("ignored-by-trainer", {}, IN_BYPASS)
     return _correction(importance_normalize=bool(value))
 
 
-@ours_from("ratio_cap")
-def _ratio_cap(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("ratio_cap")
+def _ratio_cap(value: Any, config: ForeignConfig) -> Outcome:
     if float(value) <= 0:
-        return Outcome("default", {}, "off; here only tokens that older weights sampled are weighed")
+        return Outcome(
+            "default", {}, "off there; here the default weights only tokens sampled by older policy versions"
+        )
     return _correction(importance="token", importance_max=float(value))
 
 
@@ -116,8 +120,8 @@ _DIVERGENCES = {f"token_{k}": f"token-{k}" for k in ("k2", "k3")}
 _DIVERGENCES |= {f"seq_{how}_{k}": f"{how}-{k}" for how in ("sum", "mean", "max") for k in ("k2", "k3")}
 
 
-@ours_from("rejection")
-def _rejection(value: Any, theirs: Theirs) -> Outcome:
+@from_foreign("rejection")
+def _rejection(value: Any, config: ForeignConfig) -> Outcome:
     if value is None:
         return _correction(mask="off", divergence="off")
     ours: dict[str, str] = {}
@@ -127,25 +131,25 @@ def _rejection(value: Any, theirs: Theirs) -> Outcome:
         elif name in {**_MASKS, **_MASKS_BEFORE_0_8} and "mask" not in ours:
             ours["mask"] = {**_MASKS, **_MASKS_BEFORE_0_8}[name]
         else:
-            return unsupported(f"{name}: one bound of the ratio and one of its k2 or k3 have keys")
+            return unsupported(f"{name}: only one ratio bound and one k2 or k3 bound are supported")
     return _correction(**ours)
 
 
-@theirs_from("rejection")
+@to_foreign("rejection")
 def _their_rejection(ours: Ours) -> Any:
     chosen = {mask: name for name, mask in _MASKS.items()}, {ours: name for name, ours in _DIVERGENCES.items()}
     names = [chosen[0].get(ours[f"{CORRECTION}.mask"]), chosen[1].get(ours[f"{CORRECTION}.divergence"])]
     return ",".join(name for name in names if name) or None
 
 
-@ours_from("rejection_threshold")
-def _rejection_threshold(value: Any, theirs: Theirs) -> Outcome:
-    names = str(theirs[f"{CORRECTION}.rollout_rs"]).replace(" ", "").split(",")
+@from_foreign("rejection_threshold")
+def _rejection_threshold(value: Any, config: ForeignConfig) -> Outcome:
+    names = str(config[f"{CORRECTION}.rollout_rs"]).replace(" ", "").split(",")
     if names == ["None"]:
         return Outcome("meaningless", {}, f"{CORRECTION}.rollout_rs is off")
     if names[0] in _MASKS_BEFORE_0_8:
-        high = float(theirs[f"{CORRECTION}.rollout_is_threshold"] if value is None else value)
-        low = theirs[f"{CORRECTION}.rollout_rs_threshold_lower"]
+        high = float(config[f"{CORRECTION}.rollout_is_threshold"] if value is None else value)
+        low = config[f"{CORRECTION}.rollout_rs_threshold_lower"]
         return _correction(mask_low=1 / high if low is None else float(low), mask_high=high)
     bounds = str(value).replace(" ", "").split(",")
     if len(bounds) not in (1, len(names)):
@@ -161,32 +165,32 @@ def _rejection_threshold(value: Any, theirs: Theirs) -> Outcome:
     return _correction(**ours)
 
 
-@theirs_from("rejection_threshold")
+@to_foreign("rejection_threshold")
 def _their_rejection_threshold(ours: Ours) -> Any:
     bounds = []
     if ours[f"{CORRECTION}.mask"] != "off":
         low, high = ours[f"{CORRECTION}.mask_low"], ours[f"{CORRECTION}.mask_high"]
         if not low:
-            return UNSAID
+            return NOT_SET
         bounds.append(f"{1 / high}_{1 / low}")
     if ours[f"{CORRECTION}.divergence"] != "off":
         bounds.append(str(ours[f"{CORRECTION}.divergence_max"]))
     return ",".join(bounds) or None
 
 
-@ours_from("rejection_lower", is_one_way=True)
-def _rejection_lower(value: Any, theirs: Theirs) -> Outcome:
-    if value is None or theirs[f"{CORRECTION}.rollout_rs"] is None:
-        return Outcome("meaningless", {}, f"{CORRECTION}.rollout_rs is off, or the bound is 1 / the upper one")
+@from_foreign("rejection_lower", is_one_way=True)
+def _rejection_lower(value: Any, config: ForeignConfig) -> Outcome:
+    if value is None or config[f"{CORRECTION}.rollout_rs"] is None:
+        return Outcome("meaningless", {}, f"{CORRECTION}.rollout_rs is off, or the lower bound is 1 / upper")
     return _correction(mask_low=float(value))
 
 
-TO_THEIRS.update(
+TO_FOREIGN.update(
     {
         "loss_aggregation": lambda ours: ours["algorithm.loss_aggregation"],
-        "loss_norm": lambda ours: UNSAID if (tokens := ours["algorithm.loss_norm_tokens"]) is None else tokens,
+        "loss_norm": lambda ours: NOT_SET if (tokens := ours["algorithm.loss_norm_tokens"]) is None else tokens,
         "schedule": lambda ours: (
-            schedule if (schedule := ours["train.schedule"]) in ("constant", "cosine") else UNSAID
+            schedule if (schedule := ours["train.schedule"]) in ("constant", "cosine") else NOT_SET
         ),
         "betas": lambda ours: [ours["train.adam_beta1"], ours["train.adam_beta2"]],
         "importance": lambda ours: (

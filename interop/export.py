@@ -1,4 +1,4 @@
-"""Our recipe in the words of another trainer: the inverse of an import, by the same table."""
+"""Convert our recipe to another trainer's settings: the inverse of an import, with the same table."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import interop.account  # noqa: F401  registers the conversions that the tables name
-from interop.table import UNSAID, Row, load
-from interop.theirs import Setting, theirs_of
+from interop.foreign_config import Setting, foreign_value
+from interop.table import NOT_SET, Row, load
 
 _ANY = ".*"
 
 
 def settings_for(tree: Mapping[str, Any], trainer: str, version: str | None = None) -> list[Setting]:
-    """The settings of a trainer's version that say what a resolved recipe says, in the table's order.
+    """Return the settings of a trainer's version that are equivalent to a resolved recipe, in table order.
 
-    `tree` has every key of the recipe, defaults included. A setting's origin names the keys of ours that it says;
-    a key that the version lacks or reads nowhere is left out. Raises ForeignConfigError for an unknown version.
+    `tree` has every key of the recipe, defaults included. A setting's origin lists the keys of ours it covers.
+    Keys that the version does not have or read are left out. Raises ForeignConfigError for an unknown version.
     """
     table = load(trainer)
     version = table.newest if version is None else table.require_version(version)
     ours = by_name(tree)
     settings: list[Setting] = []
-    for row in sorted(table.rows, key=lambda row: row.is_family):  # a key of its own goes before its family
+    for row in sorted(table.rows, key=lambda row: row.is_family):  # an exact key wins over its family
         if (name := name_of(row, version)) is None:
             continue
         if row.is_family:
-            said = {setting.origin for setting in settings}
-            settings += (setting for setting in _of_family(name, row, ours) if setting.origin not in said)
-        elif set(row.ours) <= ours.keys() and (value := theirs_of(row, ours)) is not UNSAID:
+            covered = {setting.origin for setting in settings}
+            settings += (setting for setting in _of_family(name, row, ours) if setting.origin not in covered)
+        elif set(row.ours) <= ours.keys() and (value := foreign_value(row, ours)) is not NOT_SET:
             settings.append(Setting(name, value, ", ".join(row.ours)))
     return settings
 
 
 def _of_family(name: str, row: Row, ours: Mapping[str, Any]) -> Iterator[Setting]:
-    """The settings of a family of free keys that stand for a family of ours."""
+    """Yield the settings of a family of free keys that maps to a family of ours."""
     if len(row.ours) != 1 or not (name.endswith(_ANY) and row.ours[0].endswith(_ANY)):
         return
     section = row.ours[0].removesuffix(_ANY)
@@ -43,13 +43,13 @@ def _of_family(name: str, row: Row, ours: Mapping[str, Any]) -> Iterator[Setting
 
 
 def name_of(row: Row, version: str) -> str | None:
-    """The key of a row in a version; None where the version has none, or reads it nowhere."""
+    """Return a row's key in a version; None if the version does not have or read it."""
     names = [] if version in row.ignored else row.names(version)
     return names[0] if names else None
 
 
 def by_name(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a tree by dotted names; a section is a value too, since some keys hold one."""
+    """Return the values of a tree by dotted name, sections included, since some keys hold a section."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found[f"{prefix}{name}"] = value

@@ -1,4 +1,4 @@
-"""What to write in a recipe in place of a key of another trainer."""
+"""Say what to write in a recipe instead of another trainer's key."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import interop.account  # noqa: F401  registers the conversions that the tables name
-from interop.table import TRAINERS, UNSAID, Row, Table, load
-from interop.theirs import Outcome, Theirs, outcome_of, theirs_of
+from interop.foreign_config import ForeignConfig, Outcome, foreign_value, outcome_of
+from interop.table import NOT_SET, TRAINERS, Row, Table, load
 
 _TITLES = {"mindspeed-rl": "MindSpeed-RL", "mindspeed-mm": "MindSpeed-MM"}
 _NEED_BOTH = {"trainer.n_gpus_per_node": "trainer.nnodes", "trainer.nnodes": "trainer.n_gpus_per_node"}
 
 
 def instead_of(typed: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, str]:
-    """By key, what a recipe says in place of keys of verl or MindSpeed; a key of none of them is left out.
+    """Return, for each key of verl or MindSpeed, what to write instead; other keys are left out.
 
-    `typed` are keys that no section of ours has, with values; a section may be typed as a whole. `ours` are values
-    of our keys, which units depend on: 10 training steps of warm-up are 10 x train_prompts / mini_prompts here.
+    `typed` holds unknown keys with their values, possibly whole sections. `ours` holds the values of our keys,
+    which conversions need: 10 training steps of warmup become 10 x train_prompts / mini_prompts optimizer steps.
     """
     found: dict[str, str] = {}
     for trainer in TRAINERS:
@@ -29,16 +29,16 @@ def instead_of(typed: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, s
             continue
         given = {row.key: flat[name] for name, row in rows.items()}
         devices = {"trainer.n_gpus_per_node": ours.get("train.num_ranks"), "trainer.nnodes": 1}
-        said = [devices | _said(table, ours, with_constants=each) | given for each in (False, True)]
+        known = [devices | _their_values(table, ours, with_constants=each) | given for each in (False, True)]
         for name, row in rows.items():
             is_alone = row.key in _NEED_BOTH and _NEED_BOTH[row.key] not in given
-            here = f"here {_keys(row)}" if is_alone else _here(table, row, name, flat[name], said)
+            here = f"here {_keys(row)}" if is_alone else _here(table, row, name, flat[name], known)
             found[name] = f"unknown key {name} is {_TITLES.get(trainer, trainer)}'s; {here}"
     return found
 
 
 def key_of(name: str) -> str | None:
-    """What a key of another trainer is here, as a sentence; None for a key of none of them."""
+    """Return a sentence on our equivalent of another trainer's key; None for an unknown key."""
     for trainer in TRAINERS:
         row = _row(load(trainer), name)
         if row is not None:
@@ -63,25 +63,25 @@ def _flat(typed: Mapping[str, Any], table: Table, prefix: str = "") -> dict[str,
     return flat
 
 
-def _said(table: Table, ours: Mapping[str, Any], with_constants: bool) -> dict[str, Any]:
-    """Their values for what our keys say, as far as these are sound, with what holds whatever our keys."""
-    said = {}
+def _their_values(table: Table, ours: Mapping[str, Any], with_constants: bool) -> dict[str, Any]:
+    """Return their values for our keys, skipping unsound ones; optionally also the constants of the table."""
+    known = {}
     for row in table.rows:
-        if row.export is not UNSAID and not with_constants:
+        if row.export is not NOT_SET and not with_constants:
             continue
         try:
-            value = theirs_of(row, ours)
+            value = foreign_value(row, ours)
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             continue
-        if value is not UNSAID:
-            said[row.key] = value
-    return said
+        if value is not NOT_SET:
+            known[row.key] = value
+    return known
 
 
-def _here(table: Table, row: Row, name: str, value: Any, said: list[dict[str, Any]]) -> str:
+def _here(table: Table, row: Row, name: str, value: Any, known: list[dict[str, Any]]) -> str:
     held = table.versions_of(name.lstrip("+~"))
     version = next((each for each in reversed(held) if each not in row.ignored), table.newest)
-    outcomes = [outcome_of(row, name.lstrip("+~"), value, Theirs(table, version, each)) for each in said]
+    outcomes = [outcome_of(row, name.lstrip("+~"), value, ForeignConfig(table, version, each)) for each in known]
     outcome = next((each for each in outcomes if each.fate == "taken"), outcomes[0])
     return _sentence(row, outcome)
 
@@ -96,11 +96,11 @@ def _sentence(row: Row, outcome: Outcome) -> str:
             keys = ", ".join(f"{name}={_spelt(value)}" for name, value in outcome.ours.items())
             return ": ".join(each for each in (f"here {keys}", outcome.note) if each)
         case "unsupported":
-            return f"this value has no form here: {outcome.note}"
+            return f"this value is not supported here: {outcome.note}"
         case "ignored-by-trainer":
             return f"no version reads it: {outcome.note}"
         case "other-stage":
-            return f"here a matter of another stage: {outcome.note}"
+            return f"here another stage handles it: {outcome.note}"
         case _:
             instead = f"; its key is {' or '.join(row.ours)}" if row.ours else ""
             return f"not needed here{instead}: {outcome.note}"

@@ -1,4 +1,4 @@
-"""Hydra's command line and YAML files of verl as settings: the grammar of overrides, and the line of each key."""
+"""Parse Hydra overrides and verl's YAML files into settings, each with its line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from interop.errors import ForeignConfigError
-from interop.theirs import Setting
+from interop import ForeignConfigError
+from interop.foreign_config import Setting
 
 Kind = Literal["set", "add", "force", "delete"]
 SIGNS: dict[str, Kind] = {"": "set", "+": "add", "++": "force", "~": "delete"}
@@ -24,7 +24,7 @@ _UNSIGNED = r"(?:0|[1-9](?:_?\d)*)"
 _POINT = rf"(?:{_UNSIGNED}\.|{_UNSIGNED}?\.\d(?:_?\d)*)"
 FLOAT = re.compile(rf"[+-]?(?:{_POINT}|(?:{_UNSIGNED}|{_POINT})[eE][+-]?\d(?:_?\d)*|inf|nan)", re.IGNORECASE)
 WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
-# A piece of a bare value: a reference, an escape, blanks, or characters that need no quotes. `~` is $HOME's.
+# Part of a bare value: a reference, an escape, blanks, or characters that need no quotes. `~` stands for $HOME.
 BARE = re.compile(
     r"(?P<reference>\$\{[^}]+\})|(?P<escape>\\[\\()\[\]{}:=, \t])|(?P<colon>[ \t]*:[ \t]*)|(?P<blank>[ \t]+)"
     r"|[\w/\-\\+.$%*@?|~]",
@@ -34,7 +34,7 @@ FUNCTION = re.compile(r"([A-Za-z_][\w-]*)[ \t]*\(")
 
 
 class Override(NamedTuple):
-    """One word of the command line: what it does to a key, and the value."""
+    """One command-line override: the operation on a key, and the value."""
 
     kind: Kind
     key: str
@@ -42,9 +42,9 @@ class Override(NamedTuple):
 
 
 def parse_override(text: str) -> Override:
-    """An override of Hydra 1.3: `a.b=c`, `+a=c`, `++a=c`, `~a`; raises ForeignConfigError where Hydra does too.
+    """Parse a Hydra 1.3 override: `a.b=c`, `+a=c`, `++a=c`, `~a`; raises ForeignConfigError where Hydra fails too.
 
-    References such as `${data.train_batch_size}` stay as they are. Sweeps and functions are refused.
+    References such as `${data.train_batch_size}` stay unresolved. Sweeps and functions are rejected.
     """
     match = KEY.fullmatch(text)
     if match is None or (match["equal"] is None and (match["sign"] != "~" or match["value"])):
@@ -55,14 +55,14 @@ def parse_override(text: str) -> Override:
     reader = _Value(match["value"], text)
     value = reader.element()
     if reader.rest().startswith(","):
-        raise ForeignConfigError(f"{text!r} is a sweep, which is several trainings; a list is [a,b]")
+        raise ForeignConfigError(f"{text!r} is a sweep, that is, several trainings; write a list as [a,b]")
     if reader.rest():
         raise reader.refusal()
     return Override(SIGNS[match["sign"]], key, value)
 
 
 class _Value:
-    """Reads one value from left to right."""
+    """Parses one value from left to right."""
 
     def __init__(self, text: str, whole: str) -> None:
         self.text, self.whole, self.at = text, whole, 0
@@ -72,12 +72,12 @@ class _Value:
 
     def refusal(self) -> ForeignConfigError:
         return ForeignConfigError(
-            f"{self.whole!r}: Hydra does not read {self.rest()[:20]!r} at character "
-            f"{len(self.whole) - len(self.rest()) + 1}; put the value in quotes, inside those of the shell"
+            f"{self.whole!r}: Hydra cannot parse {self.rest()[:20]!r} at character "
+            f"{len(self.whole) - len(self.rest()) + 1}; quote the value inside the shell's quotes"
         )
 
     def skip(self, *characters: str) -> bool:
-        """Pass one of these characters, with the blanks around it."""
+        """Consume one of these characters with the blanks around it; False if none follows."""
         bare = self.rest().lstrip(" \t")
         if not bare.startswith(characters or "\n"):
             return False
@@ -85,7 +85,7 @@ class _Value:
         return True
 
     def element(self) -> Any:
-        """A list, a dictionary, a quoted text, or a bare value."""
+        """Parse a list, a dictionary, a quoted text, or a bare value."""
         start = self.rest()
         if start.startswith("["):
             return self.list_of()
@@ -97,7 +97,7 @@ class _Value:
             return self.quoted()
         if FUNCTION.match(start):
             raise ForeignConfigError(
-                f"{self.whole!r}: functions and sweeps of Hydra's command line are not followed"
+                f"{self.whole!r}: functions and sweeps on Hydra's command line are not supported"
             )
         return self.bare(is_key=False)
 
@@ -123,7 +123,7 @@ class _Value:
         return self.closed(items)
 
     def closed(self, value: Any) -> Any:
-        """A value after its bracket: blanks are allowed there only before another bracket or a comma."""
+        """Check the text after a bracket: blanks are allowed only before another bracket or a comma."""
         before = self.text[: self.at]
         if before != before.rstrip(" \t") and not self.rest():
             self.at = len(before.rstrip(" \t"))
@@ -140,7 +140,7 @@ class _Value:
         return unescaped[:-1] if unescaped.endswith(quote) and not match[1].endswith("\\") else unescaped
 
     def bare(self, is_key: bool) -> Any:
-        """A value without quotes: a number, a truth value, null, or a text with its blanks stripped."""
+        """Parse a value without quotes: a number, a boolean, null, or stripped text."""
         parts: list[tuple[str, bool]] = []
         plain = True
         while match := BARE.match(self.text, self.at):
@@ -160,7 +160,7 @@ class _Value:
 
 
 def typed(text: str) -> Any:
-    """A bare text as Hydra types it."""
+    """Convert a bare text to the type that Hydra gives it."""
     if text.lower() in WORDS:
         return WORDS[text.lower()]
     if INTEGER.fullmatch(text):
@@ -169,7 +169,7 @@ def typed(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as OmegaConf reads it: 1e-6 is a number."""
+    """Parses YAML like OmegaConf: 1e-6 is a number."""
 
 
 _Loader.add_implicit_resolver(
@@ -182,10 +182,10 @@ _Loader.add_implicit_resolver(
 
 
 def settings_of_yaml(text: str, name: str, whole: Collection[str] = ()) -> list[Setting]:
-    """The settings of a YAML file, each with its line; a list of texts is a list of overrides.
+    """Return the settings of a YAML file, each with its line; a list of strings is a list of overrides.
 
-    Keys whose last part is in `whole` have mappings as values. Raises ForeignConfigError for what is no YAML, or
-    no mapping.
+    Keys whose last part is in `whole` hold mappings as values. Raises ForeignConfigError if it is not YAML or has
+    no keys.
     """
     try:
         loader = _Loader(text)
@@ -194,10 +194,10 @@ def settings_of_yaml(text: str, name: str, whole: Collection[str] = ()) -> list[
             items = [(loader.construct_object(item, deep=True), item.start_mark.line + 1) for item in node.value]
             return [_setting(str(item), f"{name}:{line}") for item, line in items]
         if not isinstance(node, yaml.MappingNode):
-            raise ForeignConfigError(f"{name} has no keys: neither a mapping nor a list of overrides")
+            raise ForeignConfigError(f"{name} has no keys: it is neither a mapping nor a list of overrides")
         return list(_leaves(loader, node, name, whole))
     except yaml.YAMLError as error:
-        raise ForeignConfigError(f"{name} is no YAML: {error}") from None
+        raise ForeignConfigError(f"{name} is not valid YAML: {error}") from None
 
 
 def _leaves(

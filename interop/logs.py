@@ -1,6 +1,6 @@
-"""Training logs of verl, MindSpeed-RL and MindSpeed-MM as metrics of training steps under our names.
+"""Parse training logs of verl, MindSpeed-RL and MindSpeed-MM into metrics per step, under our names.
 
-verl prints `step:N - name:value - ...` and writes `{"step": N, "data": {...}}` (its logger `file`). MindSpeed
+verl prints `step:N - name:value - ...` and its `file` logger writes `{"step": N, "data": {...}}`. MindSpeed
 prints `[time] iteration: N / M | name : value | ...`. Our metrics.jsonl is read too.
 """
 
@@ -24,29 +24,29 @@ _MAX_JOINED_CHARS = 2**16  # of one record
 _MAX_ITEM_CHARS = 400
 _ESCAPES = re.compile(
     r"\x1b\[[0-9;?]*[ -/]*[@-~]|\[\d{1,3}(?:;\d{1,3})*m"
-)  # also those that lost their first byte
+)  # also escapes that lost their first byte
 _PROCESS = re.compile(r"\([\w.:\[\]-]+ pid=\d+(?:, ip=[\w.:]+)?\) ?")  # Ray's prefix
 _NUMBER = (
     r"(?:(?:np|numpy|torch)\.\w+\()?"
     r"(?P<value>[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf)|True|False)"
 )
 
-_VALUE_BEGINS = re.compile(r" +(?::|: +(?:[-+]|na?|in?)?)?$")  # of an item that a wrapped line cut
+_VALUE_BEGINS = re.compile(r" +(?::|: +(?:[-+]|na?|in?)?)?$")  # of an item cut by line wrapping
 
 
 @dataclass(frozen=True)
 class Record:
-    """The metrics that a log shows of one training step, under our names; values may be nan or infinite."""
+    """The metrics of one training step in a log, under our names; values may be nan or infinite."""
 
     step: int
     metrics: dict[str, float]
     trainer: str  # "verl", "mindspeed", or "" for a metrics.jsonl of ours
-    num_steps: int | None = None  # of the whole training, where the line names it
+    num_steps: int | None = None  # of the whole training, if the line has it
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a log shows of a training."""
+    """A training as shown by its log."""
 
     trainer: str
     num_steps: int | None
@@ -55,7 +55,7 @@ class Training:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a trainer prints a step."""
+    """A trainer's log format for one step."""
 
     trainer: str
     start: re.Pattern[str]
@@ -85,26 +85,26 @@ _HINTS = ("step:", "iteration:")  # one of them is in the first line of a record
 
 @dataclass
 class _Open:
-    """A record whose line may go on in the next one."""
+    """A record that may continue on the next line."""
 
     form: _Form
     step: int
     num_steps: int | None
-    text: str  # behind the step
+    text: str  # after the step number
     widths: list[int]  # characters of each of its lines
 
 
 class LogParser:
-    """Turns the lines of a log into records as they come; holds the last record of each process, no more.
+    """Turns log lines into records as they arrive; keeps only the last record of each process.
 
-    A wrapped line gives a record for each part, with all metrics so far: the later one replaces the earlier.
+    A wrapped line yields a record per part with all metrics so far; later records replace earlier ones.
     """
 
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
 
     def feed(self, line: str) -> Record | None:
-        """The record that the line begins or goes on with, None for any other line."""
+        """Return the record that the line starts or continues, None for any other line."""
         if line.startswith("{"):
             return _json_record(line)
         has_hint = any(hint in line for hint in _HINTS)
@@ -129,7 +129,7 @@ class LogParser:
         return self._read(process)
 
     def _read(self, process: str) -> Record | None:
-        """The process's record so far; closes it where something else follows its last value."""
+        """Return the process's record so far; close it if other text follows its last value."""
         record = self._open[process]
         metrics, is_ended = _items(record.form, record.text)
         if is_ended or len(record.text) > _MAX_JOINED_CHARS:
@@ -139,7 +139,7 @@ class LogParser:
 
 
 def _begun(line: str) -> _Open | None:
-    """The record that begins anywhere in the line."""
+    """Return the record that starts anywhere in the line."""
     for form in _FORMS:
         if found := form.start.search(line):
             named = found.groupdict()
@@ -149,7 +149,7 @@ def _begun(line: str) -> _Open | None:
 
 
 def _items(form: _Form, text: str) -> tuple[dict[str, float], bool]:
-    """(metrics, whether something else follows the last value)."""
+    """Return (metrics, True if other text follows the last value)."""
     metrics: dict[str, float] = {}
     *whole, last = form.parts(text)
     for part in (*whole, last):
@@ -157,17 +157,17 @@ def _items(form: _Form, text: str) -> tuple[dict[str, float], bool]:
         if match is not None:
             metrics[match["name"]] = float({"True": 1, "False": 0}.get(match["value"], match["value"]))
             rest = part[match.end() :].lstrip(")")
-            if rest and not (part is last and re.fullmatch("e[-+]?", rest)):  # an exponent that was cut
+            if rest and not (part is last and re.fullmatch("e[-+]?", rest)):  # a truncated exponent
                 return metrics, True
     is_cut = " " not in _VALUE_BEGINS.sub("", last)
     return metrics, form.item.match(last) is None and not is_cut
 
 
 def _joined(record: _Open, line: str) -> str | None:
-    """The record's text with the line that goes on with it, None if the line does not.
+    """Return the record's text joined with its continuation line, None if the line is not one.
 
-    It does if it has further items, or completes the one that was cut. A number that was cut is completed by a
-    line of digits where at least two lines before have one width.
+    A continuation adds items or completes a truncated one. A line of digits completes a truncated number if at
+    least the two lines before it have the same width.
     """
     form, text = record.form, record.text
     last = form.parts(text)[-1]
@@ -182,7 +182,7 @@ def _joined(record: _Open, line: str) -> str | None:
 
 
 def _json_record(line: str) -> Record | None:
-    """The record of a line of our metrics.jsonl, or of verl's file logger."""
+    """Return the record of a line of our metrics.jsonl or of verl's file logger."""
     with contextlib.suppress(ValueError):
         row = json.loads(line)
         if isinstance(row, dict) and type(row.get("step")) is int:
@@ -196,7 +196,7 @@ def _json_record(line: str) -> Record | None:
 
 
 def _renamed(trainer: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics under our names; what already has our name wins over what gets it."""
+    """Rename the metrics to our names; a metric that already has our name wins."""
     table = metric_names(trainer)
     named = {table[name]["ours"]: value for name, value in metrics.items() if name in table}
     return {**named, **{name: value for name, value in metrics.items() if name not in table}}
@@ -204,17 +204,17 @@ def _renamed(trainer: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 @cache
 def metric_names(trainer: str) -> dict[str, dict[str, str]]:
-    """{their name: {ours, unit, note}} of `verl` or `mindspeed`."""
+    """Return {their name: {ours, unit, note}} for `verl` or `mindspeed`."""
     text = (Path(__file__).parent / "metrics.yaml").read_text(encoding="utf-8")
     table: dict[str, dict[str, str]] = yaml.safe_load(text)[trainer]
     return table
 
 
 def read_training(path: str | Path) -> Training:
-    """The training steps of a console log or a metrics file, ordered; none if it shows none.
+    """Return the training steps of a console log or metrics file in order, possibly none.
 
-    A log of several attempts shows one training: where the step goes back, later steps of the attempt before are
-    dropped, and the later values of the others count. Lines are read one at a time: memory holds the steps alone.
+    Several attempts in one log count as one training: where the step number goes back, later steps of the
+    previous attempt are dropped and newer values replace older ones. The log is read line by line.
     """
     steps: dict[int, dict[str, Any]] = {}
     last, trainer, num_steps = -1, "", None
@@ -227,11 +227,11 @@ def read_training(path: str | Path) -> Training:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a log, as they come."""
+    """Yield the records of a log as they are read."""
     parser = LogParser()
     with path.open("rb") as log:
         while line := log.readline(MAX_LINE_BYTES):
-            for part in line.split(b"\r"):  # of a progress bar
+            for part in line.split(b"\r"):  # progress bars
                 record = parser.feed(part.decode("utf-8", errors="replace"))
                 if record is not None:
                     yield record

@@ -1,4 +1,4 @@
-"""Configurations of MindSpeed-RL and MindSpeed-MM, and their files for preparing data, as settings."""
+"""Read MindSpeed-RL and MindSpeed-MM configurations, and their data preparation files, as settings."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from interop.foreign_config import Setting
 from interop.hydra import settings_of_yaml
 from interop.table import content_of
-from interop.theirs import Setting
 
 SECTIONS = (
     *("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config", "vit_config"),
     *("rl_config", "generate_config", "profiler_config", "msprobe_config"),
 )
-PREPROCESS = "preprocess"  # the section of a file of configs/datasets, which has none of its own
+PREPROCESS = "preprocess"  # our name for the section of a configs/datasets file, which has none
 _NAMES = (
     "defaults",
     "model",
@@ -24,11 +24,11 @@ _NAMES = (
     "actor_config.model",
     "vit_config.model",
 )  # of architectures
-_ARROW = re.compile(r"\s<-{2,}.*$", re.MULTILINE)  # the guides' remarks behind values: <------- on by default
+_ARROW = re.compile(r"\s<-{2,}.*$", re.MULTILINE)  # the guides' remarks after values: <------- on by default
 
 
 def trainer_of(settings: list[Setting]) -> str:
-    """Which of the two trainers a configuration is of: MindSpeed-MM's says so, or names a model's JSON file."""
+    """Tell the two trainers apart: MindSpeed-MM's configuration is multimodal or names a model's JSON file."""
     for key, value, _ in settings:
         if key.startswith("vit_config") or (key == "rl_config.is_multimodal" and value):
             return "mindspeed-mm"
@@ -38,7 +38,7 @@ def trainer_of(settings: list[Setting]) -> str:
 
 
 def is_mindspeed(text: str) -> bool:
-    """Whether a YAML text is a configuration of MindSpeed's, a part of one, or its file for preparing data."""
+    """True if a YAML text is (part of) a MindSpeed configuration or one of its data preparation files."""
     found = re.findall(r"^([ \t]*)([\w.-]+)[ \t]*:", text, re.MULTILINE)
     least = min((len(indent) for indent, _ in found), default=0)
     names = {name.replace("-", "_").partition(".")[0] for indent, name in found if len(indent) == least}
@@ -46,11 +46,11 @@ def is_mindspeed(text: str) -> bool:
 
 
 def read_yaml(text: str, name: str, folder: Path | None = None) -> list[Setting]:
-    """The settings of a YAML text, each with `name:LINE` as its origin.
+    """Return the settings of a YAML text, each with `name:LINE` as its origin.
 
-    Remarks such as `true   <------- default` are left out. A key of one section that stands alone, as in excerpts,
-    gets its section. Keys of the file that `defaults` names come from `folder`/model, where it is there, unless
-    the text sets them. Raises ForeignConfigError for what is no YAML with keys.
+    Remarks such as `true   <------- default` are dropped. Keys outside a section, as in excerpts, get their
+    section. Keys of the file that `defaults` names are read from `folder`/model, if it exists, unless the text
+    sets them. Raises ForeignConfigError if the text is not a YAML mapping.
     """
     plain = _ARROW.sub("", text.replace("\t", "    ").lstrip("\ufeff"))
     settings = settings_of_yaml(plain, name, whole=("map_keys", "defaults"))
@@ -63,7 +63,7 @@ def read_yaml(text: str, name: str, folder: Path | None = None) -> list[Setting]
 
 
 def _placed(settings: list[Setting]) -> Iterator[Setting]:
-    """The settings with a section for those that stand alone."""
+    """Yield the settings, adding the section to keys that have none."""
     alone = {setting.key for setting in settings if "." not in setting.key}
     prepares = _prepares(alone)
     for setting in settings:
@@ -77,23 +77,23 @@ def _placed(settings: list[Setting]) -> Iterator[Setting]:
 
 
 def _prepares(names: set[str]) -> bool:
-    """Whether keys are of a file of configs/datasets."""
+    """True for the keys of a configs/datasets file."""
     return "input" in names and bool(names & {"output_prefix", "handler_name"})
 
 
 def _of_model_files(settings: list[Setting], folder: Path) -> Iterator[Setting]:
-    """The settings of the files that `defaults: [{model: [NAME]}]` names, as far as nothing else sets them."""
-    said = {setting.key.partition(".")[2] for setting in settings}
+    """Yield the settings of the files in `defaults: [{model: [NAME]}]` that nothing else sets."""
+    set_names = {setting.key.partition(".")[2] for setting in settings}
     for model in _model_files(settings):
         file = folder / "model" / f"{model}.yaml"
         read = read_yaml(file.read_text(encoding="utf-8"), file.name) if file.is_file() else []
         for key, value, origin in read:
-            if (name := key.removeprefix(f"{model}.")) not in said:
+            if (name := key.removeprefix(f"{model}.")) not in set_names:
                 yield Setting(f"megatron_training.{name}", value, origin)
 
 
 def _model_files(settings: list[Setting]) -> Iterator[str]:
-    """The names below `model` in the list `defaults`."""
+    """Yield the names under `model` in the list `defaults`."""
     lists = [
         setting.value for setting in settings if setting.key == "defaults" and isinstance(setting.value, list)
     ]
@@ -104,7 +104,7 @@ def _model_files(settings: list[Setting]) -> Iterator[str]:
 
 @cache
 def key_list() -> dict[str, tuple[str, Any]]:
-    """{key with its section: (type, default)} of MindSpeed's classes; Megatron's below each of their sections."""
+    """Return {section.key: (type, default)} of MindSpeed's classes; Megatron's keys appear in every section."""
     keys: dict[str, tuple[str, Any]] = {}
     for entry in content_of("mindspeed_classes")["classes"]:
         places = (
@@ -112,13 +112,15 @@ def key_list() -> dict[str, tuple[str, Any]]:
             if entry["section"] == "megatron"
             else (entry["section"],)
         )
-        keys |= {f"{place}.{name}": (said[0], said[1]) for place in places for name, said in entry["keys"].items()}
+        keys |= {
+            f"{place}.{name}": (field[0], field[1]) for place in places for name, field in entry["keys"].items()
+        }
     return keys
 
 
 @cache
 def _home() -> dict[str, str]:
-    """{first part of a key: its section}, of the keys that one class alone has."""
+    """Return {first part of a key: section} for keys that exist in one class only."""
     homes: dict[str, set[str]] = {}
     for key in key_list():
         section, _, name = key.partition(".")
@@ -128,16 +130,16 @@ def _home() -> dict[str, str]:
 
 
 def wrong_values(tree: Mapping[str, Any]) -> list[str]:
-    """What MindSpeed's classes do not take in a rendered configuration: unknown names, values of another type."""
+    """List what MindSpeed's classes reject in a rendered configuration: unknown names, wrong types."""
     wrong = []
     for key, value in _leaves(tree):
         known = key_list().get(key)
         if key in _NAMES or key.startswith("model."):
             continue
         if known is None:
-            wrong.append(f"{key} is no key of MindSpeed's classes")
+            wrong.append(f"MindSpeed's classes have no key {key}")
         elif value is not None and type(value) not in _TYPES[known[0]]:
-            wrong.append(f"{key}={value!r} is no {known[0]}")
+            wrong.append(f"{key}={value!r} is not of type {known[0]}")
     return wrong
 
 

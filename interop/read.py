@@ -1,4 +1,4 @@
-"""Files of another trainer's users as settings: bash scripts, YAML, lists of Hydra overrides. Nothing is run."""
+"""Read another trainer's bash scripts, YAML and Hydra overrides as settings. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from interop import mindspeed
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError, mindspeed
+from interop.foreign_config import Setting
 from interop.hydra import parse_override, settings_of_yaml
-from interop.shell import Command, Script, ShellError, Unknown, Word, marks_of, numbers_of, read_script, shown
+from interop.shell import Command, Script, ShellError, Word, marks_of, numbers_of, read_script, shown
 from interop.table import TRAINERS, load
-from interop.theirs import Setting
 
 ENTRY = re.compile(
     r"(?:.*[./])?(?:main_\w*ppo\w*|main_\w*dapo\w*|train_(?:grpo|dapo|ppo)\w*|posttrain\w*)(?:\.py)?"
@@ -30,7 +29,7 @@ REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 @dataclass(frozen=True)
 class Training:
-    """A command that trains: its settings in order, its variables, and what it depends on."""
+    """A training command: its settings in order, its environment, and the conditions it depends on."""
 
     origin: str
     command: str
@@ -41,17 +40,9 @@ class Training:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A value that only the script's machine knows, and the keys that it reaches."""
-
-    unknown: Unknown
-    keys: tuple[tuple[str, str], ...]  # key, where it is set
-
-
 @dataclass
 class Reading:
-    """What the files say: settings in the order in which later ones win."""
+    """The settings in the files; later ones win."""
 
     settings: list[Setting]
     trainer: str
@@ -64,10 +55,10 @@ def read_files(
     given: Mapping[str, str] | None = None,
     training: int | None = None,
 ) -> Reading:
-    """The settings in files; `given` are the variables of --set-env, `training` chooses among several, from 1.
+    """Read the settings in files; `given` holds the --set-env variables, `training` selects one of several.
 
-    Raises ForeignConfigError where there is no training or several, and in one message for all values that only
-    the script's own machine knows.
+    Raises ForeignConfigError for no or several trainings, and once for all values that are known only on the
+    script's machine.
     """
     texts = {path: text_of(path) for path in paths}
     scripts = {path.name: text for path, text in texts.items() if kind_of(path, text) == "bash"}
@@ -81,13 +72,13 @@ def read_files(
     if not scripts:
         settings = [setting for found in configs.values() for setting in found]
         if not settings:
-            raise ForeignConfigError(f"{', '.join(map(str, paths))}: no key in there")
+            raise ForeignConfigError(f"{', '.join(map(str, paths))}: no keys found")
         return Reading(_resolved(settings, {}, given or {}), trainer_of(settings))
     return _of_scripts(scripts, configs, given or {}, training)
 
 
 def text_of(path: Path) -> str:
-    """The text of a file in UTF-8 or, as editors on Chinese Windows write, GB 18030; lines end in \\n."""
+    """Return the text of a UTF-8 or GB 18030 file (Chinese Windows editors) with \\n line ends."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -97,11 +88,11 @@ def text_of(path: Path) -> str:
             return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
         except UnicodeDecodeError:
             continue
-    raise ForeignConfigError(f"{path} is no text: neither UTF-8 nor GB 18030")
+    raise ForeignConfigError(f"{path} is neither UTF-8 nor GB 18030 text")
 
 
 def kind_of(path: Path, text: str) -> str:
-    """`bash`, `yaml` or `overrides`, by the name of a file, else by its first lines."""
+    """Return `bash`, `yaml` or `overrides`, by the file's suffix, else by its content."""
     if path.suffix in (".yaml", ".yml", ".json"):
         return "yaml"
     if path.suffix in (".sh", ".bash") or text.startswith("#!"):
@@ -112,7 +103,7 @@ def kind_of(path: Path, text: str) -> str:
 
 
 def config_of(text: str, name: str, folder: Path | None = None) -> list[Setting]:
-    """The settings of a YAML text; MindSpeed's may name a file of its architecture in `folder`."""
+    """Return the settings of a YAML text; MindSpeed's may refer to an architecture file in `folder`."""
     if mindspeed.is_mindspeed(text):
         return mindspeed.read_yaml(text, name, folder)
     return settings_of_yaml(text, name)
@@ -126,14 +117,14 @@ def _is_override(text: str) -> bool:
 
 
 def overrides_of(text: str, name: str) -> list[Setting]:
-    """The settings of a file with one override a line, as typed after the command."""
+    """Return the settings of a file with one Hydra override per line."""
     lines = [(number, line.strip().rstrip("\\").strip()) for number, line in enumerate(text.splitlines(), start=1)]
     words = [Word(line, f"{name}:{number}") for number, line in lines if line and not line.startswith("#")]
     return [setting for word in words for setting in _setting(word)]
 
 
 def trainer_of(settings: Iterable[Setting]) -> str:
-    """The trainer whose table knows most of the keys."""
+    """Return the trainer whose table has most of the keys."""
     settings = list(settings)
     known = {name: sum(load(name).find(setting.key) is not None for setting in settings) for name in TRAINERS}
     most = max(TRAINERS, key=lambda name: known[name])
@@ -141,7 +132,7 @@ def trainer_of(settings: Iterable[Setting]) -> str:
 
 
 def rows_of(settings: Iterable[Setting]) -> list[str]:
-    """The training files that the settings name."""
+    """Return the training files that the settings name."""
     values = [setting.value for setting in settings if setting.key == "data.train_files"]
     last = values[-1] if values else []
     return [str(path) for path in (last if isinstance(last, list) else [last])]
@@ -185,10 +176,10 @@ def _of_scripts(
     _require_known(settings, script)
     if not settings:
         raise ForeignConfigError(
-            "\n".join([f"{chosen.origin}: no key of the training is in there; give its YAML as well", *notes])
+            "\n".join([f"{chosen.origin}: the command sets no training keys; also give its YAML", *notes])
         )
     before = [note for note in script.notes if _line(note) <= _line(chosen.origin)]
-    kept = [f"{at}: ${name} is kept as {'~' if name == 'HOME' else '.'}" for name, at in script.kept.items()]
+    kept = [f"{at}: ${name} is replaced by {'~' if name == 'HOME' else '.'}" for name, at in script.kept.items()]
     environment = {name: text for name, text in chosen.environment.items() if not marks_of(text)}
     settings = _resolved(settings, environment, given)
     return Reading(settings, trainer_of(settings), environment, [*before, *kept, *notes])
@@ -197,9 +188,9 @@ def _of_scripts(
 def _others(
     configs: Mapping[str, list[Setting]], origins: Sequence[str], is_named: bool
 ) -> tuple[list[Setting], list[str]]:
-    """The settings of files that no --config-name names, and notes of those left out.
+    """Return the settings of files that no --config-name selects, and notes on those left out.
 
-    Without such an option all are read, else those that prepare data for MindSpeed.
+    Without --config-name all are read, else only those that prepare data for MindSpeed.
     """
     read, notes = [], []
     used = {origin.rpartition(":")[0] for origin in origins}
@@ -208,7 +199,7 @@ def _others(
         if not is_named or (prepares and name not in used):
             read += settings
         elif name not in used:
-            notes.append(f"{name} is left out: the command names another configuration")
+            notes.append(f"{name} is ignored: the command selects another configuration")
     return read, notes
 
 
@@ -218,15 +209,15 @@ def _line(origin: str) -> int:
 
 
 def trainings_of(script: Script) -> list[Training]:
-    """The commands of a script that start a training, in order."""
+    """Return the commands of a script that start a training, in order."""
     roots = _roots("verl")
     found = []
     for command in script.commands:
         texts = [word.text for word in command.words]
         if LIKE_OVERRIDE.fullmatch(texts[0]) and _root(texts[0]) in roots:
             raise ForeignConfigError(
-                f"{command.origin}: {texts[0][:60]!r} stands there as a command of its own: the line before it "
-                "has no backslash at its end, or a space behind the backslash"
+                f"{command.origin}: {texts[0][:60]!r} is read as a separate command: the line before it "
+                "lacks a backslash at its end, or has a space after it"
             )
         is_entry = any(ENTRY.fullmatch(text) for text in texts[1:])
         overrides = [text for text in texts if LIKE_OVERRIDE.fullmatch(text) and _root(text) in roots]
@@ -264,7 +255,7 @@ def _training(command: Command, script: Script) -> Training:
             key, _, value = word.text.lstrip("+~").partition("=")
             settings.append(Setting(key, value, word.origin))
         elif word.text.startswith("-"):
-            notes.append(f"{word.origin}: the option {word.text} is not read")
+            notes.append(f"{word.origin}: option {word.text} is ignored")
         elif word.text.strip():
             settings += _setting(word)
     command_text = " ".join(shown(text, script.unknowns) for text in texts[: entry + 1])
@@ -285,7 +276,7 @@ def _setting(word: Word) -> Iterator[Setting]:
 def _one(
     found: list[tuple[Script, Training]], read: list[Script], training: int | None
 ) -> tuple[Script, Training]:
-    """The training to import, or the error that says why there is none."""
+    """Return the training to import; raises ForeignConfigError if there is none or it is ambiguous."""
     if not found:
         raise ForeignConfigError(_nothing_found(read))
     if training is None and len(found) > 1:
@@ -294,31 +285,31 @@ def _one(
             + (f" (if {' and '.join(each.conditions)})" * bool(each.conditions))
             for number, (_, each) in enumerate(found, start=1)
         ]
-        raise ForeignConfigError("\n".join([f"{len(found)} trainings; name one as FILE#N:", *lines]))
+        raise ForeignConfigError("\n".join([f"found {len(found)} trainings; select one with FILE#N:", *lines]))
     if training is not None and not 1 <= training <= len(found):
-        raise ForeignConfigError(f"there is no training {training}: there are {len(found)}")
+        raise ForeignConfigError(f"no training {training}: found {len(found)}")
     return found[(training or 1) - 1]
 
 
 def _nothing_found(read: list[Script]) -> str:
     lines = [
-        "no training in there: looked for a command such as `python3 -m verl.trainer.main_ppo KEY=VALUE...` or "
+        "no training found: looked for a command such as `python3 -m verl.trainer.main_ppo KEY=VALUE...` or "
         "`python cli/train_grpo.py --config-name NAME`"
     ]
     for script in read:
         for command in script.commands:
             texts = [shown(word.text, script.unknowns) for word in command.words]
             if PurePosixPath(texts[0]).name in ("bash", "sh", "source", ".") and len(texts) > 1:
-                lines.append(f"{command.origin} starts {texts[1]}: give that file, or both")
+                lines.append(f"{command.origin} runs {texts[1]}: give that file too")
         if script.ends:
             lines.append(
-                f"{script.ends} ends the script there; arguments are given as --set-env 1=... --set-env 2=..."
+                f"the script exits at {script.ends}; to give its arguments, use --set-env 1=... --set-env 2=..."
             )
     return "\n".join(lines)
 
 
 def _config(word: Word, script: Script, configs: Mapping[str, list[Setting]]) -> tuple[list[Setting], str]:
-    """The settings of the configuration that a command names, and what has to be said about it."""
+    """Return the settings of the configuration that a command selects, and a note, if any."""
     name = PurePosixPath(word.text).name
     for known in (name, f"{name}.yaml", f"{name}.yml"):
         if known in configs:
@@ -330,20 +321,20 @@ def _config(word: Word, script: Script, configs: Mapping[str, list[Setting]]) ->
         if MEGATRON.fullmatch(name):
             return [Setting("actor_rollout_ref.actor.strategy", "megatron", f"{word.origin} {name}")], ""
         return [], ""
-    return [], f"{word.origin}: the configuration {word.text} is not among the files: its values are not read"
+    return [], f"{word.origin}: configuration {word.text} is not among the given files; its values are not read"
 
 
 def _require_used(given: Mapping[str, str], read: list[Script]) -> None:
     used = {name for script in read for name in script.used}
     if unused := sorted(given.keys() - used):
         raise ForeignConfigError(
-            f"--set-env {', '.join(unused)}: nothing in {', '.join(script.name for script in read)} reads it: "
-            "the script sets it itself, or the name is another"
+            f"--set-env {', '.join(unused)}: not used in {', '.join(script.name for script in read)}; "
+            "the script sets it itself, or the name is misspelt"
         )
 
 
 def _require_known(settings: Iterable[Setting], script: Script) -> None:
-    """Raises for all values at once that only the script's own machine knows and that reach a key."""
+    """Raise one ForeignConfigError for all values that are known only on the script's machine and affect a key."""
     asked: dict[int, list[tuple[str, str]]] = {}
     for setting in settings:
         for number in numbers_of(f"{setting.key}{setting.value}"):
@@ -352,11 +343,11 @@ def _require_known(settings: Iterable[Setting], script: Script) -> None:
     if not asked:
         return
     plural = "s" * (len(asked) > 1)
-    lines = [f"{len(asked)} value{plural} that only the machine of the script knows; give each with --set-env:"]
+    lines = [f"{len(asked)} value{plural} known only on the script's machine; give each with --set-env:"]
     for number, keys in asked.items():
         unknown = script.unknowns[number]
         shown_keys = ", ".join(f"{key} ({origin})" for key, origin in keys[:4]) + ", ..." * (len(keys) > 4)
-        lines.append(f"  --set-env {_typed(unknown.name)}  {unknown.origin}, {unknown.why}; reaches {shown_keys}")
+        lines.append(f"  --set-env {_typed(unknown.name)}  {unknown.origin}, {unknown.why}; affects {shown_keys}")
     raise ForeignConfigError("\n".join(lines))
 
 
@@ -367,7 +358,7 @@ def _typed(name: str) -> str:
 def _resolved(
     settings: Iterable[Setting], environment: Mapping[str, str], given: Mapping[str, str]
 ) -> list[Setting]:
-    """The settings with variables and references inside their texts filled in; a reference alone stays."""
+    """Resolve variables and references inside texts; a value that is only a reference stays."""
     settings = list(settings)
     values = {setting.key: setting.value for setting in settings}
     known = {**environment, **given}
@@ -391,7 +382,7 @@ def _resolved(
     filled = [setting._replace(value=fill(setting.value)) for setting in settings]
     if missing:
         raise ForeignConfigError(
-            "variables of the environment that the configuration reads; give each: "
+            "the configuration reads environment variables; give each: "
             + " ".join(f"--set-env {name}=..." for name in dict.fromkeys(missing))
         )
     return filled

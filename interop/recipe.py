@@ -1,7 +1,8 @@
-"""The recipe that an account makes: our keys with their origins, as commented YAML, and a tiny copy of it."""
+"""Turn an account into a recipe: our keys with their origins as commented YAML, and a tiny variant."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 import yaml
 
 from interop.account import Account, Entry
-from interop.render.overrides import override
-from interop.table import BLOCKING, UNSAID, load
-from interop.theirs import nested
+from interop.foreign_config import nested
+from interop.render.launch import override
+from interop.table import BLOCKING, NOT_SET, load
 
-# A training that anyone can try: our core on a CPU, a model built on the spot, generated arithmetic.
+# A training that runs anywhere: our core on a CPU, a freshly built model, generated arithmetic.
 TINY: dict[str, Any] = {
     "data.train": "arithmetic",
     "data.eval": "arithmetic",
@@ -45,8 +46,8 @@ TINY: dict[str, Any] = {
     "serve.eager": True,
     "evaluate.max_response_tokens": 24,
 }
-# What says how much, where and on what, beside TINY; the rest is the algorithm and stays.
-NOT_TINY = (
+# Sizes, places and devices, replaced by TINY; everything else is the algorithm and is kept.
+REPLACED_BY_TINY = (
     *("data", "model", "serve", "evaluate", "store", "external", "validation", "checkpoint"),
     *("rollout", "train.num_ranks", "train.placement", "train.device", "train.device_model", "train.fsdp_size"),
     *(
@@ -63,7 +64,7 @@ KEPT_OF_ROLLOUT = ("rollout.temperature", "rollout.top_p", "rollout.top_k")
 
 @dataclass
 class Recipe:
-    """Our keys by name, the comment of each, and the settings that are not among them."""
+    """Our keys by name, a comment for each, and the settings that have no key of ours."""
 
     values: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
@@ -71,16 +72,16 @@ class Recipe:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """The keys as nested sections."""
+        """Return the keys as nested sections."""
         return nested(self.values)
 
 
 def recipe_of(
     account: Account, defaults: Mapping[str, Any], backend: str = "own", env: Mapping[str, str] | None = None
 ) -> Recipe:
-    """The keys that an account sets; with another backend also what only that trainer understands.
+    """Return the keys that an account sets; with another backend, also settings that only it understands.
 
-    `defaults` are ours by name: what the trainer's defaults imply is left out where it equals them.
+    `defaults` holds our defaults by name; trainer defaults that equal them are left out.
     """
     recipe = Recipe()
     for entry in (*account.implied, *account.entries):
@@ -119,9 +120,9 @@ def _add_backend(recipe: Recipe, account: Account, backend: str, env: Mapping[st
         recipe.values["external.num_nodes"] = int(values["trainer.nnodes"])
     if env:
         recipe.values["external.env"] = dict(env)
-    said = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy", "model_engine")
+    strategies = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy", "model_engine")
     recipe.left = [
-        entry for entry in recipe.left if not (entry.name in said and entry.setting.value == "megatron")
+        entry for entry in recipe.left if not (entry.name in strategies and entry.setting.value == "megatron")
     ]
     table = load(account.trainer)
     taken = []
@@ -136,15 +137,16 @@ def _add_backend(recipe: Recipe, account: Account, backend: str, env: Mapping[st
             entry.setting.key: override(entry.setting.key, entry.setting.value, is_added=True) for entry in taken
         }
         recipe.values["external.overrides"] = list(lines.values())
-        recipe.comments["external.overrides"] = f"{len(lines)} keys that no key of ours says"
+        recipe.comments["external.overrides"] = f"{len(lines)} keys without an equivalent here"
 
 
 def tiny_of(recipe: Recipe) -> Recipe:
-    """The same algorithm on a machine without accelerators: two prompts, two steps, a model built on the spot."""
+    """Return the same algorithm for a CPU: two prompts, two steps, a freshly built model."""
     kept = {
         name: value
         for name, value in recipe.values.items()
-        if name in KEPT_OF_ROLLOUT or not any(name == part or name.startswith(f"{part}.") for part in NOT_TINY)
+        if name in KEPT_OF_ROLLOUT
+        or not any(name == part or name.startswith(f"{part}.") for part in REPLACED_BY_TINY)
     }
     values = {**kept, **TINY}
     updates = max(
@@ -163,7 +165,7 @@ def tiny_of(recipe: Recipe) -> Recipe:
 
 
 def written(recipe: Recipe, header: Sequence[str]) -> str:
-    """The recipe as YAML: a comment beside each key, and behind them the settings that are no key of ours."""
+    """Return the recipe as YAML with a comment per key, followed by the settings that have no key of ours."""
     lines = [f"# {line}" for line in header]
     lines += _section(recipe.tree, recipe.comments, "")
     if recipe.left:
@@ -198,23 +200,20 @@ def _scalar(value: Any) -> str:
 
 
 def changing(implied: Iterable[Entry], defaults: Mapping[str, Any]) -> list[Entry]:
-    """The defaults of the trainer that stop an import or differ from ours, as in the written recipe."""
+    """Return the trainer's defaults that stop an import or differ from ours."""
     return [
         entry
         for entry in implied
-        if entry.fate in BLOCKING or any(defaults.get(name, UNSAID) != value for name, value in entry.ours.items())
+        if entry.fate in BLOCKING or any(defaults.get(name, NOT_SET) != ours for name, ours in entry.ours.items())
     ]
 
 
 def counts_of(account: Account) -> dict[str, int]:
-    """Settings by fate; they add up to all settings."""
-    found: dict[str, int] = {}
-    for entry in account.entries:
-        found[entry.fate] = found.get(entry.fate, 0) + 1
-    return found
+    """Count the settings by fate; the counts add up to all settings."""
+    return dict(Counter(entry.fate for entry in account.entries))
 
 
 def blocking_first(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries in groups: what blocks, what is taken, and the rest; each group in the order of the files."""
+    """Sort the entries: blocking, taken, then the rest, each in file order."""
     order = (*BLOCKING, "taken", "ignored-by-trainer", "other-stage", "default", "meaningless")
     return sorted(entries, key=lambda entry: order.index(entry.fate))

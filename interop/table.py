@@ -1,23 +1,23 @@
-"""The keys of another trainer as data: what each means here, and in which versions it has which name.
+"""Tables of another trainer's keys: what each means here, and its name in each version.
 
-`interop/keys/TRAINER.yaml` has `trainer`, `versions` (oldest first) and `sections`: a title and rows. `like` names
-a table whose other rows hold too, `aliases` are sections whose keys may stand in each of them, `ignores_unknown`
-says that the trainer says nothing of a key that it does not know. A row:
+`interop/keys/TRAINER.yaml` has `trainer`, `versions` (oldest first) and `sections`, each a title and rows. `like`
+names a table whose other rows apply too. Keys of one section in `aliases` may be in any of the others.
+`ignores_unknown` marks a trainer that silently ignores unknown keys. A row:
 
-    key      newest name, or a list of keys with one row; `a.b.*` is `a.b` and everything below, another * any text
+    key      newest name, or a list of keys; `a.b.*` is `a.b` and everything below it, any other * matches any text
     in       versions that have the name: `0.6.0-0.7.0`, `0.8.0-`, several with commas; absent: all
-    addition versions in which the name is accepted beside the default configuration: a recipe's, or a free one
+    addition versions that accept the name although their default configuration lacks it
     old      other names, each with its versions
     fate     taken when `ours` is set; else default, other-stage, meaningless, unsupported or ignored-by-trainer
-    only     values for which the fate holds; any other is unsupported
-    ignored  versions in which the trainer reads the key nowhere
+    only     values for which the fate applies; others are unsupported
+    ignored  versions in which the trainer never reads the key
     ours     our key, or a list of them
-    values   their value: ours
-    convert  name of a function in interop/conversions.py, for what `values` cannot say
-    default  their value when nothing is set; or `{versions: value}`
-    change   the change of unit, as a sentence
+    values   map of their values to ours
+    convert  name of a conversion function, where `values` is not enough
+    default  their default value; or `{versions: value}`
+    change   a sentence on how the unit changes
     reason   why the fate is what it is
-    export   value that our trainings mean whatever their keys
+    export   constant value to export, whatever our keys say
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal
 
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError
 
 Fate = Literal[
     "taken",
@@ -42,22 +42,21 @@ Fate = Literal[
     "misspelt",
     "contradicting",
 ]
-FATES: tuple[str, ...] = get_args(Fate)
 BLOCKING = ("unsupported", "misspelt", "contradicting")  # an import stops at these unless they are allowed
 TRAINERS = ("verl", "mindspeed-rl", "mindspeed-mm")
 
 
-class _Unsaid:
+class _NotSet:
     def __repr__(self) -> str:
-        return "UNSAID"
+        return "NOT_SET"
 
 
-UNSAID: Any = _Unsaid()  # in place of a value that nothing sets, or that a trainer cannot say
+NOT_SET: Any = _NotSet()  # for a value that is not set, or that a trainer cannot express
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a key of another trainer, or a family of them, means here; the module's docstring names the fields."""
+    """One key of another trainer, or a family of keys; the module docstring explains the fields."""
 
     key: str
     section: str
@@ -73,21 +72,21 @@ class Row:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     change: str = ""
     reason: str = ""
-    export: Any = UNSAID
+    export: Any = NOT_SET
 
     @property
     def is_family(self) -> bool:
-        """Whether the row stands for several keys."""
+        """True if the row matches several keys."""
         return "*" in self.key
 
     def names(self, version: str | None = None) -> list[str]:
-        """Its names in a version, the newest first; without a version all it ever had."""
+        """Return the key's names in a version, newest first; without a version, all names."""
         own = [self.key] if version is None or version in self.versions | self.additions else []
         return own + [name for name, held in self.old.items() if version is None or version in held]
 
     def default(self, version: str) -> Any:
-        """Their value in a version when nothing is set; UNSAID where the table does not say."""
-        return self.defaults.get(version, UNSAID)
+        """Return the trainer's default in a version; NOT_SET if the table does not have it."""
+        return self.defaults.get(version, NOT_SET)
 
 
 @dataclass(frozen=True)
@@ -101,13 +100,13 @@ class Table:
 
     @property
     def newest(self) -> str:
-        """The newest version that the table knows."""
+        """The newest version in the table."""
         return self.versions[-1]
 
     def require_version(self, version: str) -> str:
-        """The table's version that stands for a version: itself, or the newest before it with the same keys.
+        """Return the table's version to use for a version: itself, else the newest older one.
 
-        Raises ForeignConfigError for one that is older than all, or no version.
+        Raises ForeignConfigError for one older than all, or for something that is not a version.
         """
         if version in self.versions:
             return version
@@ -115,12 +114,12 @@ class Table:
         older = [each for each in self.versions if numbers and _numbers(each) <= numbers]
         if not older:
             raise ForeignConfigError(
-                f"{self.trainer} {version}: the keys are known of {', '.join(self.versions)}; name one of these"
+                f"{self.trainer} {version} is not supported; use one of {', '.join(self.versions)}"
             )
         return older[-1]
 
     def find(self, name: str, version: str | None = None) -> Row | None:
-        """The row of a name in a version, or in any version; exact names before families, long families first."""
+        """Return the row of a name in one or any version; exact names before families, longest family first."""
         exact = [row for row in self._exact.get(name, ()) if name in row.names(version)]
         if exact:
             return exact[0]
@@ -130,29 +129,29 @@ class Table:
         return None
 
     def resolve(self, name: str, version: str) -> Row | None:
-        """The row of a name that someone wrote: an exact name of another version before a family of this."""
+        """Return the row of a name as written: an exact name of another version before a family of this one."""
         rows = self._exact.get(name, ())
         exact = [row for row in rows if name in row.names(version)] or list(rows)
         return exact[0] if exact else self.find(name, version) or self.find(name)
 
     def versions_of(self, name: str) -> list[str]:
-        """The versions that have a name, oldest first."""
+        """Return the versions that have a name, oldest first."""
         rows = self._exact.get(name)
         if rows:
             return [each for each in self.versions if any(name in row.names(each) for row in rows)]
         return [version for version in self.versions if self.find(name, version) is not None]
 
     def group_of(self, name: str, value: Any) -> str | None:
-        """The group of Hydra's configuration files that an override chooses from; None for one that sets a key.
+        """Return the Hydra config group that an override selects from; None if it sets a key.
 
-        `group@place=file` and `folder/group=file` say so themselves; `section=file` gives a section a text.
+        `group@place=file` and `folder/group=file` do; so does `section=file`, since a section cannot hold text.
         """
         group = name.partition("@")[0]
         is_section = isinstance(value, str) and group in self._sections
         return group if group != name or "/" in group or is_section else None
 
     def nearest(self, name: str) -> str | None:
-        """The known name nearest in spelling: first among those with the same last part; None if none is near."""
+        """Return the closest known name, first among those with the same last part; None if none is close."""
         leaf = name.rpartition(".")[2]
         same_leaf = [known for known in self._exact if known.rpartition(".")[2] == leaf]
         for candidates, cutoff in ((same_leaf, 0.6), (list(self._exact), 0.8)):
@@ -183,26 +182,24 @@ class Table:
 
 @functools.cache
 def load(trainer: str) -> Table:
-    """The table of `verl`, `mindspeed-rl` or `mindspeed-mm`; raises ForeignConfigError for any other."""
+    """Return the table of `verl`, `mindspeed-rl` or `mindspeed-mm`; raises ForeignConfigError for any other."""
     if trainer not in TRAINERS:
-        raise ForeignConfigError(f"no table of the keys of {trainer}; there are {', '.join(TRAINERS)}")
+        raise ForeignConfigError(f"unknown trainer {trainer}; known are {', '.join(TRAINERS)}")
     return read(content_of(trainer.replace("-", "_")))
 
 
 def content_of(name: str) -> dict[str, Any]:
-    """What a table's file says, with the sections of the table that it is like under `like`."""
+    """Load a table's YAML file, with the sections of its base table under `like`."""
     import yaml
 
-    file = resources.files("interop") / "keys" / f"{name}.yaml"
-    if not file.is_file():
-        raise ForeignConfigError(f"{file} is missing: the installation lacks a table")
+    file = Path(__file__).parent / "keys" / f"{name}.yaml"
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     content: dict[str, Any] = yaml.load(file.read_text(encoding="utf-8"), Loader=loader)
     return {**content, "like": content_of(content["like"])["sections"]} if "like" in content else content
 
 
 def read(content: Mapping[str, Any]) -> Table:
-    """The table in a YAML file's content; raises ForeignConfigError for a row that says too little."""
+    """Build a table from a YAML file's content."""
     versions, aliases = tuple(str(version) for version in content["versions"]), content.get("aliases", ())
     rows = list(_rows(content["sections"], versions, aliases))
     own = {row.key for row in rows}
@@ -213,7 +210,7 @@ def read(content: Mapping[str, Any]) -> Table:
 def _rows(
     sections: Sequence[Mapping[str, Any]], versions: tuple[str, ...], aliases: Sequence[str]
 ) -> Iterator[Row]:
-    """A row for each key, whose names also stand in each of the sections that are aliases of its own."""
+    """Yield a row for each key, with its names in all alias sections."""
     for section in sections:
         for fields in section["rows"]:
             for key in fields["key"] if isinstance(fields["key"], list) else [fields["key"]]:
@@ -223,7 +220,7 @@ def _rows(
 
 
 def _elsewhere(names: Mapping[str, Any], aliases: Sequence[str]) -> dict[str, Any]:
-    """The names as they are in the other sections, with their versions."""
+    """Return the names in the other alias sections, with their versions."""
     parts = {name: name.partition(".") for name in names}
     return {
         f"{other}.{rest}": names[name]
@@ -233,29 +230,15 @@ def _elsewhere(names: Mapping[str, Any], aliases: Sequence[str]) -> dict[str, An
     }
 
 
-_FIELDS = (
-    *("key", "in", "addition", "old", "fate", "only", "ignored", "ours", "values", "convert", "default"),
-    *("change", "reason", "export"),
-)
-
-
 def _row(fields: dict[str, Any], section: str, versions: tuple[str, ...]) -> Row:
-    key = fields["key"]
-    unknown = fields.keys() - set(_FIELDS)
     ours = fields.get("ours", ())
     ours = (ours,) if isinstance(ours, str) else tuple(ours)
-    fate = fields.get("fate", "taken" if ours else None)
-    if unknown or fate not in FATES or (fate == "taken") != bool(ours) or not (ours or fields.get("reason")):
-        raise ForeignConfigError(
-            f"row {key}: fate {fate}, our keys {ours}, unknown fields {sorted(unknown)}; a row has our key or a "
-            f"fate with a reason, and fields of {', '.join(_FIELDS)}"
-        )
     addition = fields.get("addition")
     only = fields.get("only")
     return Row(
-        key=key,
+        key=fields["key"],
         section=section,
-        fate=fate,
+        fate=fields.get("fate", "taken"),
         versions=_range("-" if addition is None else "", versions, fields.get("in")),
         additions=_range("", versions, addition),
         old={name: _range("-", versions, held) for name, held in fields.get("old", {}).items()},
@@ -264,10 +247,10 @@ def _row(fields: dict[str, Any], section: str, versions: tuple[str, ...]) -> Row
         only=None if only is None else tuple(only if isinstance(only, list) else [only]),
         ignored=_range("", versions, fields.get("ignored")),
         convert=fields.get("convert"),
-        defaults=dict(_defaults(fields.get("default", UNSAID), versions)),
+        defaults=dict(_defaults(fields.get("default", NOT_SET), versions)),
         change=fields.get("change", ""),
         reason=fields.get("reason", ""),
-        export=fields.get("export", UNSAID),
+        export=fields.get("export", NOT_SET),
     )
 
 
@@ -275,20 +258,17 @@ def _defaults(value: Any, versions: tuple[str, ...]) -> Iterator[tuple[str, Any]
     is_by_version = isinstance(value, dict) and value and all(re.match(r"\d|-$", str(name)) for name in value)
     by_range = value if is_by_version else {"-": value}
     for held, of_range in by_range.items():
-        for version in _range("-", versions, held) if of_range is not UNSAID else ():
+        for version in _range("-", versions, held) if of_range is not NOT_SET else ():
             yield version, of_range
 
 
 def _range(absent: str, versions: tuple[str, ...], text: Any) -> frozenset[str]:
-    """The versions of `0.6.0-0.7.0, 0.9.1`, `0.8.0-` or `-` for all."""
+    """Expand `0.6.0-0.7.0, 0.9.1`, `0.8.0-`, or `-` for all versions."""
     held: set[str] = set()
     for part in str(absent if text is None else text).replace(" ", "").split(","):
         first, dash, last = part.partition("-")
         if not part:
             continue
-        for end in (first, last):
-            if end and end not in versions:
-                raise ForeignConfigError(f"versions {text}: {end} is none of {', '.join(versions)}")
         start = versions.index(first) if first else 0
         stop = versions.index(last) if last else (len(versions) - 1 if dash else start)
         held.update(versions[start : stop + 1])

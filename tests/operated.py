@@ -1,4 +1,4 @@
-"""A project folder with its store and the services of `dapo up`, and every process that comes from there."""
+"""A project folder with its store, the services of `dapo up`, and all processes started there."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ PROJECT_FILES = (
     "configs",
     "deploy",
 )
-MARK = "DAPO_TEST_SITE"  # each child inherits it, daemons in sessions of their own too
-API_SECONDS = 120.0  # SQLite on a busy machine: a writer may wait for another for 60
+MARK = "DAPO_TEST_SITE"  # inherited by all children, including daemons in their own sessions
+API_SECONDS = 120.0  # with SQLite on a busy machine, one writer may wait 60 s for another
 GONE_SECONDS = 180.0
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 
 
 @dataclass(frozen=True)
 class Site:
-    """A project folder, in which commands are typed; `overrides` are in each run of its chain."""
+    """A project folder in which commands run; every run of its chain has `overrides`."""
 
     folder: Path
     overrides: tuple[str, ...] = SMALL
-    database: str | None = None  # of the server; None: SQLite in the store
-    password: str | None = None  # of the server, whose user is dapo
+    database: str | None = None  # URL; None for SQLite in the store
+    password: str | None = None  # of the server's user, dapo
 
     def __post_init__(self) -> None:
         self.project.mkdir(parents=True)
@@ -59,17 +59,17 @@ class Site:
 
     @property
     def project(self) -> Path:
-        """The folder in which commands are typed."""
+        """The folder in which commands run."""
         return self.folder / "project"
 
     @property
     def store(self) -> Path:
-        """The artifact store: where the commands look by default."""
+        """The artifact store at its default path."""
         return self.project / ".dapo"
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of a process of this site: nothing in it leads to another server."""
+        """The environment of a process of this site, without settings of another server."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         auth = {"PREFECT_API_AUTH_STRING": f"dapo:{self.password}"} if self.password else {}
         return (
@@ -77,7 +77,7 @@ class Site:
             | auth
             | {
                 MARK: str(self.folder),
-                "SPT_NOENV": "1",  # vLLM's and Ray's processes change their titles, but not over the environment
+                "SPT_NOENV": "1",  # keeps vLLM and Ray from overwriting the environment with a title
                 "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
                 "PYTHONPATH": str(ROOT),
                 "PREFECT_HOME": str(self.folder / "prefect"),
@@ -87,15 +87,15 @@ class Site:
 
     @property
     def services(self) -> Services:
-        """Its server and worker."""
+        """The site's server and worker."""
         return Services(self.store)
 
     def changes(self, *more: str) -> list[str]:
-        """The overrides of a run."""
+        """Return the overrides of a run."""
         return [f"store.path={self.store}", *self.overrides, *more]
 
     def run(self, *command: str, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        """The command, run to its end, which must have this exit status."""
+        """Run a command and check its exit status."""
         done = subprocess.run(
             command,
             cwd=self.project,
@@ -109,15 +109,15 @@ class Site:
         return done
 
     def dapo(self, *words: str, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        """`dapo WORDS`, run to its end, which must have this exit status."""
+        """Run `dapo WORDS` and check its exit status."""
         return self.run(sys.executable, "-m", "flows.cli", *words, status=status, **env)
 
     def chain(self, *words: str, changes: tuple[str, ...] = ()) -> list[str]:
-        """WORDS of a `dapo` command, with the small recipe behind them."""
+        """Return the words of a `dapo` command followed by the small recipe."""
         return [*words, CONFIG, *(word for change in self.changes(*changes) for word in ("--set", change))]
 
     def start(self, log: Path, *words: str, **env: str) -> subprocess.Popen[bytes]:
-        """`dapo WORDS` in the background, in a session of its own; its output goes to the log."""
+        """Start `dapo WORDS` in the background in its own session; its output goes to the log."""
         with log.open("wb") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", "flows.cli", *words],
@@ -130,18 +130,18 @@ class Site:
             )
 
     def up(self, *words: str) -> str:
-        """What `dapo up` prints. The port is a free one the first time: other tests use the default one, too."""
+        """Run `dapo up` and return its output. The first port is a free one: other tests use the default."""
         port = [] if self.services.server.read() else ["--port", str(free_ports("127.0.0.1")[0])]
         database = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": self.database} if self.database else {}
         return self.dapo("up", *words, *port, **database).stdout
 
     def down(self) -> None:
-        """`dapo down --cancel`, after which nothing of the site runs."""
+        """Run `dapo down --cancel` and check that nothing of the site is left."""
         self.dapo("down", "--cancel")
         assert self.end_everything() == []
 
     def run_deployment(self, name: str, *changes: str, **parameters: Any) -> str:
-        """`prefect deployment run NAME`, which finds the server by itself; returns the flow run's id."""
+        """Run `prefect deployment run NAME`; returns the flow run's id."""
         parameters = {"config": CONFIG, "overrides": self.changes(*changes), **parameters}
         words = [word for key, value in parameters.items() for word in ("--param", f"{key}={json.dumps(value)}")]
         done = self.run("prefect", "deployment", "run", name, *words)
@@ -150,28 +150,28 @@ class Site:
         return found[1]
 
     def create_run(self, name: str, *changes: str, **parameters: Any) -> str:
-        """The same by Prefect's REST interface, as its page does."""
+        """Create the same flow run through Prefect's REST API, like its UI."""
         deployment = self.ask("GET", f"/deployments/name/{name}/{name}")
         parameters = {"config": CONFIG, "overrides": self.changes(*changes), **parameters}
         return self.ask("POST", f"/deployments/{deployment['id']}/create_flow_run", parameters=parameters)["id"]
 
     def cancel(self, flow_run: str) -> None:
-        """What Cancel on Prefect's page does."""
+        """Cancel a flow run like the Prefect UI."""
         self.ask("POST", f"/flow_runs/{flow_run}/set_state", state={"type": "CANCELLING"})
 
     def ask(self, method: str, path: str, **json: Any) -> Any:
-        """The answer of Prefect's REST interface, None when it has no content; the status must be a good one."""
+        """Return the JSON answer of Prefect's REST API, None without content; raises for an error status."""
         answer = self.request(method, path, **json).raise_for_status()
         return answer.json() if answer.content else None
 
     def request(self, method: str, path: str, **json: Any) -> httpx.Response:
-        """The response of Prefect's REST interface, asked again where the server's SQLite was locked (503)."""
+        """Return the response of Prefect's REST API; retries while the server's SQLite is locked (503)."""
         url, auth = f"{self.services.api_url}{path}", ("dapo", self.password) if self.password else None
 
         def ask() -> httpx.Response | None:
             with httpx.Client(auth=auth, timeout=API_SECONDS, trust_env=False) as client:
                 token = client.get(f"{self.services.api_url}/csrf-token", params={"client": "tests"})
-                if token.is_success:  # else the server has a password and asks for none
+                if token.is_success:  # a server with a password has no CSRF tokens
                     client.headers.update(
                         {"Prefect-Csrf-Token": token.json()["token"], "Prefect-Csrf-Client": "tests"}
                     )
@@ -181,11 +181,11 @@ class Site:
         return self.wait_for(f"{method} {path}", ask, API_SECONDS)
 
     def run_state(self, flow_run: str) -> dict[str, Any]:
-        """The state of a flow run: type, name, message."""
+        """Return the state of a flow run: type, name, message."""
         return self.ask("GET", f"/flow_runs/{flow_run}")["state"]
 
     def wait_until_final(self, flow_run: str, seconds: float) -> dict[str, Any]:
-        """The state that a flow run ends in."""
+        """Wait for a flow run to end and return its state."""
 
         def final_state() -> dict[str, Any] | None:
             state = self.run_state(flow_run)
@@ -194,12 +194,12 @@ class Site:
         return self.wait_for(f"flow run {flow_run} ends", final_state, seconds)
 
     def task_states(self, flow_run: str) -> dict[str, str]:
-        """The name of each task run's last state by the task run's name."""
+        """Return the last state's name for each task run."""
         asked = {"flow_runs": {"id": {"any_": [flow_run]}}}
         return {task["name"]: task["state_name"] for task in self.ask("POST", "/task_runs/filter", **asked)}
 
     def log_messages(self, flow_run: str) -> list[str]:
-        """What Prefect's page shows as the flow run's log, oldest first."""
+        """Return the flow run's log lines in the Prefect UI, oldest first."""
         asked = {"logs": {"flow_run_id": {"any_": [flow_run]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
         messages: list[str] = []
         while page := self.ask("POST", "/logs/filter", offset=len(messages), **asked):
@@ -207,11 +207,11 @@ class Site:
         return messages
 
     def wait_for(self, what: str, check: Callable[[], Any], seconds: float) -> Any:
-        """The first true answer of `check`; fails the test with what the services wrote last otherwise."""
+        """Return the first true answer of `check`; otherwise fail the test with the services' last output."""
         deadline = time.monotonic() + seconds
         is_over = False
         while not is_over:
-            is_over = time.monotonic() >= deadline  # asked before the last check: we may be late ourselves
+            is_over = time.monotonic() >= deadline  # read before the last check, since we may be late ourselves
             if answer := check():
                 return answer
             time.sleep(0.5)
@@ -220,7 +220,7 @@ class Site:
         pytest.fail(f"{what}: not within {seconds:.0f} s; still there: {describe(self.processes())}\n{tails}")
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """Running processes of this site whose command line has all these words."""
+        """Return this site's running processes whose command line has all these words."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -232,7 +232,7 @@ class Site:
         return found
 
     def flow_process(self, flow_run: str) -> psutil.Process | None:
-        """The process that executes a flow run."""
+        """Return the process that executes a flow run."""
         for process in self.processes("prefect.engine"):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 if process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run:
@@ -240,19 +240,19 @@ class Site:
         return None
 
     def tree(self, flow_run: str) -> list[psutil.Process]:
-        """The process that executes a flow run, and all below it."""
+        """Return the process that executes a flow run, and its descendants."""
         process = self.flow_process(flow_run)
         assert process is not None
         return [process, *process.children(recursive=True)]
 
     def service(self, name: str) -> psutil.Process:
-        """The server or the worker."""
+        """Return the process of the server or the worker."""
         service = getattr(self.services, name)
         assert service.is_running
         return psutil.Process(service.read()["pid"])
 
     def end_everything(self) -> list[str]:
-        """SIGKILL every process at once, as a power cut would; returns the commands that ran."""
+        """SIGKILL every process at once, like a power failure; returns their commands."""
         ended, sockets = [], set()
         while processes := self.processes():
             ended += describe(processes)
@@ -263,13 +263,13 @@ class Site:
                 except psutil.NoSuchProcess:
                     continue
             psutil.wait_procs(processes, timeout=5)
-        for folder in filter(None, sockets):  # who would remove it was killed too
+        for folder in filter(None, sockets):  # the process that would remove it was killed too
             shutil.rmtree(folder, ignore_errors=True)
         return ended
 
 
 def describe(processes: list[psutil.Process]) -> list[str]:
-    """Pids with the beginnings of their command lines."""
+    """Return pids with the start of their command lines."""
     lines = []
     for process in processes:
         try:
@@ -282,7 +282,7 @@ def describe(processes: list[psutil.Process]) -> list[str]:
 def find_command(
     ancestor: psutil.Process, word: str, but_for: psutil.Process | None = None
 ) -> psutil.Process | None:
-    """`dapo WORD` below a process."""
+    """Return the `dapo WORD` process below a process."""
     for child in ancestor.children(recursive=True):
         try:
             if child.cmdline()[1:4] == ["-m", "flows.cli", word] and child != but_for:
@@ -293,6 +293,6 @@ def find_command(
 
 
 def assert_all_gone(processes: list[psutil.Process]) -> None:
-    """They end soon."""
+    """Check that the processes exit soon."""
     _, alive = psutil.wait_procs(processes, timeout=GONE_SECONDS)
-    assert describe(alive) == []  # which leaves zombies out
+    assert describe(alive) == []  # ignores zombies

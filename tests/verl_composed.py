@@ -19,7 +19,8 @@ import pytest
 import yaml
 
 from flows.config import load_config
-from interop.render.verl import Places, render
+from interop.render.launch import Places
+from interop.render.verl import render
 from tests.verl_wheels import verl_folder
 
 # What verl's configuration code imports that this project does not install.

@@ -1,4 +1,4 @@
-"""A real HTTP server that takes what a webhook is sent."""
+"""An HTTP server that receives webhook calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Receiver(ThreadingHTTPServer):
-    """Keeps what is posted, and answers with `status`, or not for `delay_seconds`."""
+    """Records posts and answers with `status` after `delay_seconds`."""
 
     daemon_threads = True
 

@@ -1,7 +1,7 @@
-"""Reward of dapo_qwen3_8b_choice: does the response name exactly the right options of an exam question?
+"""Reward function of dapo_qwen3_8b_choice: is the set of options in the response exactly right?
 
-Your own file works the same way: one function with this signature, configured by the keys custom_reward.path and
-custom_reward.name. It receives whole texts and returns a number, or a dict with `score`; dynamic sampling reads
+Your own file works the same way: one function with this signature, selected by custom_reward.path and
+custom_reward.name. It receives complete texts and returns a number, or a dict with `score`; dynamic sampling reads
 its `acc`.
 """
 
@@ -15,9 +15,9 @@ from eval.answers.choice import find_options, option_letters
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
 ) -> dict[str, Any]:
-    """+1 when the response names exactly the options of `ground_truth` ("D", "ABD", "A,B,D"), else -1.
+    """Return +1 if the response names exactly the options of `ground_truth` ("D", "ABD", "A,B,D"), else -1.
 
-    Options are read as in the evaluation, from the text after the thinking.
+    Like the evaluation, it only reads the text after the thinking.
     """
     chosen = find_options(solution_str)
     is_right = bool(chosen) and chosen == option_letters(ground_truth)

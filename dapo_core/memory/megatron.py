@@ -61,7 +61,7 @@ def _stage(config: TrainingConfig, shape: ModelShape, splits: Splits, number: in
     for layer in layers:
         for tensor in shape.layers[layer]:
             if len(tensor) == 3:
-                experts += prod(tensor) // (splits.expert * splits.of_experts)
+                experts += prod(tensor) // (splits.expert * splits.expert_tensor_size)
             elif len(tensor) == 2 and tensor[0] != shape.num_experts:
                 dense += prod(tensor) // splits.tensor
             else:  # norms and the router, which every rank has whole

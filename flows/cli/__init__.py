@@ -1,4 +1,4 @@
-"""`dapo`: run the chain, look at it, or run one stage on plain paths. Heavy imports stay inside the commands."""
+"""The `dapo` command: run or inspect the chain, or run one stage on plain paths. Heavy imports are in commands."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import gc
 import importlib.metadata
 import os
+import re
 import sys
 import traceback
 from typing import Annotated, Any
@@ -15,69 +16,39 @@ from typer.core import TyperGroup
 
 from flows.cli import chain, cluster, datasets, evaluation, history, migration, operating, stages
 
-ORDER = (
-    *(
-        "init",
-        "import-config",
-        "export-config",
-        "run",
-        "stage",
-        "plan",
-        "runs",
-        "compare",
-        "export",
-        "gc",
-        "config",
-        "datasets",
-    ),
-    *("up", "down", "doctor", "cluster"),
-    *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "grade", "report", "eval-export"),
-)
+UNKNOWN_COMMAND = re.compile(r"No such command '([^']*)'\.")
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
-# What the extra `chain` of pyproject.toml brings; the rest is enough to evaluate, grade, compare and report.
+# From pyproject.toml's extra `chain`; evaluating, grading, comparing and reporting work without it.
 CHAIN_MODULES = ("math_verify", "prefect", "ray", "safetensors", "sqlalchemy", "torch", "transformers", "zlib_ng")
 ADVICE = (
-    "This environment has only the evaluation part: eval, grade, report, compare and datasets. All commands: "
-    "pip install '.[chain]' in the project's folder, and vLLM for your device (requirements/); make demo installs "
+    "This environment only has the evaluation commands: eval, grade, report, compare and datasets. For all: "
+    "pip install '.[chain]' in the project folder, and vLLM for your device (requirements/); `make demo` installs "
     "both for a CPU"
 )
 
 
 class Commands(TyperGroup):
-    """The chain and its runs first, then the services, then the stages on plain paths."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(self.commands, key=ORDER.index)
+    """Adds hints to usage errors: `--set` for KEY=VALUE, `show` for a name after `runs` or `datasets`."""
 
     def invoke(self, ctx: Any) -> Any:
-        """What is typed as for other programs is answered with what was meant.
-
-        KEY=VALUE with --set; a run or a set after a command that lists them with the command that shows one.
-        """
         try:
             return super().invoke(ctx)
-        except Exception as error:  # whose class is click's or typer's own, by typer's version
+        except Exception as error:  # the class depends on typer's version
             message, context = str(getattr(error, "message", "")), getattr(error, "ctx", None)
-            has_set = context is not None and any("--set" in each.opts for each in context.command.params)
-            if has_set and "unexpected extra argument" in message and "=" in message:
-                vars(error)["message"] = f"{message}; to change a key, use --set SECTION.KEY=VALUE"
-            quoted = message.removeprefix("No such command ").removesuffix(".")  # with "Did you mean" it has a ?
-            is_unknown = quoted != message and not quoted.endswith("?")
-            if is_unknown and context is not None and lists_and_shows(context.command):
-                path = context.command_path
-                vars(error)["message"] = f"{message} One of them: {path} show {quoted[1:-1]}; all: {path}"
+            command, path = getattr(context, "command", None), getattr(context, "command_path", "")
+            unknown = UNKNOWN_COMMAND.fullmatch(message)
+            if "unexpected extra argument" in message and "=" in message:
+                if any("--set" in each.opts for each in getattr(command, "params", ())):
+                    vars(error)["message"] = f"{message}; to change a key, use --set SECTION.KEY=VALUE"
+            elif unknown and "show" in getattr(command, "commands", ()):
+                vars(error)["message"] = f"{message} One of them: {path} show {unknown[1]}; all: {path}"
             raise
-
-
-def lists_and_shows(command: Any) -> bool:
-    """True of `runs` and `datasets`, which list alone and have a command `show`."""
-    return bool(getattr(command, "invoke_without_command", False)) and "show" in command.commands
 
 
 app = typer.Typer(
     name="dapo",
     cls=Commands,
-    help="Train a language model with DAPO and know whether it got better.",
+    help="Train a language model with DAPO and measure whether it got better.",
     epilog="Example: dapo run configs/arith_cpu.yaml --set run.seed=2",
     no_args_is_help=True,
     add_completion=False,
@@ -87,7 +58,7 @@ app = typer.Typer(
 
 
 def print_version(is_wanted: bool) -> None:
-    """Print the version and end the command."""
+    """Print the version and exit."""
     if is_wanted:
         typer.echo(f"dapo-pipeline {importlib.metadata.version('dapo-pipeline')}")
         raise typer.Exit
@@ -103,12 +74,12 @@ def options(
     pass
 
 
-for group in (chain, migration, history, datasets, stages, evaluation, operating, cluster):
+for group in (chain, migration, history, datasets, operating, cluster, stages, evaluation):
     app.add_typer(group.app)
 
 
 def main() -> None:
-    """Run the command line; a known error prints its message and exits with 2 if the user must act, else 1."""
+    """Run the command line. Known errors print a message and exit with 2 if the user must act, else 1."""
     from dapo_core.errors import DapoError
     from downloads import DownloadError
     from durable import FULL_DISK_ERRORS
@@ -117,20 +88,20 @@ def main() -> None:
     from redaction import redact
     from tasks.execution.retries import LASTING_ERRORS, LASTING_EXIT_CODE, describe, exit_code_of
 
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also those of loading a model's weights
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also hides bars while loading weights
     print_messages()
     try:
         app()
     except (DapoError, EvaluationError, DownloadError) as error:
         typer.secho(redact(describe(error)), err=True, fg="red")
         sys.exit(exit_code_of(error))
-    except (OSError, *LASTING_ERRORS) as error:  # a bug or a missing file: a status that has nothing tried again
+    except (OSError, *LASTING_ERRORS) as error:  # a bug or a missing file: exit without retry
         if isinstance(error, OSError) and error.errno in UNWRITABLE and error.filename is not None:
-            typer.secho(f"{error.filename}: {error.strerror}; name another place", err=True, fg="red")
+            typer.secho(f"{error.filename}: {error.strerror}; choose another location", err=True, fg="red")
             sys.exit(LASTING_EXIT_CODE)
         if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:
             typer.secho(
-                f"{error}; free some space or choose another place, then run the command again", err=True, fg="red"
+                f"{error}; free some space or choose another location, then rerun the command", err=True, fg="red"
             )
             sys.exit(LASTING_EXIT_CODE)
         if not isinstance(error, LASTING_ERRORS):
@@ -141,5 +112,5 @@ def main() -> None:
             traceback.print_exc()
         sys.exit(LASTING_EXIT_CODE)
     finally:
-        if "prefect" in sys.modules:  # skips the last garbage collection, which takes a second with Prefect loaded
+        if "prefect" in sys.modules:  # skip the final garbage collection, which takes 1 s with Prefect loaded
             gc.freeze()

@@ -1,4 +1,4 @@
-"""`python -m flows.cli`: the command line of this interpreter's environment."""
+"""`python -m flows.cli`: the `dapo` command of this Python environment."""
 
 from flows.cli import main
 

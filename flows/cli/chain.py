@@ -1,4 +1,4 @@
-"""`dapo run`, `stage`, `plan`, `config show`: the chain or one stage of it, and what it would do."""
+"""`dapo init`, `run`, `stage`, `plan` and `config`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STAGES = ("prepare-data", "fetch-model", "train-policy", "merge-checkpoint", "ev
 SIDED = ("evaluate-model", "fetch-model", "merge-checkpoint")
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True, rich_markup_mode=None)
+config_app = typer.Typer(help="Inspect configurations.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 
 
@@ -33,21 +33,21 @@ app.add_typer(config_app, name="config")
     short_help="Write a recipe for your model and data.",
 )
 def init(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write, such as my.yaml.")],
-    model: Annotated[str, typer.Option(help="Model folder, or a hub's id: ORG/NAME, modelscope:ORG/NAME.")],
-    data: Annotated[list[str], typer.Option(help="To train on: a file, a folder, a name or a hub's id.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Recipe to write, such as my.yaml.")],
+    model: Annotated[str, typer.Option(help="Model folder or hub id: ORG/NAME, modelscope:ORG/NAME.")],
+    data: Annotated[list[str], typer.Option(help="Training data: a file, a folder, a dataset name or a hub id.")],
     columns: Annotated[
         str | None,
-        typer.Option(help="problem=NAME,answer=NAME: what the columns hold; of --eval too, if it has them."),
+        typer.Option(help="problem=NAME,answer=NAME: your column names; used for --eval too, if it has them."),
     ] = None,
     held_out: Annotated[
-        str | None, typer.Option("--eval", help="To evaluate with; default: part of --data, or its test split.")
+        str | None, typer.Option("--eval", help="Evaluation data; default: part of --data or its test split.")
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja file for a base model, which has none.")
+        Path | None, typer.Option(help="Jinja chat template, for a base model without one.")
     ] = None,
 ) -> None:
-    """Write a commented recipe, sized for the devices here, the model's positions and the prompts' lengths."""
+    """Write a commented recipe for your model and data, sized for this machine and your prompt lengths."""
     from dapo_core.errors import ConfigError
     from flows.config import load_config
     from flows.tables import print_findings
@@ -57,9 +57,9 @@ def init(
     from tasks.recipes.first_recipe import Machine, first_recipe, model_keys
 
     if path.exists():
-        raise ConfigError(f"{path} exists; name another file, or remove it")
+        raise ConfigError(f"{path} exists; choose another file, or remove it")
     if len(data) > 1:
-        raise ConfigError(f"--data is given {len(data)} times; name one, and list the others in data.train later")
+        raise ConfigError(f"--data is given {len(data)} times; give one, and add the others to data.train later")
     keys = model_keys(model, chat_template)
     text = first_recipe(path, keys, data[0], held_out, Machine.this(), parse_columns(columns))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,10 +77,10 @@ def init(
 def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     """Run the whole chain as the Prefect flow dapo-full and print the report.
 
-    Where the store has every output and no Prefect server runs, none is started: only the report is written.
+    If the store has every output and no Prefect server is configured, only the report is written.
 
-    Exit status: 0 all is done; 1 it failed, and may succeed another time; 2 something has to change first;
-    3 all is done, but a gate of evaluate.gates failed; 130 or 143 it was stopped.
+    Exit status: 0 success; 1 failed, a retry may succeed; 2 something has to change first; 3 success, but a gate
+    of evaluate.gates failed; 130 or 143 stopped.
     """
     from flows.prefect_server import named_api, provide_prefect_api
     from tasks.preflight.run import require_ready
@@ -90,7 +90,7 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     settings = begin(config, overrides)
     store = Path(settings.store.path)
     if is_built(settings) and not named_api(store):
-        logger.info("every output is in the store: only a report is to be written, without a Prefect server")
+        logger.info("every output is in the store: only writing the report, without a Prefect server")
         print_report(report_again(settings))
         return
     require_ready(settings)
@@ -105,7 +105,7 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
 
 @app.command(
     epilog="Example: dapo stage evaluate-model configs/arith_cpu.yaml --side before --force",
-    short_help="Run one stage with its inputs from the store.",
+    short_help="Run one stage with inputs from the store.",
 )
 def stage(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(STAGES)}.")],
@@ -113,33 +113,33 @@ def stage(
     overrides: SetOption = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Build it although the store has it, or continue an unfinished attempt."),
+        typer.Option("--force", help="Rebuild even if the store has the output, or resume an unfinished attempt."),
     ] = False,
     side: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="evaluate-model: before, after (the default), a baseline's name, or step_N; fetch-model: a "
+            help="evaluate-model: before, after (default), a baseline's name, or step_N; fetch-model: a "
             "baseline's name; merge-checkpoint: step_N.",
         ),
     ] = None,
 ) -> None:
-    """Run one stage, with what it needs from the store, and print where its output is.
+    """Run one stage with inputs from the store, and print the path of its output.
 
-    Where the store has it and no Prefect server runs, none is started.
+    If the store already has the output and no Prefect server is configured, none is started.
     """
     if name not in STAGES:
         from downloads.nearest import nearest
 
-        raise typer.BadParameter(f"{name!r} is no stage{nearest(name, STAGES)}", param_hint="NAME")
+        raise typer.BadParameter(f"{name!r} is not a stage{nearest(name, STAGES)}", param_hint="NAME")
     options: dict[str, Any] = {}
     if force:
         if name == "compare":
-            raise typer.BadParameter("compare writes a new report each time anyway", param_hint="--force")
+            raise typer.BadParameter("compare always writes a new report", param_hint="--force")
         options["force"] = True
     if side is not None:
         if name not in SIDED:
-            raise typer.BadParameter(f"{name} has no sides; {', '.join(SIDED)} have", param_hint="--side")
+            raise typer.BadParameter(f"{name} has no --side; only {', '.join(SIDED)} do", param_hint="--side")
         options["side"] = side
     from flows.prefect_server import named_api, provide_prefect_api
     from tasks.links import label_of, link_of
@@ -153,7 +153,7 @@ def stage(
     needs = ("evaluate_before", "evaluate_after", "train_policy")
     require_outputs(settings, needs if label is None else link_of(settings, label).needs)
     if label is not None and not force and not named_api(store) and has_output(settings, label):
-        logger.info("its output is in the store: no Prefect server is started")
+        logger.info("the output is in the store: not starting a Prefect server")
         with Run.start(settings, name) as run:
             typer.echo(run.take(label).path)
         return
@@ -170,7 +170,7 @@ def stage(
 
 
 def begin(config: Path, overrides: list[str] | None) -> Config:
-    """The configuration; from here on, log lines begin with time and stage."""
+    """Load the configuration; from here on, log lines start with time and stage."""
     from flows.config import load_config
     from flows.console import print_chain
     from flows.prefect_settings import apply_prefect_settings
@@ -182,7 +182,7 @@ def begin(config: Path, overrides: list[str] | None) -> Config:
 
 
 def report_again(settings: Config) -> Path:
-    """Write a new report for a chain whose outputs all exist; returns its folder."""
+    """Write a new report for a chain with all outputs in the store; returns its folder."""
     from flows.notify import report_result
     from tasks.runs.history import REPORT_FOLDER
     from tasks.runs.report import repeat_chain
@@ -195,16 +195,16 @@ def report_again(settings: Config) -> Path:
 
 @contextlib.contextmanager
 def message_when_stopped() -> Iterator[None]:
-    """On Ctrl-C, say that what is done is kept."""
+    """On Ctrl-C, tell the user that finished work is kept."""
     try:
         yield
     except KeyboardInterrupt:
-        typer.secho("stopped; the same command continues from what is done", err=True, fg="yellow")
+        typer.secho("stopped; run the same command again to continue", err=True, fg="yellow")
         raise
 
 
 def print_report(folder: Path) -> None:
-    """Print a run's report, its verdict, and the path of the report with plots; exit with 3 if a gate failed."""
+    """Print a run's report, verdict, and the path of the HTML report; exit with 3 if a gate failed."""
     from flows.console import print_markdown
 
     print_markdown((folder / "report.md").read_text(encoding="utf-8"))
@@ -215,36 +215,34 @@ def print_report(folder: Path) -> None:
 
 @app.command(
     epilog="Example: dapo plan configs/arith_cpu.yaml --set algorithm.clip_ratio_high=0.3",
-    short_help="Show what a run would do, and why; run nothing.",
+    short_help="Show what a run would do and why, without running it.",
 )
 def plan(
     config: ConfigArgument,
     overrides: SetOption = None,
-    is_whole: Annotated[bool, typer.Option("--all", help="Every change, not the first of each stage.")] = False,
+    is_whole: Annotated[bool, typer.Option("--all", help="Show every change, not just the first.")] = False,
     is_smoke: SmokeOption = False,
     is_json: JsonOption = False,
-    is_memory: Annotated[bool, typer.Option("--memory", help="The memory plan alone, from config.json.")] = False,
-    is_time: Annotated[bool, typer.Option("--time", help="The time of a training step alone, estimated.")] = False,
+    is_memory: Annotated[bool, typer.Option("--memory", help="Only show the memory plan.")] = False,
+    is_time: Annotated[bool, typer.Option("--time", help="Only estimate the time of a training step.")] = False,
     gigabytes: Annotated[
         float | None,
-        typer.Option("--device-gigabytes", min=0.001, help="GiB of a device, in place of train.device_model."),
+        typer.Option("--device-gigabytes", min=0.001, help="Device memory in GiB, instead of train.device_model."),
     ] = None,
 ) -> None:
-    """Show what a run would do, without running anything: each stage, and why it is not cached.
+    """Show what a run would do, without running it: each stage, and why it is not cached.
 
-    cached: its output is in the store. building: a process makes it. resumes: an unfinished attempt is continued.
-    damaged: its output changed on disk and is made again. stale: the last run of the same run.name had it with
-    another key, or its input is to be built. runs: it is not in the store.
+    cached: the output is in the store. building: another process is producing it. resumes: an unfinished attempt
+    continues. damaged: the output changed on disk and is rebuilt. stale: the last run with this run.name used
+    another key, or an input has to be built. runs: not in the store.
 
-    Before that it checks all that files and a second can tell: model, data, lengths, scorer, devices, disk. What
-    would end the run is refused with the keys to change, all at once; warnings follow the table. Devices, memory
-    and a cluster that are missing here follow it too: a recipe can be planned on another machine.
+    Quick checks run first: model, data, lengths, scorer, devices, disk. Anything that would fail the run is
+    reported up front, all at once, with the keys to change. Warnings follow the table, as do missing devices,
+    memory or clusters, so you can plan a recipe on another machine.
 
-    --memory shows what each kind of device holds in each phase, and the smallest change of keys that fits. Exit
-    status 2: it does not fit.
-
-    --time estimates a training step from its tokens and operations and the devices' rates, corrected by the newest
-    run of the same run.name. With --memory, one after the other.
+    --memory shows device memory per phase and, if the recipe does not fit (exit status 2), the smallest change
+    that does. --time estimates a training step from its tokens, FLOPs and device rates, calibrated by the newest
+    run with the same run.name. They can be combined.
     """
     from flows.config import load_config
     from flows.tables import print_findings, print_json, print_plan, print_trainer
@@ -257,7 +255,7 @@ def plan(
     if is_memory or is_time:
         return plan_devices(settings, gigabytes, is_memory, is_time, is_json)
     if gigabytes is not None:
-        raise typer.BadParameter("belongs to --memory and --time", param_hint="--device-gigabytes")
+        raise typer.BadParameter("needs --memory or --time", param_hint="--device-gigabytes")
     findings = examine(settings, is_smoke)
     is_other = settings.train.backend != "own"
     if not OF_ANOTHER_MACHINE.issuperset(finding.check for finding in findings.failed):
@@ -276,11 +274,11 @@ def plan(
     shown = {"disk"} if settings.checkpoint_steps else set()
     print_findings([finding for finding in findings if finding.status == WARN or finding.check in shown])
     findings.require()
-    typer.echo(f"preflight: {len(findings)} checks, nothing in the way (dapo doctor {config} shows them)")
+    typer.echo(f"preflight: {len(findings)} checks passed (dapo doctor {config} shows them)")
 
 
 def plan_devices(settings: Config, gigabytes: float | None, is_memory: bool, is_time: bool, is_json: bool) -> None:
-    """Print memory, time or both; status 2 for what does not fit unless train.allow_oversubscription is set."""
+    """Print memory, time or both; exit with 2 if it does not fit, unless train.allow_oversubscription is set."""
     from dataclasses import asdict
 
     from flows.tables import print_json, print_memory, print_time
@@ -313,10 +311,10 @@ def plan_devices(settings: Config, gigabytes: float | None, is_memory: bool, is_
     short_help="Print the resolved configuration as YAML.",
 )
 def config_show(config: ConfigArgument, overrides: SetOption = None) -> None:
-    """Print the resolved configuration, defaults < file < --set, as YAML that can be a recipe again.
+    """Print the resolved configuration (defaults < file < --set) as YAML that is itself a valid recipe.
 
-    On standard error follows what it means in numbers: prompts, responses and tokens of a training step,
-    optimizer steps, tokens on a device, devices. Without it: 2> /dev/null.
+    Standard error shows derived numbers: prompts, responses and tokens per training step, optimizer steps, tokens
+    per device, devices. To hide them: 2> /dev/null.
     """
     from dapo_core.config.derived import derive
     from dapo_core.config.loading import dump_config
@@ -331,20 +329,20 @@ def config_show(config: ConfigArgument, overrides: SetOption = None) -> None:
 @config_app.command(
     "explain",
     epilog="Example: dapo config explain sampler.gen_prompts train.learning_rate",
-    short_help="Say what keys mean, what they take, and what they change.",
+    short_help="Explain keys: meaning, default, values, and what they affect.",
 )
 def config_explain(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY", help="section.key, the key alone, or a section; repeatable."),
+        typer.Argument(metavar="KEY", help="section.key, just the key, or a section; repeatable."),
     ] = None,
-    is_page: Annotated[bool, typer.Option("--page", help="All keys, as docs/keys.md has them.")] = False,
+    is_page: Annotated[bool, typer.Option("--page", help="All keys, in the format of docs/keys.md.")] = False,
 ) -> None:
-    """Say what keys mean: default, bounds, and the stages that a change makes again (those after them follow)."""
+    """Explain keys: meaning, default, bounds, and the stages that a change reruns (with all later stages)."""
     from flows.keys import explain, keys_page
 
     if bool(names) == is_page:
-        raise typer.BadParameter("name one key or more, or --page for all", param_hint="KEY")
+        raise typer.BadParameter("give at least one key, or --page for all", param_hint="KEY")
     if is_page:
         typer.echo(keys_page(), nl=False)
     for name in names or ():

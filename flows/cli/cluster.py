@@ -1,4 +1,4 @@
-"""`dapo cluster up`, `status`, `down`: Ray on the machines of an inventory."""
+"""`dapo cluster up`, `status` and `down`: Ray on the machines of an inventory."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ cluster.add_typer(rendering.app)
 app.add_typer(
     cluster,
     name="cluster",
-    help="Start Ray on the machines of an inventory, over ssh or another command; look at it; end it.",
-    short_help="Start, watch and end Ray on several machines.",
+    help="Start, inspect and stop Ray on the machines of an inventory, over ssh or another command.",
+    short_help="Start, inspect and stop Ray on several machines.",
 )
 InventoryArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="INVENTORY",
-        help="The machines, as in deploy/inventory.yaml; default: those of this job of SLURM, PBS or Volcano.",
+        help="Machines, in the format of deploy/inventory.yaml; default: those of this SLURM, PBS or Volcano job.",
     ),
 ]
 
 
 @cluster.command(
-    epilog="Example: dapo cluster up mine.yaml", short_help="Start Ray on every machine where it is missing."
+    epilog="Example: dapo cluster up mine.yaml", short_help="Start Ray on every machine that lacks it."
 )
 def up(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) -> None:
-    """Start Ray on every machine of the inventory, the head first, and wait until all have joined.
+    """Start Ray on every machine of the inventory, head first, and wait until all have joined.
 
-    Before anything starts, each is reached and compared: code, Python and Ray are equal, the interface that leads
-    to the head, a free port, the devices. What runs already stays as it is.
+    Before anything starts, each machine is checked: same code, Python and Ray; the interface that reaches the
+    head; a free port; the devices. Nodes that already run are left alone.
     """
     from tasks.nodes.launch import bring_up
     from tasks.nodes.scheduler import machines_of
@@ -58,32 +58,32 @@ def up(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) 
     try:
         cluster = bring_up(machines, store, source or "the job's nodes")
     except KeyboardInterrupt:
-        end = f"dapo cluster down{again}{store_option(store)}"
-        typer.echo(f"interrupted: Ray keeps running where it was started; `{end}` ends it", err=True)
+        stop = f"dapo cluster down{again}{store_option(store)}"
+        typer.echo(f"interrupted: Ray keeps running where it was started; `{stop}` stops it", err=True)
         raise
     for name, known in cluster.hosts.items():
-        state = "started" if name in cluster.started else "ran already"
+        state = "started" if name in cluster.started else "already running"
         typer.echo(f"{name}: {state}, {known['address']} on {known['name']}, node {known['node_id'][:8]}")
     is_quoted = cluster.address.startswith("[")  # a list in YAML
     key = f"train.ray_address={cluster.address}" if not is_quoted else f"'train.ray_address=\"{cluster.address}\"'"
     typer.echo(
         f"Ray at {cluster.address}: {len(cluster.hosts)} hosts, {machines.num_devices} {machines.resource}\n"
-        f"On any of them:      dapo doctor CONFIG --set {key}\n"
+        f"On any host:         dapo doctor CONFIG --set {key}\n"
         f"                     dapo run CONFIG --set {key}\n"
-        "Trainings find the token there by themselves. Other programs need:\n"
+        "Training finds the token by itself. Other programs need:\n"
         f"                     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={shlex.quote(cluster.token_path)}\n"
-        f"Look at it, end it:  dapo cluster status{again}; dapo cluster down{again}{store_option(store)}"
+        f"Inspect, stop:       dapo cluster status{again}; dapo cluster down{again}{store_option(store)}"
     )
 
 
 @cluster.command(
     epilog="Example: dapo cluster status mine.yaml --json",
-    short_help="What runs on every machine, and what is lost.",
+    short_help="Show what runs on every machine and what is lost.",
 )
 def status(inventory: InventoryArgument = None, is_json: JsonOption = False) -> None:
-    """For every machine: interface, address, Ray's node, devices and those free, since when.
+    """Show every machine's interface, address, Ray node, devices, free devices, and start time.
 
-    Exit status 1 if one is missing.
+    Exit status 1 if a machine is missing.
     """
     from flows.tables import print_json
     from tasks.nodes.scheduler import machines_of
@@ -101,12 +101,12 @@ def status(inventory: InventoryArgument = None, is_json: JsonOption = False) -> 
 
 @cluster.command(
     epilog="Example: dapo cluster down mine.yaml",
-    short_help="End what `dapo cluster up` started, and nothing else.",
+    short_help="Stop what `dapo cluster up` started, and nothing else.",
 )
 def down(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) -> None:
-    """End what `dapo cluster up` started on every machine: its own processes and folders, and nothing else.
+    """Stop what `dapo cluster up` started on every machine: only its own processes and folders.
 
-    A machine that cannot be reached is named and stays in the store's record; exit status 1 then.
+    Unreachable machines are listed and stay in the store's record; the exit status is then 1.
     """
     from tasks.nodes.record import others_started
     from tasks.nodes.scheduler import machines_of
@@ -115,16 +115,16 @@ def down(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE
     machines, source = machines_of(inventory, os.environ)
     ending = take_down(machines, store)
     for line in ending.ended:
-        typer.echo(f"ended {line}")
+        typer.echo(f"stopped {line}")
     for name, reason in ending.left.items():
-        typer.echo(f"{name}: not ended: {reason}")
+        typer.echo(f"{name}: not stopped: {reason}")
     if not ending.ended and not ending.left:
-        typer.echo(f"nothing of {source or 'this job'} is running")
+        typer.echo(f"nothing from {source or 'this job'} is running")
         if others := others_started(store, machines):
-            typer.echo(f"{store} knows of other clusters: {', '.join(others)}")
+            typer.echo(f"{store} has other clusters: {', '.join(others)}")
     if ending.left:
         again = f"dapo cluster down{_typed(source)}{store_option(store)}"
-        typer.echo(f"type `{again}` again once they can be reached")
+        typer.echo(f"run `{again}` again once they are reachable")
         raise typer.Exit(1)
 
 
@@ -153,5 +153,5 @@ def _since(started_at: float | None) -> str:
 
 
 def _typed(source: str) -> str:
-    """An inventory's file as an argument, "" for the job's own nodes."""
+    """Return an inventory file as an argument, "" for the job's own nodes."""
     return f" {shlex.quote(source)}" if source else ""

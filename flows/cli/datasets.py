@@ -1,4 +1,4 @@
-"""`dapo datasets`: the registered sets, and rows of any set as the model will see them."""
+"""`dapo datasets`: list registered datasets, and show rows as the model sees them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import typer
 from flows.cli.options import SetOption
 
 app = typer.Typer(rich_markup_mode=None)
-datasets_app = typer.Typer(help="The registered sets, and rows of any set.", rich_markup_mode=None)
+datasets_app = typer.Typer(help="List registered datasets, or show rows of any dataset.", rich_markup_mode=None)
 app.add_typer(datasets_app, name="datasets")
 
 
 @datasets_app.callback(invoke_without_command=True, epilog="Example: dapo datasets; dapo datasets show gsm8k")
 def datasets(context: typer.Context) -> None:
-    """List the registered sets, names for data.train, data.eval and dapo eval --dataset, and those of --suite."""
+    """List registered datasets (for data.train, data.eval, dapo eval --dataset) and suites (for --suite)."""
     if context.invoked_subcommand is None:
         from eval.problems.registry import SETS, SUITES
         from flows.tables import print_sets
@@ -31,23 +31,23 @@ def datasets(context: typer.Context) -> None:
     "show",
     epilog="Example: dapo datasets show gsm8k --data gsm8k/train.jsonl --model models/Qwen3-8B. Own columns: "
     "dapo datasets show mine.csv --set data.columns.problem=question --set data.columns.answer=result",
-    short_help="Show rows of a set as the model will see them.",
+    short_help="Show rows of a dataset as the model sees them.",
 )
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Registered name, file, folder, or a hub's id.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Registered name, file, folder, or hub id.")],
     data: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Rows of the registered set, which is then not fetched.")
+        str | None, typer.Option(metavar="FILE", help="Local rows of a registered dataset, not fetched then.")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Model whose chat template and tokenizer to use.")
+        Path | None, typer.Option(metavar="FOLDER", help="Model with the chat template and tokenizer to use.")
     ] = None,
     use: Annotated[
-        Literal["train", "eval"] | None, typer.Option(help="Which rows; train is the default where there are any.")
+        Literal["train", "eval"] | None, typer.Option(help="Which rows; default: train, if the dataset has any.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, max=1000, help="How many.")] = 2,
+    rows: Annotated[int, typer.Option(min=1, max=1000, help="Number of rows.")] = 2,
     overrides: SetOption = None,
 ) -> None:
-    """Show the first usable rows of a set with prompt, gold answer and scorer."""
+    """Show the first usable rows of a dataset with prompt, gold answer and scorer."""
     from eval.problems.registry import SETS
     from flows.config import load_config_or_defaults
     from flows.tables import print_rows, print_set

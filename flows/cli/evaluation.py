@@ -1,4 +1,4 @@
-"""`dapo eval`, `grade`, `report`, `compare`: evaluate models and compare the results."""
+"""`dapo eval`, `grade`, `eval-export`, `report` and `compare`."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 @app.command(
     "eval",
     epilog="Example: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output before. "
-    "Two servers, four samples, own file: dapo eval --base-url http://a:8000 --base-url http://b:8000 "
+    "Two servers, four samples, your own file: dapo eval --base-url http://a:8000 --base-url http://b:8000 "
     "--data d/eval.parquet --output before --set evaluate.num_samples=4 --set evaluate.temperature=0.6. "
-    "As AISBench's guide: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output before "
+    "As in AISBench's guide: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output before "
     "--set evaluate.api=completions",
     short_help="Evaluate a served model.",
 )
 def evaluate(
     base_url: Annotated[
         list[str],
-        typer.Option(help="URL of an OpenAI-compatible server; repeat it for more servers of the same model."),
+        typer.Option(help="URL of an OpenAI-compatible server; repeat it for several servers of the same model."),
     ],
-    output: Annotated[Path, typer.Option(help="Results folder; an unfinished one is continued.")],
+    output: Annotated[Path, typer.Option(help="Results folder; an unfinished evaluation in it is resumed.")],
     dataset: Annotated[
-        str | None, typer.Option(help="Registered set, checked for completeness; dapo datasets lists them.")
+        str | None, typer.Option(help="Registered dataset, checked for completeness; dapo datasets lists them.")
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
             metavar="FILE|SOURCE",
             help="Parquet, jsonl, json, csv or arrow; or hf:ORG/NAME@REVISION/FILE, modelscope:..., "
-            "https://...#sha256=DIGEST. Registered sets have a default source.",
+            "https://...#sha256=DIGEST. Registered datasets have a default source.",
         ),
     ] = None,
     suite: Annotated[
         str | None,
         typer.Option(
-            help="Benchmarks asked together, each into its folder of --output; dapo datasets lists suites."
+            help="Benchmarks to run together, each into its own folder in --output; dapo datasets lists suites."
         ),
     ] = None,
     model_name: Annotated[str, typer.Option(help="Served model name.")] = "policy",
     config: Annotated[
         Path | None,
-        typer.Option(help="Recipe whose `evaluate` section to use, with its benchmarks if nothing else is named."),
+        typer.Option(help="Recipe whose `evaluate` section to use, with its benchmarks unless others are given."),
     ] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Evaluate a served model on every item of a dataset, or of a suite; the API key comes from VLLM_API_KEY."""
+    """Evaluate a served model on every item of a dataset or suite; the API key comes from VLLM_API_KEY."""
     from eval.endpoint import Endpoint
     from eval.run import evaluate_all
     from flows.config import load_config_or_defaults
@@ -86,9 +86,9 @@ def _print_summary(folder: Path, summary: Summary) -> None:
 
 
 def _chosen(dataset: str | None, data: str | None, suite: str | None) -> list[str]:
-    """The overrides that the options stand for; what they name takes the place of the recipe's benchmarks."""
+    """Return the overrides for the options; they replace the recipe's benchmarks."""
     if suite is not None and (dataset is not None or data is not None):
-        raise typer.BadParameter("names all that is asked; leave --dataset and --data out", param_hint="--suite")
+        raise typer.BadParameter("cannot be combined with --dataset or --data", param_hint="--suite")
     if dataset is None and data is None and suite is None:
         return []
     from eval.problems.registry import find_suite
@@ -98,24 +98,24 @@ def _chosen(dataset: str | None, data: str | None, suite: str | None) -> list[st
 
 
 @app.command(
-    epilog="Example: dapo grade before/results.jsonl", short_help="Grade the responses of an evaluation again."
+    epilog="Example: dapo grade before/results.jsonl", short_help="Regrade the responses of an evaluation."
 )
 def grade(
     results: Annotated[
         Path,
         typer.Argument(
             metavar="RESULTS",
-            help="Results folder of dapo eval, of one benchmark or a suite, or a results.jsonl; with --output "
-            "lm-eval's samples_*.jsonl, inspect_ai's log (.json) or predictions of AISBench: file or folder.",
+            help="Results folder of dapo eval (benchmark or suite), or a results.jsonl; with --output, "
+            "lm-eval's samples_*.jsonl, inspect_ai's log (.json) or AISBench's predictions: file or folder.",
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option(help="Results folder to write another program's responses to: an import.")
+        Path | None, typer.Option(help="Import another program's responses into this results folder.")
     ] = None,
 ) -> None:
-    """Grade stored responses again, without asking the model, and list the verdicts that changed.
+    """Regrade stored responses, without asking the model, and list the verdicts that changed.
 
-    With --output the responses are another program's, and the folder can be compared and reported as any other.
+    With --output, import another program's responses; the folder can be compared and reported like any other.
     """
     if output is not None:
         from eval.foreign_logs import import_log
@@ -129,7 +129,7 @@ def grade(
 
     if ((results if results.is_dir() else results.parent) / MANIFEST_NAME).is_file():
         raise ConfigError(
-            f"{results} is an artifact of the store, and other verdicts would make it a damaged one; copy it "
+            f"{results} is an artifact in the store, which new verdicts would damage; copy it "
             f"(cp -r) and grade the copy"
         )
     is_suite = (results / SUITE_FILE).is_file()
@@ -140,17 +140,17 @@ def grade(
 @app.command(
     "eval-export",
     epilog="Example: dapo eval-export before --format inspect --output before.json",
-    short_help="Write an evaluation as another program's log.",
+    short_help="Export an evaluation as another program's log.",
 )
 def export(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="Results folder of dapo eval.")],
-    output: Annotated[Path, typer.Option(help="File for inspect, folder for lm-eval; of a suite a folder.")],
+    output: Annotated[Path, typer.Option(help="File for inspect, folder for lm-eval or a suite.")],
     form: Annotated[
         Literal["inspect", "lm-eval"],
         typer.Option("--format", help="inspect_ai's log as JSON, or lm-eval's samples and results."),
     ],
 ) -> None:
-    """Write an evaluation as a log of inspect_ai or lm-eval; dapo grade --output reads either back."""
+    """Export an evaluation as a log of inspect_ai or lm-eval; dapo grade --output imports either."""
     from eval.exported_logs import export_inspect, export_lm_eval
     from eval.results import load_evaluation
     from eval.suite import read_suite
@@ -168,8 +168,8 @@ def export(
     short_help="Compare two evaluations and write the report.",
 )
 def report(
-    before: Annotated[Path, typer.Option(help="Results folder of dapo eval, of one benchmark or a suite.")],
-    after: Annotated[Path, typer.Option(help="Another, of the same benchmarks.")],
+    before: Annotated[Path, typer.Option(help="Results folder of dapo eval (benchmark or suite).")],
+    after: Annotated[Path, typer.Option(help="Results folder for the same benchmarks.")],
     output: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")],
     metrics: Annotated[Path | None, typer.Option(help="metrics.jsonl of the training in between.")] = None,
     title: Annotated[str, typer.Option(help="Heading of the report.")] = "Before/after report",
@@ -185,7 +185,7 @@ def report(
 def _compare(
     models: Models, gates: list[str] | None, title: str, metrics: Path | None = None, output: Path | None = None
 ) -> None:
-    """Print the report on two evaluations, or with `output` write it, too; end with status 3 if a gate failed."""
+    """Print the report on two evaluations, and write it to `output` if given; exit with 3 if a gate failed."""
     from eval.report import REPORT_PAGE, Provenance, render_markdown
     from eval.suite_report import write_suite_report
     from flows.console import print_markdown
@@ -203,16 +203,16 @@ def _compare(
 @app.command(
     epilog="Example: dapo compare before after; dapo compare latest~1 latest; dapo compare --history; "
     "dapo compare verl.log latest --output trainings",
-    short_help="Compare evaluations, runs, or logs of trainings.",
+    short_help="Compare evaluations, runs, or training logs.",
 )
 def compare(
     sides: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="SIDE",
-            help="BEFORE and AFTER: results folders of dapo eval, or runs by id, by the start or end of an id, "
-            "or as latest and latest~1. With --history any number; default: every run in the store. With a log of "
-            "a training (console log of verl or MindSpeed, metrics file) trainings: any number of logs and runs.",
+            help="BEFORE and AFTER: results folders of dapo eval, or runs by id (or its start or end), or "
+            "latest, latest~1. With --history, any number; default: every run in the store. To compare trainings: "
+            "any number of runs and logs (a metrics file, or a console log of verl or MindSpeed).",
         ),
     ] = None,
     is_history: Annotated[
@@ -220,17 +220,19 @@ def compare(
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for report.json, report.md and report.html, history.html, or trainings.html."),
+        typer.Option(
+            help="Folder for report.json, report.md and report.html; or history.html; or trainings.html."
+        ),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     baselines: BaselineOption = None,
     gates: GateOption = None,
-    benchmark: Annotated[str | None, typer.Option(help="With --history: one benchmark of the suites.")] = None,
+    benchmark: Annotated[str | None, typer.Option(help="With --history: one benchmark of suites.")] = None,
 ) -> None:
-    """Compare evaluations of the same items: two of them item by item, or with --history many over time.
+    """Compare two evaluations of the same items, item by item, or with --history many over time.
 
-    A run stands for its evaluation after training. For two runs the differing configuration keys are listed too.
-    Where one side is a log of a training, metrics and curves of trainings are compared instead.
+    A run stands for its evaluation after training. For two runs, differing configuration keys are listed too.
+    If any side is a training log, training metrics and curves are compared instead.
     """
     from tasks.runs.history import find_evaluation, find_run
 
@@ -241,11 +243,11 @@ def compare(
         return
     if any(Path(side).is_file() for side in given):
         if baselines or gates or benchmark:
-            raise typer.BadParameter("--baseline, --gate and --benchmark are of evaluations, and a side is a file")
+            raise typer.BadParameter("--baseline, --gate and --benchmark do not apply to training logs")
         _print_trainings(given, store, output)
         return
     if len(given) != 2:
-        raise typer.BadParameter(f"BEFORE and AFTER are needed, {len(given)} given; add --history for more")
+        raise typer.BadParameter(f"needs BEFORE and AFTER, got {len(given)}; add --history for more")
     (before, run_before), (after, run_after) = (find_evaluation(store, side) for side in given)
     _print_runs_compared({"before": run_before, "after": run_after})
     from eval.suite_report import Models

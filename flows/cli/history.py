@@ -1,4 +1,4 @@
-"""`dapo runs`, `runs show`, `gc`, `export`: what was run, what is kept of it, and handing it on."""
+"""`dapo runs`, `gc` and `export`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flows.services import DEFAULT_STORE
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 NUM_LISTED = 20
 runs_app = typer.Typer(rich_markup_mode=None)
-app.add_typer(runs_app, name="runs", short_help="List the runs of a store and what they showed.")
+app.add_typer(runs_app, name="runs", short_help="List the runs in a store with their results.")
 
 RunArgument = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="Id of a run, or its beginning or end; its folder; or latest, latest~1."),
+    typer.Argument(metavar="RUN", help="Run id (or its start or end), run folder, latest, or latest~1."),
 ]
 
 
@@ -27,11 +27,11 @@ def runs(
     store: StoreOption = DEFAULT_STORE,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Newest runs only; default: {NUM_LISTED} in a table, all in JSON."),
+        typer.Option(min=1, help=f"Number of newest runs; default: {NUM_LISTED} in a table, all in JSON."),
     ] = None,
     is_json: JsonOption = False,
 ) -> None:
-    """List the runs of a store, newest first: how they ended, what they took from the store, what they showed."""
+    """List the runs in a store, newest first, with state, cached stages and result."""
     from flows.tables import print_json, print_runs
     from tasks.runs.history import describe_run, read_runs, require_store, short_ids
 
@@ -43,12 +43,12 @@ def runs(
         print_json([describe_run(run) for run in recorded[:limit]])
         return
     if not recorded:
-        typer.echo(f"no run is recorded in {store}")
+        typer.echo(f"no runs in {store}")
         return
     shown = recorded[: limit or NUM_LISTED]
     print_runs(shown, short_ids(store))
     if len(recorded) > len(shown):
-        typer.echo(f"{len(recorded) - len(shown)} older ones: --limit {len(recorded)}")
+        typer.echo(f"{len(recorded) - len(shown)} older runs: --limit {len(recorded)}")
 
 
 @runs_app.command(
@@ -57,7 +57,7 @@ def runs(
     short_help="Show everything about one run.",
 )
 def show(run: RunArgument, store: StoreOption = DEFAULT_STORE, is_json: JsonOption = False) -> None:
-    """Show everything about one run: stages, outputs, result, and what its configuration changed."""
+    """Show everything about one run: stages, outputs, result, and configuration changes."""
     from flows.tables import print_json, print_run
     from tasks.artifacts.artifact import StoreError
     from tasks.runs.history import changed_keys, describe_run, find_run, read_report, run_before
@@ -67,7 +67,7 @@ def show(run: RunArgument, store: StoreOption = DEFAULT_STORE, is_json: JsonOpti
     try:
         changes = changed_keys(before, found) if before else []
     except StoreError as error:
-        typer.echo(f"left out: {error}", err=True)
+        typer.echo(f"skipped: {error}", err=True)
         changes = None
     report = read_report(found)
     if is_json:
@@ -87,18 +87,23 @@ def show(run: RunArgument, store: StoreOption = DEFAULT_STORE, is_json: JsonOpti
     epilog="Example: dapo gc --keep-runs 10 --dry-run", short_help="Remove artifacts that no kept run uses."
 )
 def gc(
-    keep_runs: Annotated[int, typer.Option(min=1, help="How many of the newest runs with a report stay whole.")],
+    keep_runs: Annotated[
+        int, typer.Option(min=1, help="Keep all artifacts of this many newest runs with a report.")
+    ],
     store: StoreOption = DEFAULT_STORE,
-    is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, say what would go.")] = False,
+    is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     has_unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="Also unfinished attempts that were not continued for a day.")
+        bool, typer.Option("--unfinished", help="Also remove unfinished attempts that have been idle for a day.")
     ] = False,
-    has_damaged: Annotated[bool, typer.Option("--damaged", help="Also damaged and half-written outputs.")] = False,
+    has_damaged: Annotated[
+        bool, typer.Option("--damaged", help="Also remove damaged and half-written outputs.")
+    ] = False,
 ) -> None:
-    """Remove artifacts that no kept run uses; records and reports of all runs stay.
+    """Remove artifacts that no kept run uses. Records and reports of all runs are kept.
 
-    Runs newer than the last kept one, runs in progress, and runs of the last day without a report keep theirs too.
-    What is being built, or is younger than an hour, stays. Waits for exports and for runs that record a stage.
+    Artifacts stay if a run newer than the oldest kept one, a run in progress, or a run of the last day without a
+    report uses them, or if they are being built or younger than an hour. Waits for exports and for runs that are
+    recording a stage.
     """
     from flows.tables import print_garbage
     from tasks.runs.collect_garbage import collect_garbage
@@ -127,4 +132,4 @@ def export(
     found = find_run(store, run, "report")
     with bytes_progress("export") as on_progress:
         num_bytes = export_run(found, destination, on_progress)
-    typer.echo(f"{destination}: the model of run {found.id}, {num_bytes:,} bytes, each file checked by its digest")
+    typer.echo(f"{destination}: model of run {found.id}, {num_bytes:,} bytes, every file's digest verified")

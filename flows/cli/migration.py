@@ -1,4 +1,4 @@
-"""`dapo import-config`, `export-config`: recipes of ours from other trainers' files, and the other way."""
+"""`dapo import-config` and `export-config`: convert other trainers' files to recipes and back."""
 
 from __future__ import annotations
 
@@ -34,37 +34,39 @@ def import_config(
     files: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE...", help="Bash scripts, YAML, or overrides, one a line; run.sh#2: its second training."
+            metavar="FILE...",
+            help="Bash scripts, YAML, or overrides (one per line); run.sh#2: its second training.",
         ),
     ],
-    output: Annotated[Path | None, typer.Option(help="The recipe to write; default: only the account.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Recipe to write; default: only show the account.")] = None,
     set_env: Annotated[
         list[str] | None,
         typer.Option(
             "--set-env",
             metavar="NAME=VALUE",
-            help="What only the script's machine knows; repeatable. num_train_rows=N: rows of data.train_files.",
+            help="A value known only on the script's machine; repeatable. num_train_rows=N: training rows.",
         ),
     ] = None,
     allow: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="Go on without a key of theirs; repeatable.")
+        list[str] | None, typer.Option(metavar="KEY", help="Import without this key of theirs; repeatable.")
     ] = None,
     backend: Annotated[
         Literal["own", "verl", "mindspeed-rl", "mindspeed-mm"],
-        typer.Option(help="Who trains; another trainer keeps the keys that our core lacks."),
+        typer.Option(help="The trainer to use; another trainer keeps keys that our core does not have."),
     ] = "own",
     version: Annotated[
         str | None,
-        typer.Option("--trainer-version", help="Version of their trainer; default: the newest it fits."),
+        typer.Option("--trainer-version", help="Version of their trainer; default: the newest that fits."),
     ] = None,
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="Same algorithm, two steps of two prompts on a CPU, to try at once.")
+        bool, typer.Option("--tiny", help="Same algorithm with two steps of two prompts on a CPU, to try it now.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what becomes of every key of another trainer's configuration, and write our recipe of it.
+    """Show what happens to every key of another trainer's configuration, and write an equivalent recipe.
 
-    A script is read, never run. Exit status 1, and no file, while --allow lacks keys that stop the import.
+    Scripts are read, never executed. If keys stop the import that are not in --allow, nothing is written and the
+    exit status is 1.
     """
     from dapo_core.errors import ConfigError
     from flows.tables import print_account
@@ -80,7 +82,7 @@ def import_config(
     else:
         print_account(account, reading.notes, default_keys())
     if blocking:
-        typer.secho(_how_to_go_on(blocking, backend, account.trainer), err=True, fg="red")
+        typer.secho(_blocking_message(blocking, backend, account.trainer), err=True, fg="red")
         raise typer.Exit(1)
     _require_loadable(recipe, (output or files[0]).stem)
     if output is not None:
@@ -91,7 +93,7 @@ def import_config(
 
 
 def _pairs(given: list[str] | None) -> dict[str, str]:
-    """{name: value} of --set-env; a name in $( ) may hold `=`."""
+    """Parse --set-env into {name: value}; a name in $( ) may contain `=`."""
     pairs = {}
     for text in given or ():
         start = text.rfind(")") if text.startswith(("$(", "`", "[")) and ")=" in text else 0
@@ -103,7 +105,7 @@ def _pairs(given: list[str] | None) -> dict[str, str]:
 
 
 def _require_loadable(recipe: Recipe, name: str) -> None:
-    """Raises ConfigError for what our keys rule out, with the settings that the named keys come from."""
+    """Raise ConfigError for invalid values, with the settings that the keys come from."""
     from dapo_core.errors import ConfigError
     from flows.config import resolve_config
 
@@ -117,16 +119,16 @@ def _require_loadable(recipe: Recipe, name: str) -> None:
         raise ConfigError("\n".join([str(error), *origins])) from None
 
 
-def _how_to_go_on(blocking: list[Entry], backend: str, trainer: str) -> str:
+def _blocking_message(blocking: list[Entry], backend: str, trainer: str) -> str:
     keys = list(dict.fromkeys(entry.setting.key for entry in blocking))
     allowing = " ".join(f"--allow {key}" for key in keys)
     lines = [f"{len(keys)} key{'s' * (len(keys) > 1)} stop{'s' * (len(keys) == 1)} the import:"]
     lines += [f"  {entry.setting.origin} {entry.setting.key}: {entry.fate}; {entry.note}" for entry in blocking]
-    lines.append(f"to go on without them: {allowing}")
+    lines.append(f"to import without them: {allowing}")
     if any("num_train_rows" in entry.note for entry in blocking):
-        lines.append("to count the steps of the epochs: --set-env num_train_rows=N, the rows of data.train_files")
+        lines.append("to convert epochs to steps: --set-env num_train_rows=N, the rows of data.train_files")
     if backend == "own" and any(entry.fate == "unsupported" for entry in blocking):
-        lines.append(f"to have {trainer} train, with these keys as they are: --backend {trainer}")
+        lines.append(f"to train with {trainer} and keep these keys: --backend {trainer}")
     return "\n".join(lines)
 
 
@@ -152,54 +154,57 @@ def _as_json(account: Account, reading: Reading, recipe: Recipe, blocking: list[
 @app.command(
     "export-config",
     epilog="Example: dapo export-config configs/dapo_qwen3_32b_math.yaml --for verl --output verl/qwen3_32b",
-    short_help="Write a recipe as another trainer's script.",
+    short_help="Export a recipe as another trainer's script.",
 )
 def export_config(
     config: ConfigArgument,
-    trainer: Annotated[Trainer, typer.Option("--for", help="The trainer to write for.")],
+    trainer: Annotated[Trainer, typer.Option("--for", help="Trainer to export for.")],
     output: Annotated[
-        Path | None, typer.Option(help=f"Folder for {SCRIPT} and the files it names; default: print the script.")
+        Path | None, typer.Option(help=f"Folder for {SCRIPT} and its files; default: print the script.")
     ] = None,
     version: Annotated[
         str | None,
-        typer.Option("--trainer-version", help="Its version, such as 0.6.1; default: the newest known."),
+        typer.Option("--trainer-version", help="Trainer version, such as 0.6.1; default: the newest known."),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Model folder in place of model.path or model.id; one of `fetch-model`.")
+        Path | None,
+        typer.Option(help="Model folder instead of model.path or model.id, such as one from fetch-model."),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Output of `prepare-data`, whose rows are written beside the script.")
+        Path | None, typer.Option(help="Output of prepare-data; its rows are written next to the script.")
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes of the devices; default: 8 devices a node, 16 of an Atlas A3.")
+        int | None, typer.Option(min=1, help="Number of nodes; default: 8 devices per node, 16 on Atlas A3.")
     ] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Write what starts another trainer with a recipe: overrides, environment, reward file, and rows if given.
+    """Export a recipe for another trainer: overrides, environment, reward file, and rows if given.
 
-    Keys of the recipe that the trainer has no word for are named, on standard error and in the script.
+    Keys that the trainer has no equivalent for are listed on standard error and in the script.
     """
     from flows.config import load_config
-    from interop.render.script import script_of
+    from interop.render.launch import script_of
     from tasks.recipes.migration import launch_of, unsaid_keys, write_launch
 
     settings = load_config(config, overrides or ())
     folder = (output or Path(f"{config.stem}-{trainer}")).absolute()
     launch = launch_of(trainer, settings, folder, version, model, nodes)
     lost = unsaid_keys(config, overrides or (), launch)
-    comments = [f"{settings.run.name} of dapo-pipeline for {trainer}, not run with it."]
+    comments = [f"{settings.run.name} of dapo-pipeline for {trainer}, not tested with it."]
     if trainer != "verl":
-        comments.append("Run it in its checkout. Places in <...> of the YAML are to be filled in.")
+        comments.append("Run it in the trainer's checkout. Fill in the <...> placeholders in the YAML.")
     if lost:
-        comments.append(f"Without a word there: {', '.join(lost)}.")
+        comments.append(f"Keys without an equivalent: {', '.join(lost)}.")
     if output is None:
-        comments += [f"{name} is written by --output." for name in launch.files]
+        comments += [f"--output writes {name}." for name in launch.files]
     script = script_of(launch.argv, launch.env, comments)
     if output is not None:
         write_launch(launch, folder, {SCRIPT: script}, data)
     if output is None:
         typer.echo(script, nl=False)
     else:
-        typer.echo(f"wrote {folder / SCRIPT}" + ("" if data else "; its rows: --data FOLDER of dapo prepare-data"))
+        typer.echo(
+            f"wrote {folder / SCRIPT}" + ("" if data else "; to include rows: --data FOLDER of dapo prepare-data")
+        )
     if lost:
-        typer.secho(f"{trainer} has no word for {', '.join(lost)}", err=True, fg="yellow")
+        typer.secho(f"{trainer} has no equivalent for {', '.join(lost)}", err=True, fg="yellow")

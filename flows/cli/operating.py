@@ -1,4 +1,4 @@
-"""`dapo up`, `down`, `doctor`: the Prefect server and worker of this machine."""
+"""`dapo up`, `down` and `doctor`: the Prefect services of this machine, and checks."""
 
 from __future__ import annotations
 
@@ -27,57 +27,55 @@ def up(
     database: Annotated[
         str | None,
         typer.Option(
-            help="Where the server keeps its runs: postgresql+asyncpg://user@host/name, or sqlite, a file in the "
-            "store (default). A URL with a password belongs in the environment variable.",
+            help="The server's database: postgresql+asyncpg://user@host/name, or sqlite for a file in the "
+            "store (default). Put a URL with a password in the environment variable.",
             envvar=["PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL"],
             show_envvar=True,
         ),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port of the server; default: 4200 if free, else any.", min=1, max=65535)
+        int | None, typer.Option(help="Server port; default: 4200 if free, else any.", min=1, max=65535)
     ] = None,
     host: Annotated[
         str | None,
         typer.Option(
-            help="Address it listens on; default: 127.0.0.1. Others need a password in PREFECT_API_AUTH_STRING."
+            help="Address to listen on; default: 127.0.0.1. Others need a password in PREFECT_API_AUTH_STRING."
         ),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Start a Prefect server and a worker in the background, and register the deployments.
 
-    Type it in the project directory, where prefect.yaml is. What is running stays as it is.
+    Run this in the project directory, which has prefect.yaml. Services that already run are left alone.
     """
-    if importlib.util.find_spec("prefect") is None:  # before its server is started
+    if importlib.util.find_spec("prefect") is None:  # before anything starts
         raise ModuleNotFoundError("No module named 'prefect'", name="prefect")
     project = Path.cwd()
     services = bring_up(store, project, host=host, port=port, database=database)
     server = services.server.read()
-    is_default = store.resolve() == DEFAULT_STORE.resolve()  # the one that Prefect's startup plugin asks
+    is_default = store.resolve() == DEFAULT_STORE.resolve()  # Prefect's start-up plugin finds this one
     typer.echo(
-        f"Prefect's page: {server['page_url']}\n"
+        f"Prefect UI:     {server['page_url']}\n"
         f"Logs:           {services.server.log} {services.worker.log}\n"
-        f"{'Elsewhere than in this directory first' if is_default else 'First'}: "
+        f"{'Outside this directory, first' if is_default else 'First'}: "
         f"export PREFECT_API_URL={server['api_url']}\n"
         "Run the chain:  prefect deployment run dapo-full\n"
-        f"On a schedule:  {'; '.join(_schedules(project)) or 'nothing'} (prefect.yaml)\n"
-        f"End it all:     {services.command('down')}"
+        f"Scheduled:      {'; '.join(_schedules(project)) or 'nothing'} (prefect.yaml)\n"
+        f"Stop both:      {services.command('down')}"
     )
 
 
-@app.command(epilog="Example: dapo down --cancel", short_help="End what `dapo up` started, and nothing else.")
+@app.command(epilog="Example: dapo down --cancel", short_help="Stop what `dapo up` started, and nothing else.")
 def down(
-    cancel: Annotated[
-        bool, typer.Option("--cancel", help="Cancel flow runs that are active instead of refusing.")
-    ] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel active flow runs instead of refusing.")] = False,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """End the worker and the server that `dapo up` started, with --cancel their flow runs, and nothing else."""
-    ended = take_down(store, cancel)
-    for what in ended:
-        typer.echo(f"ended {what}")
-    if not ended:
-        typer.echo(f"no service of {store} is running")
+    """Stop the worker and server that `dapo up` started, and nothing else; refuses while flow runs are active."""
+    stopped = take_down(store, cancel)
+    for each in stopped:
+        typer.echo(f"stopped {each}")
+    if not stopped:
+        typer.echo(f"no services of {store} are running")
 
 
 @app.command(
@@ -89,37 +87,37 @@ def doctor(
         list[str] | None,
         typer.Argument(
             metavar="[env] [CONFIG]",
-            help="A recipe: its model, data and devices are checked, too. env: environment variables instead, "
-            "what each does to the recipe, which are missing, dead or in the way.",
+            help="A recipe: also check its model, data and devices. env: check environment variables instead, "
+            "and show each one's effect, whether it is missing, unused or harmful.",
         ),
     ] = None,
     overrides: SetOption = None,
     is_smoke: SmokeOption = False,
     is_export: Annotated[
-        bool, typer.Option("--export", help="Of env: shell lines that set the missing variables.")
+        bool, typer.Option("--export", help="With env: print shell lines that set the missing variables.")
     ] = False,
     is_json: JsonOption = False,
     store: Annotated[Path | None, typer.Option(help="Artifact store; default: the recipe's, else .dapo.")] = None,
     wait_seconds: Annotated[
-        float, typer.Option(help="How long to wait until a scheduled deployment has a run to come.", min=0)
+        float, typer.Option(help="How long to wait for scheduled deployments to have an upcoming run.", min=0)
     ] = 90.0,
 ) -> None:
-    """Check packages, store, devices, Prefect and a recipe, and say what to do; exit status 1 if something fails.
+    """Check packages, store, devices, Prefect and a recipe, and suggest fixes; exit status 1 if a check fails.
 
-    Of a recipe: all that files and a second can tell before any stage, as `dapo plan` and `dapo run` check it.
-    With train.ray_address also each node of the cluster and each connection between two, as `dapo run` does:
-    versions, devices, links, clocks, limits, disks, variables, files, ports, an all-reduce; some ten seconds.
+    For a recipe: all quick checks before any stage, as in `dapo plan` and `dapo run`.
+    With train.ray_address also every cluster node and every connection between two, as in `dapo run`: versions,
+    devices, links, clocks, limits, disks, variables, files, ports, an all-reduce. This takes about ten seconds.
     """
     is_of_variables, named = bool(words and words[0] == "env"), list(words or ())
     named = named[1:] if is_of_variables else named
     if len(named) > 1:
-        raise typer.BadParameter(f"one recipe at a time, not {', '.join(named)}", param_hint="CONFIG")
+        raise typer.BadParameter(f"give one recipe, not {', '.join(named)}", param_hint="CONFIG")
     config = Path(named[0]) if named else None
     if is_of_variables:
         _lint_variables(config, overrides or (), is_export, is_json)
         return
     if is_export:
-        raise typer.BadParameter("it is of `dapo doctor env`", param_hint="--export")
+        raise typer.BadParameter("needs `dapo doctor env`", param_hint="--export")
     from flows.prefect_settings import apply_prefect_settings
 
     apply_prefect_settings()
@@ -130,7 +128,7 @@ def doctor(
     from tasks.preflight.run import examine as examine_recipe
 
     if config is None and (is_smoke or overrides):
-        raise typer.BadParameter("--smoke and --set are of a recipe; name it", param_hint="CONFIG")
+        raise typer.BadParameter("--smoke and --set need a recipe", param_hint="CONFIG")
     settings = None if config is None else load_config(config, overrides or ())
     folder = store or (DEFAULT_STORE if settings is None else Path(settings.store.path))
     findings = list(examine(folder, Path.cwd(), wait_seconds))
@@ -145,7 +143,7 @@ def doctor(
 
 
 def _lint_variables(config: Path | None, overrides: Sequence[str], is_export: bool, is_json: bool) -> None:
-    """Print what environment variables do to a recipe, or to a training on the devices that are here."""
+    """Print how environment variables affect a recipe, or training on this machine's devices."""
     from flows.config import load_config_or_defaults
     from flows.tables import print_json, print_variables
     from tasks.nodes.on_node import DEVICE_FILES

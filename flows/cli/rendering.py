@@ -1,4 +1,4 @@
-"""`dapo cluster render`: files that start Ray on a cluster's nodes, for sites that start things their own way."""
+"""`dapo cluster render`: files that start Ray on a cluster, for sites with their own launcher."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
     epilog="Example: dapo cluster render mine.yaml --scripts --output start; dapo cluster render mine.yaml "
     "--slurm --config configs/dapo_qwen3_32b_math.yaml --site partition=npu --output job; dapo cluster "
     "render mine.yaml --kuberay --output pods",
-    short_help="Write scripts, a SLURM job or KubeRay's YAML that start it.",
+    short_help="Write scripts, a SLURM job or KubeRay YAML that start Ray.",
 )
 def render(
     inventory: Annotated[
-        Path | None, typer.Argument(metavar="INVENTORY", help="The machines; default: those of this allocation.")
+        Path | None, typer.Argument(metavar="INVENTORY", help="Machines; default: those of this allocation.")
     ] = None,
-    is_scripts: Annotated[
-        bool, typer.Option("--scripts", help="A shell script for each node: start, stop.")
-    ] = False,
+    is_scripts: Annotated[bool, typer.Option("--scripts", help="A start and stop script per node.")] = False,
     is_slurm: Annotated[
-        bool, typer.Option("--slurm", help="A batch file that starts Ray and runs --config on an allocation.")
+        bool, typer.Option("--slurm", help="A batch file that starts Ray and runs --config in an allocation.")
     ] = False,
     is_kuberay: Annotated[
-        bool, typer.Option("--kuberay", help="A RayCluster; with --config a RayJob that runs the recipe.")
+        bool, typer.Option("--kuberay", help="A RayCluster, or with --config a RayJob that runs the recipe.")
     ] = False,
     config: Annotated[
-        Path | None, typer.Option("--config", metavar="RECIPE", help="What runs on it, and sets its environment.")
+        Path | None,
+        typer.Option("--config", metavar="RECIPE", help="Recipe to run; also sets the environment."),
     ] = None,
     overrides: SetOption = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the files; default: standard output.")] = None,
@@ -42,25 +41,25 @@ def render(
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="Of --slurm: a further line of sbatch, such as partition=npu. Of --kuberay: image, claim (of the "
-            "store's volume), queue (Volcano starts all pods or none), cpu or memory (of each pod). Repeatable.",
+            help="With --slurm: an sbatch option, such as partition=npu. With --kuberay: image, claim (for the "
+            "store's volume), queue (Volcano starts all pods or none), cpu or memory (per pod). Repeatable.",
         ),
     ] = None,
 ) -> None:
-    """Write what starts Ray on the nodes of an inventory, and with --slurm or --kuberay runs a recipe there.
+    """Write files that start Ray on the nodes of an inventory and, with --slurm or --kuberay, run a recipe.
 
-    Interfaces, variables and resources are those of `dapo cluster up` and `dapo doctor env`. Nothing is started.
+    Interfaces, variables and resources match `dapo cluster up` and `dapo doctor env`. Nothing is started.
     """
     from flows.config import load_config_or_defaults
     from tasks.nodes.rendering import render as forms
     from tasks.nodes.scheduler import machines_of
 
     if is_scripts + is_slurm + is_kuberay != 1:
-        raise typer.BadParameter("one of --scripts, --slurm and --kuberay", param_hint="FORM")
+        raise typer.BadParameter("give one of --scripts, --slurm and --kuberay", param_hint="FORM")
     if is_slurm and config is None:
-        raise typer.BadParameter("the batch file runs a recipe; name it", param_hint="--config")
+        raise typer.BadParameter("--slurm needs a recipe", param_hint="--config")
     if is_scripts and site:
-        raise typer.BadParameter("it is of --slurm and --kuberay", param_hint="--site")
+        raise typer.BadParameter("needs --slurm or --kuberay", param_hint="--site")
     machines, source = machines_of(inventory, os.environ)
     device = [] if config is not None else [f"train.device={machines.device}"]
     settings = load_config_or_defaults(config, [*device, "train.ray_address=auto", *(overrides or ())])
@@ -73,15 +72,15 @@ def render(
         files = forms.render_slurm(machines, settings, place, recipe)
     else:
         files = forms.render_kuberay(machines, settings, place, recipe, settings.flow.stop_seconds)
-    said = forms.remarks_of_env(machines)
+    remarks = forms.remarks_of_env(machines)
     if is_kuberay:
-        said += forms.remarks_of_kuberay(machines, settings if config else None)
+        remarks += forms.remarks_of_kuberay(machines, settings if config else None)
     if is_scripts and output is not None:
-        said += place.remarks_of_stale_scripts(output, files)
-    _hand_over(files, said, output)
+        remarks += place.remarks_of_stale_scripts(output, files)
+    _write_files(files, remarks, output)
 
 
-def _hand_over(files: Mapping[str, str], remarks: Iterable[str], output: Path | None) -> None:
+def _write_files(files: Mapping[str, str], remarks: Iterable[str], output: Path | None) -> None:
     for remark in remarks:
         typer.secho(remark, err=True, fg="yellow")
     for name, text in files.items():
@@ -94,15 +93,15 @@ def _hand_over(files: Mapping[str, str], remarks: Iterable[str], output: Path | 
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)  # it has the values of env
+        path.touch(mode=0o600)  # it holds environment values
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint="--output") from None
+        raise typer.BadParameter(f"cannot write {path}: {error.strerror}", param_hint="--output") from None
     typer.echo(f"wrote {path}")
 
 
 def _in_project(path: Path) -> Path:
-    """A recipe's path for a job, which begins in the project's folder."""
+    """Return a recipe's path relative to the project folder, where a job starts."""
     from tasks.nodes.inventory import PROJECT
 
     whole = path.resolve()

@@ -1,4 +1,4 @@
-"""The stages as commands on plain paths, without Prefect; the chain runs these as child processes."""
+"""Stage commands on plain paths, without Prefect; the chain runs them as child processes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MergeDtype = Literal["keep", "float32", "bfloat16", "float16"]
 @app.command(
     "prepare-data",
     epilog="Example: dapo prepare-data configs/arith_cpu.yaml --output data",
-    short_help="Write the training and the held-out set of a recipe.",
+    short_help="Write a recipe's training and held-out problems.",
 )
 def prepare_data(
     config: ConfigArgument,
-    output: Annotated[Path, typer.Option(help="Folder to write to; must not hold files.")],
+    output: Annotated[Path, typer.Option(help="Output folder; must be empty or new.")],
     overrides: SetOption = None,
 ) -> None:
-    """Write train.parquet and the held-out set of a recipe."""
+    """Write train.parquet and the held-out problems of a recipe."""
     from flows.config import load_config
     from tasks.data.prepare import build_dataset
 
@@ -41,24 +41,24 @@ def prepare_data(
 @app.command(
     "fetch-model",
     epilog="Example: dapo fetch-model configs/arith_cpu.yaml --data d/train.parquet --output m",
-    short_help="Fetch the model of a recipe, or build it.",
+    short_help="Fetch or build a recipe's model.",
 )
 def fetch_model(
     config: ConfigArgument,
-    output: Annotated[Path, typer.Option(help="Model folder to write; a download continues what it holds.")],
+    output: Annotated[Path, typer.Option(help="Model folder to write; an unfinished download in it is resumed.")],
     data: Annotated[
-        Path | None, typer.Option(help="Training parquet that the warm start of model.source=recipe learns from.")
+        Path | None, typer.Option(help="Training parquet for the warm start of model.source=recipe.")
     ] = None,
-    commit: Annotated[str | None, typer.Option(help="Refuse any other commit than this one.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Fail unless the commit is this one.")] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Fetch the model of a recipe from its hub or web server; with model.source=recipe build and warm it up."""
+    """Fetch a recipe's model from its hub or web server; with model.source=recipe, build and warm-start it."""
     from dapo_core.errors import ConfigError
     from flows.config import load_config
 
     settings = load_config(config, overrides or ())
     if settings.model.source == "path":
-        raise ConfigError("model.source=path has nothing to fetch; model.path is used as it is")
+        raise ConfigError("model.source=path: nothing to fetch, model.path is used as it is")
     if settings.model.source == "recipe":
         _build_model(settings, data, _new_folder(output))
         return
@@ -71,14 +71,14 @@ def fetch_model(
 
 
 def _build_model(settings: Config, data: Path | None, folder: Path) -> None:
-    # Before torch is loaded: threads that spin while they wait starve each other where cores are shared.
+    # Set before importing torch: spinning threads starve each other on shared cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from dapo_core.errors import ConfigError
     from dapo_core.warm_start import build_model
     from eval.problems.files import iterate_rows
 
     if data is None:
-        raise ConfigError("model.source=recipe learns from training rows; name their file with --data")
+        raise ConfigError("model.source=recipe needs training rows; give their file with --data")
     rows = [dict(row) for batch in iterate_rows(data) for row in batch]
     metrics = build_model(rows, folder, settings.model.recipe, settings.run.seed)
     typer.echo(f"{folder}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}")
@@ -89,16 +89,18 @@ def train(
     config: ConfigArgument,
     data: Annotated[Path, typer.Option(help="Training parquet.")],
     model: Annotated[Path, typer.Option(help="Hugging Face model folder.")],
-    output: Annotated[Path, typer.Option(help="Folder for checkpoints and metrics.jsonl; one with them resumes.")],
+    output: Annotated[
+        Path, typer.Option(help="Folder for checkpoints and metrics.jsonl; resumes if it has them.")
+    ],
     held_out: Annotated[
-        Path | None, typer.Option(help="Held-out set for validation.every: a file that dapo eval reads.")
+        Path | None, typer.Option(help="Held-out problems for validation.every: a file that dapo eval reads.")
     ] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Train a model with DAPO. On Ctrl-C or SIGTERM it writes a last checkpoint and ends.
+    """Train a model with DAPO. On Ctrl-C or SIGTERM it writes a last checkpoint and exits.
 
-    Stopped, or killed at any moment, the same command continues from the last checkpoint. With train.backend=verl
-    or mindspeed-* that trainer is started here; stopped, it continues from the last checkpoint that it wrote.
+    After a stop or a kill, the same command resumes from the last checkpoint. With train.backend=verl or
+    mindspeed-*, this starts that trainer, which resumes from its own last checkpoint.
     """
     from flows.config import load_config
     from flows.progress import TrainingLog
@@ -133,29 +135,32 @@ def merge(
         list[Path],
         typer.Argument(
             metavar="SOURCE",
-            help="Checkpoint, output folder of dapo train, actor folder of verl (one of each node with shards), "
+            help="Checkpoint, output folder of dapo train, actor folder of verl (one per node with shards), "
             "or a Hugging Face folder.",
         ),
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="New model folder.")],
-    dtype: Annotated[MergeDtype, typer.Option(help="keep: as trained, which is float32.")] = "keep",
+    dtype: Annotated[MergeDtype, typer.Option(help="keep: as trained (float32).")] = "keep",
     checkpoint: Annotated[
         CheckpointChoice,
-        typer.Option(help="Of an output folder: the last one, or that of the highest validation/accuracy."),
+        typer.Option(help="For an output folder: the last one, or the one with the highest validation/accuracy."),
     ] = "latest",
-    max_shard_bytes: Annotated[int, typer.Option(min=1024, help="Size of an output file.")] = 5_000_000_000,
+    max_shard_bytes: Annotated[
+        int, typer.Option(min=1024, help="Maximum size of an output file.")
+    ] = 5_000_000_000,
     verify_logits: Annotated[
         bool,
         typer.Option(
-            "--verify-logits", help="Also run the merged and the unmerged weights; takes memory for one."
+            "--verify-logits",
+            help="Also compare logits of merged and unmerged weights; needs memory for one model.",
         ),
     ] = False,
     config: Annotated[
         Path | None,
-        typer.Option(help="Recipe of another trainer, whose own program converts Megatron's weights (external)."),
+        typer.Option(help="Recipe for another trainer, whose own program converts Megatron weights (external)."),
     ] = None,
 ) -> None:
-    """Merge the FSDP shards of dapo train or verl into a folder that transformers and vLLM load."""
+    """Merge FSDP shards of dapo train or verl into a folder that transformers and vLLM can load."""
     from dapo_core.merge.run import merge_checkpoint
     from flows.progress import bytes_progress
 
@@ -170,27 +175,27 @@ def merge(
     typer.echo(
         f"{target}: {sizes['tensors']} tensors, {sizes['parameters']:,} parameters, {sizes['bytes']:,} bytes "
         f"in {sizes['shards']} file{'s' if sizes['shards'] > 1 else ''}"
-        + (", read back from the disk, logits equal" if verify_logits else "")
+        + (", read back and logits equal" if verify_logits else "")
     )
 
 
 @app.command(
     epilog="Example: VLLM_API_KEY=secret dapo serve merged --config configs/arith_cpu.yaml --set serve.port=8000",
-    short_help="Serve a model with vLLM as the evaluation does.",
+    short_help="Serve a model with vLLM, as for an evaluation.",
 )
 def serve(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face model folder.")],
-    config: Annotated[Path | None, typer.Option(help="Recipe whose section serve applies.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Recipe whose `serve` section to use.")] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Serve a model with vLLM as the evaluation does, until interrupted.
+    """Serve a model with vLLM, as for an evaluation, until interrupted.
 
-    Several servers (serve.num_servers) write to serve-PID.log files in the store's folder .logs.
+    Several servers (serve.num_servers) log to serve-PID.log files in the store's .logs folder.
     """
     from flows.config import load_config_or_defaults
     from tasks.serve_model.servers import serve_until_interrupted
 
-    # Without a recipe there are no prompts and responses that must fit.
+    # Without a recipe, no prompt and response lengths have to fit.
     lengths = [] if config else ["data.max_prompt_tokens=1", "evaluate.max_response_tokens=1"]
     settings = load_config_or_defaults(config, [*lengths, *(overrides or ())])
     log_path = Path(settings.store.path) / ".logs" / f"serve-{os.getpid()}.log"
@@ -203,7 +208,7 @@ def _folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output {path} cannot be made: {error.strerror}; name another folder") from None
+        raise ConfigError(f"cannot create --output {path}: {error.strerror}; choose another folder") from None
     return path
 
 
@@ -211,5 +216,5 @@ def _new_folder(path: Path) -> Path:
     from dapo_core.errors import ConfigError
 
     if any(_folder(path).iterdir()):
-        raise ConfigError(f"--output {path} already holds files; name a new folder")
+        raise ConfigError(f"--output {path} is not empty; choose a new folder")
     return path

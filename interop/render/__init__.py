@@ -1,1 +1,1 @@
-"""What another trainer is started with: its command line, environment and files."""
+"""Render the command line, environment and files that start another trainer."""

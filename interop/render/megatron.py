@@ -1,4 +1,4 @@
-"""How verl's Megatron overrides split a model over devices, and whether the parts divide."""
+"""Parallel sizes in verl's Megatron overrides, and checks that they divide the model and the devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError
 
 PREFIX = "actor_rollout_ref.actor.megatron."
 TRANSFORMER = f"{PREFIX}override_transformer_config."
@@ -29,49 +29,49 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Layers:
-    """What of a model decides whether a split divides it."""
+    """The model sizes that parallel sizes must divide."""
 
     layers: int
     heads: int
     key_heads: int
-    experts: int  # of a sparse layer; 0 without
+    experts: int  # per sparse layer; 0 for a dense model
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Megatron's parallel sizes and what it keeps off the devices."""
+    """Megatron's parallel sizes, recomputation and optimizer offload."""
 
     devices: int
     tensor: int = 1
     pipeline: int = 1
-    virtual: int | None = None  # model chunks of a pipeline stage
+    virtual: int | None = None  # model chunks per pipeline stage
     context: int = 1
     expert: int = 1
-    expert_tensor: int | None = None  # None: as tensor
+    expert_tensor: int | None = None  # None: same as tensor
     first_layers: int | None = None
     last_layers: int | None = None
     counts_embedding: bool = False
     counts_loss: bool = False
-    recomputes: bool = False  # each layer from its input
-    host_optimizer: float = 0.0  # share of the optimizer that steps on the host
+    recomputes: bool = False  # full recomputation of every layer
+    host_optimizer: float = 0.0  # fraction of the optimizer on the host
 
     @property
     def data(self) -> int:
-        """Ranks that see different responses."""
+        """Data-parallel size."""
         return self.devices // (self.tensor * self.pipeline * self.context)
 
     @property
-    def of_experts(self) -> int:
-        """Ranks over which an expert's rows are split."""
+    def expert_tensor_size(self) -> int:
+        """Tensor-parallel size of the experts."""
         return self.expert_tensor or self.tensor
 
     @property
     def expert_data(self) -> int:
-        """Copies of each expert."""
-        return self.devices // (self.pipeline * self.expert * self.of_experts)
+        """Data-parallel size of the experts."""
+        return self.devices // (self.pipeline * self.expert * self.expert_tensor_size)
 
     def stages(self, num_layers: int) -> list[int]:
-        """Layers of each pipeline stage."""
+        """Return the number of layers in each pipeline stage."""
         ends = {0: self.first_layers, self.pipeline - 1: self.last_layers}
         given = {stage: layers for stage, layers in ends.items() if layers and self.pipeline > 1}
         counted = {0: self.counts_embedding, self.pipeline - 1: self.counts_loss}
@@ -85,15 +85,17 @@ class Splits:
 
 
 def splits_of(overrides: Sequence[str], devices: int, context: int, recomputes: bool) -> Splits:
-    """The splits that verl's overrides say; what they do not say is 1, `context` and `recomputes`.
+    """Read the parallel sizes in verl's overrides; sizes not given are 1, `context` and `recomputes`.
 
-    Raises ForeignConfigError for a size that is no number.
+    Raises ForeignConfigError for an invalid size.
     """
     values = dict(map(_read, overrides))
     sizes: dict[str, Any] = {name: values[key] for name, key in _PARTS.items() if values.get(key) is not None}
     for name, size in sizes.items():
         if not isinstance(size, int) or size < (0 if name.endswith("_layers") else 1) - name.startswith("counts"):
-            raise ForeignConfigError(f"external.overrides: {_PARTS[name]}={size} is no size; give a whole number")
+            raise ForeignConfigError(
+                f"external.overrides: {_PARTS[name]}={size} is not a valid size; give an integer"
+            )
     if f"{TRANSFORMER}recompute_granularity" in values:
         recomputes = values[f"{TRANSFORMER}recompute_granularity"] == "full"
     share = values.get(f"{OPTIMIZER}optimizer_offload_fraction", 0) if values.get(
@@ -110,7 +112,7 @@ def _read(text: str) -> tuple[str, Any]:
 
 
 def require_divided(splits: Splits, model: Layers, responses: int) -> None:
-    """Raise ForeignConfigError with all that does not divide; `responses` are those of an optimizer step."""
+    """Raise ForeignConfigError listing everything that does not divide; `responses` is per optimizer step."""
     if found := list(_undivided(splits, model, responses)):
         raise ForeignConfigError("\n".join(f"external.overrides: {each}" for each in found))
 
@@ -122,7 +124,7 @@ def _undivided(splits: Splits, model: Layers, responses: int) -> Iterator[str]:
         if number % tensor:
             yield (
                 f"{names['tensor']}={tensor} does not divide the model's {number} {what}; "
-                f"{_divisors(number)} do, and {names['pipeline']} splits the layers"
+                f"use one of {_divisors(number)}, or split the layers with {names['pipeline']}"
             )
     whole = tensor * pipeline * context
     if devices % whole:
@@ -133,8 +135,8 @@ def _undivided(splits: Splits, model: Layers, responses: int) -> Iterator[str]:
         return
     if responses % splits.data:
         yield (
-            f"{responses} responses of an optimizer step (train.mini_prompts x rollout.group_size) do not divide "
-            f"over {splits.data} data-parallel ranks ({devices} / {whole}); change train.mini_prompts"
+            f"{responses} responses per optimizer step (train.mini_prompts x rollout.group_size) cannot be split "
+            f"evenly over {splits.data} data-parallel ranks ({devices} / {whole}); change train.mini_prompts"
         )
     yield from _undivided_experts(splits, model, names)
     yield from _undivided_layers(splits, model, names)
@@ -142,17 +144,17 @@ def _undivided(splits: Splits, model: Layers, responses: int) -> Iterator[str]:
 
 def _undivided_experts(splits: Splits, model: Layers, names: Mapping[str, str]) -> Iterator[str]:
     if splits.expert > 1 and not model.experts:
-        yield f"{names['expert']}={splits.expert}, and the model has no experts"
+        yield f"{names['expert']}={splits.expert}, but the model has no experts"
     elif model.experts and model.experts % splits.expert:
         yield (
             f"{names['expert']}={splits.expert} does not divide the model's {model.experts} experts; "
-            f"{_divisors(model.experts)} do"
+            f"use one of {_divisors(model.experts)}"
         )
-    of_stage, wanted = splits.devices // splits.pipeline, splits.expert * splits.of_experts
-    if of_stage % wanted:
+    per_stage, size = splits.devices // splits.pipeline, splits.expert_tensor_size
+    if per_stage % (splits.expert * size):
         yield (
-            f"{names['expert']}={splits.expert} x {names['expert_tensor']}={splits.of_experts} = {wanted} does "
-            f"not divide the {of_stage} devices of a pipeline stage; set {names['expert_tensor']}=1, or change one"
+            f"{names['expert']}={splits.expert} x {names['expert_tensor']}={size} = {splits.expert * size} does "
+            f"not divide the {per_stage} devices of a pipeline stage; set {names['expert_tensor']}=1 or change one"
         )
 
 
@@ -161,14 +163,14 @@ def _undivided_layers(splits: Splits, model: Layers, names: Mapping[str, str]) -
     if sum(stages) != model.layers or min(stages) < 1:
         account = f"{names['counts_embedding']} and {names['counts_loss']}"
         yield (
-            f"{names['pipeline']}={splits.pipeline} does not divide the model's {model.layers} layers: stages of "
+            f"{names['pipeline']}={splits.pipeline} does not divide the model's {model.layers} layers: stages are "
             f"{stages}; set {account} if {model.layers} + 2 divides, or {names['first_layers']} and "
             f"{names['last_layers']}"
         )
     elif splits.virtual and (splits.pipeline == 1 or any(layers % splits.virtual for layers in stages)):
         yield (
-            f"{names['virtual']}={splits.virtual} does not divide the layers of pipeline stages, {stages}; it "
-            "counts the parts of each stage, of which there are several"
+            f"{names['virtual']}={splits.virtual} must divide the layers of each of several pipeline stages, "
+            f"which have {stages}"
         )
 
 

@@ -1,88 +1,65 @@
-"""verl's command line, environment and reward file for a recipe."""
+"""Render verl's command line, environment and reward file for a recipe."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError
 from interop.export import by_name, settings_for
-from interop.render.overrides import override
+from interop.foreign_config import Setting
+from interop.render.launch import Launch, Places, override
 from interop.table import Table, load
-from interop.theirs import Setting
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 REWARD_FILE = "reward_for_verl.py"
-DYNAMIC_SINCE = "0.9.0"  # the version from which main_ppo itself filters groups
-DAPO_RECIPE = "recipe.dapo.main_dapo"  # of verl's checkout, in no wheel
+DYNAMIC_SINCE = "0.9.0"  # main_ppo filters groups since this version
+DAPO_RECIPE = "recipe.dapo.main_dapo"  # in verl's repository, not in its wheels
 DAPO_RECIPE_FOLDER = "recipe/dapo"
-LEAST_BUCKET_MEGABYTES = 2048
+MIN_BUCKET_MEGABYTES = 2048
 
-# In verl's Megatron configuration: what stands for keys of FSDP2, and keys that are not there.
-_OF_MEGATRON = {
-    f"{role}.{ours}": f"{role}.{theirs}"
+# verl's Megatron configuration: names that replace FSDP keys, and keys that it does not have.
+_MEGATRON_NAMES = {
+    f"{role}.{ours}": f"{role}.{foreign}"
     for role in (ACTOR, REF)
-    for ours, theirs in {
+    for ours, foreign in {
         "fsdp_config.param_offload": "megatron.param_offload",
         "fsdp_config.optimizer_offload": "megatron.optimizer_offload",
         "ulysses_sequence_parallel_size": "megatron.context_parallel_size",
         "optim.override_optimizer_config.eps": "optim.override_optimizer_config.adam_eps",
     }.items()
 }
-_NOT_OF_MEGATRON = re.compile(
+_NOT_IN_MEGATRON = re.compile(
     r".*\.fsdp_config\..*|.*\.actor\.(grad_clip|entropy_checkpointing)"
     r"|.*\.optim\.(min_lr_ratio|num_cycles|lr_scheduler_type|warmup_style|optimizer_impl|zero_indexed_step)"
     r"|.*\.model\.enable_(gradient_checkpointing|activation_offload)"
 )
-# Settings of the table that are said otherwise here; those that main_ppo reads nowhere, or as something else.
+# Table settings that are rendered here instead; those that main_ppo ignores or interprets differently.
 _REPLACED = ("reward_model.overlong_buffer.", "reward.reward_kwargs.", f"{ACTOR}.optim.eps")
-_OF_RECIPE = ("data.gen_batch_size", "algorithm.filter_groups.max_num_gen_batches")
+_RECIPE_ONLY = ("data.gen_batch_size", "algorithm.filter_groups.max_num_gen_batches")
 _FREE = re.compile(
     r"\.(reward_kwargs|overlong_buffer|override_\w+_config)\."
-)  # sections that no wheel's configuration has
-_RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-_DRAWS_UNBOUND = 1000  # of a training step, counted for epochs where nothing bounds them
-_SAID_OTHERWISE = frozenset({"train.ray_address", "train.device", "algorithm.compat"})  # by env and reward file
-# Environment variables of verl's scripts for Ascend NPUs.
-_OF_NPU = {"HCCL_CONNECT_TIMEOUT": "5400", "VLLM_ASCEND_ENABLE_NZ": "0", "TASK_QUEUE_ENABLE": "1"}
-
-
-@dataclass(frozen=True)
-class Places:
-    """Files and folders of a training with verl, as its processes see them."""
-
-    folder: Path  # where Launch.files are written
-    model: Path
-    train_rows: Path
-    held_out_rows: Path
-    checkpoints: Path
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How verl is started: arguments behind the interpreter, variables below external.env, files to write."""
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    files: Mapping[str, str]  # texts by their names in Places.folder
-    overrides: tuple[str, ...]  # those of argv
-    said: frozenset[str]  # our keys that all of it says
+)  # sections that are in no wheel's configuration
+_FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_UNLIMITED_DRAWS = 1000  # per training step, when counting epochs without a limit
+_RENDERED_ELSEWHERE = frozenset({"train.ray_address", "train.device", "algorithm.compat"})  # env, reward file
+# Environment variables in verl's scripts for Ascend NPUs.
+_NPU_ENV = {"HCCL_CONNECT_TIMEOUT": "5400", "VLLM_ASCEND_ENABLE_NZ": "0", "TASK_QUEUE_ENABLE": "1"}
 
 
 def render(tree: Mapping[str, Any], places: Places, version: str | None = None) -> Launch:
-    """The start of verl for a resolved recipe, every key and default of which `tree` has.
+    """Render the start of verl for a resolved recipe; `tree` has every key, defaults included.
 
-    Raises ForeignConfigError for a version without a table and for what the version cannot do.
+    Raises ForeignConfigError for an unknown version and for keys that the version does not support.
     """
     table = load("verl")
     version = table.newest if version is None else table.require_version(version)
     ours = by_name(tree)
     if ours["train.device"] == "cpu":
         raise ForeignConfigError(
-            "train.device=cpu: verl trains on cuda and npu alone; set train.device to one of them"
+            "train.device=cpu: verl trains on cuda and npu only; set train.device to one of them"
         )
     if ours["rollout.pipeline_parallel"] > 1:
         raise ForeignConfigError(
@@ -91,8 +68,8 @@ def render(tree: Mapping[str, Any], places: Places, version: str | None = None) 
         )
     entry = _entry(ours, table, version)
     settings = [
-        *_of_table(tree, version, entry),
-        *_placed(ours, places),
+        *_table_settings(tree, version, entry),
+        *_environment_settings(ours, places),
         *_overlong(ours, table, version, entry),
     ]
     if ours["sampler.dynamic"] and entry != DAPO_RECIPE:
@@ -101,22 +78,22 @@ def render(tree: Mapping[str, Any], places: Places, version: str | None = None) 
     megatron = ("--config-name=ppo_megatron_trainer",) if _is_megatron(tree) else ()
     if entry == DAPO_RECIPE and megatron:
         megatron = ("--config-name=dapo_megatron_trainer",)
-    said = {name for setting in settings for name in setting.origin.split(", ")} | _SAID_OTHERWISE
-    if ours["sampler.max_num_gen_batches"] == 0:  # which main_ppo does anyway
-        said |= {"sampler.max_num_gen_batches"}
+    covered = {name for setting in settings for name in setting.origin.split(", ")} | _RENDERED_ELSEWHERE
+    if ours["sampler.max_num_gen_batches"] == 0:  # main_ppo never limits draws
+        covered |= {"sampler.max_num_gen_batches"}
     return Launch(
         argv=("-m", entry, *megatron, *overrides),
         env=environment(tree),
         files=_files(tree),
         overrides=overrides,
-        said=frozenset(said),
+        covered=frozenset(covered),
     )
 
 
 def written(tree: Mapping[str, Any], table: Table, version: str, settings: Iterable[Setting]) -> list[str]:
-    """The settings as Hydra overrides, each key once, and external.overrides behind them."""
+    """Return the settings as Hydra overrides, each key once, followed by external.overrides."""
     own = _section(tree, "external").get("overrides", ())
-    said = {re.split(r"=", each.lstrip("+~"), maxsplit=1)[0] for each in own}
+    overridden = {re.split(r"=", each.lstrip("+~"), maxsplit=1)[0] for each in own}
     values: dict[str, Any] = {}
     for key, value, _ in settings:
         values[_in_version(table, key, version)] = value
@@ -125,13 +102,13 @@ def written(tree: Mapping[str, Any], table: Table, version: str, settings: Itera
     lines = [
         override(key, value, is_added=_is_added(table, key, version))
         for key, value in values.items()
-        if key not in said
+        if key not in overridden
     ]
     return [*lines, *own]
 
 
-def _placed(ours: Mapping[str, Any], places: Places) -> list[Setting]:
-    """Settings that no table can say: places, nodes and the reward file, by verl's newest names."""
+def _environment_settings(ours: Mapping[str, Any], places: Places) -> list[Setting]:
+    """Return settings for paths, nodes and the reward file, which the table cannot express."""
     custom = ours["custom_reward.path"]
     nodes, devices = nodes_of(ours)
     reward = "reward.custom_reward_function"
@@ -157,7 +134,7 @@ def _placed(ours: Mapping[str, Any], places: Places) -> list[Setting]:
 
 
 def nodes_of(ours: Mapping[str, Any]) -> tuple[int, int]:
-    """(nodes, devices of all): verl's ranks and engines take turns on every device.
+    """Return (nodes, total devices); verl's ranks and engines share every device.
 
     Raises ForeignConfigError if the nodes do not divide the devices.
     """
@@ -169,56 +146,54 @@ def nodes_of(ours: Mapping[str, Any]) -> tuple[int, int]:
     if devices % nodes:
         raise ForeignConfigError(
             f"external.num_nodes={nodes} does not divide the {devices} devices of train.num_ranks="
-            f"{ours['train.num_ranks']} (placement {ours['train.placement']}); change one of the two"
+            f"{ours['train.num_ranks']} (placement {ours['train.placement']}); change either"
         )
     return nodes, devices
 
 
 def _most_epochs(ours: Mapping[str, Any]) -> int:
-    """Epochs that the training cannot pass: verl ends at the first of total_training_steps and total_epochs."""
-    most = ours["sampler.max_num_gen_batches"] or _DRAWS_UNBOUND
+    """Return an epoch count that training never reaches, since verl stops at total_epochs too."""
+    most = ours["sampler.max_num_gen_batches"] or _UNLIMITED_DRAWS
     return int(ours["train.total_steps"] * (most if ours["sampler.dynamic"] else 1))
 
 
 def _entry(ours: Mapping[str, Any], table: Table, version: str) -> str:
-    """The module to run.
+    """Return the module to run.
 
-    verl filters groups in main_ppo from 0.9.0 on, without a limit of draws. Before, main_ppo reads none of
-    algorithm.filter_groups, and the DAPO recipe of verl's checkout does.
+    Since 0.9.0, main_ppo filters groups, without a limit on draws. Before, main_ppo ignores
+    algorithm.filter_groups; only the DAPO recipe in verl's repository reads it.
     """
     if not ours["sampler.dynamic"] or not _is_before(table, version, DYNAMIC_SINCE):
         return "verl.trainer.main_ppo"
     source = ours.get("external.source")
     if source is None or not (Path(source) / DAPO_RECIPE_FOLDER).is_dir():
         raise ForeignConfigError(
-            f"sampler.dynamic=true with verl {version}: its main_ppo reads none of algorithm.filter_groups before "
+            f"sampler.dynamic=true with verl {version}: main_ppo ignores algorithm.filter_groups before "
             f"{DYNAMIC_SINCE}; set external.source to a checkout of verl {version} that has {DAPO_RECIPE_FOLDER} "
-            f"(it is {source}), take verl {DYNAMIC_SINCE} or newer (external.version), or set "
+            f"(it is {source}), use verl {DYNAMIC_SINCE} or newer (external.version), or set "
             "sampler.dynamic=false"
         )
     return DAPO_RECIPE
 
 
-def _of_table(tree: Mapping[str, Any], version: str, entry: str) -> Iterator[Setting]:
-    """The settings of the table, but for those that are said otherwise here."""
-    replaced = _REPLACED if entry == DAPO_RECIPE else (*_REPLACED, *_OF_RECIPE)
+def _table_settings(tree: Mapping[str, Any], version: str, entry: str) -> Iterator[Setting]:
+    """Yield the table's settings, except for those rendered here."""
+    replaced = _REPLACED if entry == DAPO_RECIPE else (*_REPLACED, *_RECIPE_ONLY)
     for setting in settings_for(tree, "verl", version):
         key, value, origin = setting
-        if key.endswith(
-            "update_weights_bucket_megabytes"
-        ):  # verl's default, and room for a large model's embedding
-            yield Setting(key, max(value, LEAST_BUCKET_MEGABYTES), origin)
-        elif ".megatron." in key:  # which Megatron's own names below say
+        if key.endswith("update_weights_bucket_megabytes"):  # verl's default; fits a large model's embedding
+            yield Setting(key, max(value, MIN_BUCKET_MEGABYTES), origin)
+        elif ".megatron." in key:  # rendered under Megatron's names below
             continue
         elif not key.startswith(replaced) and not (key.endswith(".rollout.dtype") and value == "auto"):
             yield setting
 
 
 def _metric(metric: str) -> Setting:
-    """What must differ within a group, as main_ppo reads it: `reward`, or a field of what scores."""
+    """Return the group filter's metric as main_ppo reads it: `reward`, or a field of the score."""
     if metric == "seq_final_reward":
         raise ForeignConfigError(
-            "sampler.metric=seq_final_reward: verl's main_ppo filters groups before KL is in the reward; set "
+            "sampler.metric=seq_final_reward: verl's main_ppo filters groups before adding KL to the reward; set "
             "sampler.metric=seq_reward, or acc"
         )
     name = "reward" if metric == "seq_reward" else metric
@@ -226,7 +201,7 @@ def _metric(metric: str) -> Setting:
 
 
 def _overlong(ours: Mapping[str, Any], table: Table, version: str, entry: str) -> list[Setting]:
-    """The penalty near the length limit, by the names that the entry point reads."""
+    """Return the overlong penalty's settings under the names that the entry point reads."""
     if entry == DAPO_RECIPE and _is_before(table, version, "0.8.0"):
         prefix, limit = "reward_model.overlong_buffer", None
     else:
@@ -234,10 +209,10 @@ def _overlong(ours: Mapping[str, Any], table: Table, version: str, entry: str) -
         prefix, limit = f"{kwargs}.overlong_buffer_cfg", f"{kwargs}.max_resp_len"
     names = {"enable": "enabled", "len": "buffer_tokens", "penalty_factor": "penalty_factor"}
     settings = [
-        Setting(f"{prefix}.{theirs}", ours[f"reward.overlong.{name}"], f"reward.overlong.{name}")
-        for theirs, name in names.items()
+        Setting(f"{prefix}.{foreign}", ours[f"reward.overlong.{name}"], f"reward.overlong.{name}")
+        for foreign, name in names.items()
     ]
-    settings.append(Setting(f"{prefix}.log", False, ""))  # which the manager reads without a default
+    settings.append(Setting(f"{prefix}.log", False, ""))  # the manager requires it
     if limit is not None:
         settings.append(Setting(limit, ours["rollout.max_response_tokens"], "rollout.max_response_tokens"))
     return settings
@@ -248,14 +223,14 @@ def _is_before(table: Table, version: str, other: str) -> bool:
 
 
 def _in_version(table: Table, key: str, version: str) -> str:
-    """The key's name in a version; itself where the table has no row for it."""
+    """Return the key's name in a version; the key itself if the table does not have it."""
     row = table.find(key, version) or table.find(key)
     names = [] if row is None or row.is_family else row.names(version)
     return key if not names or key in names else names[0]
 
 
 def _is_added(table: Table, key: str, version: str) -> bool:
-    """Whether the default configuration lacks the key, as far as the table says."""
+    """True if the default configuration does not have the key, as far as the table knows."""
     row = table.find(key, version)
     return row is None or version in row.additions or _FREE.search(key) is not None
 
@@ -265,40 +240,40 @@ def _is_megatron(tree: Mapping[str, Any]) -> bool:
 
 
 def _for_megatron(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as verl's Megatron configuration has them."""
+    """Translate the settings to verl's Megatron configuration."""
     ours = by_name(tree)
     found: dict[str, Any] = {}
     for key, value in values.items():
-        if (instead := _OF_MEGATRON.get(key)) is not None:
+        if (instead := _MEGATRON_NAMES.get(key)) is not None:
             found[instead] = value
-        elif not _NOT_OF_MEGATRON.fullmatch(key):
+        elif not _NOT_IN_MEGATRON.fullmatch(key):
             found[key] = value
     found |= {f"{role}.strategy": "megatron" for role in (ACTOR, REF)}
     if ours["train.gradient_checkpointing"]:
         transformer = f"{ACTOR}.megatron.override_transformer_config"
-        found |= {f"{transformer}.{name}": value for name, value in _RECOMPUTED.items()}
+        found |= {f"{transformer}.{name}": value for name, value in _FULL_RECOMPUTE.items()}
     return found
 
 
 def environment(tree: Mapping[str, Any]) -> dict[str, str]:
-    """What verl's process gets beside external.env."""
+    """Return the environment of verl's process, without external.env."""
     ours = by_name(tree)
     env = {"HYDRA_FULL_ERROR": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "true"}
     if ours["train.device"] == "npu":
-        env |= _OF_NPU
+        env |= _NPU_ENV
     if ours["train.ray_address"] is not None:
         env["RAY_ADDRESS"] = str(ours["train.ray_address"])
     return env
 
 
 def _files(tree: Mapping[str, Any]) -> dict[str, str]:
-    """The file by which verl calls our scorers; none where the user's own file scores."""
+    """Return the file through which verl calls our scorers; none if the user's own file scores."""
     ours = by_name(tree)
     if ours["custom_reward.path"] is not None:
         return {}
     scorers: Sequence[str] = list(ours["reward.scorers"])
     root = Path(__file__).resolve().parents[2]
-    text = f'''"""Scores verl's responses with the scorers of dapo-pipeline. Written by dapo."""
+    text = f'''"""Scores verl's responses with dapo-pipeline's scorers. Written by dapo."""
 
 import sys
 

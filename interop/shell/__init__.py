@@ -1,4 +1,4 @@
-"""Bash scripts that start a training, read without running anything."""
+"""Read bash scripts that start a training, without executing anything."""
 
 from interop.shell.commands import Command, Script
 from interop.shell.scope import ShellError, Unknown, Word, marks_of, numbers_of, shown

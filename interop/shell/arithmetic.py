@@ -1,4 +1,4 @@
-"""The value of a bash arithmetic expression: integers, C's operators, variables by name."""
+"""Evaluate bash arithmetic expressions: integers, C operators, variables by name."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Write = Callable[[str, str], None]
 
 
 class ArithmeticFailure(ValueError):
-    """Bash would stop at this expression too."""
+    """Bash would fail on this expression too."""
 
 
 def evaluate(text: str, read: Read, write: Write, depth: int = 0) -> int:
-    """The value of an expression; `read` gives a variable's text, which may be an expression itself.
+    """Return the value of an expression; `read` returns a variable's text, which may be an expression itself.
 
-    Raises ArithmeticFailure for what bash refuses: fractions, a division by 0, an unfinished expression.
+    Raises ArithmeticFailure where bash fails: fractions, division by 0, an incomplete expression.
     """
     if depth > MAX_DEPTH:
-        raise ArithmeticFailure(f"{text!r} names itself")
+        raise ArithmeticFailure(f"{text!r} refers to itself")
     tree = _Parser(text).whole()
     return _value(tree, read, write, depth)
 
 
 class _Parser:
-    """Turns the text into nested tuples, so that the side of a `?:`, `&&` or `||` not taken stays unevaluated."""
+    """Parses the text into nested tuples, so that untaken sides of `?:`, `&&` and `||` are not evaluated."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -168,12 +168,12 @@ def _value(tree: Any, read: Read, write: Write, depth: int) -> int:
 def _applied(operator: str, a: int, b: int) -> int:
     if operator in ("/", "%"):
         if b == 0:
-            raise ArithmeticFailure(f"{a} {operator} 0 has no value")
+            raise ArithmeticFailure(f"{a} {operator} 0: division by zero")
         quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
         return quotient if operator == "/" else a - b * quotient
     if operator == "**":
         if b < 0:
-            raise ArithmeticFailure(f"{a} ** {b}: bash has no negative powers")
+            raise ArithmeticFailure(f"{a} ** {b}: negative exponent")
         return pow(a, b, 1 << 64)
     if operator in ("<<", ">>"):
         return a << (b & 63) if operator == "<<" else a >> (b & 63)
@@ -186,5 +186,5 @@ def _applied(operator: str, a: int, b: int) -> int:
 
 
 def _wrapped(value: int) -> int:
-    """In 64 bits, as bash computes."""
+    """Wrap to 64 bits, as bash does."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

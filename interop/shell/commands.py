@@ -1,4 +1,4 @@
-"""Assignments and commands of a bash script: variables are set, commands are listed, nothing is run."""
+"""Simple statements of a bash script: track variables and list commands without executing them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from interop.shell.words import fields, index_of, scalar
 SUCCESS = "a command's success"
 MAX_DEPTH = 20
 SHELLS = ("bash", "sh", "zsh")
-# Commands before `&&` and `||` that are taken to succeed: they prepare, they do not probe.
+# Commands assumed to succeed before `&&` and `||`.
 SUCCEEDING = ("cd", "echo", "mkdir", "touch", "rm", "cp", "mv", "ulimit", "sleep", "source", ".", "wait")
 NO_WORDS = ("comment", "file_redirect", "heredoc_redirect", "herestring_redirect")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a script: its words, the variables it is given, where it stands, and what it depends on."""
+    """A command in a script: its words, environment, origin, and the conditions it depends on."""
 
     words: tuple[Word, ...]
     environment: dict[str, str]
@@ -34,7 +34,7 @@ class Command:
 
 @dataclass
 class Script:
-    """What a script says: its commands in order, here-documents by path, what is unknown, what was set aside."""
+    """The commands of a script in order, here-documents by path, unknown values, and notes."""
 
     name: str
     commands: list[Command] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Script:
 
 
 class Leave(Exception):
-    """The way out of a script, a function or a loop."""
+    """Leaves a script, a function or a loop."""
 
 
 class Exit(Leave):
@@ -73,11 +73,11 @@ LEAVING = {"exit": Exit, "return": Return, "break": Break, "continue": Continue}
 
 
 def parsed(source: bytes) -> tuple[Any, bytes]:
-    """The syntax tree of a script, and the source that it is of.
+    """Return the syntax tree of a script, and the source it was parsed from.
 
-    A comment among continued lines, `# ...` in backquotes, is blanked: tree-sitter-bash reads it as a command.
-    tree-sitter-bash 0.25 takes the lines after `A=1 B=2` into the same command; a semicolon there parts them. A
-    line that has one and is not parted by it is no bash.
+    A backquoted comment among continued lines, `# ...`, is blanked: tree-sitter-bash reads it as a command.
+    tree-sitter-bash 0.25 merges the lines after `A=1 B=2` into the same command, so a semicolon is inserted to
+    separate them. If that does not help, the line is not valid bash.
     """
     import tree_sitter
     import tree_sitter_bash
@@ -97,7 +97,7 @@ def parsed(source: bytes) -> tuple[Any, bytes]:
 
 
 def _swallowed(node: Any, source: bytes) -> Iterator[tuple[int, int]]:
-    """The row and the byte after the word where a command goes on over a line's end without a backslash."""
+    """Yield (row, end byte) of words after which a command continues on the next line without a backslash."""
     if node.type in ("command", "variable_assignments"):
         words = [child for child in node.children if child.type != "comment"]
         for word, following in itertools.pairwise(words):
@@ -108,21 +108,21 @@ def _swallowed(node: Any, source: bytes) -> Iterator[tuple[int, int]]:
 
 
 class Commands:
-    """The simple statements of a script, and the state of its variables; Walk adds the compound ones."""
+    """Walks the simple statements of a script and tracks its variables; Walk adds compound statements."""
 
     def __init__(self, script: Script, scope: Scope, others: dict[str, str]) -> None:
         self.script, self.scope, self.others = script, scope, others
         self.source = b""
-        self.is_file = False  # else the source is a text inside a file, such as that of `bash -c`
+        self.is_file = False  # False for a text inside a file, such as the argument of `bash -c`
         self.functions: dict[str, tuple[Any, bytes, bool]] = {}
         self.conditions: tuple[str, ...] = ()
         self.depth = 0
         self.status = Verdict(True)
 
     def text(self, text: str, is_file: bool = False) -> None:
-        """Walk a whole script, or the text of `bash -c` or `eval`, whose lines are those of the command."""
+        """Walk a script, or the text of `bash -c` or `eval`, which keeps the command's line number."""
         if self.depth >= MAX_DEPTH:
-            raise ShellError(f"{self.scope.origin}: starts itself more than {MAX_DEPTH} times")
+            raise ShellError(f"{self.scope.origin}: nested more than {MAX_DEPTH} times")
         before = self.source, self.is_file
         root, source = parsed(text.encode())
         self.source, self.is_file, self.depth = source, is_file, self.depth + 1
@@ -134,13 +134,11 @@ class Commands:
             (self.source, self.is_file), self.depth = before, self.depth - 1
 
     def refuse(self, node: Any) -> None:
-        """Raise ShellError for the first part that is no bash; the insides of words are read by `pieces`."""
+        """Raise ShellError for the first syntax error; `pieces` parses the insides of words."""
         for child in node.children:
             if child.is_missing or child.type == "ERROR":
                 line = self.of(child).strip().partition("\n")[0][:60]
-                raise ShellError(
-                    f"{self.at(child)}: not understood as bash: {line!r}; leave the line out, or simplify it"
-                )
+                raise ShellError(f"{self.at(child)}: cannot parse {line!r} as bash; remove or simplify the line")
             if child.has_error and child.type not in READ_HERE and not self.of(child).startswith("(("):
                 self.refuse(child)
 
@@ -152,7 +150,7 @@ class Commands:
             self.statement(node)
 
     def statement(self, node: Any) -> None:
-        """Walk one statement; comments, separators and keywords have no method and are passed over."""
+        """Walk one statement; comments, separators and keywords have no method and are skipped."""
         method: Callable[[Any], None] | None = getattr(self, f"on_{node.type}", None)
         if method is not None:
             self.at(node)
@@ -183,7 +181,7 @@ class Commands:
         self.scope.assign(name, self.named(name, text), index)
 
     def named(self, name: str, text: str) -> str:
-        """A text that holds a command's output is asked for by the name of its variable."""
+        """Return a text; if it depends on a command's output, a mark named after the variable."""
         found = [self.scope.unknowns[int(number)] for number in MARK.findall(text)]
         outputs = [unknown for unknown in found if unknown.why == OUTPUT]
         return self.scope.mark(name, f"from {outputs[0].name}") if outputs else text
@@ -213,7 +211,9 @@ class Commands:
             name = self.of(child.child_by_field_name("name") if child.type == "variable_assignment" else child)
             if child.type not in ("variable_assignment", "variable_name"):
                 if marks_of(scalar(self.of(child), self.scope)):
-                    self.script.notes.append(f"{self.at(child)}: sets variables from {self.of(child)}, not known")
+                    self.script.notes.append(
+                        f"{self.at(child)}: sets variables from {self.of(child)}, which is unknown"
+                    )
                 continue
             if "A" in flags:
                 self.scope.associative.add(name)
@@ -245,7 +245,7 @@ class Commands:
             self.scope.assign(name, text)
 
     def sources(self, node: Any) -> Iterator[tuple[Any, str]]:
-        """The words of a command or an array; those that only a backslash before a line's end parts are one."""
+        """Yield the words of a command or array, joining those split only by a backslash-newline."""
         found: list[tuple[Any, str, int]] = []
         for child in node.named_children:
             if child.type in NO_WORDS:
@@ -259,7 +259,7 @@ class Commands:
         return ((child, source) for child, source, _ in found)
 
     def run(self, words: list[Word], own: dict[str, str]) -> None:
-        """What a command does to the script's state; all others are listed."""
+        """Apply a command's effect on the script's state; list all other commands."""
         name, rest = words[0].text, [word.text for word in words[1:]]
         if name in self.functions:
             self.call(name, words[1:])
@@ -294,7 +294,7 @@ class Commands:
             self.scope.positional = rest[texts.index("--") + 1 :]
 
     def keep(self, words: list[Word], own: dict[str, str]) -> None:
-        """Keep a command, with the variables that it is given."""
+        """Record a command with its environment."""
         name, rest = words[0].text, words[1:]
         if name == "cd" and rest:
             self.script.notes.append(f"{self.scope.origin}: cd {shown(rest[0].text, self.scope.unknowns)}")
@@ -307,7 +307,7 @@ class Commands:
                 return
             shown_path = shown(rest[0].text, self.scope.unknowns)
             self.script.notes.append(
-                f"{self.scope.origin}: source {shown_path}: not read; give it as a further FILE"
+                f"{self.scope.origin}: source {shown_path}: not read; give it as another FILE"
             )
         exported = {key: self.scope.text_of(key) for key in sorted(self.scope.exported)}
         environment = {key: text for key, text in {**exported, **own}.items() if text is not None}
@@ -317,7 +317,7 @@ class Commands:
             self.status = verdict_of(self.scope.mark(text, SUCCESS))
 
     def start(self, words: list[Word], own: dict[str, str]) -> None:
-        """`bash -c TEXT`, or `bash other.sh` where the other script was given too."""
+        """Follow `bash -c TEXT`, or `bash other.sh` if the other script was given too."""
         options = [word for word in words[1:] if word.text.startswith("-")]
         rest = [word for word in words[1:] if not word.text.startswith("-")]
         is_text = any("c" in word.text for word in options if not word.text.startswith("--"))
@@ -341,9 +341,9 @@ class Commands:
             self.scope = scope
 
     def call(self, name: str, words: list[Word]) -> None:
-        """A function of the script; `local` variables stay set, as no script of the kind depends on it."""
+        """Call a function of the script; `local` variables stay set, which such scripts do not depend on."""
         if self.depth >= MAX_DEPTH:
-            raise ShellError(f"{self.scope.origin}: {name} calls itself more than {MAX_DEPTH} times")
+            raise ShellError(f"{self.scope.origin}: {name} recurses more than {MAX_DEPTH} times")
         body, source, is_file = self.functions[name]
         outer, here = self.scope.positional, (self.source, self.is_file)
         self.scope.positional, (self.source, self.is_file), self.depth = words, (source, is_file), self.depth + 1

@@ -1,9 +1,9 @@
-"""Tests of a bash script, `[ ... ]` and `[[ ... ]]`: true, false, or not known and why."""
+"""Evaluate bash tests, `[ ... ]` and `[[ ... ]]`, to true, false, or unknown and why."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any, NamedTuple
 
 from interop.shell.scope import Scope, ShellError, marks_of
@@ -11,20 +11,13 @@ from interop.shell.syntax import regex_of
 from interop.shell.words import number, pieces, scalar
 
 NESTED = ("unary_expression", "binary_expression", "parenthesized_expression")
-NUMERIC: dict[str, Callable[[int, int], bool]] = {
-    "-eq": lambda a, b: a == b,
-    "-ne": lambda a, b: a != b,
-    "-lt": lambda a, b: a < b,
-    "-le": lambda a, b: a <= b,
-    "-gt": lambda a, b: a > b,
-    "-ge": lambda a, b: a >= b,
-}
+NUMERIC = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
 COMPARING = ("=", "==", "!=", "=~", "<", ">", *NUMERIC, "-ef", "-nt", "-ot")
 UNARY = re.compile(r"-[a-zA-Z]")
 
 
 class Verdict(NamedTuple):
-    """True, False, or None with the marks of what it depends on."""
+    """True, False, or None with the marks of the unknown values it depends on."""
 
     value: bool | None
     marks: str = ""
@@ -34,7 +27,7 @@ class Verdict(NamedTuple):
 
 
 def leaves(node: Any, source: bytes) -> list[str]:
-    """The operands and operators between the brackets, as source."""
+    """Return the source of the operands and operators between the brackets."""
     found = []
     for child in node.children:
         if child.type in NESTED:
@@ -45,16 +38,16 @@ def leaves(node: Any, source: bytes) -> list[str]:
 
 
 def judge(tokens: list[str], scope: Scope, is_double: bool) -> Verdict:
-    """The verdict on the tokens between `[` and `]`, or between `[[` and `]]`."""
+    """Evaluate the tokens between `[` and `]`, or between `[[` and `]]`."""
     reader = _Tests(tokens, scope, is_double)
     verdict = reader.either()
     if reader.at < len(tokens):
-        raise ShellError(f"{scope.origin}: the test {' '.join(tokens)!r} is not understood")
+        raise ShellError(f"{scope.origin}: cannot parse the test {' '.join(tokens)!r}")
     return verdict
 
 
 class _Tests:
-    """Reads the tokens of a test by precedence: or, and, not, comparison."""
+    """Parses the tokens of a test by precedence: or, and, not, comparison."""
 
     def __init__(self, tokens: list[str], scope: Scope, is_double: bool) -> None:
         self.tokens, self.scope, self.is_double = tokens, scope, is_double
@@ -111,8 +104,8 @@ class _Tests:
         return self.asked(f"{operator} {source}")
 
     def asked(self, test: str) -> Verdict:
-        """What only the machine of the script can tell, such as whether a file exists."""
-        return verdict_of(self.scope.mark(f"[ {test} ]", "a test of the machine, true or false"))
+        """Return the verdict on something only the script's machine knows, such as whether a file exists."""
+        return verdict_of(self.scope.mark(f"[ {test} ]", "a test on the machine, true or false"))
 
     def compared(self, left: str, operator: str, right: str) -> Verdict:
         if operator in ("-ef", "-nt", "-ot"):
@@ -141,7 +134,7 @@ class _Tests:
 
 
 def combined(a: Verdict, b: Verdict, deciding: bool) -> Verdict:
-    """`a || b` (deciding True) or `a && b` (deciding False)."""
+    """Combine verdicts: `a || b` (deciding=True) or `a && b` (deciding=False)."""
     if deciding in (a.value, b.value):
         return Verdict(deciding)
     if None in (a.value, b.value):
@@ -150,7 +143,7 @@ def combined(a: Verdict, b: Verdict, deciding: bool) -> Verdict:
 
 
 def verdict_of(text: str) -> Verdict:
-    """The verdict of a mark, or of the answer that --set-env gave in its place."""
+    """Return the verdict for a mark, or for the answer that --set-env gave instead."""
     return (
         Verdict(None, text)
         if marks_of(text)

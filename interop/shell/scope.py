@@ -1,7 +1,7 @@
-"""The variables of a bash script at one line, and the marks of what only its own machine knows.
+"""The variables of a bash script at one line, and marks for values known only on the script's machine.
 
-A value that cannot be known (a command's output, a variable that the script does not set) is a mark in the text:
-it is carried along and found again in whatever it reaches.
+A value that cannot be known (a command's output, a variable that the script does not set) is a mark in the text.
+Marks propagate, so every value derived from an unknown can be traced back to it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 MARK = re.compile("\ue000(\\d+)\ue001")
 EVERY_ITEM = ("@", "*")
-KEPT = {"HOME": "~", "PWD": "."}  # what stands for them, said by the reader
+KEPT = {"HOME": "~", "PWD": "."}  # their replacements, reported in notes
 UNSET = "not set by the script"
 OUTPUT = "a command's output"
 
 
 class ShellError(ValueError):
-    """A script that bash itself would not run to its training, or that this reader does not follow."""
+    """The script has an error before its training, or uses bash that this reader does not support."""
 
 
 class Word(NamedTuple):
-    """A text of the script, and where it stands: "run.sh:41"."""
+    """A text in the script and its origin, "run.sh:41"."""
 
     text: str
     origin: str
@@ -30,7 +30,7 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True)
 class Unknown:
-    """What only the script's own machine knows: its name for --set-env, where it stands, and why."""
+    """A value known only on the script's machine: its --set-env name, origin, and why it is unknown."""
 
     name: str
     origin: str
@@ -39,21 +39,21 @@ class Unknown:
 
 @dataclass
 class Scope:
-    """The variables of a script at one line. Arrays are {index: Word}; a copy shares only what is asked for."""
+    """The variables of a script at one line. Arrays are {index: Word}."""
 
     name: str
-    given: dict[str, str]  # of --set-env
+    given: dict[str, str]  # from --set-env
     variables: dict[str, Word | dict[str, Word]] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
     associative: set[str] = field(default_factory=set)
     positional: list[Word] = field(default_factory=list)
     unknowns: list[Unknown] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
-    kept: dict[str, str] = field(default_factory=dict)  # of KEPT: where it is used
+    kept: dict[str, str] = field(default_factory=dict)  # names in KEPT: where they are used
     line: int = 0
 
     def copy(self) -> Scope:
-        """Another state of the same script: what is asked for and used stays shared."""
+        """Copy the variables; unknowns and used names stay shared."""
         return replace(
             self,
             variables=dict(self.variables),
@@ -67,7 +67,7 @@ class Scope:
         return f"{self.name}:{self.line}"
 
     def mark(self, name: str, why: str) -> str:
-        """A mark for what is not known, or its value if --set-env gives one."""
+        """Return a mark for an unknown value, or the value if --set-env gives one."""
         if name in self.given:
             self.used.add(name)
             return self.given[name]
@@ -78,11 +78,11 @@ class Scope:
         return f"\ue000{len(self.unknowns) - 1}\ue001"
 
     def substituted(self, text: str) -> str:
-        """The mark of a command substitution, whose output is never known."""
+        """Return the mark of a command substitution, whose output is never known."""
         return self.mark(" ".join(text.split()), OUTPUT)
 
     def look_up(self, name: str) -> Word | dict[str, Word] | None:
-        """What a variable holds; None if nothing sets it."""
+        """Return a variable's value; None if it is not set."""
         if name.isdigit():
             number = int(name)
             if number == 0:
@@ -105,7 +105,7 @@ class Scope:
         return None
 
     def text_of(self, name: str, index: str | None = None) -> str | None:
-        """The text of a variable or of one item of an array; None if nothing sets it."""
+        """Return the text of a variable or of one array item; None if it is not set."""
         value = self.look_up(name)
         if isinstance(value, dict):
             item = value.get(index or "0")
@@ -113,12 +113,12 @@ class Scope:
         return None if value is None or index not in (None, "0") else value.text
 
     def need(self, name: str) -> str:
-        """The text of a variable that something is computed from; a mark if nothing sets it."""
+        """Return the text of a variable; a mark if it is not set."""
         text = self.text_of(name)
         return self.mark(name, UNSET) if text is None else text
 
     def assign(self, name: str, text: str, index: str | None = None) -> None:
-        """Set a variable, or one item of an array."""
+        """Set a variable or one array item."""
         word = Word(text, self.origin)
         if index is None and not isinstance(self.variables.get(name), dict):
             self.variables[name] = word
@@ -133,17 +133,17 @@ def joined_marks(numbers: list[str]) -> str:
 
 
 def numbers_of(text: str) -> list[int]:
-    """The indices of the unknowns whose marks are in a text."""
+    """Return the indices of the unknowns marked in a text."""
     return [int(number) for number in dict.fromkeys(MARK.findall(text))]
 
 
 def marks_of(text: str) -> str:
-    """The marks in a text alone: what is not known about anything computed from it."""
+    """Return only the marks in a text, to mark a value computed from it."""
     return joined_marks(MARK.findall(text))
 
 
 def shown(text: str, unknowns: list[Unknown]) -> str:
-    """A text for people: what is not known by its name."""
+    """Return a text for display, with unknowns shown by name."""
 
     def name_of(match: re.Match[str]) -> str:
         name = unknowns[int(match[1])].name

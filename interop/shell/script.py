@@ -1,4 +1,4 @@
-"""A bash script walked from its first statement to its last; nothing of it is run."""
+"""Walk a bash script from its first statement to its last without executing it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from interop.shell.scope import Scope, Word, marks_of, shown
 from interop.shell.syntax import regex_of
 from interop.shell.words import fields, number, pieces, scalar
 
-MAX_TURNS = 1000
-Body = Callable[[], None]
+MAX_ITERATIONS = 1000
+Body = Callable[[], object]
 
 
 def read_script(text: str, name: str, given: Mapping[str, str], others: Mapping[str, str] | None = None) -> Script:
-    """What a script does, as far as its text says; `others` are the texts of scripts that it may start.
+    """Return what a script does as far as its text tells; `others` are scripts that it may start.
 
-    `given` are the variables of --set-env. Raises ShellError with the line for what bash would refuse too.
+    `given` holds the --set-env variables. Raises ShellError with the line of a syntax error.
     """
     script = Script(name)
     scope = Scope(name, dict(given), unknowns=script.unknowns, used=script.used, kept=script.kept)
@@ -36,15 +36,15 @@ def read_script(text: str, name: str, given: Mapping[str, str], others: Mapping[
 
 
 class Walk(Commands):
-    """The compound statements: what the text does not decide is walked both ways and merged."""
+    """Walks compound statements. If a condition is unknown, walks both branches and merges their states."""
 
     def verdict(self, nodes: Sequence[Any]) -> Verdict:
-        """Whether the last of these statements succeeds."""
+        """Walk the statements; returns whether the last one succeeds."""
         self.block(nodes)
         return self.status
 
     def choose(self, verdict: Verdict, test: str, yes: Body, no: Body) -> None:
-        """Take one side, or both if the verdict is not known; a side that ends the script is not taken then."""
+        """Walk one branch, or both if the verdict is unknown; a branch that ends the script is then ignored."""
         if verdict.value is not None:
             (yes if verdict.value else no)()
             return
@@ -62,7 +62,7 @@ class Walk(Commands):
         self.conditions = conditions
         leaving = [end is not None and not isinstance(end, Break) for end in ends]
         broken = next((end for end in ends if isinstance(end, Break)), None)
-        if broken is not None:  # a loop that waits for something ends where it breaks
+        if broken is not None:  # a loop that waits for something ends at its break
             self.scope = states[ends.index(broken)]
             raise broken
         if all(leaving):
@@ -100,7 +100,7 @@ class Walk(Commands):
         self.status = Verdict(None, value) if marks_of(value) else Verdict(value != "0")
 
     def apart(self, body: Body) -> None:
-        """Statements whose assignments and exits do not outlast them."""
+        """Walk statements in a copy of the state, as in a subshell."""
         scope, self.scope = self.scope, self.scope.copy()
         try:
             body()
@@ -126,7 +126,7 @@ class Walk(Commands):
         self.status = Verdict(True)
 
     def branch(self, node: Any, following: Sequence[Any] = ()) -> None:
-        """An `if` or `elif`, and the clauses after it."""
+        """Walk an `if` or `elif` and the clauses after it."""
         then = next(at for at, child in enumerate(node.children) if child.type == "then")
         clauses = [child for child in node.children if child.type in ("elif_clause", "else_clause")] or following
         body = [child for child in node.children[then + 1 :] if child not in clauses]
@@ -160,8 +160,8 @@ class Walk(Commands):
 
     # Loops and functions
 
-    def turn(self, body: Any) -> bool:
-        """One turn of a loop; False if it breaks."""
+    def iterate(self, body: Any) -> bool:
+        """Walk one iteration of a loop; False if it breaks."""
         try:
             self.block(body.children)
         except Break:
@@ -176,7 +176,7 @@ class Walk(Commands):
         words = [word for source in sources for word in fields(source, self.scope)]
         for word in words if sources else list(self.scope.positional):
             self.scope.assign(name, self.named(name, word.text))
-            if not self.turn(node.child_by_field_name("body")):
+            if not self.iterate(node.child_by_field_name("body")):
                 break
 
     def on_c_style_for_statement(self, node: Any) -> None:
@@ -184,27 +184,26 @@ class Walk(Commands):
         head = self.source[node.start_byte : body.start_byte].decode()
         first, condition, step = head[head.index("((") + 2 : head.rindex("))")].split(";")
         number(self.scope, first)
-        for _ in range(MAX_TURNS):
+        for _ in range(MAX_ITERATIONS):
             value = number(self.scope, condition or "1")
-            if value == "0" or not self.turn(body) or marks_of(value):
+            if value == "0" or not self.iterate(body) or marks_of(value):
                 break
             number(self.scope, step)
 
     def on_while_statement(self, node: Any) -> None:
         body = node.child_by_field_name("body")
         test = node.children[1 : node.children.index(body)]
-        for _ in range(MAX_TURNS):
+        for _ in range(MAX_ITERATIONS):
             verdict = self.verdict(test)
             if node.children[0].type == "until":
                 verdict = verdict.negated()
             if verdict.value is None:
-                self.choose(verdict, self.of(node).partition("\n")[0], lambda: self.ended(body), lambda: None)
-            if not verdict.value or not self.turn(body):
+                self.choose(
+                    verdict, self.of(node).partition("\n")[0], functools.partial(self.iterate, body), lambda: None
+                )
+            if not verdict.value or not self.iterate(body):
                 break
         self.status = Verdict(True)
-
-    def ended(self, body: Any) -> None:
-        self.turn(body)
 
     def on_function_definition(self, node: Any) -> None:
         name = self.of(node.child_by_field_name("name"))
@@ -221,7 +220,7 @@ class Walk(Commands):
                 self.document(node, body, child)
 
     def document(self, node: Any, body: Any, heredoc: Any) -> None:
-        """Keep a here-document by the path that it is written to; walk one that a shell reads."""
+        """Record a here-document under the path it is written to; walk it if a shell reads it."""
         parts = {child.type: child for child in heredoc.children}
         if "heredoc_body" not in parts:
             return
@@ -246,7 +245,7 @@ class Walk(Commands):
 
 
 def merged(a: Scope, b: Scope, marks: str) -> Scope:
-    """The state after either of two sides: what they set differently is as little known as the test."""
+    """Merge the states after two branches; variables that differ become unknown, like the condition."""
     scope = a.copy()
     scope.exported |= b.exported
     for name in {*a.variables, *b.variables}:

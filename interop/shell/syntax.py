@@ -1,4 +1,4 @@
-"""Bash syntax inside one word: where brackets and quotes end, brace lists, globs as regular expressions."""
+"""Bash syntax inside one word: matching brackets and quotes, brace lists, globs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from interop.shell.scope import ShellError
 
 
 class Piece(NamedTuple):
-    """A part of a word: "literal" (typed bare), "quoted", "split" (of an unquoted expansion), or "break"."""
+    """A part of a word: "literal" (unquoted), "quoted", "split" (from an unquoted expansion), or "break"."""
 
     text: str
     kind: str
@@ -20,7 +20,7 @@ BREAK = Piece("", "break")
 
 
 def end_of(text: str, start: int, close: str, quoted: bool = False) -> int:
-    """The index of the bracket or quote that ends what begins before `start`."""
+    """Return the index of the bracket or quote that closes the one before `start`."""
     at = start
     while at < len(text) and text[at] != close:
         if text[at] == "\\":
@@ -41,7 +41,7 @@ def end_of(text: str, start: int, close: str, quoted: bool = False) -> int:
 
 
 def closing_quote(text: str, at: int) -> int:
-    """The index of the quote that ends the text quoted from `at`."""
+    """Return the index of the quote that closes the one at `at`."""
     if text[at] == '"':
         return end_of(text, at + 1, '"')
     end = text.find("'", at + 1)
@@ -51,7 +51,7 @@ def closing_quote(text: str, at: int) -> int:
 
 
 def regex_of(glob: list[Piece]) -> str:
-    """The regular expression of a glob; what is quoted stands for itself."""
+    """Convert a glob to a regular expression; quoted parts match literally."""
     text = "".join(
         re.sub(r"(.)", r"\\\1", piece.text, flags=re.DOTALL) if piece.kind == "quoted" else piece.text
         for piece in glob
@@ -73,7 +73,7 @@ def regex_of(glob: list[Piece]) -> str:
 
 
 def braces(text: str) -> list[str]:
-    """The words that `a{b,c}` and `{1..3}` stand for, as source; quoted braces and `${` are left alone."""
+    """Expand `a{b,c}` and `{1..3}` to words, as source; quoted braces and `${` are kept."""
     at = 0
     while at < len(text):
         if text[at] == "\\":
@@ -93,7 +93,7 @@ def braces(text: str) -> list[str]:
 
 
 def _brace_list(text: str, start: int) -> tuple[int, list[str]] | None:
-    """The items between a brace and its partner, and the index after it; None if they are no list."""
+    """Return the index after the closing brace and the items of a brace list; None if it is not one."""
     depth, items, begin, at = 0, [], start + 1, start + 1
     while at < len(text):
         if text[at] == "\\":

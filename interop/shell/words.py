@@ -1,4 +1,4 @@
-"""Words of a bash script: quotes, expansions and splitting. Nothing is run; what cannot be known is marked."""
+"""Expand the words of a bash script: quotes, expansions, splitting. Unknown values are marked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BRACED = re.compile(
 
 
 def pieces(text: str, scope: Scope, quoted: bool = False, is_document: bool = False) -> list[Piece]:
-    """The parts of a word's source after expansion; `is_document`: of a here-document, where quotes are text."""
+    """Expand a word's source into pieces; `is_document` for a here-document, where quotes are literal."""
     found: list[Piece] = []
     bare = "quoted" if quoted else "literal"
     at = 0
@@ -58,13 +58,13 @@ def pieces(text: str, scope: Scope, quoted: bool = False, is_document: bool = Fa
 
 
 def _ansi(text: str) -> str:
-    """The text between $' and '."""
+    """Decode the text between $' and '."""
     known = re.sub(r"\\([?\"'])", r"\1", text.replace("\\e", "\x1b").replace("\\E", "\x1b"))
     return codecs.decode(known.encode("latin-1", "backslashreplace"), "unicode_escape")
 
 
 def _expansion(text: str, at: int, scope: Scope, quoted: bool) -> tuple[int, list[Piece]]:
-    """What stands at a `$` or a backtick, and the index after it."""
+    """Expand a `$` or a backtick; returns the index after it and the pieces."""
     kind = "quoted" if quoted else "split"
     if text[at] == "`":
         end = text.find("`", at + 1)
@@ -86,20 +86,20 @@ def _expansion(text: str, at: int, scope: Scope, quoted: bool) -> tuple[int, lis
 
 
 def _braced(source: str, scope: Scope, quoted: bool) -> Iterator[Piece]:
-    """The pieces of `${source}`."""
+    """Yield the pieces of `${source}`."""
     match = BRACED.fullmatch(source)
     if match is None:
-        raise ShellError(f"{scope.origin}: ${{{source}}} is not understood")
+        raise ShellError(f"{scope.origin}: cannot parse ${{{source}}}")
     name, operator, operand = match["name"], match["operator"], match["operand"]
     index = match["index"][1:-1] if match["index"] else None
     if match["indirect"]:
         target = scope.need(name)
         if index in EVERY_ITEM or marks_of(target) or not NAME.fullmatch(target):
-            yield Piece(marks_of(target) or scope.mark(f"${{{source}}}", "not followed here"), "quoted")
+            yield Piece(marks_of(target) or scope.mark(f"${{{source}}}", "not supported here"), "quoted")
             return
         name = target
     if operand and operator is None:
-        raise ShellError(f"{scope.origin}: ${{{source}}} is not understood")
+        raise ShellError(f"{scope.origin}: cannot parse ${{{source}}}")
     is_every = name in EVERY_ITEM or index in EVERY_ITEM
     words = _words_of(scope, name, index)
     if match["length"]:
@@ -120,7 +120,7 @@ def _braced(source: str, scope: Scope, quoted: bool) -> Iterator[Piece]:
 
 
 def _words_of(scope: Scope, name: str, index: str | None) -> list[Word] | None:
-    """The texts of a variable: one, or those of a whole array; None if nothing sets it."""
+    """Return the texts of a variable, several for a whole array; None if it is not set."""
     value = scope.look_up(name)
     if name in EVERY_ITEM or index in EVERY_ITEM:
         items = value if isinstance(value, dict) else {} if value is None else {"0": value}
@@ -144,7 +144,7 @@ def _emitted(words: list[Word], quoted: bool, is_every: bool, is_joined: bool) -
 def _defaulted(
     scope: Scope, name: str, words: list[Word] | None, operator: str, operand: str, quoted: bool
 ) -> Iterator[Piece]:
-    """`${X:-y}`, `${X:=y}`, `${X:?y}` and `${X:+y}`, with and without the colon."""
+    """Expand `${X:-y}`, `${X:=y}`, `${X:?y}` and `${X:+y}`, with or without the colon."""
     joined = " ".join(word.text for word in words or ())
     is_missing = not words or (operator.startswith(":") and not joined)
     alternative = operator.endswith("+")
@@ -167,7 +167,7 @@ def _defaulted(
 
 
 def _slice(words: list[Word], operand: str, scope: Scope, array: str | None) -> list[Word]:
-    """`${X:from:count}` of a text, or of the items of an array."""
+    """Expand `${X:from:count}` for a text or an array."""
     offset_text, _, count_text = operand.partition(":")
     numbers = [number(scope, part) for part in (offset_text, *([count_text] if _ else []))]
     if marks := marks_of("".join(numbers) + ("" if array else words[0].text if words else "")):
@@ -186,9 +186,9 @@ def _slice(words: list[Word], operand: str, scope: Scope, array: str | None) -> 
 
 
 def _changed(text: str, operator: str | None, operand: str, scope: Scope) -> str:
-    """A text without its prefix or suffix, with a replacement, or in another case."""
+    """Apply a prefix or suffix removal, a replacement, or a case change to a text."""
     if not operator or operator == "@":
-        return text if not operator else scope.mark(f"${{...@{operand}}}", "not followed here")
+        return text if not operator else scope.mark(f"${{...@{operand}}}", "not supported here")
     if operator[0] in "^,":
         change = str.upper if operator[0] == "^" else str.lower
         known = text if len(operator) == 2 else text[:1]
@@ -214,7 +214,7 @@ def _changed(text: str, operator: str | None, operand: str, scope: Scope) -> str
 
 
 def _slashes(operand: str) -> Iterator[int]:
-    """Where an unquoted `/` separates the pattern from its replacement."""
+    """Yield the positions of unquoted `/`, which separate a pattern from its replacement."""
     at = 1 if operand.startswith("/") else 0
     while at < len(operand):
         if operand[at] == "\\":
@@ -239,12 +239,12 @@ def _trimmed(text: str, operator: str, expression: str) -> str:
 
 
 def fields(source: str, scope: Scope) -> list[Word]:
-    """The words that bash makes of one word's source."""
+    """Return the words that bash expands one word's source to."""
     return [word for text in braces(source) for word in _split(pieces(text, scope), scope.origin)]
 
 
 def _split(found: list[Piece], origin: str) -> Iterator[Word]:
-    """Pieces as words: unquoted expansions are split at blanks, array items end a word."""
+    """Join pieces into words, splitting unquoted expansions at blanks and after array items."""
     current: Word | None = None
     for piece in found:
         for part in BLANKS.findall(piece.text) if piece.kind == "split" else [piece.text]:
@@ -259,12 +259,12 @@ def _split(found: list[Piece], origin: str) -> Iterator[Word]:
 
 
 def scalar(source: str, scope: Scope) -> str:
-    """The one text of a source that is not split: the right side of an assignment, an operand of a test."""
+    """Expand a source without splitting: the right side of an assignment, or an operand of a test."""
     return "".join(" " if piece.kind == "break" else piece.text for piece in pieces(source, scope))
 
 
 def index_of(scope: Scope, name: str, text: str) -> str:
-    """The key of an array's item: a text for `declare -A`, else the value of an expression."""
+    """Return the key of an array item: a text for `declare -A`, else the value of an expression."""
     plain = scalar(text, scope)
     if name in scope.associative or MARK.search(plain):
         return plain
@@ -275,7 +275,7 @@ def index_of(scope: Scope, name: str, text: str) -> str:
 
 
 def number(scope: Scope, text: str) -> str:
-    """The value of an arithmetic expression; the marks of what it needs if that is not known."""
+    """Return the value of an arithmetic expression; its marks if it depends on unknown values."""
     plain = "".join(piece.text for piece in pieces(text, scope, quoted=True))
     if marks := MARK.findall(plain):
         return joined_marks(marks)

@@ -11,9 +11,9 @@ from typing import Any
 from dapo_core.checkpoint.folder import CHECKPOINTS
 from dapo_core.checkpoint.others import NEWEST_FILE
 from dapo_core.errors import ConfigError
-from interop.errors import ForeignConfigError
-from interop.render import rows, trainers
-from interop.render.verl import Places
+from interop import ForeignConfigError
+from interop.render import trainers
+from interop.render.launch import Places
 from tasks.config import ChainConfig
 from tasks.config.external import ExternalConfig
 from tasks.external.environment import interpreter, trainer_env, trainer_versions
@@ -53,7 +53,7 @@ class Start:
             path.write_text(text, encoding="utf-8")
         inputs.folder.mkdir(parents=True, exist_ok=True)
         for source, name in ((inputs.data, TRAIN_ROWS), (inputs.held_out, HELD_OUT_ROWS)):
-            rows.write_rows(source, inputs.folder / name)
+            trainers.write_rows(source, inputs.folder / name)
 
 
 def start_of(config: ChainConfig, inputs: Inputs) -> Start:
@@ -108,7 +108,7 @@ def _rendered(config: ChainConfig, inputs: Inputs, version: str | None, python: 
         raise ConfigError(f"train.backend={config.train.backend}: {error}") from error
     refuse_contradictions(config.external.overrides, ours)
     files = {inputs.folder / name: text for name, text in launch.files.items()}
-    return Start((python, *launch.argv), launch.env, files, launch.said)
+    return Start((python, *launch.argv), launch.env, files, launch.covered)
 
 
 def _rows(own: str | None, prepared: Path) -> Path:

@@ -9,7 +9,7 @@ from dapo_core.errors import ConfigError
 from dapo_core.memory.fitting import changed
 from dapo_core.memory.plan import MemoryPlan, plan_memory
 from dapo_core.memory.shape import ModelShape
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError
 from interop.render.megatron import OPTIMIZER, PREFIX, Layers, Splits, require_divided, splits_of
 from tasks.config import ChainConfig
 

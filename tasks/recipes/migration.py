@@ -11,15 +11,14 @@ from typing import Any
 from dapo_core.config.loading import overridden, read_tree
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
+from interop import ForeignConfigError
 from interop.account import Account, account_of
-from interop.errors import ForeignConfigError
 from interop.export import by_name
+from interop.foreign_config import Setting
 from interop.read import Reading, read_files, rows_of
 from interop.recipe import Recipe, recipe_of, tiny_of, written
-from interop.render.rows import write_rows
-from interop.render.trainers import render
-from interop.render.verl import Launch, Places
-from interop.theirs import Setting
+from interop.render.launch import Launch, Places
+from interop.render.trainers import render, write_rows
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 
@@ -139,7 +138,9 @@ def unsaid_keys(path: Path, changes: Sequence[str], launch: Launch) -> list[str]
         if not isinstance(value, Mapping)
     ]
     plan_only = {"train.device_model"}  # read only by our memory plan
-    return [name for name in leaves if name.partition(".")[0] in sections and name not in launch.said | plan_only]
+    return [
+        name for name in leaves if name.partition(".")[0] in sections and name not in launch.covered | plan_only
+    ]
 
 
 def write_launch(launch: Launch, folder: Path, texts: Mapping[str, str], data: Path | None) -> None:

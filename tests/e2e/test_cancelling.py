@@ -125,7 +125,7 @@ def test_a_training_that_ctrl_c_cancels_is_to_continue_from_its_last_step(tmp_pa
     said = log.read_text()
     assert run.returncode == 130, said
     assert "Traceback" not in said
-    assert "stopped; the same command continues from what is done" in said
+    assert "stopped; run the same command again to continue" in said
     last_run = max(site.store.glob("runs/*/run.json"))
     assert json.loads(last_run.read_text())["state"] == "cancelled"
     [folder] = site.store.glob("train_policy/*/*.partial")

@@ -189,8 +189,8 @@ def test_up_starts_the_missing_host_and_a_second_up_changes_nothing(
         ]
     began = {host["started_at"] for host in status.values()}
     result = site.up()
-    assert f"{head}: ran already" in result.output
-    assert f"{other}: ran already" in result.output
+    assert f"{head}: already running" in result.output
+    assert f"{other}: already running" in result.output
     assert f"dapo run CONFIG --set train.ray_address={status[head]['address']}:{PORT}" in result.output
     assert {host["started_at"] for host in site.status().values()} == began
 
@@ -270,13 +270,13 @@ def test_down_ends_what_was_started_and_nothing_else(network: list[FakeHost] | s
             site.inventory.write_text(yaml.safe_dump(away))
             result = site.down()
             assert result.exit_code == 1
-            assert f"ended {site.names[0]}: " in result.output
-            assert f"{site.names[1]}: not ended: sh -c " in result.output
+            assert f"stopped {site.names[0]}: " in result.output
+            assert f"{site.names[1]}: not stopped: sh -c " in result.output
             assert [known["host"] for known in _records()] == [site.names[1]]
             site.inventory.write_text(yaml.safe_dump(known))
         result = site.down()
         assert result.exit_code == 0, result.output
-        assert f"ended {site.names[1]}: " in result.output
+        assert f"stopped {site.names[1]}: " in result.output
         assert stranger.poll() is None
     finally:
         stranger.kill()
@@ -286,7 +286,7 @@ def test_down_ends_what_was_started_and_nothing_else(network: list[FakeHost] | s
     assert [record["folder"] for record in records if Path(record["folder"]).exists()] == []
     assert list(clusters_folder().iterdir()) == []
     assert list(site.store.rglob("*.json")) == []
-    assert f"nothing of {site.inventory} is running" in site.down().output
+    assert f"nothing from {site.inventory} is running" in site.down().output
 
 
 def _records() -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""Operating the chain: deployments through server and worker, a power cut in the middle, Prefect's page, reruns.
+"""Running the chain through server and worker: a power failure in the middle, the Prefect UI, reruns.
 
-One scenario, whose steps are fixtures. The chain is real and small: a training, a merge, two servers.
+One scenario whose steps are fixtures, with a small real chain: a training, a merge, two servers.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 
 @dataclass(frozen=True)
 class PowerCut:
-    """What was there when every process ended at once."""
+    """The state when every process died at once."""
 
-    flow_runs: tuple[str, str]  # the chain, evaluating its first model; its training, by the stage's deployment
+    flow_runs: tuple[str, str]  # the chain, evaluating its first model; the train-policy deployment
     answers: list[str]  # lines of results.jsonl
     steps: list[str]  # lines of metrics.jsonl
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A flow run that completed, and what it left."""
+    """A completed flow run and its record."""
 
     flow_run: str
     folder: Path
@@ -74,13 +74,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def power_cut(site: Site) -> PowerCut:
-    """An evaluation with answers and a training with a checkpoint, and then SIGKILL of everything."""
+    """SIGKILL everything during an evaluation with answers and a training with a checkpoint."""
     chain = site.run_deployment("dapo-full", SLOW_EVALUATION)
-    site.wait_for("the model is built", lambda: [*site.store.glob("fetch_model/*/1")], CHAIN_SECONDS)
+    site.wait_for("the model", lambda: [*site.store.glob("fetch_model/*/1")], CHAIN_SECONDS)
     training = site.create_run("train-policy")
 
     def pause(flow_run: str, is_far_enough: bool) -> bool:
-        """Stop the processes of a run that is far enough, so that it cannot finish before the other one is."""
+        """Pause a run that is far enough, so that it cannot finish before the other one is."""
         process = site.flow_process(flow_run)
         assert process is not None, site.run_state(flow_run)
         if is_far_enough:
@@ -99,10 +99,8 @@ def power_cut(site: Site) -> PowerCut:
 
     paused = {chain: False, training: False}
     for flow_run in paused:
-        site.wait_for(
-            "the run's process is there", lambda flow_run=flow_run: site.flow_process(flow_run), CHAIN_SECONDS
-        )
-    site.wait_for("an evaluation and a training are under way", are_both_paused, CHAIN_SECONDS)
+        site.wait_for("the run's process", lambda flow_run=flow_run: site.flow_process(flow_run), CHAIN_SECONDS)
+    site.wait_for("an evaluation and a training in progress", are_both_paused, CHAIN_SECONDS)
     assert len(site.end_everything()) > 10
     answers = lines_in(site.store, "evaluate_model/*/*.partial/results.jsonl")
     steps = lines_in(site.store, "train_policy/*/*.partial/metrics.jsonl")
@@ -113,7 +111,7 @@ def power_cut(site: Site) -> PowerCut:
 
 @pytest.fixture(scope="module")
 def chain(site: Site, power_cut: PowerCut) -> Finished:
-    """The whole chain again."""
+    """Run the whole chain again."""
     return completed(site, site.create_run("dapo-full"))
 
 
@@ -128,18 +126,18 @@ def lines_in(store: Path, pattern: str) -> list[str]:
     return [line for path in store.glob(pattern) for line in path.read_text().splitlines(keepends=True)]
 
 
-def test_after_a_power_cut_training_goes_on_from_its_checkpoint(power_cut: PowerCut, chain: Finished) -> None:
+def test_training_resumes_from_its_checkpoint_after_a_power_failure(power_cut: PowerCut, chain: Finished) -> None:
     steps = lines_in(chain.folder, "train_policy/metrics.jsonl")
     assert [json.loads(line)["step"] for line in steps] == [*range(1, NUM_STEPS + 1)]
     kept = [line for line in power_cut.steps if json.loads(line)["step"] <= 2]
     assert len(kept) == 2
-    assert steps[:2] == kept  # byte for byte: they were not done again
+    assert steps[:2] == kept  # byte for byte: not repeated
 
 
-def test_after_a_power_cut_no_answered_item_is_asked_again(power_cut: PowerCut, chain: Finished) -> None:
+def test_answered_items_are_not_asked_again_after_a_power_failure(power_cut: PowerCut, chain: Finished) -> None:
     answers = lines_in(chain.folder, "evaluate_before/results.jsonl")
     assert len(answers) == NUM_ITEMS
-    assert set(power_cut.answers) <= set(answers)  # time stamps and all
+    assert set(power_cut.answers) <= set(answers)  # including timestamps
     assert chain.cached == {label: label in ("prepare_data", "fetch_model") for label in STAGES}
 
 
@@ -150,7 +148,7 @@ def test_runs_that_died_with_the_machine_become_crashed(site: Site, power_cut: P
         assert "No heartbeat" in state["message"]
 
 
-def test_the_report_has_what_machines_read(chain: Finished) -> None:
+def test_report_json_is_complete_and_consistent(chain: Finished) -> None:
     report = chain.report
     for side in ("before", "after"):
         assert report[side]["n"] == NUM_ITEMS
@@ -163,7 +161,7 @@ def test_the_report_has_what_machines_read(chain: Finished) -> None:
     flips = len(report["flips"]["lost"]), len(report["flips"]["gained"])
     assert (report["mcnemar"]["b"], report["mcnemar"]["c"]) == flips
     assert 0 < report["mcnemar"]["p"] <= 1
-    # without dynamic sampling every generated token is trained on
+    # without dynamic sampling, every generated token is trained
     train = report["train"]
     assert (train["steps"], train["tokens_trained"]) == (NUM_STEPS, train["tokens_generated"])
     assert train["tokens_trained"] >= 8 * 4 * 4  # steps x prompts x responses, each at least one token
@@ -186,12 +184,12 @@ def test_the_run_folder_records_and_links_everything(chain: Finished) -> None:
     assert (chain.folder / "merge_checkpoint" / "model.safetensors").read_bytes() != before
 
 
-def test_the_page_of_the_flow_run_shows_what_happened(site: Site, chain: Finished) -> None:
+def test_the_prefect_ui_shows_logs_tasks_and_the_report(site: Site, chain: Finished) -> None:
     page = f"{site.services.server.read()['page_url']}/runs/flow-run/{chain.flow_run}"
     name = site.ask("GET", f"/flow_runs/{chain.flow_run}")["name"]
     tasks = site.task_states(chain.flow_run)
     with Browser() as browser:
-        browser.resize(1400, 3000)  # what is below the screen is not asked for
+        browser.resize(1400, 3000)  # the UI does not load what is below the screen
         browser.open(page)
         for tab, words in {
             "logs": (name, "Completed", "dapo-full", "cached, built in "),
@@ -211,19 +209,19 @@ def test_a_second_run_is_all_cached(site: Site, chain: Finished) -> None:
     again = completed(site, site.create_run("dapo-full"))
     assert again.cached == dict.fromkeys(STAGES, True)
     states = site.task_states(again.flow_run)
-    assert sorted(states.values()) == ["Cached"] * len(STAGES) + ["Completed"]  # the report is written each time
+    assert sorted(states.values()) == ["Cached"] * len(STAGES) + ["Completed"]  # the report is always written
     assert again.report["artifacts"] == chain.report["artifacts"]
     assert again.report["after"] == chain.report["after"]
 
 
-def test_plan_finds_everything_cached(site: Site, chain: Finished) -> None:
+def test_plan_shows_everything_cached(site: Site, chain: Finished) -> None:
     done = site.dapo(*site.chain("plan"))
     rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
     assert [(row[1].strip(), row[2].strip()) for row in rows] == [(label, "cached") for label in STAGES]
     assert [row[4].strip() for row in rows] == [stage["key"][:16] for stage in chain.record["stages"].values()]
 
 
-def test_the_report_alone_is_written_again_from_the_store(site: Site, chain: Finished) -> None:
+def test_compare_writes_a_new_report_from_the_store(site: Site, chain: Finished) -> None:
     done = site.dapo(*site.chain("stage", "compare"))
     run = max((site.store / "runs").iterdir())
     record = json.loads((run / "run.json").read_text())
@@ -233,7 +231,7 @@ def test_the_report_alone_is_written_again_from_the_store(site: Site, chain: Fin
     assert f"Report with plots: {run / 'report' / 'report.html'}" in done.stdout.replace("\n", "")
 
 
-def test_an_export_names_no_place_of_this_machine(site: Site, chain: Finished, tmp_path: Path) -> None:
+def test_an_export_contains_no_path_of_this_machine(site: Site, chain: Finished, tmp_path: Path) -> None:
     site.dapo("export", chain.folder.name, str(tmp_path / "model"))
     places = [f"{place}/".encode() for place in (site.store, ROOT, sys.prefix, Path.home())]
     files = [path for path in (tmp_path / "model").rglob("*") if path.is_file()]
@@ -243,25 +241,25 @@ def test_an_export_names_no_place_of_this_machine(site: Site, chain: Finished, t
     assert " python -m dapo_core.engines.vllm_command serve MODEL --served-model-name " in command
 
 
-def test_an_error_that_no_retry_helps_is_shown_once(site: Site, chain: Finished) -> None:
+def test_a_permanent_error_is_shown_once_and_not_retried(site: Site, chain: Finished) -> None:
     done = site.dapo(*site.chain("run", changes=("data.max_prompt_tokens=1",)), status=2)
-    said = done.stdout + done.stderr
-    assert said.count("prompts are longer than data.max_prompt_tokens=1") == 1
+    output = done.stdout + done.stderr
+    assert output.count("prompts are longer than data.max_prompt_tokens=1") == 1
     assert done.stderr.startswith("ChildProcessFailed: train_policy ended with exit code 2; its log is ")
-    assert "the next one begins" not in said
-    assert "Traceback" not in said
+    assert "the next one begins" not in output
+    assert "Traceback" not in output
 
 
-def test_without_services_only_a_damaged_model_is_made_again(site: Site, chain: Finished) -> None:
+def test_without_services_only_a_damaged_model_is_rebuilt(site: Site, chain: Finished) -> None:
     site.down()
-    shutil.rmtree(site.store / ".services")  # all that Prefect knows
+    shutil.rmtree(site.store / ".services")  # Prefect's database
     weights = (chain.folder / "merge_checkpoint" / "model.safetensors").resolve()
     good = weights.read_bytes()
     weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     done = site.dapo(*site.chain("run"))
     newest = max((site.store / "runs").iterdir())
     stages = json.loads((newest / "run.json").read_text())["stages"]
-    # The same shards give the same bytes, so what depends on the model is still valid.
+    # The same shards give the same bytes, so everything made from the model stays valid.
     assert {label: stage["cached"] for label, stage in stages.items()} == {
         label: label != "merge_checkpoint" for label in STAGES
     }

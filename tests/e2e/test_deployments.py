@@ -1,4 +1,4 @@
-"""A real Prefect server: deployments, parameters and schedules, and what its page shows of runs of our tasks."""
+"""Deployments, parameters, schedules and the Prefect UI's data, with a real Prefect server."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ print(json.dumps(states))
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A project with a server that plain Prefect starts there, as docs/security.md says."""
+    """A project with a server started by plain Prefect as in docs/security.md."""
     site, port = Site(tmp_path_factory.mktemp("deployments")), free_ports("127.0.0.1")[0]
     server, api_url = site.services.server, f"http://127.0.0.1:{port}/api"
     site.services.folder.mkdir(parents=True)
@@ -92,12 +92,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     try:
         environment = {
             **site.environment,
-            "PREFECT_API_URL": api_url,  # from which it knows its page
+            "PREFECT_API_URL": api_url,  # also tells the server the address of its UI
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": api_url.removesuffix("/api"),
             "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
         }
         server.start(start, environment, api_url=api_url, port=port)
-        server.wait_until(site.services.answers, "does not answer")
+        server.wait_until(site.services.answers, "does not respond")
         yield site
     finally:
         site.end_everything()
@@ -105,7 +105,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def deployed(site: Site) -> list[dict[str, Any]]:
-    """The deployments as deploy/setup.sh makes them; deploying again must change nothing."""
+    """The deployments of deploy/setup.sh; deploying again must change nothing."""
     found = []
     for command in (["deploy/setup.sh"], ["prefect", "--no-prompt", "deploy", "--all"]):
         site.run(*command)
@@ -116,18 +116,18 @@ def deployed(site: Site) -> list[dict[str, Any]]:
 
 
 def flow_runs(site: Site, deployment: str) -> list[dict[str, Any]]:
-    """The flow runs of the deployment of this name."""
+    """Return the flow runs of a deployment."""
     return site.ask("POST", "/flow_runs/filter", deployments={"name": {"any_": [deployment]}})
 
 
 def run_flows(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
-    """`python WORDS`, whose flows report to the server."""
+    """Run `python WORDS`, whose flows report to the server."""
     environment = {"PREFECT_HOME": str(site.folder / "prefect"), "PREFECT_API_URL": site.services.api_url}
     apply_prefect_settings(environment)
     return site.run(sys.executable, *words, **environment)
 
 
-def test_every_flow_is_deployed_with_a_form_that_explains_itself(deployed: list[dict[str, Any]]) -> None:
+def test_every_flow_is_deployed_with_described_parameters(deployed: list[dict[str, Any]]) -> None:
     assert [deployment["name"] for deployment in deployed] == NAMES
     for deployment in deployed:
         assert deployment["description"]
@@ -138,14 +138,12 @@ def test_every_flow_is_deployed_with_a_form_that_explains_itself(deployed: list[
         assert set(deployment["parameters"]) <= set(fields)
 
 
-def test_plain_prefect_makes_the_automation_that_dapo_up_looks_for(
-    site: Site, deployed: list[dict[str, Any]]
-) -> None:
+def test_setup_creates_the_crash_automation(site: Site, deployed: list[dict[str, Any]]) -> None:
     [automation] = site.ask("POST", "/automations/filter")
     assert (automation["name"], automation["enabled"]) == (CRASH_AUTOMATION, True)
 
 
-def test_the_automation_of_the_guide_posts_a_run_that_ended_unseen(
+def test_the_guides_automation_posts_crashed_runs(
     site: Site, deployed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     guide = (ROOT / "docs/notifications.md").read_text().split("## Runs that end unseen")[1].split("\n## ")[0]
@@ -165,7 +163,7 @@ def test_the_automation_of_the_guide_posts_a_run_that_ended_unseen(
     assert event["flow_run"]["url"].endswith(flow_run)
 
 
-def test_the_unit_files_use_commands_and_settings_that_prefect_has(site: Site) -> None:
+def test_deploy_files_use_existing_prefect_commands_and_settings(site: Site) -> None:
     units = {path.name: path.read_text() for path in (ROOT / "deploy").iterdir()}
     assert set(units) == {
         "setup.sh",
@@ -192,7 +190,7 @@ def test_the_unit_files_use_commands_and_settings_that_prefect_has(site: Site) -
         assert unit["Service"]["ExecStart"].startswith("%h/dapo-pipeline/.venv/bin/prefect ")
 
 
-def test_a_deployment_runs_by_its_name_alone(site: Site, deployed: list[dict[str, Any]]) -> None:
+def test_a_deployment_runs_by_its_short_name(site: Site, deployed: list[dict[str, Any]]) -> None:
     done = site.run("prefect", "deployment", "run", "dapo-full", "--param", 'overrides=["run.seed=2"]')
     assert done.stderr == ""
     [run] = flow_runs(site, "dapo-full")
@@ -200,7 +198,7 @@ def test_a_deployment_runs_by_its_name_alone(site: Site, deployed: list[dict[str
     assert run["state_type"] == "SCHEDULED"
 
 
-def test_a_web_site_can_neither_read_the_server_nor_change_anything(site: Site) -> None:
+def test_other_web_sites_cannot_use_the_server(site: Site) -> None:
     url, headers = f"{site.services.api_url}/flow_runs/filter", {"Origin": "https://site.example"}
     answer = httpx.post(url, content="{}", headers=headers, trust_env=False, timeout=API_SECONDS)
     assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (403, None)
@@ -217,7 +215,7 @@ def test_wrong_parameters_are_refused_before_a_run_exists(site: Site, deployed: 
 
 
 def test_the_nightly_schedule_creates_runs(site: Site, deployed: list[dict[str, Any]]) -> None:
-    """With SQLAlchemy 2.1 Prefect's scheduler fails at each pass and no night ever comes."""
+    """With SQLAlchemy 2.1, Prefect's scheduler fails and never creates a run."""
     [nightly] = [each for each in deployed if each["name"] == "dapo-nightly"]
     [schedule] = nightly["schedules"]
     assert schedule["active"]
@@ -227,7 +225,7 @@ def test_the_nightly_schedule_creates_runs(site: Site, deployed: list[dict[str, 
     assert all(run["auto_scheduled"] and "T02:00:00" in run["expected_start_time"] for run in runs)
 
 
-def test_states_say_why_a_run_ended(site: Site, deployed: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_states_explain_why_a_run_ended(site: Site, deployed: list[dict[str, Any]], tmp_path: Path) -> None:
     config = load_config(ROOT / "configs/arith_cpu.yaml", [f"store.path={tmp_path / 'store'}"])
     with hold(nightly_lock_path(config), "the-other-night"):
         done = run_flows(site, "-c", STATES, str(tmp_path / "store"))
@@ -248,14 +246,12 @@ def test_states_say_why_a_run_ended(site: Site, deployed: list[dict[str, Any]], 
     assert "did you mean train.total_steps?" in states["misspelt"][2]
     assert "train.total_steps = -1 is refused" in states["out of bounds"][2]
     lines = [line["message"] for line in site.ask("POST", "/logs/filter")]
-    assert any("skipped because it started 5.0 hours late" in line for line in lines)  # on the page
+    assert any("skipped because it started 5.0 hours late" in line for line in lines)  # in the UI
     assert f"arith_cpu store.path={tmp_path / 'store'} train.total_steps=-1" in states["names"]
-    assert (
-        f"arith_cpu store.path={tmp_path / 'store'} 2026-03-30" in states["names"]
-    )  # the night by Berlin's clock
+    assert f"arith_cpu store.path={tmp_path / 'store'} 2026-03-30" in states["names"]  # the date in Berlin
 
 
-def test_dapo_stage_runs_one_stage_and_says_where_its_output_is(site: Site) -> None:
+def test_dapo_stage_runs_one_stage_and_prints_its_output_path(site: Site) -> None:
     done = site.dapo(*site.chain("stage", "prepare-data"))
     output = Path(done.stdout.splitlines()[-1])
     assert (output / "train.parquet").is_file()
@@ -267,14 +263,14 @@ def test_dapo_stage_runs_one_stage_and_says_where_its_output_is(site: Site) -> N
 
 @dataclass(frozen=True)
 class Seen:
-    """What the server answers about the four runs of page_flow, oldest first."""
+    """What the server knows about the four runs of page_flow, oldest first."""
 
     folder: Path
     flow_runs: list[dict[str, Any]]
     tasks: list[dict[str, dict[str, Any]]]  # for each flow run, its task runs by the task's name
     logs: list[dict[str, Any]]
     artifacts: list[dict[str, Any]]
-    posted: list[dict[str, Any]]  # to the webhook
+    posted: list[dict[str, Any]]  # payloads sent to the webhook
 
     def of(self, key: str) -> list[dict[str, Any]]:
         return [artifact for artifact in self.artifacts if artifact["key"] == key]
@@ -303,7 +299,7 @@ def seen(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return Seen(folder, flow_runs, tasks, logs, artifacts, [payload for _, payload in webhook.received])
 
 
-def test_the_state_says_whether_a_stage_was_cached_and_when_it_was_built(seen: Seen) -> None:
+def test_states_show_whether_and_when_a_stage_was_built(seen: Seen) -> None:
     message = r"built in \d+\.\d s on \d{4}-\d\d-\d\d, key [0-9a-f]{16}"
     for label in ("prepare-data", "fetch_model", "train-policy"):
         first, second = (tasks[label]["state"] for tasks in seen.tasks[:2])
@@ -316,7 +312,7 @@ def test_the_state_says_whether_a_stage_was_cached_and_when_it_was_built(seen: S
     assert [run["state"]["type"] for run in seen.flow_runs] == ["COMPLETED", "COMPLETED", "FAILED", "FAILED"]
 
 
-def test_a_killed_child_is_started_again_and_the_page_says_why(seen: Seen) -> None:
+def test_a_killed_child_is_retried_with_the_reason_in_the_log(seen: Seen) -> None:
     run = seen.tasks[0]["train-policy"]
     names = [state["name"] for state in sorted(run["states"], key=lambda state: state["timestamp"])]
     assert names == ["Pending", "Running", "AwaitingRetry", "Retrying", "Completed"]
@@ -326,7 +322,7 @@ def test_a_killed_child_is_started_again_and_the_page_says_why(seen: Seen) -> No
     assert line["message"].endswith(".log: the engine is lost")
 
 
-def test_an_error_that_lasts_is_not_tried_again_and_is_one_line(seen: Seen) -> None:
+def test_a_permanent_error_is_not_retried_and_is_one_line(seen: Seen) -> None:
     run = seen.tasks[2]["train-policy"]
     assert (run["run_count"], run["state"]["name"]) == (1, "Failed")
     for state in (run["state"], seen.flow_runs[2]["state"]):
@@ -335,7 +331,7 @@ def test_an_error_that_lasts_is_not_tried_again_and_is_one_line(seen: Seen) -> N
         assert "\n" not in state["message"]
 
 
-def test_a_stage_that_takes_too_long_names_the_key(seen: Seen) -> None:
+def test_a_timeout_names_the_key(seen: Seen) -> None:
     run = seen.tasks[3]["train-policy"]
     assert (run["run_count"], run["state"]["name"], run["state"]["type"]) == (1, "TimedOut", "FAILED")
     for state in (run["state"], seen.flow_runs[3]["state"]):
@@ -345,7 +341,7 @@ def test_a_stage_that_takes_too_long_names_the_key(seen: Seen) -> None:
         )
 
 
-def test_a_stage_is_shown_with_links_to_what_it_was_made_from(seen: Seen) -> None:
+def test_a_stages_artifact_links_to_its_inputs(seen: Seen) -> None:
     first, second, *_ = seen.of("arith-cpu-train-policy")
     assert (first["type"], first["flow_run_id"]) == ("markdown", seen.flow_runs[0]["id"])
     assert first["task_run_id"] == seen.tasks[0]["train-policy"]["id"]
@@ -360,7 +356,7 @@ def test_a_stage_is_shown_with_links_to_what_it_was_made_from(seen: Seen) -> Non
     assert all(seen.of(key) for _, key in links)
 
 
-def test_training_is_one_bar_and_one_table_however_often_they_change(seen: Seen) -> None:
+def test_training_updates_one_bar_and_one_table(seen: Seen) -> None:
     [bar] = seen.of("arith-cpu-train-policy-progress")
     [table] = seen.of("arith-cpu-train-policy-steps")
     assert (bar["type"], bar["data"]) == ("progress", 100.0)
@@ -378,7 +374,7 @@ def test_training_is_one_bar_and_one_table_however_often_they_change(seen: Seen)
     }
 
 
-def test_the_report_is_on_the_page_of_its_recipe(seen: Seen) -> None:
+def test_the_report_is_an_artifact_of_its_recipe(seen: Seen) -> None:
     first, second = seen.of("arith-cpu-report")
     report = next(seen.folder.glob("store/runs/*/report/report.json"))
     assert first["description"] == json.loads(report.read_text())["verdict"]
@@ -388,7 +384,7 @@ def test_the_report_is_on_the_page_of_its_recipe(seen: Seen) -> None:
         assert "[train_policy](/artifacts/key/arith-cpu-train-policy)" in artifact["data"]
 
 
-def test_the_webhook_is_called_once_for_each_run_with_its_place_on_the_page(seen: Seen) -> None:
+def test_the_webhook_is_called_once_per_run_with_its_ui_url(seen: Seen) -> None:
     assert [payload["event"] for payload in seen.posted] == ["report", "report", "failed", "failed"]
     for payload, flow_run in zip(seen.posted, seen.flow_runs, strict=True):
         assert payload["flow_run"]["name"] == flow_run["name"]

@@ -1,20 +1,20 @@
-"""Whatever dies leaves no process behind and gets the right state, and the next run continues from what is there.
+"""Whatever is killed leaves no process behind and gets the right state, and the next run continues its work.
 
-what happens, and while what                 state of the run        what goes on
-SIGKILL of the flow's process, building      Crashed, by worker      a run that waited builds
-cancelled on the page, building              Cancelled               a run that waited builds
+event, and during which stage                state of the run        what continues
+SIGKILL of the flow's process, building      Crashed, by worker      a waiting run builds
+cancelled in the UI, building                Cancelled               a waiting run builds
 SIGKILL of a stage's command                 Running                 its next attempt
-cancelled on the page, evaluating            Cancelled               the next run asks what is missing
+cancelled in the UI, evaluating              Cancelled               the next run asks the remaining items
 SIGTERM of the worker, training              Crashed, by automation  training, to which the next run attaches
-cancelled on the page, training              Cancelled               the next run, from the last step
-cancelled on the page, waiting to train      Cancelled               the training that it waited for
+cancelled in the UI, training                Cancelled               the next run, from the last step
+cancelled in the UI, waiting to train        Cancelled               the training that it waited for
 SIGKILL of worker and flow, training         Crashed, by automation  training for flow.unwatched_minutes; then the
                                                                      next run, from the last step
 SIGKILL of worker and server, away for 40 s  Completed               its flow
-SIGKILL or SIGINT of `dapo run`              -, its server is gone   a run that waited builds
+SIGKILL or SIGINT of `dapo run`              -, its server exits     a waiting run builds
 SIGKILL of everything at once                test_deployment.py
 
-One scenario, whose steps are fixtures: several rows are under way at a time, each begins with what others left.
+One scenario whose steps are fixtures: several rows run at a time, each starting from the results of others.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 AWAY_SECONDS = 40.0
 PATIENCE_SECONDS = 240.0
 NUM_ITEMS, NUM_STEPS = 24, 12
-SLOW_EVALUATION = "evaluate.requests_per_second=0.3"  # changes no result, so no key; not done in a minute
-# Only the last step is due to be saved.
+SLOW_EVALUATION = "evaluate.requests_per_second=0.3"  # not part of any key; takes over a minute
+# Only the last step is saved.
 TRAINING = (f"train.total_steps={NUM_STEPS}", "checkpoint.save_every=100", "validation.every=0")
 HOURS = "model.recipe.num_steps=100000"
 
 
 @dataclass(frozen=True)
 class Builds:
-    """Three runs of the chain, of which each in turn built the model, named by what became of them."""
+    """Three runs of the chain that built the model in turn, named by their fate."""
 
     killed: str
     cancelled: str
-    command_killed: str  # which goes on
+    command_killed: str  # continues
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """A flow run that was stopped, and the lines of its results.jsonl or metrics.jsonl when it had ended."""
+    """A stopped flow run, and the lines of its results.jsonl or metrics.jsonl at its end."""
 
     flow_run: str
     lines: list[str]
@@ -70,16 +70,16 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Paused:
-    """A training whose driver gets no processor, so that it is not done before we are."""
+    """A training whose driver is paused, so that it cannot finish before we act."""
 
     site: Site
     flow_run: str
     log: Path
     driver: psutil.Process
-    processes: list[psutil.Process]  # its supervisor, its command, itself, Ray's
+    processes: list[psutil.Process]  # supervisor, command, driver, Ray
 
     def end(self, reason: str) -> list[str]:
-        """Go on as soon as it is being stopped for this reason; returns its metrics when nothing of it is left."""
+        """Resume once it is being stopped for this reason; returns its metrics once all processes are gone."""
         self.site.wait_for(f"the end, {reason}", lambda: self._is_stopped(reason), PATIENCE_SECONDS)
         self.driver.resume()
         assert_all_gone(self.processes)
@@ -92,7 +92,7 @@ class Paused:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """Services on PostgreSQL: at such moments Prefect's writers find SQLite locked for minutes."""
+    """Services on PostgreSQL, because under this load Prefect finds SQLite locked for minutes."""
     with started_postgres() as database:
         site = Site(tmp_path_factory.mktemp("site"), database=database)
         try:
@@ -105,7 +105,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def builds(site: Site) -> Builds:
-    """Each gets its fate as soon as it builds the model, which the others wait for."""
+    """Stop each run as soon as it builds the model that the others wait for."""
     waiting = {site.create_run("dapo-full", SLOW_EVALUATION) for _ in range(3)}
 
     def find_builder() -> tuple[str, psutil.Process] | None:
@@ -116,14 +116,14 @@ def builds(site: Site) -> Builds:
 
     stopped = []
     for stop in (kill_flow, Site.cancel):
-        flow_run, _ = site.wait_for("one builds the model", find_builder, PATIENCE_SECONDS)
+        flow_run, _ = site.wait_for("a run to build the model", find_builder, PATIENCE_SECONDS)
         waiting.remove(flow_run)
         processes = site.tree(flow_run)
         assert len(processes) >= 3  # flow, supervisor, command
         stop(site, flow_run)
         assert_all_gone(processes)
         stopped.append(flow_run)
-    last, command = site.wait_for("the third one builds the model", find_builder, PATIENCE_SECONDS)
+    last, command = site.wait_for("the third run to build the model", find_builder, PATIENCE_SECONDS)
     command.kill()
     site.wait_for("its next attempt", lambda: command_of(site, last, "fetch-model", command), PATIENCE_SECONDS)
     return Builds(*stopped, last)
@@ -131,14 +131,14 @@ def builds(site: Site) -> Builds:
 
 @pytest.fixture(scope="module")
 def training(site: Site, builds: Builds) -> Paused:
-    """A run that trains while another one evaluates."""
+    """A training run, paused, while another run evaluates."""
     site.wait_for("the model", lambda: [*site.store.glob("fetch_model/*/[0-9]/manifest.json")], PATIENCE_SECONDS)
     return paused(site, site.create_run("train-policy", *TRAINING), 2)
 
 
 @pytest.fixture(scope="module")
 def evaluation(site: Site, builds: Builds, training: Paused) -> Stopped:
-    """The run whose command was killed, cancelled while it evaluates."""
+    """Cancel the run whose command was killed while it evaluates."""
     flow_run = builds.command_killed
     site.wait_for("answers", lambda: len(answers(site)) >= 2, PATIENCE_SECONDS)
     processes = site.tree(flow_run)
@@ -151,7 +151,7 @@ def evaluation(site: Site, builds: Builds, training: Paused) -> Stopped:
 
 @pytest.fixture(scope="module")
 def attached(site: Site, training: Paused, evaluation: Stopped) -> Stopped:
-    """A run that attached to the training after its worker had ended, cancelled."""
+    """Cancel a run that attached to the training after its worker stopped."""
     worker, flow_process = site.service("worker"), site.tree(training.flow_run)[0]
     os.kill(worker.pid, signal.SIGTERM)
     assert_all_gone([worker, flow_process])
@@ -169,13 +169,13 @@ def attached(site: Site, training: Paused, evaluation: Stopped) -> Stopped:
 
 @pytest.fixture(scope="module")
 def resumed_evaluation(site: Site, evaluation: Stopped, attached: Stopped) -> str:
-    """A run of the evaluation alone."""
+    """A run of only the evaluation."""
     return site.create_run("evaluate-model", SLOW_EVALUATION, side="before")
 
 
 @pytest.fixture(scope="module")
 def unwatched(site: Site, attached: Stopped, resumed_evaluation: str) -> Paused:
-    """A training that continues, and ends soon if it is not watched; a run that waited for it is cancelled."""
+    """A resumed training that stops soon if unwatched; a run that waited for it is cancelled."""
     lock = site.store / ".locks" / TRAINING_LOCK
     flow_run = site.create_run("train-policy", *TRAINING, "flow.unwatched_minutes=0.1")
     holder = site.wait_for("the training's lock", lambda: find_holder(lock), PATIENCE_SECONDS)
@@ -192,16 +192,16 @@ def unwatched(site: Site, attached: Stopped, resumed_evaluation: str) -> Paused:
 
 @dataclass(frozen=True)
 class Away:
-    """What worker and server left when they went away."""
+    """The state after worker and server were killed."""
 
     processes: list[psutil.Process]  # of the evaluation
-    metrics: list[str]  # of the training that was not watched, in the end
-    dapo_runs: Future[None]  # stopped meanwhile
+    metrics: list[str]  # final metrics of the unwatched training
+    dapo_runs: Future[None]  # `dapo run` commands stopped meanwhile
 
 
 @pytest.fixture(scope="module")
 def away(site: Site, evaluation: Stopped, resumed_evaluation: str, unwatched: Paused) -> Away:
-    """Worker and server are killed, and the flow of that training; 40 s later they are there again."""
+    """Kill worker, server and the training's flow; restart the services 40 s later."""
     site.wait_for("more answers", lambda: len(answers(site)) > len(evaluation.lines), PATIENCE_SECONDS)
     processes, port = site.tree(resumed_evaluation), site.services.server.read()["port"]
     kill(site.service("worker"))
@@ -220,7 +220,7 @@ def away(site: Site, evaluation: Stopped, resumed_evaluation: str, unwatched: Pa
 
 @pytest.fixture(scope="module")
 def finished(site: Site, away: Away) -> Path:
-    """The training's output, by a run after all of that."""
+    """The training's output, completed by a final run."""
     assert_state(site, site.create_run("train-policy", *TRAINING), "COMPLETED")
     [folder] = site.store.glob("train_policy/*/1")
     return folder
@@ -233,7 +233,9 @@ def test_a_model_is_built_after_its_builders_were_stopped(site: Site, builds: Bu
     assert any("killed by SIGKILL" in line for line in site.log_messages(builds.command_killed))
 
 
-def test_a_training_that_outlived_its_worker_and_was_cancelled_goes_on(attached: Stopped, finished: Path) -> None:
+def test_a_training_that_outlived_its_worker_and_was_cancelled_is_resumed(
+    attached: Stopped, finished: Path
+) -> None:
     assert 2 <= len(attached.lines) < NUM_STEPS
     assert lines_of(finished / "metrics.jsonl")[: len(attached.lines)] == attached.lines
 
@@ -245,13 +247,13 @@ def test_an_unwatched_training_is_continued_by_the_next_run(attached: Stopped, a
     assert [json.loads(line)["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
 
 
-def test_training_began_once_for_each_stop(site: Site, finished: Path) -> None:
-    """Not for the run that attached to it."""
+def test_training_starts_once_per_stop(site: Site, finished: Path) -> None:
+    """A run that attaches does not start it again."""
     log = site.store / ".logs" / f"train_policy-{finished.parent.name}.log"
     assert log.read_text().count("Ray is up") == 3
 
 
-def test_an_evaluation_goes_on_after_a_cancellation_and_without_a_server(
+def test_an_evaluation_survives_a_cancellation_and_a_missing_server(
     site: Site, evaluation: Stopped, resumed_evaluation: str, away: Away
 ) -> None:
     assert_state(site, resumed_evaluation, "COMPLETED")
@@ -259,10 +261,10 @@ def test_an_evaluation_goes_on_after_a_cancellation_and_without_a_server(
     [results] = site.store.glob("evaluate_model/*/1/results.jsonl")
     lines = lines_of(results)
     assert len(lines) == NUM_ITEMS > len(evaluation.lines)
-    assert set(evaluation.lines) <= set(lines)  # time stamps and all
+    assert set(evaluation.lines) <= set(lines)  # including timestamps
 
 
-def test_stopping_dapo_run_leaves_no_orphan(away: Away) -> None:
+def test_stopping_dapo_run_leaves_no_orphans(away: Away) -> None:
     away.dapo_runs.result()
 
 
@@ -274,10 +276,10 @@ def test_runs_that_lost_their_process_and_worker_become_crashed(
 
 
 def stop_dapo_runs(place: Path) -> None:
-    """Two at once, of which one builds the model that the other one waits for."""
+    """Start two at once, of which one builds the model that the other waits for."""
     site = Site(place, (*SMALL, HOURS))
     runs: dict[subprocess.Popen[bytes], Path] = {}
-    for name in ("one", "other"):  # each with Prefect's files and a server of its own
+    for name in ("one", "other"):  # each with its own Prefect home and server
         home = place / name
         home.mkdir()
         run = site.start(home / "run.log", *site.chain("run"), PREFECT_HOME=str(home))
@@ -290,7 +292,7 @@ def stop_dapo_runs(place: Path) -> None:
 
     try:
         for stop_signal in (signal.SIGKILL, signal.SIGINT):
-            run = site.wait_for("one builds the model", find_builder, PATIENCE_SECONDS)
+            run = site.wait_for("a run to build the model", find_builder, PATIENCE_SECONDS)
             home = runs.pop(run)
             processes = psutil.Process(run.pid).children(recursive=True)
             assert "Traceback" not in (home / "servers" / f"{run.pid}.log").read_text()
@@ -304,7 +306,7 @@ def stop_dapo_runs(place: Path) -> None:
 
 
 def paused(site: Site, flow_run: str, num_steps: int) -> Paused:
-    """The training of a run, once that many steps are done."""
+    """Pause a run's training after this many steps."""
     site.wait_for(f"{num_steps} steps", lambda: len(metrics(site)) >= num_steps, PATIENCE_SECONDS)
     command = command_of(site, flow_run, "train")
     assert command is not None
@@ -327,14 +329,14 @@ def answers(site: Site) -> list[str]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Whole lines only."""
+    """Return complete lines only."""
     return path.read_text().rpartition("\n")[0].splitlines()
 
 
 def command_of(
     site: Site, flow_run: str, word: str, but_for: psutil.Process | None = None
 ) -> psutil.Process | None:
-    """The stage's command that a flow run waits for, once the real program runs."""
+    """Return the stage command that a flow run waits for, once it runs."""
     process = site.flow_process(flow_run)
     return find_command(process, word, but_for) if process else None
 
@@ -349,7 +351,7 @@ def kill(process: psutil.Process) -> None:
 
 
 def wait_for_log(site: Site, flow_run: str, words: str) -> None:
-    """Until Prefect's page shows a line with these words."""
+    """Wait until the Prefect UI shows a line with these words."""
     site.wait_for(words, lambda: any(words in line for line in site.log_messages(flow_run)), PATIENCE_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""The README's stage commands on the demo's recipe, cut short: the policy learns, and is what is served."""
+"""The README's stage commands on a shortened demo: the policy learns, and the served model is the trained one."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 
 
 def readme_commands() -> list[str]:
-    """The lines of the README's block of stage commands."""
+    """Return the README's stage commands."""
     text = (ROOT / "README.md").read_text(encoding="utf-8").split(BLOCK_BEGINS, 1)[1]
     return re.findall(r"^    ((?:VLLM_API_KEY=\w+ )?dapo .+)$", text.split("`dapo COMMAND --help`", 1)[0], re.M)
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's recipe with SHORT applied, as a file."""
+    """The demo's recipe with SHORT applied."""
     path = tmp_path_factory.mktemp("recipe") / "short.yaml"
     changes = [word for name, value in SHORT.items() for word in ("--set", f"{name}={value}")]
     command = [sys.executable, "-m", "flows.cli", "config", "show", "configs/arith_cpu.yaml", *changes]
@@ -57,7 +57,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def typed(command: str, recipe: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """The words to run and the environment, with CONFIG and the port filled in."""
+    """Return the command and environment with CONFIG and the port filled in."""
     words = shlex.split(command.partition(" #")[0].replace("CONFIG", str(recipe)).replace("8000", str(port)))
     assignments = dict(word.split("=", 1) for word in words[: words.index("dapo")])
     words = [sys.executable, "-m", "flows.cli", *words[words.index("dapo") + 1 :]]
@@ -68,17 +68,17 @@ def wait_for_server(server: subprocess.Popen[bytes], port: int, api_key: str) ->
     deadline = time.monotonic() + START_SECONDS
     headers = {"Authorization": f"Bearer {api_key}"}
     while time.monotonic() < deadline:
-        assert server.poll() is None, "dapo serve ended before it answered"
+        assert server.poll() is None, "dapo serve exited before it was ready"
         try:
             if httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers, trust_env=False).is_success:
                 return
         except httpx.TransportError:
             time.sleep(0.5)
-    raise AssertionError(f"dapo serve did not answer within {START_SECONDS:.0f} s")
+    raise AssertionError(f"dapo serve was not ready within {START_SECONDS:.0f} s")
 
 
 def served_log_probs(url: str, batch: Batch) -> list[list[float]]:
-    """The server's log-probs of each response of the batch behind its prompt."""
+    """Return the server's log-probs for each response in the batch."""
     served = []
     for row in range(batch.num_responses):
         num_prompt = int(batch.prompt_lengths[row])
@@ -95,7 +95,7 @@ def served_log_probs(url: str, batch: Batch) -> list[list[float]]:
 def trained_log_probs(
     rank: int, model_path: Path, checkpoint: str, batch: Batch
 ) -> tuple[list[int], torch.Tensor]:
-    """Rows of the batch that fall to this rank, and their log-probs by the policy as training left it."""
+    """Return this rank's rows of the batch and their log-probs under the trained policy."""
     policy = Policy(model_path, make_config(model_path))
     policy.load(checkpoint)
     shares, rows = split_batch(batch, NUM_RANKS, max_tokens=4096)
@@ -113,7 +113,7 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the commands were typed; the last server still runs, and its address is in the file `url`."""
+    """The folder after running the commands; the last server still runs, and `url` has its address."""
     folder, port = tmp_path_factory.mktemp("typed"), free_ports("127.0.0.1")[0]
     (folder / "url").write_text(f"http://127.0.0.1:{port}")
     commands = readme_commands()
@@ -132,16 +132,16 @@ def folder(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
                 wait_for_server(server, port, environment["VLLM_API_KEY"])
                 continue
             done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-            said = done.stdout + done.stderr
-            assert done.returncode == 0, said
-            assert "nanobind: leaked" not in said  # as where Python's last collection is left out
+            output = done.stdout + done.stderr
+            assert done.returncode == 0, output
+            assert "nanobind: leaked" not in output  # printed if Python's final garbage collection is skipped
         yield folder
     finally:
         if server is not None:
             stop(server)
 
 
-def test_the_stage_commands_end_with_a_report(folder: Path) -> None:
+def test_the_stage_commands_produce_a_report(folder: Path) -> None:
     report = json.loads((folder / "report" / "report.json").read_text())
     assert report["n"] == 12
     accuracy = {side: json.loads((folder / side / "summary.json").read_text())["accuracy"] for side in SIDES}
@@ -149,7 +149,7 @@ def test_the_stage_commands_end_with_a_report(folder: Path) -> None:
     assert report["train"]["steps"] == NUM_STEPS
 
 
-def test_the_served_model_is_the_policy_that_was_trained(folder: Path) -> None:
+def test_the_served_model_is_the_trained_policy(folder: Path) -> None:
     batch = random_batch(num_groups=2, group_size=2)
     served = served_log_probs(f"{(folder / 'url').read_text()}/v1/completions", batch)
     checkpoint = folder / "training" / "checkpoints" / f"step_{NUM_STEPS:06d}"
@@ -170,7 +170,7 @@ def test_the_demo_learns(folder: Path) -> None:
     assert sum(accuracy[-6:]) / 6 > sum(accuracy[:6]) / 6 + 0.08
 
 
-def test_only_groups_with_signal_are_trained_on_and_every_token_is_counted(folder: Path) -> None:
+def test_only_groups_with_signal_are_trained_and_every_token_is_counted(folder: Path) -> None:
     lines = read_json_lines(folder / "training" / METRICS_FILE)
     carried_in = 0.0
     for line in lines:

@@ -64,8 +64,8 @@ def ask(config: Config) -> tuple[Run, Columns]:
             return {}
 
         training = run.produce("train_policy", link_of(config, "train_policy").key(*made.values()), train)
-        dapo_full.ask_baselines(run, made["prepare_data"], columns)
-        dapo_full.ask_checkpoints(run, made["prepare_data"], training, columns)
+        dapo_full.evaluate_baselines(run, made["prepare_data"], columns)
+        dapo_full.evaluate_checkpoints(run, made["prepare_data"], training, columns)
     return run, columns
 
 

@@ -10,9 +10,10 @@ import yaml
 from flows.config import load_config
 from interop.account import account_of
 from interop.export import by_name
-from interop.render.rows import write_rows
-from interop.render.verl import Places, render
-from interop.theirs import Setting
+from interop.foreign_config import Setting
+from interop.render.launch import Places
+from interop.render.trainers import write_rows
+from interop.render.verl import render
 from tasks.data.prepare import schema_of
 from tasks.data.prepare import write_rows as write_prepared
 from tests.tiny_models import build_tiny

@@ -1,4 +1,4 @@
-"""Losses and rollout correction against verl's own functions on the same numbers."""
+"""Losses and rollout correction match verl's own functions on the same numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | None = No
 
 
 class _Stubs(SimpleNamespace):
-    """What verl's modules import and these functions do not use."""
+    """Stands in for imports that these verl functions do not use."""
 
     def __getattr__(self, name: str) -> Any:
         return type(name, (), {"from_dict": staticmethod(lambda tensors: SimpleNamespace(batch=tensors))})
@@ -50,7 +50,7 @@ class _Stubs(SimpleNamespace):
 
 @pytest.fixture(scope="module")
 def verl() -> Iterator[dict[str, ModuleType]]:
-    """Its modules of rollout correction and of losses, without the packages that verl needs."""
+    """verl's rollout correction and loss modules, without verl's dependencies."""
     folder = verl_folder(VERSION) / "verl" / "trainer" / "ppo"
     parts: dict[str, Any] = {name: _Stubs() for name in STUBBED}
     tensors = SimpleNamespace(masked_sum=_masked_sum, masked_mean=_masked_mean)
@@ -137,7 +137,7 @@ def test_rollout_correction_and_its_metrics(
     kept = mask_rollouts(OLD, ROLLOUT, MASK, settings)
     assert torch.equal(kept, mask.bool())
     assert settings.drops == bool(0 < int(kept.sum()) < int(MASK.sum()))
-    # it has more metrics of each criterion that drops
+    # verl has more metrics per rejection criterion
     wanted = {name: value for name, value in metrics.items() if "_k" not in name.partition("_rs_")[2]}
     found_metrics = correction_metrics(OLD, batch, settings)
     names = {name for name in found_metrics if name.startswith("rollout_corr/")}

@@ -1,4 +1,4 @@
-"""The generated problems: disjoint, reproducible, in the schema, and worked out rightly."""
+"""Generated arithmetic problems are disjoint, reproducible, in the schema, and solved correctly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _texts(rows: list[arithmetic.Row]) -> list[str]:
 
 
 def _operand_keys(rows: list[arithmetic.Row]) -> set[tuple[str, tuple[int, ...]]]:
-    """Subject and operands, with the order of an addition's or multiplication's operands taken out."""
+    """Return subject and operands, ignoring the operand order of additions and multiplications."""
     keys = set()
     for row in rows:
         subject, operands = row["extra_info"]["subject"], row["extra_info"]["operands"]
@@ -32,7 +32,7 @@ def _operand_keys(rows: list[arithmetic.Row]) -> set[tuple[str, tuple[int, ...]]
 
 
 @pytest.mark.parametrize("max_level", [1, 3, 5])
-def test_no_text_and_no_operands_are_both_trained_on_and_held_out(max_level: int) -> None:
+def test_training_and_held_out_problems_are_disjoint(max_level: int) -> None:
     train_rows, eval_rows = arithmetic.generate_problems(2000, 300, max_level, seed=3)
     _, other_eval_rows = arithmetic.generate_problems(1, 300, max_level, seed=4)
     for rows, count in ((train_rows, 2000), (eval_rows, 300), (other_eval_rows, 300)):
@@ -42,7 +42,7 @@ def test_no_text_and_no_operands_are_both_trained_on_and_held_out(max_level: int
         assert not _operand_keys(train_rows) & _operand_keys(held_out)
 
 
-def test_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+def test_the_seed_determines_the_bytes(tmp_path: Path) -> None:
     contents = []
     for name, seed in (("first", 7), ("again", 7), ("other", 8)):
         train_rows, _ = arithmetic.generate_problems(300, 10, 3, seed)
@@ -67,7 +67,7 @@ def test_parquet_has_the_columns_and_types_of_dapo_math_17k(tmp_path: Path) -> N
     assert table.to_pylist() == train_rows
 
 
-def test_every_subject_and_level_has_the_same_share() -> None:
+def test_subjects_and_levels_have_equal_shares() -> None:
     # 4 subjects x 5 levels = 20 kinds; 600 rows = 30 of each.
     _, eval_rows = arithmetic.generate_problems(1, 600, 5, seed=0)
     for subject in arithmetic.SUBJECTS:
@@ -76,7 +76,7 @@ def test_every_subject_and_level_has_the_same_share() -> None:
             assert [(r["extra_info"]["subject"], r["extra_info"]["level"]) for r in eval_rows].count(kind) == 30
 
 
-def test_ground_truth_of_plain_sums_follows_from_their_text() -> None:
+def test_ground_truth_follows_from_the_text() -> None:
     train_rows, _ = arithmetic.generate_problems(2000, 1, 5, seed=1)
     num_checked = 0
     for row in train_rows:
@@ -100,7 +100,7 @@ def test_word_problems_name_their_operands_in_order() -> None:
 
 @pytest.mark.parametrize("subject", arithmetic.SUBJECTS)
 @pytest.mark.parametrize("level", range(1, 6))
-def test_solutions_are_true_step_by_step_and_end_in_the_answer(subject: str, level: int) -> None:
+def test_solutions_are_correct_step_by_step_and_end_in_the_answer(subject: str, level: int) -> None:
     rng = random.Random(level)
     for _ in range(200):
         operands = arithmetic.draw_operands(subject, level, rng)
@@ -140,7 +140,7 @@ def test_solutions_by_hand() -> None:
     assert arithmetic.quick_solution("multiplication", (78, 3)) == "78*3=234\n\\boxed{234}"
 
 
-def test_a_level_that_is_used_up_or_out_of_bounds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exhausted_or_invalid_level_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arithmetic, "MAX_DRAWS_PER_PROBLEM", 100)
     with pytest.raises(
         DataError, match=r"of level 1 after \d+ rows.*lower data.arithmetic.num_train or data.arithmetic.num_eval"

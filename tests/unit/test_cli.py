@@ -1,4 +1,4 @@
-"""The command line on real files: what it prints, what it refuses, and with which status."""
+"""The command line: output, refusals and exit status."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CONFIG = "configs/arith_cpu.yaml"
 
 
 def commands(group: Any = None, words: str = "") -> Iterator[str]:
-    """Every command of `dapo`; those of a group behind its name."""
+    """Yield every `dapo` command; commands of a group follow its name."""
     for name, command in (group or typer.main.get_command(app)).commands.items():
         if command.callback is not None:
             yield f"{words}{name}"
@@ -47,14 +47,14 @@ def commands(group: Any = None, words: str = "") -> Iterator[str]:
 
 
 class Terminal(io.StringIO):
-    """Standard output that says it is a terminal."""
+    """Standard output that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def dapo(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """`dapo WORDS` in this process: a new one would load everything again."""
+    """Run `dapo WORDS` in this process, which saves loading everything again."""
     command, stdout, stderr = ["dapo", *map(str, words)], io.StringIO(), io.StringIO()
     with (
         contextlib.redirect_stdout(stdout),
@@ -71,7 +71,7 @@ def dapo(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def refusal(*words: str | Path) -> str:
-    """The message of a command that must be refused: no traceback, nothing on standard output."""
+    """Return the message of a command that must be refused, without a traceback or standard output."""
     done = dapo(*words)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -83,12 +83,12 @@ def test_config_show_resolves_defaults_file_and_set() -> None:
     changes = ("--set", "train.total_steps=7", "--set", "run.name=mine")
     shown = yaml.safe_load(dapo("config", "show", CONFIG, *changes).stdout)
     file = yaml.safe_load((ROOT / CONFIG).read_text())
-    assert (shown["train"]["total_steps"], shown["run"]["name"]) == (7, "mine")  # --set before the file
-    assert shown["rollout"]["group_size"] == file["rollout"]["group_size"] != 16  # the file before the default
+    assert (shown["train"]["total_steps"], shown["run"]["name"]) == (7, "mine")  # --set wins over the file
+    assert shown["rollout"]["group_size"] == file["rollout"]["group_size"] != 16  # the file wins over the default
     assert shown["algorithm"]["clip_ratio_high"] == 0.28  # the default
 
 
-def test_config_show_tells_the_numbers_beside_the_yaml() -> None:
+def test_config_show_prints_derived_numbers_to_stderr() -> None:
     done = dapo("config", "show", CONFIG, "--set", "rollout.num_workers=1500")
     assert yaml.safe_load(done.stdout)["rollout"]["num_workers"] == 1500  # nothing but YAML there
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stderr.splitlines() if "│" in line]
@@ -114,27 +114,27 @@ def test_config_show_tells_the_numbers_beside_the_yaml() -> None:
         (["runs", "latest"], "dapo runs show latest; all: "),
         (["datasets", "gsm8k"], "dapo datasets show gsm8k; all: "),
         (["runs", "shwo"], "No such command 'shwo'. Did you mean 'show'?\n"),
-        (["init", "x.yaml", "--model", "m", "--data", "a", "--data", "b"], "--data is given 2 times; name one"),
+        (["init", "x.yaml", "--model", "m", "--data", "a", "--data", "b"], "--data is given 2 times; give one"),
         (["serve", "no/model"], "model folder no/model does not exist in /"),
         (["eval", "--base-url", "http://127.0.0.1:1", "--data", "x.csv", "--output", "o"], "x.csv is not a file"),
     ],
 )
 def test_a_refusal_is_one_clear_message(words: list[str], message: str) -> None:
-    said = refusal(*words)
-    assert message in said
-    assert said.count(message) == 1
+    stderr = refusal(*words)
+    assert message in stderr
+    assert stderr.count(message) == 1
 
 
-def test_a_refusal_repeats_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_message_does_not_repeat_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "sk-0123456789")
     assert "configuration [redacted].yaml cannot be read" in refusal("plan", "sk-0123456789.yaml")
 
 
-def test_serve_takes_its_own_keys_alone_and_looks_at_the_model_first(tmp_path: Path) -> None:
+def test_serve_needs_no_recipe_and_checks_the_model_first(tmp_path: Path) -> None:
     model_path = build_tiny_qwen3(tmp_path / "model")  # 512 positions
-    said = refusal("serve", model_path, "--set", "serve.max_model_len=513", "--set", "serve.num_servers=2")
-    assert f"serve.max_model_len=513 is above the 512 positions of {model_path}" in said
-    assert "VLLM_API_KEY" not in said
+    stderr = refusal("serve", model_path, "--set", "serve.max_model_len=513", "--set", "serve.num_servers=2")
+    assert f"serve.max_model_len=513 is above the 512 positions of {model_path}" in stderr
+    assert "VLLM_API_KEY" not in stderr
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_serve_takes_its_own_keys_alone_and_looks_at_the_model_first(tmp_path: P
         (TrainingStopped("after step 7"), 143),
     ],
 )
-def test_the_status_says_whether_the_user_must_act(error: Exception, status: int) -> None:
+def test_the_exit_status_says_whether_the_user_must_act(error: Exception, status: int) -> None:
     assert exit_code_of(error) == status
 
 
@@ -157,19 +157,19 @@ def test_the_status_says_whether_the_user_must_act(error: Exception, status: int
     ("resume", "attempt", "words"),
     [
         ("never", 1, []),
-        ("never", 2, ["--set", "checkpoint.resume=auto"]),  # the first attempt's checkpoints are not moved aside
+        ("never", 2, ["--set", "checkpoint.resume=auto"]),  # keeps the first attempt's checkpoints
         ("auto", 2, []),
-        ("/old/step_000020", 2, []),  # killed before it had a checkpoint: begins from the same one, not from none
+        ("/old/step_000020", 2, []),  # no checkpoint of its own yet: starts from the same one
     ],
 )
-def test_a_second_attempt_goes_on_from_the_first_or_from_where_that_began(
+def test_a_retry_resumes_the_first_attempt_or_its_starting_checkpoint(
     resume: str, attempt: int, words: list[str]
 ) -> None:
     assert resume_options(resume, attempt) == words
 
 
 @pytest.mark.parametrize(("error", "status"), [(TypeError("a bug"), 2), (KeyError("passes on"), None)])
-def test_a_bug_has_a_traceback_and_a_status_that_has_nothing_tried_again(
+def test_a_bug_shows_a_traceback_and_is_not_retried(
     error: Exception, status: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
@@ -183,7 +183,7 @@ def test_a_bug_has_a_traceback_and_a_status_that_has_nothing_tried_again(
         assert "TypeError: a bug" in capsys.readouterr().err
 
 
-def test_an_error_whose_lines_were_shown_is_told_without_them() -> None:
+def test_an_error_does_not_repeat_log_lines_already_shown() -> None:
     error = ChildProcessFailed("train ended with exit code 1. Its last lines, from t.log:\n  | boom")
     assert describe(error) == f"ChildProcessFailed: {error}"
     error.summary = "train ended with exit code 1; its log is t.log"
@@ -201,7 +201,7 @@ def test_plan_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_recipe_of_another_machine_is_planned_all_the_same(tmp_path: Path) -> None:
+def test_a_recipe_for_another_machine_can_be_planned(tmp_path: Path) -> None:
     done = dapo("plan", CONFIG, "--set", f"store.path={tmp_path}", "--set", "train.device=npu")
     assert all(label in done.stdout for label in LABELS)
     assert done.returncode == 2
@@ -209,19 +209,19 @@ def test_a_recipe_of_another_machine_is_planned_all_the_same(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("words", ["merge-checkpoint", "evaluate-model --side before", "compare"])
-def test_a_stage_without_its_inputs_leaves_no_run(tmp_path: Path, words: str) -> None:
-    said = refusal("stage", *words.split(), CONFIG, "--set", f"store.path={tmp_path}")
-    assert "has no output of prepare_data for this configuration" in said
-    assert "build it with dapo stage prepare-data CONFIG, or the whole chain with dapo run CONFIG" in said
+def test_a_stage_without_inputs_is_refused_and_records_no_run(tmp_path: Path, words: str) -> None:
+    stderr = refusal("stage", *words.split(), CONFIG, "--set", f"store.path={tmp_path}")
+    assert "has no output of prepare_data for this configuration" in stderr
+    assert "build it with dapo stage prepare-data CONFIG, or the whole chain with dapo run CONFIG" in stderr
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
-def test_looking_at_no_store_writes_nothing(tmp_path: Path) -> None:
+def test_inspecting_a_missing_store_writes_nothing(tmp_path: Path) -> None:
     none = tmp_path / "none"
     assert f"there is no store {none}" in refusal("runs", "--store", none)
     assert "there is no store README.md" in refusal("runs", "--store", "README.md")
-    assert dapo("runs", "--store", tmp_path).stdout == f"no run is recorded in {tmp_path}\n"
+    assert dapo("runs", "--store", tmp_path).stdout == f"no runs in {tmp_path}\n"
     assert f"there is no store {none}" in refusal("runs", "show", "latest", "--store", none)
     assert f"there is no store {none}" in refusal("compare", "latest~1", "latest", "--store", none)
     assert f"there is no store {none}" in refusal("gc", "--keep-runs", "3", "--store", none)
@@ -230,7 +230,7 @@ def test_looking_at_no_store_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_report_of_two_result_folders(tmp_path: Path) -> None:
+def test_report_compares_two_result_folders(tmp_path: Path) -> None:
     before = write_results(tmp_path / "before", "rwww")
     after = write_results(tmp_path / "after", "wrrw")
     output = tmp_path / "report"
@@ -245,7 +245,7 @@ def test_report_of_two_result_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compare_prints_markdown_and_writes_only_what_is_asked_for(tmp_path: Path) -> None:
+def test_compare_prints_markdown_and_writes_only_to_output(tmp_path: Path) -> None:
     before = write_results(tmp_path / "before", "rwww")
     after = write_results(tmp_path / "after", "wrrw")
     done = dapo("compare", before, after)
@@ -256,13 +256,13 @@ def test_compare_prints_markdown_and_writes_only_what_is_asked_for(tmp_path: Pat
     dapo("compare", before, after, "--output", tmp_path / "report")
     assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.json", "report.md", "report.html"}
     done = dapo("compare", "--history", before, after, tmp_path / "report", "--output", tmp_path / "nights")
-    assert len(re.findall(r"^\| 2", done.stdout, re.MULTILINE)) == 2  # the report is of `after`, as old in seconds
+    assert len(re.findall(r"^\| 2", done.stdout, re.MULTILINE)) == 2  # the report covers `after`
     assert ": 1 later run reused this evaluation from the store." in done.stdout
     assert {path.name for path in (tmp_path / "nights").iterdir()} == {"history.html"}
 
 
 @pytest.mark.slow
-def test_compare_of_one_evaluation_with_itself_gives_no_figures_of_a_change(tmp_path: Path) -> None:
+def test_comparing_an_evaluation_with_itself_shows_no_change_figures(tmp_path: Path) -> None:
     before = write_results(tmp_path / "before", "rwww")
     (tmp_path / "link").symlink_to(before)
     done = dapo("compare", before, tmp_path / "link")
@@ -275,9 +275,9 @@ def test_compare_of_one_evaluation_with_itself_gives_no_figures_of_a_change(tmp_
         assert "A true change of about" not in text
 
 
-def test_compare_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
+def test_compare_refuses_incomparable_evaluations(tmp_path: Path) -> None:
     before = write_results(tmp_path / "before", "rw")
-    assert "BEFORE and AFTER are needed, 1 given; add --history for more" in refusal("compare", before)
+    assert "needs BEFORE and AFTER, got 1; add --history for more" in refusal("compare", before)
     other = write_results(tmp_path / "after", "rww")
     assert "1 of 3 items are only in after (first: '2')" in refusal("compare", before, other)
 
@@ -296,7 +296,7 @@ def test_compare_renders_markdown_on_a_terminal(tmp_path: Path, monkeypatch: pyt
     assert "|--" not in shown
 
 
-def test_prepare_data_writes_both_sets_and_keeps_what_is_there(tmp_path: Path) -> None:
+def test_prepare_data_writes_both_sets_and_never_overwrites(tmp_path: Path) -> None:
     output = tmp_path / "data"
     sizes = ("--set", "data.arithmetic.num_train=64", "--set", "data.arithmetic.num_eval=16")
     done = dapo("prepare-data", CONFIG, "--output", output, *sizes)
@@ -306,21 +306,21 @@ def test_prepare_data_writes_both_sets_and_keeps_what_is_there(tmp_path: Path) -
     assert counts == {"train.parquet": 64, "eval.parquet": 16}
     assert sorted(path.name for path in output.glob("data_card.*")) == ["data_card.json", "data_card.md"]
     before = {path.name: path.read_bytes() for path in output.iterdir()}
-    assert f"--output {output} already holds files" in refusal("prepare-data", CONFIG, "--output", output)
+    assert f"--output {output} is not empty" in refusal("prepare-data", CONFIG, "--output", output)
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
 
 
-def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
+def test_an_unusable_output_folder_is_refused(tmp_path: Path) -> None:
     (file := tmp_path / "file").touch()
     paths = ("--data", file, "--model", tmp_path)
     for command in (("prepare-data", CONFIG), ("train", CONFIG, *paths)):
         for place, problem in ((file, "File exists"), (file / "data", "Not a directory")):
-            said = f"--output {place} cannot be made: {problem}; name another folder"
-            assert said in refusal(*command, "--output", place)
+            stderr = f"cannot create --output {place}: {problem}; choose another folder"
+            assert stderr in refusal(*command, "--output", place)
     assert "set store.path to another directory" in refusal("plan", CONFIG, "--set", f"store.path={file}")
 
 
-def test_prepare_data_counts_the_rows_it_refuses(tmp_path: Path) -> None:
+def test_prepare_data_counts_unusable_rows(tmp_path: Path) -> None:
     prompts = [[{"role": "user", "content": text}] for text in ("1 + 1?", " ", "2 + 2?", "")]
     rows = [{"data_source": "math_dapo", "prompt": p, "reward_model": {"ground_truth": "2"}} for p in prompts]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
@@ -328,24 +328,24 @@ def test_prepare_data_counts_the_rows_it_refuses(tmp_path: Path) -> None:
     changes = (f"data.train={tmp_path}/t.parquet", f"data.eval={tmp_path}/e.jsonl")
     options = [word for change in changes for word in ("--set", change)]
     output = tmp_path / "data"
-    said = refusal("prepare-data", CONFIG, "--output", output, *options)
-    assert re.search(r"t\.parquet: 2 of 4 rows cannot be used \(2 with an empty prompt.*row 1: ", said)
-    assert list(output.iterdir()) == []  # so that the mended file can be prepared to the same place
+    stderr = refusal("prepare-data", CONFIG, "--output", output, *options)
+    assert re.search(r"t\.parquet: 2 of 4 rows cannot be used \(2 with an empty prompt.*row 1: ", stderr)
+    assert list(output.iterdir()) == []  # so the fixed file can use the same folder
 
 
 @pytest.mark.parametrize("command", commands())
-def test_help_shows_an_example_that_names_the_command(command: str) -> None:
+def test_help_has_an_example_of_the_command(command: str) -> None:
     shown = CliRunner().invoke(app, [*command.split(), "--help"])
     assert shown.exit_code == 0
     example = " ".join(shown.output.partition("Example:")[2].split())
     assert f"dapo {command} " in example
 
 
-def test_the_version_is_shown() -> None:
+def test_version_is_shown() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"dapo-pipeline {version('dapo-pipeline')}\n"
 
 
-def test_a_list_of_commands_cuts_no_sentence() -> None:
+def test_command_lists_do_not_truncate_sentences() -> None:
     for group in ([], ["runs"], ["config"]):
         listed = CliRunner().invoke(app, [*group, "--help"]).output.partition("Commands:")[2]
         lines = [line for line in listed.partition("Example:")[0].splitlines() if line.strip()]
@@ -356,19 +356,19 @@ def test_a_list_of_commands_cuts_no_sentence() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("train-polcy", CONFIG), "NAME: 'train-polcy' is no stage (did you mean train-policy?)"),
-        (("all", CONFIG), "NAME: 'all' is no stage; it has prepare-data, fetch-model, train-policy"),
+        (("train-polcy", CONFIG), "NAME: 'train-polcy' is not a stage (did you mean train-policy?)"),
+        (("all", CONFIG), "NAME: 'all' is not a stage; it has prepare-data, fetch-model, train-policy"),
+        (("merge-checkpoint", CONFIG, "--side", "before"), "merge-checkpoint of this recipe has no side"),
         (
-            ("merge-checkpoint", CONFIG, "--side", "before"),
-            "merge-checkpoint of this recipe has no side",
+            ("train-policy", CONFIG, "--side", "before"),
+            "train-policy has no --side; only evaluate-model, fetch-model",
         ),
-        (("train-policy", CONFIG, "--side", "before"), "train-policy has no sides; evaluate-model, fetch-model"),
         (("evaluate-model", CONFIG, "--side", "bas"), "has no side bas; it has before, after: evaluate.baselines"),
-        (("compare", CONFIG, "--force"), "compare writes a new report each time anyway"),
+        (("compare", CONFIG, "--force"), "compare always writes a new report"),
         (("compare", CONFIG, "--set", "run.sed=1"), "did you mean run.seed?"),
     ],
 )
-def test_stage_refuses_before_prefect_starts(words: tuple[str, ...], message: str) -> None:
+def test_stage_refuses_invalid_arguments_before_prefect_starts(words: tuple[str, ...], message: str) -> None:
     assert message in " ".join(refusal("stage", *words).split())
 
 
@@ -384,7 +384,7 @@ def test_datasets_lists_the_registry_and_shows_rows_as_the_model_sees_them(tmp_p
     assert "row-0: answer '002', scored by math_verify" in shown
     assert "What is 1 + 1? Hint: count. In \\boxed{hint}.<|end|>\n<|assistant|>" in shown
     assert "row-2: answer 'NA'" in shown
-    assert "refused: 1 with no question, such as row 1:" in shown
+    assert "unusable: 1 with no question, such as row 1:" in shown
     assert "mine.csv has no column hnt" in refusal(
         "datasets", "show", rows, *columns, "--set", "data.prompt_template='{problem} {hnt}'"
     )

@@ -1,4 +1,4 @@
-"""`dapo export-config` as a person runs it."""
+"""`dapo export-config`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MATH = str(CONFIGS / "dapo_qwen3_32b_math.yaml")
 FOR_VERL = ("export-config", MATH, "--for", "verl")
 
 
-def test_a_folder_holds_all_that_its_script_names(tmp_path: Path) -> None:
+def test_the_output_folder_has_every_file_of_the_script(tmp_path: Path) -> None:
     prepared = tmp_path / "prepared"
     prepared.mkdir()
     for name in ("train.parquet", "eval.parquet"):
@@ -33,48 +33,48 @@ def test_a_folder_holds_all_that_its_script_names(tmp_path: Path) -> None:
     assert f"data.train_files={output}/train.parquet" in script
     assert "trainer.n_gpus_per_node=16" in script  # dies of an Atlas 800T A3
     assert "trainer.nnodes=4" in script
-    assert "# Without a word there: sampler.gen_prompts." in script
+    assert "# Keys without an equivalent: sampler.gen_prompts." in script
     subprocess.run(["bash", "-n", str(output / "run.sh")], check=True)
 
 
-def test_without_a_folder_the_script_is_printed() -> None:
+def test_without_output_the_script_is_printed() -> None:
     done = CliRunner().invoke(app, [*FOR_VERL, "--trainer-version", "0.9.0"])
     assert done.stdout.startswith("#!/usr/bin/env bash\n# dapo_qwen3_32b_math of dapo-pipeline for verl")
-    assert "reward_for_verl.py is written by --output" in done.stdout
+    assert "--output writes reward_for_verl.py." in done.stdout
     assert "trainer.n_gpus_per_node=8" in CliRunner().invoke(app, [*FOR_VERL, "--nodes", "8"]).stdout
-    assert "verl has no word for sampler.gen_prompts" in done.stderr
+    assert "verl has no equivalent for sampler.gen_prompts" in done.stderr
     changed = CliRunner().invoke(app, [*FOR_VERL, "--set", "sampler.max_staleness=1"])
-    assert "verl has no word for sampler.gen_prompts, sampler.max_staleness" in changed.stderr
+    assert "verl has no equivalent for sampler.gen_prompts, sampler.max_staleness" in changed.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("export-config", str(CONFIGS / "arith_cpu.yaml"), "--for", "verl"), "--model"),
-        ((*FOR_VERL, "--trainer-version", "0.4.0"), r"verl 0\.4\.0: the keys are known of 0\.5\.0"),
+        ((*FOR_VERL, "--trainer-version", "0.4.0"), r"verl 0\.4\.0 is not supported; use one of 0\.5\.0"),
         ((*FOR_VERL, "--nodes", "3"), r"external\.num_nodes=3 does not divide the 64 devices"),
         ((*FOR_VERL, "--set", "train.device=cpu"), r"train\.device=cpu: verl trains on cuda and npu"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_by_its_key(words: tuple[str, ...], message: str) -> None:
+def test_an_impossible_export_is_refused_with_the_key(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CliRunner().invoke(app, words, catch_exceptions=False)
 
 
-def test_variables_of_the_recipe_are_exported_without_their_secrets(tmp_path: Path) -> None:
+def test_environment_variables_are_exported_without_secrets(tmp_path: Path) -> None:
     own = "external.env={HF_TOKEN: $MY_TOKEN, NOTE: 'a b', NCCL_DEBUG: WARN}"
     script = CliRunner().invoke(app, [*FOR_VERL, "--set", "train.backend=verl", "--set", own]).stdout
     exports = [line for line in script.splitlines() if line.startswith("export ")]
     assert exports[-3:] == ['export HF_TOKEN="$MY_TOKEN"', "export NOTE='a b'", "export NCCL_DEBUG=WARN"]
 
 
-def test_prepared_rows_are_a_folder_of_prepare_data(tmp_path: Path) -> None:
+def test_data_must_be_an_output_of_prepare_data(tmp_path: Path) -> None:
     words = [*FOR_VERL, "--output", str(tmp_path / "out"), "--data", str(tmp_path)]
     with pytest.raises(ConfigError, match=r"has no train\.parquet; pass an output of dapo prepare-data"):
         CliRunner().invoke(app, words, catch_exceptions=False)
 
 
-def test_an_edited_script_is_not_written_over(tmp_path: Path) -> None:
+def test_an_edited_script_is_not_overwritten(tmp_path: Path) -> None:
     words = [*FOR_VERL, "--output", str(tmp_path / "out")]
     script = tmp_path / "out/run.sh"
     for _ in range(2):  # the same again is no edit

@@ -45,7 +45,7 @@ def test_metrics_of_all_trainers_share_names(logs: dict[str, Path]) -> None:
     table = render_markdown(sides)
     assert "| tokens/s per device " in table
     assert "1,002 → 1,020" in table
-    assert "over all drawn prompts" in table  # of MindSpeed's throughput
+    assert "counts all drawn prompts" in table  # of MindSpeed's throughput
     assert [row.split("|")[3].strip() for row in table.splitlines() if "entropy" in row] == ["-"]
 
 

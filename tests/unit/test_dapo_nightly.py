@@ -1,4 +1,4 @@
-"""What a night decides before it begins: its seed, and whether it comes too late."""
+"""Nightly runs: seed, date, and lateness."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tasks.runs.run import RunSkipped
 DUE = datetime.datetime(2026, 1, 31, 2, 0, tzinfo=datetime.timezone.utc)
 
 
-def test_a_night_is_dropped_when_it_comes_too_late() -> None:
+def test_a_late_nightly_run_is_skipped() -> None:
     for hours in (-0.1, 0.0, 2.9):
         check_in_time(DUE, DUE + datetime.timedelta(hours=hours), 3.0)
     for hours in (3.1, 50.0):
@@ -28,13 +28,13 @@ def test_a_night_is_dropped_when_it_comes_too_late() -> None:
             check_in_time(DUE, DUE + datetime.timedelta(hours=hours), 3.0)
 
 
-def test_each_night_has_the_seed_of_its_date() -> None:
+def test_each_night_is_seeded_with_its_date() -> None:
     assert seed_of_night(DUE.date()) == ("run.seed=20484",)
     assert seed_of_night(DUE.date() + datetime.timedelta(days=1)) == ("run.seed=20485",)
 
 
-def test_nights_around_a_change_of_the_clock_are_two() -> None:
-    """At 01:30 in Berlin: 23 hours lie between them in spring, 25 in autumn."""
+def test_nights_around_a_clock_change_have_different_dates() -> None:
+    """At 01:30 in Berlin, they are 23 hours apart in spring and 25 in autumn."""
 
     def scheduled(timezone: str | None, is_active: bool) -> DeploymentSchedule:
         return DeploymentSchedule(schedule=CronSchedule(cron="30 1 * * *", timezone=timezone), active=is_active)
@@ -49,8 +49,8 @@ def test_nights_around_a_change_of_the_clock_are_two() -> None:
         assert str(night_of(times[1], without_zone)) == "2026-03-29"
 
 
-def test_the_nights_as_deployed_have_the_same_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that an item of one night can be compared with that of another."""
+def test_deployed_nightly_runs_use_the_same_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise nights could not be compared item by item."""
     monkeypatch.chdir(PROJECT_ROOT)
     deployments = yaml.safe_load(Path("prefect.yaml").read_text())["deployments"]
     [given] = [each["parameters"] for each in deployments if each["name"] == "dapo-nightly"]

@@ -1,4 +1,4 @@
-"""The files in deploy/: systemd takes the units as they are, Prefect any password of the composed services."""
+"""The files in deploy/: systemd accepts the units, and Prefect any password of the compose file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SYSTEMD = shutil.which("systemd-analyze")
 
 
 @pytest.mark.skipif(SYSTEMD is None, reason="systemd-analyze is not installed")
-def test_systemd_accepts_the_units_without_a_word(tmp_path: Path) -> None:
-    """A misspelt key is only a warning to systemd, which then ignores it; a missing program is an error."""
-    project = tmp_path / "dapo-pipeline"  # where the units say that the clone is
+def test_systemd_accepts_the_units_without_warnings(tmp_path: Path) -> None:
+    """systemd only warns about a misspelt key and ignores it; a missing program is an error."""
+    project = tmp_path / "dapo-pipeline"  # the clone's location in the units
     (project / ".venv" / "bin").mkdir(parents=True)
     (project / ".venv" / "bin" / "prefect").symlink_to(Path(sys.executable).parent / "prefect")
     (project / "deploy").symlink_to(ROOT / "deploy")
@@ -33,7 +33,7 @@ def test_systemd_accepts_the_units_without_a_word(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-def test_any_password_reaches_the_database_of_the_composed_services(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_password_works_for_the_compose_database(monkeypatch: pytest.MonkeyPatch) -> None:
     password = "p@ss:/%40+ #?"
     server = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text(encoding="utf-8"))["services"]["server"]
     for name, value in server["environment"].items():

@@ -1,4 +1,4 @@
-"""What `dapo doctor` says when something is not as it must be."""
+"""`dapo doctor` reports every kind of problem."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from flows.doctor import FAIL, OK, WARN, Finding
 from tests.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-URL = "http://127.0.0.1:9/api"  # where nothing listens
+URL = "http://127.0.0.1:9/api"  # nothing listens there
 ONLINE, OFFLINE = WorkerStatus.ONLINE, WorkerStatus.OFFLINE
 
 
 def deployment(active: bool = True, **values: Any) -> SimpleNamespace:
-    """A deployment with one schedule, and whether a run of it is scheduled."""
+    """Return a deployment with one schedule."""
     defaults = {"name": "dapo-nightly", "pool": "dapo", "paused": False, "has_run": True}
     return SimpleNamespace(id=uuid4(), schedules=[SimpleNamespace(active=active)], **{**defaults, **values})
 
 
 @dataclass
 class Server:
-    """Answers like a Prefect server of which these things are known."""
+    """Answers like a Prefect server in this state."""
 
     version: str = prefect.__version__
     api_url: str = URL
@@ -90,7 +90,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def examined(monkeypatch: pytest.MonkeyPatch, server: Server, project: Path, wait: float = 0) -> list[Finding]:
-    """What is found about the server."""
+    """Return the findings about the server."""
 
     client = "prefect.client.orchestration.SyncPrefectClient"
     monkeypatch.setattr(client, lambda _, **__: contextlib.nullcontext(server))
@@ -100,24 +100,24 @@ def examined(monkeypatch: pytest.MonkeyPatch, server: Server, project: Path, wai
     return list(doctor.examine_server(project / "store", project, wait))
 
 
-def test_a_server_in_order_has_no_finding(
+def test_a_healthy_server_has_no_findings(
     monkeypatch: pytest.MonkeyPatch, project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     findings = examined(monkeypatch, Server(), project)
     assert {finding.status for finding in findings} == {OK}
     assert findings[-1] == Finding("schedules", OK, "dapo-nightly: 2026-11-22 02:00 UTC")
     assert examined(monkeypatch, Server(asked_until_scheduled=3), project, wait=60)[-1].status == OK
-    elsewhere = tmp_path_factory.mktemp("elsewhere")  # outside the project deployments are not judged
+    elsewhere = tmp_path_factory.mktemp("elsewhere")  # outside the project, deployments are not checked
     assert examined(monkeypatch, Server(deployments=[]), elsewhere)[-1].check == "crash detection"
 
 
 @pytest.mark.parametrize(
-    ("server", "check", "status", "said"),
+    ("server", "check", "status", "expected"),
     [
-        (Server(version="3.0.0"), "Prefect server", FAIL, f"3.0.0, this environment {prefect.__version__}"),
+        (Server(version="3.0.0"), "Prefect server", FAIL, f"3.0.0, this environment has {prefect.__version__}"),
         (Server(has_pool=False), "worker", FAIL, "no work pool dapo"),
-        (Server(workers={}), "worker", FAIL, "none is online in work pool dapo"),
-        (Server(workers={"dapo-a": OFFLINE}), "worker", FAIL, "none is online in work pool dapo"),
+        (Server(workers={}), "worker", FAIL, "none online in work pool dapo"),
+        (Server(workers={"dapo-a": OFFLINE}), "worker", FAIL, "none online in work pool dapo"),
         (Server(is_paused=True), "worker", FAIL, "work pool dapo is paused"),
         (Server(automations=[]), "crash detection", WARN, "`dapo up --store"),
         (Server(automations=[False]), "crash detection", WARN, "prefect automation resume 'dapo: crashed"),
@@ -131,37 +131,39 @@ def test_a_server_in_order_has_no_finding(
         ),
     ],
 )
-def test_what_is_wrong_is_the_only_finding(
-    monkeypatch: pytest.MonkeyPatch, project: Path, server: Server, check: str, status: str, said: str
+def test_a_problem_is_the_only_finding(
+    monkeypatch: pytest.MonkeyPatch, project: Path, server: Server, check: str, status: str, expected: str
 ) -> None:
     (finding,) = [each for each in examined(monkeypatch, server, project) if each.status != OK]
     assert (finding.check, finding.status) == (check, status)
-    assert said in f"{finding.found} {finding.advice}"
+    assert expected in f"{finding.found} {finding.advice}"
     assert finding.advice
 
 
-def test_a_deployment_that_needs_no_run_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, project: Path) -> None:
+def test_deployments_without_an_active_schedule_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, project: Path
+) -> None:
     others = ({"pool": "theirs"}, {"paused": True}, {"active": False})
     server = Server(deployments=[deployment(), *(deployment(**each, has_run=False) for each in others)])
     assert examined(monkeypatch, server, project, wait=60)[-1].found == "dapo-nightly: 2026-11-22 02:00 UTC"
 
 
-def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", URL)
     (finding,) = doctor.examine_server(tmp_path, ROOT, 0)
-    assert (finding.status, finding.found) == (FAIL, f"{URL} does not answer")
+    assert (finding.status, finding.found) == (FAIL, f"{URL} does not respond")
 
 
 @pytest.mark.parametrize(
     ("environment", "status", "found"),
     [
-        ({}, WARN, "authentication is off (pid "),
-        ({"RAY_AUTH_MODE": "disabled"}, WARN, "runs code there"),
+        ({}, WARN, "no authentication (pid "),
+        ({"RAY_AUTH_MODE": "disabled"}, WARN, "can run code"),
         ({"RAY_AUTH_MODE": "token"}, OK, "1 running, with a token"),
         (None, OK, "none running"),
     ],
 )
-def test_a_ray_without_tokens_is_warned_of(
+def test_a_ray_head_without_a_token_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str] | None, status: str, found: str
 ) -> None:
     head = tmp_path / "gcs_server"
@@ -170,7 +172,8 @@ def test_a_ray_without_tokens_is_warned_of(
     variables = environment or {"PATH": os.environ["PATH"]}
     with subprocess.Popen(command, env=variables) as process:
         wait_until(
-            lambda: psutil.Process(process.pid).environ() == variables, "what the kernel fills in after exec"
+            lambda: psutil.Process(process.pid).environ() == variables,
+            "the environment that the kernel fills in after exec",
         )
         monkeypatch.setattr(psutil, "process_iter", lambda: [psutil.Process(process.pid)])
         finding = doctor.check_ray()
@@ -193,15 +196,15 @@ class Anyone(BaseHTTPRequestHandler):
 @pytest.mark.parametrize(
     ("host", "answers", "status", "found"),
     [
-        ("0.0.0.0", 200, WARN, "whoever reaches it runs code as the worker's user"),
-        ("0.0.0.0", 401, OK, "with a password"),
-        ("127.0.0.1", 200, OK, "this machine only"),
+        ("0.0.0.0", 200, WARN, "anyone there can run code as the worker's user"),
+        ("0.0.0.0", 401, OK, "password required"),
+        ("127.0.0.1", 200, OK, "reachable from this machine only"),
     ],
 )
-def test_a_server_that_other_machines_reach_needs_a_password(
+def test_a_server_reachable_from_other_machines_needs_a_password(
     host: str, answers: int, status: str, found: str
 ) -> None:
-    """Through the machine's own network address, although the URL says 127.0.0.1."""
+    """The check uses the machine's network address, although the URL says 127.0.0.1."""
     with ThreadingHTTPServer((host, 0), Anyone) as server:
         server.status = answers  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -213,34 +216,36 @@ def test_a_server_that_other_machines_reach_needs_a_password(
 
 
 @pytest.mark.parametrize(("free", "status"), [(20 * GIB, OK), (20 * GIB - 1, WARN), (GIB, WARN), (GIB - 1, FAIL)])
-def test_space(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, status: str) -> None:
+def test_low_disk_space_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, status: str
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     assert doctor.check_space(tmp_path).status == status
 
 
-def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_system_without_locks_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert doctor.check_locks(tmp_path).status == OK
     monkeypatch.setattr(doctor, "TRY_LOCK", "pass")
-    assert doctor.check_locks(tmp_path).found == "a held flock excludes no other process"
+    assert doctor.check_locks(tmp_path).found == "flock does not exclude other processes"
     monkeypatch.setattr(doctor, "locked", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    assert doctor.check_locks(tmp_path).found == "flock is refused: No locks available"
+    assert doctor.check_locks(tmp_path).found == "flock failed: No locks available"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_packages_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incompatible_packages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"sqlalchemy": "2.1.0", "torch": "2.9.0+cpu", "torchvision": "0.24.0"}
     installed = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name.lower()) or installed(name))
     finding = doctor.check_packages()
     assert finding.status == FAIL
-    assert "2.1.0, wanted" in finding.found
+    assert "2.1.0, needs" in finding.found
     finding = doctor.check_torch()
     assert (finding.status, finding.advice) == (FAIL, "pip uninstall torchvision")
-    versions["torchvision"] = "0.24.0+cpu"  # of torch's own index, as vllm-ascend has it beside a CPU torch
+    versions["torchvision"] = "0.24.0+cpu"  # from torch's index, as with vllm-ascend and a CPU torch
     assert doctor.check_torch().status == OK
 
 
-def test_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_memory_and_broken_drivers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Cuda, "visible", lambda device, environment: [])
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * GIB - 1, total=8 * GIB))
@@ -253,9 +258,7 @@ def test_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_hardware().status == FAIL
 
 
-def test_a_store_that_cannot_be_written_ends_with_status_1_and_one_advice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unwritable_store_exits_with_1_and_one_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     store = tmp_path / "file"
     store.touch()
     monkeypatch.setattr(doctor, "check_torch", lambda: Finding("of this machine", OK, ""))
@@ -265,20 +268,20 @@ def test_a_store_that_cannot_be_written_ends_with_status_1_and_one_advice(
     assert result.exit_code == 1
     assert result.output.count("set store.path") == 1
     assert "free space" not in result.output
-    assert f"start with `dapo up --store {store}`" in result.output
+    assert f"start one with `dapo up --store {store}`" in result.output
 
 
 @pytest.mark.slow
-def test_a_schedule_without_a_run_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, project: Path) -> None:
-    """All else may be in order on this machine or not: the same server with the run decides."""
+def test_a_schedule_without_an_upcoming_run_exits_with_1(monkeypatch: pytest.MonkeyPatch, project: Path) -> None:
+    """The same server with and without the run, since other checks depend on this machine."""
     monkeypatch.chdir(project)
     for name in ("check_packages", "check_torch", "check_space", "check_hardware"):
         monkeypatch.setattr(doctor, name, lambda *_: Finding("of this machine", OK, ""))
     for has_run, status in ((True, 0), (False, 1)):
         examined(
             monkeypatch, Server(deployments=[deployment(has_run=has_run)]), project
-        )  # leaves its server in place
+        )  # keeps the patched server
         result = CliRunner().invoke(app, ["doctor", "--wait-seconds", "0", "--store", "new/store"])
         assert not Path("new").exists()
         assert result.exit_code == status, result.output
-        assert ("no run is scheduled of dapo-nightly" in result.output) == bool(status)
+        assert ("no run is scheduled for dapo-nightly" in result.output) == bool(status)

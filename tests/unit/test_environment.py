@@ -217,7 +217,7 @@ def test_the_command_prints_a_table_shell_lines_or_json() -> None:
     runner = CliRunner(env=clean)
     table = runner.invoke(app, ["doctor", "env", RECIPE])
     assert table.exit_code == 0, table.output
-    assert "Environment variables of a training on npu" in table.output
+    assert "Environment variables that affect training on npu" in table.output
     lines = runner.invoke(app, ["doctor", "env", RECIPE, "--export"]).output.splitlines()
     assert all(line.startswith(("export ", "# ")) for line in lines)
     said = runner.invoke(app, ["doctor", "env", RECIPE, "--json"], env={"VLLM_ASCEND_ENABLE_NZ": "1"})

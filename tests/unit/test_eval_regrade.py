@@ -68,7 +68,7 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
     assert "accuracy 66.7% of 3" in again.output
     (directory / "manifest.json").write_text("{}")
     refused = CliRunner().invoke(app, ["grade", str(directory / "results.jsonl")])
-    assert "is an artifact of the store" in str(refused.exception)
+    assert "is an artifact in the store" in str(refused.exception)
 
 
 @pytest.mark.slow

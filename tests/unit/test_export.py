@@ -54,7 +54,7 @@ def exported(run: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path
     command = ["export", run.id, str(folder), "--store", str(run.folder.parent.parent)]
     done = CliRunner().invoke(app, command, env={"VLLM_API_KEY": KEY}, catch_exceptions=False)
     assert done.exit_code == 0
-    assert re.search(rf"the model of run {run.id}, [\d,]+ bytes, each file checked by its digest", done.stdout)
+    assert re.search(rf"model of run {run.id}, [\d,]+ bytes, every file's digest verified", done.stdout)
     return folder
 
 

@@ -61,7 +61,7 @@ def test_only_artifacts_of_no_kept_run_are_removed(tmp_path: Path) -> None:
     assert artifact_of(recorded, "train_policy") is None
     assert artifact_of(recorded, "fetch_model") is not None
     shown = CliRunner().invoke(app, ["runs", "show", recorded.id, "--store", str(tmp_path)])
-    assert len(re.findall("removed, by dapo gc or by hand", shown.stdout)) == 3
+    assert len(re.findall(r"removed \(dapo gc, or by hand\)", shown.stdout)) == 3
     # The next run that needs it makes it again.
     again = record_run(small_config(tmp_path, "train.total_steps=60"), Outcome(weights="one"))
     assert not again.stages["train_policy"].cached
@@ -208,7 +208,7 @@ def test_artifacts_in_use_or_recent_are_kept_with_a_reason(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_an_artifact_taken_during_a_collection_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, _ = nights(tmp_path, "one", "two")
-    caplog.set_level("INFO", logger="tasks")
+    caplog.set_level("INFO", logger="durable")
     found: list[Unused] = []
     with ArtifactStore(tmp_path).in_use():
         collection = threading.Thread(target=lambda: found.extend(collect(tmp_path)))
@@ -268,12 +268,12 @@ def test_the_gc_command_reports_what_it_frees(tmp_path: Path) -> None:
     command = ["gc", "--keep-runs", "1", "--store", str(tmp_path)]
     planned = CliRunner().invoke(app, [*command, "--dry-run"], catch_exceptions=False).stdout
     total = sum(item.frees_bytes for item in collect_garbage(tmp_path, 1, is_dry_run=True))
-    assert f"3 folders would go, {total:,} bytes in all" in planned
-    rows = [line.split() for line in planned.splitlines() if line.endswith("would go")]
+    assert f"3 folders would be removed, {total:,} bytes in total" in planned
+    rows = [line.split() for line in planned.splitlines() if line.endswith("would be removed")]
     assert {row[0] for row in rows} == {f"{key}/1" for key in own_of(first)}
     assert {row[3] for row in rows} == {short_ids(tmp_path)[first.folder.name]}
     done = CliRunner().invoke(app, command, catch_exceptions=False).stdout
-    assert f"3 folders removed, {total:,} bytes in all" in done
+    assert f"3 folders removed, {total:,} bytes in total" in done
     assert stored_keys(tmp_path).isdisjoint(own_of(first))
 
 

@@ -150,9 +150,9 @@ def test_runs_are_listed_within_a_hundred_columns(tmp_path: Path) -> None:
         write_run(tmp_path, f"20250101T0000{number:02}.000Z-1")
     assert len(json.loads(dapo("runs", "--store", tmp_path, "--json"))) == 23  # a program gets them all
     assert len(json.loads(dapo("runs", "--store", tmp_path, "--json", "--limit", "2"))) == 2
-    assert "3 older ones: --limit 23" in dapo("runs", "--store", tmp_path)
+    assert "3 older runs: --limit 23" in dapo("runs", "--store", tmp_path)
     cut = dapo("runs", "--store", tmp_path, "--limit", "1")
-    assert "22 older ones: --limit 23" in cut
+    assert "22 older runs: --limit 23" in cut
     assert "0Z-1" not in cut
 
 
@@ -293,7 +293,7 @@ def test_a_damaged_run_names_the_unreadable_file(store: Path, own: Path) -> None
     with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .* has no sections"):
         changed_keys(oldest, newest)
     shown = dapo("runs", "show", "latest", "--store", own)  # of which the one before is not the subject
-    assert f"Configuration against the run before it, {oldest.id}: one of the two cannot be read" in shown
+    assert f"Configuration changes since the previous run, {oldest.id}: unknown, one cannot be read" in shown
     assert json.loads(dapo("runs", "show", "latest", "--store", own, "--json"))["changes"] is None
     (newest.folder / "report" / "report.json").write_text("{")
     with pytest.raises(StoreError, match=r"report\.json is not a report .*dapo stage compare"):

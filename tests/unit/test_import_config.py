@@ -1,4 +1,4 @@
-"""`dapo import-config`: the guides' scripts, what stops an import, and the recipe that is written."""
+"""`dapo import-config`: the guides' scripts, what stops an import, and the written recipe."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def invoke(*arguments: object) -> Result:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_accounts_of_the_guides(name: str) -> None:
-    """The golden accounts are written by `python -m tests.guides`."""
+def test_accounts_of_the_guides_do_not_change(name: str) -> None:
+    """`python -m tests.guides` writes the golden accounts."""
     account = account_at([FOLDER / f"{name}.sh"])
     assert text_of(account) == (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(not GUIDE.is_dir(), reason="the guides are not beside $DAPO_TEST_DATA")
 @pytest.mark.parametrize("name", STARTS)
-def test_the_guides_own_text_has_the_same_account(name: str, tmp_path: Path) -> None:
+def test_the_guides_original_text_has_the_same_account(name: str, tmp_path: Path) -> None:
     start, end = STARTS[name]
     text = next(text for path in GUIDE.glob("*.txt") if start in (text := path.read_text(encoding="utf-8")))
     begin = text.index(start)
@@ -55,7 +55,7 @@ def test_the_guides_own_text_has_the_same_account(name: str, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_32b", "qwen3_8b", "qwen3_8b_grpo", "vl_30b"])
-def test_a_recipe_is_written_that_loads(name: str, tmp_path: Path) -> None:
+def test_the_written_recipe_loads(name: str, tmp_path: Path) -> None:
     output = tmp_path / "new" / f"{name}.yaml"
     result = invoke(FOLDER / f"{name}.sh", "--set-env", "num_train_rows=17917", "--output", output)
     assert result.exit_code == 0, result.output
@@ -78,16 +78,16 @@ def test_a_recipe_is_written_that_loads(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_for_megatron_needs_its_own_trainer(tmp_path: Path) -> None:
+def test_a_megatron_script_needs_backend_verl(tmp_path: Path) -> None:
     script, output = FOLDER / "qwen3_235b.sh", tmp_path / "235b.yaml"
     refused = invoke(script, "--output", output)
     assert refused.exit_code == 1
     assert not output.exists()
     rollout = "actor_rollout_ref.rollout"
     allow = f"--allow {rollout}.dp_model_parallel_size --allow {rollout}.rollout_world_size"
-    assert "to go on without them: --allow actor_rollout_ref.actor.strategy" in refused.output
-    assert "to have verl train, with these keys as they are: --backend verl" in refused.output
-    assert f"to go on without them: {allow}\n" in invoke(script, "--backend", "verl", "--output", output).output
+    assert "to import without them: --allow actor_rollout_ref.actor.strategy" in refused.output
+    assert "to train with verl and keep these keys: --backend verl" in refused.output
+    assert f"to import without them: {allow}\n" in invoke(script, "--backend", "verl", "--output", output).output
     result = invoke(script, "--backend", "verl", *allow.split(), "--output", output)
     assert result.exit_code == 0, result.output
     settings = load_config(output)
@@ -105,15 +105,15 @@ def test_a_script_for_megatron_needs_its_own_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mindspeed_rl_math_17k", "mindspeed_rl_32b", "mindspeed_mm_qwen25vl_7b"])
-def test_yaml_of_mindspeed_is_accounted_for(name: str) -> None:
-    """Every key has a fate; part of what they say needs their own trainer."""
-    said = json.loads(invoke(FOLDER / f"{name}.yaml", "--json").stdout)
-    assert said["trainer"] == ("mindspeed-mm" if "mm" in name else "mindspeed-rl")
-    assert said["counts"]["keys"] == len(said["entries"]) == sum(said["counts"].values()) - said["counts"]["keys"]
-    assert said["recipe"]["data"]
+def test_mindspeed_yaml_is_accounted_for(name: str) -> None:
+    """Every key has a fate; some keys need the original trainer."""
+    data = json.loads(invoke(FOLDER / f"{name}.yaml", "--json").stdout)
+    assert data["trainer"] == ("mindspeed-mm" if "mm" in name else "mindspeed-rl")
+    assert data["counts"]["keys"] == len(data["entries"]) == sum(data["counts"].values()) - data["counts"]["keys"]
+    assert data["recipe"]["data"]
 
 
-def test_another_engine_of_verl_stays_with_verl(tmp_path: Path) -> None:
+def test_other_verl_engines_need_backend_verl(tmp_path: Path) -> None:
     script, output = tmp_path / "run.sh", tmp_path / "mine.yaml"
     script.write_text(
         f"{MAIN} model_engine=veomni actor_rollout_ref.actor.veomni.param_offload=True \\\n"
@@ -121,7 +121,7 @@ def test_another_engine_of_verl_stays_with_verl(tmp_path: Path) -> None:
         "  trainer.total_training_steps=2 actor_rollout_ref.model.path=/m \\\n"
         "  actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.n=4\n"
     )
-    assert "to have verl train" in invoke(script).output
+    assert "to train with verl" in invoke(script).output
     result = invoke(script, "--backend", "verl", "--output", output)
     assert result.exit_code == 0, result.output
     overrides = load_config(output).external.overrides
@@ -129,7 +129,7 @@ def test_another_engine_of_verl_stays_with_verl(tmp_path: Path) -> None:
     assert wanted <= {each.lstrip("+") for each in overrides}
 
 
-def test_what_stops_an_import_is_named_with_the_way_on(tmp_path: Path) -> None:
+def test_what_stops_an_import_is_reported_with_a_fix(tmp_path: Path) -> None:
     script, output = tmp_path / "run.sh", tmp_path / "mine.yaml"
     script.write_text(
         f"{MAIN} alogorithm.filter_groups.enable=True data.train_batch_size=8 data.train_files=gsm8k \\\n"
@@ -140,16 +140,16 @@ def test_what_stops_an_import_is_named_with_the_way_on(tmp_path: Path) -> None:
     )
     result = invoke(script, "--output", output, "--json")
     assert result.exit_code == 1
-    said = json.loads(result.stdout)
-    assert set(said["blocking"]) == {
+    data = json.loads(result.stdout)
+    assert set(data["blocking"]) == {
         "alogorithm.filter_groups.enable",
         "actor_rollout_ref.actor.use_kl_loss",
         "algorithm.use_kl_in_reward",
     }
-    assert said["counts"]["keys"] == len(said["entries"]) == 12
-    assert next(each for each in said["entries"] if each["fate"] == "misspelt")["note"].startswith("did you mean")
+    assert data["counts"]["keys"] == len(data["entries"]) == 12
+    assert next(each for each in data["entries"] if each["fate"] == "misspelt")["note"].startswith("did you mean")
     assert not output.exists()
-    allowed = [word for key in said["blocking"] for word in ("--allow", key)]
+    allowed = [word for key in data["blocking"] for word in ("--allow", key)]
     assert invoke(script, "--output", output, *allowed).exit_code == 0
     assert "run.sh:1 alogorithm.filter_groups.enable=True: misspelt; did you mean" in output.read_text()
 
@@ -162,16 +162,16 @@ WHOLE = (
 )
 
 
-def test_the_table_leaves_out_defaults_that_are_ours(tmp_path: Path) -> None:
+def test_the_table_omits_defaults_equal_to_ours(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{WHOLE} trainer.total_training_steps=2\n")
     output = invoke(script).output
-    assert "train.weight_decay = 0.01" in output  # ours is another
+    assert "train.weight_decay = 0.01" in output  # ours differs
     assert "train.adam_beta1" not in output
-    assert re.search(r"\n\d+ more keys, which nothing sets, have the same default here; --json lists them", output)
+    assert re.search(r"\n\d+ unset keys have the same default here; --json lists them", output)
 
 
-def test_values_that_our_keys_rule_out_are_refused_with_their_origin(tmp_path: Path) -> None:
+def test_invalid_values_are_refused_with_their_origin(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{WHOLE} trainer.total_training_steps=2 algorithm.filter_groups.enable=Ture\n")
     with pytest.raises(ConfigError, match=r"sampler.dynamic: run.sh:4 algorithm.filter_groups.enable=Ture"):
@@ -179,38 +179,38 @@ def test_values_that_our_keys_rule_out_are_refused_with_their_origin(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "data"),
     [
-        ("7", "are no training step"),
+        ("7", "make no training step"),
         ("0", "the number of rows in the training files, such as 17917"),
         ("many", "the number of rows in"),
     ],
 )
-def test_rows_that_make_no_step_are_refused(rows: str, said: str, tmp_path: Path) -> None:
+def test_too_few_rows_are_refused(rows: str, data: str, tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{WHOLE} trainer.total_epochs=2\n")
     result = invoke(script, "--set-env", f"num_train_rows={rows}")
     assert result.exit_code == 1
-    assert said in result.output or said in str(result.exception)
+    assert data in result.output or data in str(result.exception)
 
 
-def test_epochs_that_end_before_the_steps_decide(tmp_path: Path) -> None:
+def test_epochs_limit_the_steps(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{WHOLE} trainer.total_epochs=2 trainer.total_training_steps=50\n")
     steps = {}
     for rows in ("80", "800"):  # 8 prompts a step
-        said = json.loads(invoke(script, "--json", "--set-env", f"num_train_rows={rows}").stdout)
-        steps[rows] = said["recipe"]["train"]["total_steps"]
+        data = json.loads(invoke(script, "--json", "--set-env", f"num_train_rows={rows}").stdout)
+        steps[rows] = data["recipe"]["train"]["total_steps"]
     assert steps == {"80": 20, "800": 50}
     script.write_text(f"{WHOLE} trainer.total_epochs=2\n")
     assert invoke(script, "--tiny").exit_code == 0
 
 
-def test_supervised_trainings_and_evaluations_are_no_trainings(tmp_path: Path) -> None:
+def test_sft_and_evaluation_commands_are_not_imported(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     sft = "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=/d trainer.nnodes=1 trainer.total_epochs=2\n"
     script.write_text(sft)
-    with pytest.raises(ConfigError, match="no training in there"):
+    with pytest.raises(ConfigError, match="no training found"):
         CliRunner().invoke(app, ["import-config", str(script)], catch_exceptions=False)
     script.write_text(
         f"{sft}{WHOLE} trainer.total_training_steps=2\npython -m verl.trainer.main_eval data.path=x\n"
@@ -218,14 +218,14 @@ def test_supervised_trainings_and_evaluations_are_no_trainings(tmp_path: Path) -
     assert invoke(script).exit_code == 0
 
 
-def test_keys_stay_with_the_trainer_that_reads_them(tmp_path: Path) -> None:
+def test_keys_need_their_own_trainer(tmp_path: Path) -> None:
     script, starts = FOLDER / "mindspeed_rl_32b.yaml", tmp_path / "run.sh"
     assert "--backend mindspeed-rl" in invoke(script).output
     with pytest.raises(ConfigError, match="the settings are mindspeed-rl's; use --backend mindspeed-rl"):
         CliRunner().invoke(app, ["import-config", str(script), "--backend", "verl"], catch_exceptions=False)
     starts.write_text("python cli/train_dapo.py --config-name dapo_32b\n")
     with pytest.raises(
-        ConfigError, match=r"no key of the training is in there.*\n.*dapo_32b is not among the files"
+        ConfigError, match=r"the command sets no training keys.*\n.*dapo_32b is not among the given files"
     ):
         CliRunner().invoke(app, ["import-config", str(starts)], catch_exceptions=False)
 
@@ -247,7 +247,7 @@ def test_tiny_keeps_the_algorithm(tmp_path: Path) -> None:
         theirs.rollout.temperature,
     )
     assert (ours.train.device, ours.train.total_steps, ours.train.train_prompts) == ("cpu", 2, 2)
-    assert ours.custom_reward.path is None  # the script's is not here
+    assert ours.custom_reward.path is None  # the script's file does not exist here
 
 
 def test_no_command_of_a_script_runs(tmp_path: Path) -> None:

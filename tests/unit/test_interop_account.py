@@ -1,8 +1,8 @@
-"""The account of a verl configuration: every setting with one fate, units changed, nothing dropped."""
+"""Accounts of verl configurations: every setting has one fate, units are converted, nothing is dropped."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given as given_any
@@ -10,7 +10,7 @@ from hypothesis import settings as tried
 from hypothesis import strategies as st
 
 from interop.account import Account, Setting, account_of
-from interop.table import FATES, load
+from interop.table import TRAINERS, Fate, Row, content_of, load
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # The batches and devices of a script for 32 billion parameters.
@@ -43,7 +43,7 @@ def ours(settings: dict[str, Any], **facts: int) -> dict[str, Any]:
 
 def test_units_change() -> None:
     assert ours({})["train.num_ranks"] == 64  # 16 devices x 4 nodes
-    assert ours({})["rollout.num_workers"] == 16  # 64 devices / 4 of an engine
+    assert ours({})["rollout.num_workers"] == 16  # 64 devices / 4 per engine
     # 10 training steps of 64 / 32 = 2 optimizer steps
     assert ours({f"{ACTOR}.optim.lr_warmup_steps": 10})["train.warmup_steps"] == 20
     # 2 responses x (2,048 + 20,480) tokens, over 4 ranks that share a sequence
@@ -52,7 +52,7 @@ def test_units_change() -> None:
     assert ours({"trainer.test_freq": -100})["validation.every"] == 0
 
 
-def test_epochs_become_steps_where_the_rows_are_known() -> None:
+def test_epochs_become_steps_if_the_row_count_is_known() -> None:
     settings = {key: value for key, value in LARGE.items() if key != "trainer.total_training_steps"}
     settings["trainer.total_epochs"] = 10
     [entry] = account()(settings).blocking()
@@ -63,13 +63,13 @@ def test_epochs_become_steps_where_the_rows_are_known() -> None:
     assert not known.blocking()
 
 
-def test_old_names_are_taken_under_their_new_ones() -> None:
+def test_old_names_are_imported() -> None:
     old = {"reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 4096}
     entries = account("0.9.1")({"reward_model.reward_manager": "dapo"} | old).entries
     assert entries[2].name == "reward.reward_kwargs.overlong_buffer_cfg.len"
     assert entries[2].ours == {"reward.overlong.buffer_tokens": 4096}
     assert entries[2].note.startswith(
-        "a key of 0.5.0 to 0.7.0, not of 0.9.1, which has reward.reward_kwargs.overlong_buffer_cfg.len"
+        "exists in 0.5.0 to 0.7.0, not in 0.9.1, which calls it reward.reward_kwargs.overlong_buffer_cfg.len"
     )
 
 
@@ -101,28 +101,31 @@ def test_misspelt_and_contradicting_settings_block() -> None:
         ("algorithm", "dapo", "algorithm"),
     ],
 )
-def test_a_choice_of_a_configuration_file_is_named_as_one(key: str, value: str, group: str) -> None:
+def test_selecting_a_hydra_config_file_is_reported(key: str, value: str, group: str) -> None:
     (entry,) = account()({key: value}).entries
     assert entry.fate == "unsupported"
-    assert entry.note.startswith(f"chooses a file of Hydra's group {group}, whose keys are not here")
+    assert entry.note.startswith(f"selects a file from Hydra's group {group}, which is not available")
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2}, "is read nowhere"),
+        ({f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2}, "is not read and"),
         ({f"{ACTOR}.ppo_micro_batch_size": 8, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2}, "are both set"),
         (
             {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 4096},
             "4096 tokens on each of 1 ranks hold no sequence of 22528; set 22528",
         ),
-        ({f"{ACTOR}.ppo_mini_batch_size": 128}, "=64 prompts a step are fewer than"),
-        ({f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.ref.strategy": "fsdp2"}, "have one"),
+        ({f"{ACTOR}.ppo_mini_batch_size": 128}, "=64 prompts per step are fewer than"),
+        ({f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.ref.strategy": "fsdp2"}, "use the same strategy"),
         ({"trainer.resume_mode": "resume_path"}, "needs trainer.resume_from_path"),
-        ({"data.max_response_length": 20480, f"{ROLLOUT}.response_length": 4096}, "would be 4096, and 20480 by"),
+        (
+            {"data.max_response_length": 20480, f"{ROLLOUT}.response_length": 4096},
+            "would be 4096, but data.max_response_length makes it 20480",
+        ),
     ],
 )
-def test_settings_that_contradict_each_other(settings: dict[str, Any], why: str) -> None:
+def test_contradicting_settings_are_reported(settings: dict[str, Any], why: str) -> None:
     found = account()(LARGE | settings).of("contradicting")
     assert {entry.setting.key for entry in found} & settings.keys()
     assert any(why in entry.note for entry in found)
@@ -138,16 +141,16 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], why: str)
         f"{ACTOR}.policy_loss.mode",
     ],
 )
-def test_a_family_swallows_no_misspelt_key(key: str) -> None:
+def test_a_family_of_keys_does_not_hide_a_misspelt_one(key: str) -> None:
     assert [entry.fate for entry in account()({key: 1}).entries] == ["misspelt"]
 
 
-def test_a_hub_name_is_no_folder() -> None:
+def test_a_hub_id_is_told_from_a_folder() -> None:
     assert ours({"actor_rollout_ref.model.path": "Qwen/Qwen3-8B"})["model.id"] == "Qwen/Qwen3-8B"
     assert ours({"actor_rollout_ref.model.path": "/models/Qwen3-8B"})["model.path"] == "/models/Qwen3-8B"
 
 
-def test_rejection_bounds_change_sides() -> None:
+def test_rejection_bounds_are_inverted() -> None:
     rejection = {
         "algorithm.rollout_correction.rollout_rs": "token_k1,seq_max_k2",
         "algorithm.rollout_correction.rollout_rs_threshold": "0.5_4,0.1",
@@ -160,14 +163,14 @@ def test_rejection_bounds_change_sides() -> None:
     assert found["algorithm.rollout_correction.divergence_max"] == 0.1
 
 
-def test_a_key_that_is_set_twice_holds_its_last_value() -> None:
+def test_the_last_value_of_a_key_wins() -> None:
     first, last = Setting("trainer.save_freq", 5, "run.sh:1"), Setting("trainer.save_freq", 20, "run.sh:9")
     found = account_of([first, last], "verl")
     assert [entry.fate for entry in found.entries] == ["meaningless", "taken"]
     assert found.tree()["checkpoint"]["save_every"] == 20
 
 
-def test_a_section_is_its_keys() -> None:
+def test_a_section_is_split_into_keys() -> None:
     found = account_of([Setting("algorithm.kl_ctrl", {"type": "fixed", "kl_coef": 0.1}, "+algorithm")], "verl")
     assert [entry.setting.key for entry in found.entries] == [
         "algorithm.kl_ctrl.type",
@@ -181,14 +184,14 @@ VALUES = st.sampled_from([True, False, None, 0, 1, -1, 2, 0.5, "auto", "x", ["co
 
 @tried(deadline=None)
 @given_any(st.lists(st.tuples(st.sampled_from([*KEYS, "x", "trainer.y", "a.b.c"]), VALUES), max_size=12))
-def test_keys_in_are_keys_accounted_for(settings: list[tuple[str, Any]]) -> None:
+def test_every_setting_is_accounted_for(settings: list[tuple[str, Any]]) -> None:
     given = [Setting(key, value, str(place)) for place, (key, value) in enumerate(settings)]
     found = account_of(given, "verl")
     assert [entry.setting for entry in found.entries] == given
-    assert {entry.fate for entry in (*found.entries, *found.implied)} <= set(FATES)
+    assert {entry.fate for entry in (*found.entries, *found.implied)} <= set(get_args(Fate))
 
 
-def test_what_a_mode_or_a_version_of_verl_does_not_read_is_not_taken() -> None:
+def test_settings_that_verl_ignores_are_not_imported() -> None:
     correction = "algorithm.rollout_correction"
     bypass = {f"{correction}.rollout_is": "token", f"{correction}.bypass_mode": True}
     entries = account()(LARGE | bypass | {f"{correction}.rollout_is_threshold": 3.0}).entries
@@ -201,3 +204,15 @@ def test_what_a_mode_or_a_version_of_verl_does_not_read_is_not_taken() -> None:
     for version, warmup in (("0.7.0", 0), ("0.8.0", 20)):  # a tenth of 100 steps of 2 updates
         taken = account(version)(LARGE | no_steps).entries
         assert {entry.ours.get("train.warmup_steps", warmup) for entry in taken} == {warmup}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_row_has_a_key_of_ours_or_a_fate_with_a_reason(trainer: str) -> None:
+    fields = {field.removesuffix("s") for field in Row.__dataclass_fields__} | {"in", "value"}
+    for section in content_of(trainer.replace("-", "_"))["sections"]:
+        for row in section["rows"]:
+            assert {name.removesuffix("s") for name in row} <= fields, row
+    for row in load(trainer).rows:
+        assert row.fate in get_args(Fate)
+        assert (row.fate == "taken") == bool(row.ours)
+        assert row.ours or row.reason

@@ -1,4 +1,4 @@
-"""What an export says, an import reads back: the identity on what both can say."""
+"""Importing an export returns the recipe, for everything that both trainers can express."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from flows.config import load_config
 from interop.account import account_of
 from interop.export import by_name, settings_for
+from interop.foreign_config import Setting
 from interop.hydra import parse_override
-from interop.render.script import script_of
-from interop.render.verl import Places, nodes_of, render
+from interop.render.launch import Places, script_of
+from interop.render.verl import nodes_of, render
 from interop.table import load
-from interop.theirs import Setting
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = sorted(
     path.stem for path in CONFIGS.glob("*.yaml") if load_config(path).train.backend in ("own", "verl")
 )
-# Nodes times devices are the renderer's; a recipe on separate devices has no word in a trainer that shares them.
-OF_PLACES = {"train.num_ranks", "train.placement", "rollout.num_workers"}
-# Said by the renderer: files and folders of the stage; and what main_ppo reads as something else, or not at all.
-OF_THE_CHAIN = {
+# The renderer sets nodes and devices; trainers that share devices cannot express separate placement.
+PLACEMENT_KEYS = {"train.num_ranks", "train.placement", "rollout.num_workers"}
+# Set by the renderer (paths), or interpreted differently or ignored by main_ppo.
+RENDERER_KEYS = {
     "data.train", "data.eval", "data.columns.messages", "model.path", "custom_reward.path", "sampler.gen_prompts",
     "rollout.dtype", "train.weight_bucket_bytes", "model.source", "sampler.max_num_gen_batches",
 }  # fmt: skip
@@ -34,22 +34,22 @@ MEASURED = settings(max_examples=60, deadline=None)
 
 
 def read_back(tree: dict[str, Any], version: str) -> dict[str, tuple[Any, Any]]:
-    """The keys that come back with another value: (what came back, what was there)."""
+    """Return the keys that come back changed: (new value, old value)."""
     settings = settings_for(tree, "verl", version)
     account = account_of(settings, "verl", version)
     assert account.of("misspelt", "contradicting", "unsupported", "ignored-by-trainer") == []
     ours, back = by_name(tree), by_name(account.tree())
-    # 0.5.0, say, has no word for expert parallelism
-    said = {name for setting in settings for name in setting.origin.split(", ")} & back.keys()
+    # 0.5.0, for example, has no key for expert parallelism
+    exported = {name for setting in settings for name in setting.origin.split(", ")} & back.keys()
     for name in ("data.train", "data.eval"):
         ours[name] = [ours[name]] if isinstance(ours[name], str) else ours[name]
-    values = {name: value for name, value in back.items() if name in said - OF_PLACES}
+    values = {name: value for name, value in back.items() if name in exported - PLACEMENT_KEYS}
     return {name: (value, ours[name]) for name, value in values.items() if value != ours[name]}
 
 
 @pytest.mark.parametrize("version", load("verl").versions)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_import_of_an_export_is_the_recipe(recipe: str, version: str) -> None:
+def test_importing_an_export_returns_the_recipe(recipe: str, version: str) -> None:
     tree = load_config(CONFIGS / f"{recipe}.yaml").model_dump(mode="json")
     assert read_back(tree, version) == {}
     assert len(settings_for(tree, "verl", version)) > 50
@@ -72,38 +72,28 @@ def test_import_of_an_export_is_the_recipe(recipe: str, version: str) -> None:
     sampling=st.tuples(st.floats(0.1, 2), st.floats(0.1, 1), st.sampled_from([-1, 20])),
     version=st.sampled_from(load("verl").versions),
 )
-def test_any_values_come_back(
-    low: float,
-    high: float,
-    group: int,
-    updates: int,
-    warmup: int,
-    kl: str,
-    coefficient: float,
-    is_dynamic: bool,
-    tokens: tuple[int, int],
-    rate: float,
-    too_long: str,
-    sampling: tuple[float, float, int],
-    version: str,
-) -> None:
+def test_any_values_survive_export_and_import(**drawn: Any) -> None:
     tree = load_config(CONFIGS / "dapo_qwen3_32b_math.yaml").model_dump(mode="json")
-    tree["algorithm"] |= {"clip_ratio_low": low, "clip_ratio_high": high}
-    tree["algorithm"]["kl"] |= {"place": kl, "coefficient": coefficient}
-    tree["rollout"] |= {"group_size": group, "max_response_tokens": tokens[1]}
-    tree["rollout"] |= dict(zip(("temperature", "top_p", "top_k"), sampling, strict=True))
-    tree["data"] |= {"max_prompt_tokens": tokens[0], "too_long": too_long}
-    tree["sampler"]["dynamic"] = is_dynamic
-    tree["train"] |= {"mini_prompts": 64 // updates, "warmup_steps": warmup * updates, "learning_rate": rate}
+    tree["algorithm"] |= {"clip_ratio_low": drawn["low"], "clip_ratio_high": drawn["high"]}
+    tree["algorithm"]["kl"] |= {"place": drawn["kl"], "coefficient": drawn["coefficient"]}
+    tree["rollout"] |= {"group_size": drawn["group"], "max_response_tokens": drawn["tokens"][1]}
+    tree["rollout"] |= dict(zip(("temperature", "top_p", "top_k"), drawn["sampling"], strict=True))
+    tree["data"] |= {"max_prompt_tokens": drawn["tokens"][0], "too_long": drawn["too_long"]}
+    tree["sampler"]["dynamic"] = drawn["is_dynamic"]
+    tree["train"] |= {
+        "mini_prompts": 64 // drawn["updates"],
+        "warmup_steps": drawn["warmup"] * drawn["updates"],
+        "learning_rate": drawn["rate"],
+    }
     tree["train"]["micro_batch_tokens"] = 8192  # room for the longest sequence
-    lost = read_back(tree, version)
-    if kl == "off":  # whose coefficient means nothing there
+    lost = read_back(tree, drawn["version"])
+    if drawn["kl"] == "off":  # then the coefficient has no meaning
         lost.pop("algorithm.kl.coefficient", None)
     assert lost == {}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_command_line_parsed_as_hydra_does_is_the_recipe(recipe: str) -> None:
+def test_importing_a_rendered_command_line_returns_the_recipe(recipe: str) -> None:
     is_for_cpu = load_config(CONFIGS / f"{recipe}.yaml").train.device == "cpu"
     sets = ("train.device=cuda", "rollout.engine=vllm") if is_for_cpu else ()
     tree = load_config(CONFIGS / f"{recipe}.yaml", sets).model_dump(mode="json")
@@ -116,29 +106,29 @@ def test_a_command_line_parsed_as_hydra_does_is_the_recipe(recipe: str) -> None:
     compared = {
         key: (value, ours[key])
         for key, value in back.items()
-        if not isinstance(value, dict) and key in ours and key not in OF_PLACES | OF_THE_CHAIN
+        if not isinstance(value, dict) and key in ours and key not in PLACEMENT_KEYS | RENDERER_KEYS
     }
     assert {key: pair for key, pair in compared.items() if pair[0] != pair[1]} == {}
     assert len(compared) > 40
 
 
-def test_warm_up_within_a_training_step_has_no_word() -> None:
+def test_warmup_within_a_training_step_is_not_exported() -> None:
     tree = load_config(CONFIGS / "dapo_qwen3_32b_math.yaml").model_dump(mode="json")
     tree["train"]["warmup_steps"] = 3  # of two optimizer steps a training step
-    said = {setting.key for setting in settings_for(tree, "verl")}
-    assert "actor_rollout_ref.actor.optim.lr_warmup_steps" not in said
+    exported = {setting.key for setting in settings_for(tree, "verl")}
+    assert "actor_rollout_ref.actor.optim.lr_warmup_steps" not in exported
 
 
-def test_free_engine_arguments_are_a_family() -> None:
+def test_free_engine_arguments_are_exported() -> None:
     tree = load_config(CONFIGS / "dapo_qwen3_32b_math.yaml").model_dump(mode="json")
     tree["rollout"]["engine_args"] = {"enforce_eager": True, "swap_space": 4}
     found = {setting.key: setting.value for setting in settings_for(tree, "verl")}
-    assert found["actor_rollout_ref.rollout.enforce_eager"] is True  # a key of its own
+    assert found["actor_rollout_ref.rollout.enforce_eager"] is True  # has an exact key
     assert found["actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space"] == 4
     assert "actor_rollout_ref.rollout.engine_kwargs.vllm.enforce_eager" not in found
 
 
-def test_a_script_quotes_for_the_shell(tmp_path: Path) -> None:
+def test_a_script_is_quoted_for_the_shell(tmp_path: Path) -> None:
     script = script_of(
         ("-m", "verl.trainer.main_ppo", "--config-name=x", "a='it\\'s'"), {"B": "two words"}, ["Why"]
     )

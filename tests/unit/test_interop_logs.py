@@ -1,4 +1,4 @@
-"""Console logs and metrics files of verl and MindSpeed as metrics under our names."""
+"""Parsing console logs and metrics files of verl and MindSpeed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MINDSPEED = (
 
 
 def fed(lines: Iterable[str]) -> Record | None:
-    """The last record of these lines."""
+    """Return the last record in these lines."""
     parser = LogParser()
     return ([record for line in lines if (record := parser.feed(line))] or [None])[-1]
 
@@ -61,14 +61,14 @@ def test_a_line_of_verl_parses_to_its_last_field() -> None:
     "glued",
     ["在理想情况下,critic/rewards/mean 指标大体", " then text - a/b:3", "(WorkerDict pid=2) x - y/z:1", "."],
 )
-def test_text_behind_the_last_value_ends_the_record(glued: str) -> None:
+def test_text_after_the_last_value_ends_the_record(glued: str) -> None:
     assert fed([LINE + glued]) == Record(7, METRICS, "verl")
 
 
 @pytest.mark.parametrize(
     "prefix", [RAY, "[36m(main_task pid=9)[0m ", "Training Progress:  1%|▏ | 1/100 [00:01]", "12:00:01 "]
 )
-def test_what_precedes_the_step_is_no_matter(prefix: str) -> None:
+def test_text_before_the_step_is_ignored(prefix: str) -> None:
     assert fed([prefix + LINE + "\r\n"]) == Record(7, METRICS, "verl")
 
 
@@ -87,7 +87,7 @@ def test_forms_of_numbers() -> None:
     ["", "step:3", "step:3 - done", "global_step:3 - a/b:1", "iteration: 3/200 ...", "iteration: 3 / 9 |  hi",
      "[1]", "{'step': 3}", '{"step": "3"}', '{"data": {}}'],
 )  # fmt: skip
-def test_other_lines_have_no_record(line: str) -> None:
+def test_other_lines_are_ignored(line: str) -> None:
     assert fed([line]) is None
 
 
@@ -102,7 +102,7 @@ def test_wrapped_lines_are_joined(width: int) -> None:
     assert str(fed(numbered)) == str(fed([MINDSPEED]))
 
 
-def test_a_line_of_its_own_does_not_go_on_with_a_record() -> None:
+def test_a_separate_line_does_not_continue_a_record() -> None:
     for line in ("12", "INFO 1.5 s", "a/b:1", "- item", "step done", "x | y : 1"):
         assert fed([LINE, line]) == Record(7, METRICS, "verl"), line
 
@@ -146,7 +146,7 @@ def test_a_restarted_training_keeps_the_later_values(tmp_path: Path) -> None:
     again += [format_step(step, {"a/b": 100 * step}) for step in (6, 7)]
     log.write_text("\n".join([*first, *again]))
     steps = read_training(log).steps
-    assert [metrics["step"] for metrics in steps] == [1, 2, 3, 4, 5, 6, 7]  # 8 is of the attempt before
+    assert [metrics["step"] for metrics in steps] == [1, 2, 3, 4, 5, 6, 7]  # 8 belongs to the previous attempt
     assert steps[4] == {"step": 5, "a/b": 5, "a/only_first": 1, "val-core/x/acc/mean@1": 0.5}
     assert steps[5]["a/b"] == 600
 
@@ -160,7 +160,7 @@ def test_progress_bars_and_odd_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_holds_the_steps_alone(tmp_path: Path) -> None:
+def test_a_long_log_needs_little_memory(tmp_path: Path) -> None:
     log = tmp_path / "verl.log"
     noise = "".join(
         f"(WorkerDict pid={number}) INFO engine line {number} of this worker\n" for number in range(2000)
@@ -178,7 +178,7 @@ def test_memory_holds_the_steps_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trainer", ["verl", "mindspeed"])
-def test_the_table_of_names(trainer: str) -> None:
+def test_every_renamed_metric_has_a_unit(trainer: str) -> None:
     for name, entry in metric_names(trainer).items():
         assert {"ours", "unit"} <= entry.keys() <= {"ours", "unit", "note"}, name
 

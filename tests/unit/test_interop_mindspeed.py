@@ -1,4 +1,4 @@
-"""Configurations of MindSpeed-RL and MindSpeed-MM: read, accounted for, and in our keys."""
+"""MindSpeed-RL and MindSpeed-MM configurations are read, accounted for, and converted."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from interop import ForeignConfigError
 from interop.account import Account, account_of
-from interop.errors import ForeignConfigError
+from interop.foreign_config import Setting
 from interop.mindspeed import is_mindspeed, key_list, read_yaml, trainer_of
 from interop.read import read_files
-from interop.table import UNSAID, load
-from interop.theirs import Setting
+from interop.table import NOT_SET, load
 
 GUIDES = Path(__file__).resolve().parents[1] / "data" / "guides"
 GOLDEN = GUIDES / "mindspeed_accounts.json"
@@ -31,32 +31,21 @@ def account(*texts: str) -> Account:
 
 
 def only(text: str) -> Any:
-    """The entry of the last setting."""
+    """Return the entry of the last setting."""
     return account(text).entries[-1]
-
-
-def as_json(accounted: Account) -> dict[str, Any]:
-    return {entry.setting.key: [entry.fate, entry.ours] for entry in accounted.entries}
 
 
 @pytest.mark.parametrize("trainer", FILES)
 def test_the_guides_are_accounted_for(trainer: str) -> None:
-    texts = [(GUIDES / name).read_text(encoding="utf-8") for name in FILES[trainer]]
-    assert all(map(is_mindspeed, texts))
-    accounted = account(*texts)
-    assert accounted.trainer == trainer
-    assert as_json(accounted) == json.loads(GOLDEN.read_text(encoding="utf-8"))[trainer]
-
-
-@pytest.mark.parametrize("trainer", FILES)
-def test_files_are_read_whatever_their_trainer(trainer: str) -> None:
+    assert all(is_mindspeed((GUIDES / name).read_text(encoding="utf-8")) for name in FILES[trainer])
     reading = read_files([GUIDES / name for name in FILES[trainer]])
     assert reading.trainer == trainer
     accounted = account_of(reading.settings, reading.trainer)
-    assert as_json(accounted) == json.loads(GOLDEN.read_text(encoding="utf-8"))[trainer]
+    found = {entry.setting.key: [entry.fate, entry.ours] for entry in accounted.entries}
+    assert found == json.loads(GOLDEN.read_text(encoding="utf-8"))[trainer]
 
 
-def test_a_script_chooses_its_configuration_and_overrides_it(tmp_path: Path) -> None:
+def test_a_script_selects_and_overrides_its_configuration(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(
         "YAML=${1:-mindspeed_rl_32b}\n"
@@ -66,14 +55,14 @@ def test_a_script_chooses_its_configuration_and_overrides_it(tmp_path: Path) -> 
     )
     names = (*FILES["mindspeed-rl"], *FILES["mindspeed-mm"])
     reading = read_files([script, *(GUIDES / name for name in names)], {"MASTER_ADDR": "a", "CURRENT_IP": "a"})
-    assert reading.notes == [f"{FILES['mindspeed-mm'][0]} is left out: the command names another configuration"]
+    assert reading.notes == [f"{FILES['mindspeed-mm'][0]} is ignored: the command selects another configuration"]
     accounted = account_of(reading.settings, reading.trainer)
     assert accounted.blocking() == []
     assert accounted.tree()["rollout"]["group_size"] == 16
     assert accounted.tree()["data"]["train"] == ["./dataset/dapo-math-17k.parquet"]
 
 
-def test_the_guide_of_32b_is_a_recipe() -> None:
+def test_the_32b_guide_becomes_a_recipe() -> None:
     accounted = account(*((GUIDES / name).read_text(encoding="utf-8") for name in FILES["mindspeed-rl"]))
     assert accounted.blocking() == []
     tree = accounted.tree()
@@ -96,7 +85,7 @@ def test_the_guide_of_32b_is_a_recipe() -> None:
     )
 
 
-# A configuration, the fate of its last key, and what that is here.
+# A configuration, the fate of its last key, and our keys.
 CONVERSIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("rl_config.clip_ratio: 0.2", "taken", {"algorithm.clip_ratio_low": 0.2, "algorithm.clip_ratio_high": 0.2}),
     ("rl_config.clip_higher_enable: true; rl_config.clip_ratio: 0.2", "meaningless", {}),
@@ -143,13 +132,13 @@ def test_conversions(text: str, fate: str, ours: dict[str, Any]) -> None:
     assert (entry.fate, entry.ours) == (fate, ours), entry.note
 
 
-def test_a_misspelt_key_names_the_right_one() -> None:
+def test_a_misspelt_key_gets_a_suggestion() -> None:
     assert "rl_config.n_samples_per_prompt" in only("rl_config: {n_sample_per_prompt: 8}").note
     unknown = only("megatron_training: {zzz_of_a_fork: 1}").note
-    assert "says nothing of keys that it does not know" in unknown
+    assert "silently ignores unknown keys" in unknown
 
 
-def test_lengths_that_disagree_contradict_each_other() -> None:
+def test_contradicting_lengths_are_reported() -> None:
     text = """
         rl_config: {overlong_buffer_enable: true, rollout_max_tokens: 2048}
         generate_config: {sampling_config: {max_tokens: 4096}}
@@ -159,7 +148,7 @@ def test_lengths_that_disagree_contradict_each_other() -> None:
     assert fates["generate_config.sampling_config.max_tokens"] == "contradicting"
 
 
-def test_the_model_file_sets_what_nothing_else_does(tmp_path: Path) -> None:
+def test_the_model_file_sets_keys_that_nothing_else_sets(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "small.yaml").write_text("small:\n  num_layers: 2\n  adam_beta2: 0.95\n  seed: 1\n")
     text = "defaults:\n  - model:\n      - small\nmegatron_training:\n  model: small\n  seed: 7\n"
@@ -170,7 +159,7 @@ def test_the_model_file_sets_what_nothing_else_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "- a\n- b\n", "rl_config: [", "just text"])
-def test_what_is_no_configuration_is_refused(text: str) -> None:
+def test_other_yaml_is_refused(text: str) -> None:
     with pytest.raises(ForeignConfigError, match=r"run\.yaml"):
         read_yaml(text, "run.yaml")
     assert not is_mindspeed(text) or "rl_config" in text
@@ -181,11 +170,11 @@ def test_what_is_no_configuration_is_refused(text: str) -> None:
     ["data:\n  seed: 1\nactor_rollout_ref:\n  actor:\n    clip_ratio_low: 0.2\n    lr: 1\n", "trainer.nnodes: 1",
      *(path.read_text() for path in (GUIDES.parents[2] / "configs").glob("*.yaml"))],
 )  # fmt: skip
-def test_other_configurations_are_not_mindspeeds(text: str) -> None:
+def test_other_configurations_are_not_taken_for_mindspeed(text: str) -> None:
     assert not is_mindspeed(text)
 
 
-def test_odd_files_are_read() -> None:
+def test_tabs_bom_and_anchors_are_read() -> None:
     text = "\ufeffrl_config:\n\tn-samples-per-prompt: 8 # 每条\nx: &a {lr: 1e-6}\nactor_config:\n  <<: *a\n"
     text = text.replace("\n", "\r\n")
     settings = {setting.key: setting for setting in read_yaml(text, "x.yaml")}
@@ -199,7 +188,7 @@ def test_every_key_of_the_classes_has_a_row(trainer: str) -> None:
     for key, (kind, default) in key_list().items():
         row = table.find(key, table.newest)
         assert row is not None, key
-        if row.default(table.newest) is not UNSAID and not row.is_family:
+        if row.default(table.newest) is not NOT_SET and not row.is_family:
             assert row.default(table.newest) == default, key
         assert kind in ("bool", "int", "float", "str", "list", "dict")
     known = {*key_list(), "defaults", "model", "megatron_training.model", "actor_config.model"}
@@ -207,7 +196,7 @@ def test_every_key_of_the_classes_has_a_row(trainer: str) -> None:
     assert odd == {"reward_config", "critic_config", "ref_config", "vit_config"}
 
 
-def test_the_guides_own_text_has_the_same_account() -> None:
+def test_the_guides_original_text_has_the_same_account() -> None:
     folder = Path(os.environ.get("DAPO_TEST_DATA", "")).parent / "guides"
     if not folder.is_dir():
         pytest.skip("needs $DAPO_TEST_DATA/../guides")

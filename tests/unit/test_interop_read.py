@@ -1,4 +1,4 @@
-"""Files of other trainers' users as settings: Hydra's grammar beside Hydra itself, scripts, YAML."""
+"""Reading scripts, YAML and Hydra overrides; the override grammar is compared with Hydra itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError
 from interop.hydra import parse_override, settings_of_yaml
 from interop.read import read_files
 from tests.verl_composed import folder_beside
@@ -38,41 +38,11 @@ for text in json.load(sys.stdin):
 print(json.dumps(results))
 """
 KINDS = {"set": "CHANGE", "add": "ADD", "force": "FORCE_ADD", "delete": "DEL"}
-ATOMS = (
-    *(
-        "a",
-        "b-c",
-        "1",
-        "0",
-        "01",
-        "1e-6",
-        "-1.5",
-        ".5",
-        "2.",
-        "true",
-        "NULL",
-        "inf",
-        "1_0",
-        " ",
-        "\t",
-        ",",
-        ":",
-        "=",
-    ),
-    *("[", "]", "{", "}", "'", '"', "\\", "\\,", "\\'", "${a.b}", "$", "/", "+", "#", "ü", "%", "*", "@", "|"),
-    *(
-        "['a','b']",
-        "{a:1,b:[c,d]}",
-        "'it\\'s'",
-        '"q"',
-        "[1, 2 ,3]",
-        "{ x : y }",
-        "''",
-        "[]",
-        "{}",
-        "${oc.env:X,1}",
-    ),
-)
+WORDS = r"""
+a b-c 1 0 01 1e-6 -1.5 .5 2. true NULL inf 1_0 , : = [ ] { } ' " \ \, \' ${a.b} $ / + # ü % * @ |
+['a','b'] {a:1,b:[c,d]} 'it\'s' "q" '' [] {} ${oc.env:X,1}
+"""
+ATOMS = [*WORDS.split(), " ", "\t", "[1, 2 ,3]", "{ x : y }"]
 KEYS = ("a", "+a.b", "++a_1.0.c", "~a", "a/b", "a@p", "$x", "1a", "a-b.c")
 
 
@@ -85,7 +55,7 @@ def ours_of(text: str) -> Any:
 
 
 @pytest.mark.slow
-def test_overrides_mean_what_hydra_reads() -> None:
+def test_overrides_are_parsed_like_hydra() -> None:
     random = Random(0)
     texts = [
         random.choice(KEYS)
@@ -108,33 +78,33 @@ def test_overrides_mean_what_hydra_reads() -> None:
     [
         ("a=['console','wandb']", ["console", "wandb"]),
         ("a=[console,wandb]", ["console", "wandb"]),
-        ("a=~/verl/x.parquet", "~/verl/x.parquet"),  # of $HOME; Hydra itself wants it in quotes
+        ("a=~/verl/x.parquet", "~/verl/x.parquet"),  # from $HOME; Hydra itself needs quotes
         ("a=0.99_1.01", "0.99_1.01"),
         ("a=1e-6", 1e-6),
         ("+a={x:null,y:[1,2.5,True]}", {"x": None, "y": [1, 2.5, True]}),
         ("a=${data.train_batch_size}", "${data.train_batch_size}"),
     ],
 )
-def test_values_of_scripts(text: str, value: object) -> None:
+def test_override_values_have_types(text: str, value: object) -> None:
     assert parse_override(text).value == value
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a=b,c", "is a sweep, which is several trainings; a list is \\[a,b\\]"),
+        ("a=b,c", "is a sweep, that is, several trainings; write a list as \\[a,b\\]"),
         ("a=choice(1,2)", "functions and sweeps"),
-        ("a=b=c", "does not read '=c' at character 4; put the value in quotes"),
-        ("a=[b", "does not read ''"),
+        ("a=b=c", "cannot parse '=c' at character 4; quote the value"),
+        ("a=[b", "cannot parse ''"),
         ("a.b", "is not KEY=VALUE"),
     ],
 )
-def test_what_hydra_refuses_is_refused(text: str, message: str) -> None:
+def test_invalid_overrides_are_refused(text: str, message: str) -> None:
     with pytest.raises(ForeignConfigError, match=message):
         parse_override(text)
 
 
-def test_keys_of_yaml_have_their_lines() -> None:
+def test_yaml_settings_have_their_lines() -> None:
     text = "defaults: [ppo_trainer]\nactor:\n  optim:\n    lr: 1e-6  # 率\n  x: {}\n  y: [1]\na: 10.0.0.1:9\n"
     assert [tuple(setting) for setting in settings_of_yaml(text, "f.yaml")] == [
         ("defaults", ["ppo_trainer"], "f.yaml:1"),
@@ -158,7 +128,7 @@ def write(folder: Path, text: str | bytes, name: str = "run.sh") -> Path:
 MAIN = "python3 -m verl.trainer.main_ppo"
 
 
-def test_a_training_is_found_behind_whatever_starts_it(tmp_path: Path) -> None:
+def test_a_training_is_found_behind_launchers(tmp_path: Path) -> None:
     two = "data.train_batch_size=8 trainer.nnodes=2"
     for start in (
         f"{MAIN} {two}",
@@ -178,7 +148,7 @@ def test_a_training_is_found_behind_whatever_starts_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["crlf", "bom", "gb18030"])
-def test_files_of_other_editors(tmp_path: Path, change: str) -> None:
+def test_other_encodings_and_line_ends_are_read(tmp_path: Path, change: str) -> None:
     text = (
         f"# 修改为模型路径\nN=$((2 * 4))\nset -x\n{MAIN} \\\n  data.train_batch_size=$N \\\n  trainer.nnodes=2\n"
     )
@@ -194,7 +164,7 @@ def test_files_of_other_editors(tmp_path: Path, change: str) -> None:
     ]
 
 
-def test_all_unknown_values_are_asked_for_at_once(tmp_path: Path) -> None:
+def test_all_unknown_values_are_reported_at_once(tmp_path: Path) -> None:
     text = f"""MODEL=${{MODEL:-$(pwd)/Qwen}}
 NOW=$(date +%s)
 {MAIN} actor_rollout_ref.model.path=$MODEL/hf data.train_files=$DATA/a.parquet \\
@@ -204,12 +174,12 @@ NOW=$(date +%s)
     with pytest.raises(ForeignConfigError) as caught:
         read_files([path])
     lines = str(caught.value).splitlines()
-    assert lines[0] == "3 values that only the machine of the script knows; give each with --set-env:"
+    assert lines[0] == "3 values known only on the script's machine; give each with --set-env:"
     assert lines[1].startswith(
-        "  --set-env MODEL=...  run.sh:1, from $(pwd); reaches actor_rollout_ref.model.path (run.sh:3)"
+        "  --set-env MODEL=...  run.sh:1, from $(pwd); affects actor_rollout_ref.model.path (run.sh:3)"
     )
     assert lines[2] == (
-        "  --set-env DATA=...  run.sh:3, not set by the script; reaches data.train_files (run.sh:3), "
+        "  --set-env DATA=...  run.sh:3, not set by the script; affects data.train_files (run.sh:3), "
         "trainer.default_local_dir (run.sh:4)"
     )
     assert lines[3].startswith("  --set-env '$(uname -n)=...'  run.sh:4, a command's output")
@@ -220,7 +190,7 @@ NOW=$(date +%s)
         "ckpts//d",
         "x-node",
     ]
-    with pytest.raises(ForeignConfigError, match=r"--set-env OTHER: nothing in run.sh reads it"):
+    with pytest.raises(ForeignConfigError, match=r"--set-env OTHER: not used in run.sh"):
         read_files([path], {"MODEL": "/m", "DATA": "/d", "$(uname -n)": "node", "OTHER": "1"})
 
 
@@ -229,32 +199,32 @@ def test_several_trainings_and_none(tmp_path: Path) -> None:
         f"for lr in 1e-6 5e-6; do\n  {MAIN} actor_rollout_ref.actor.optim.lr=$lr data.train_batch_size=4\ndone\n"
     )
     path = write(tmp_path, text)
-    with pytest.raises(ForeignConfigError, match=r"2 trainings; name one as FILE#N:\n  1\. run.sh:2: python3 -m"):
+    with pytest.raises(
+        ForeignConfigError, match=r"found 2 trainings; select one with FILE#N:\n  1\. run.sh:2: python3 -m"
+    ):
         read_files([path])
     assert read_files([path], training=2).settings[0].value == 5e-6
-    with pytest.raises(ForeignConfigError, match="no training 3: there are 2"):
+    with pytest.raises(ForeignConfigError, match="no training 3: found 2"):
         read_files([path], training=3)
     none = write(tmp_path, 'if [ $# -lt 2 ]; then echo usage; exit 1; fi\nbash other.sh "$@"\n', "start.sh")
     with pytest.raises(
-        ForeignConfigError, match=r"looked for a command such as(.|\n)*start.sh:1 ends the script there"
+        ForeignConfigError, match=r"looked for a command such as(.|\n)*the script exits at start.sh:1"
     ):
         read_files([none])
-    with pytest.raises(ForeignConfigError, match=r"start.sh:2 starts other.sh: give that file"):
+    with pytest.raises(ForeignConfigError, match=r"start.sh:2 runs other.sh: give that file"):
         read_files([none], {"1": "a", "2": "b"})
     other = write(tmp_path, f"{MAIN} data.train_batch_size=$1 trainer.nnodes=${{N:-1}}\n", "other.sh")
     both = read_files([none, other], {"1": "16", "2": "b"})
     assert tuple(both.settings[0]) == ("data.train_batch_size", 16, "other.sh:1")
 
 
-def test_a_backslash_that_continues_nothing_is_named(tmp_path: Path) -> None:
+def test_a_broken_line_continuation_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path, f"{MAIN} data.train_batch_size=4 \\ \n  trainer.nnodes=2 \\\n  trainer.save_freq=1\n")
-    with pytest.raises(
-        ForeignConfigError, match=r"run.sh:2: 'trainer.nnodes=2' stands there as a command of its own"
-    ):
+    with pytest.raises(ForeignConfigError, match=r"run.sh:2: 'trainer.nnodes=2' is read as a separate command"):
         read_files([path])
 
 
-def test_configurations_come_before_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line_overrides_configurations(tmp_path: Path) -> None:
     config = write(tmp_path, "data:\n  train_batch_size: 4\n  seed: ${oc.env:SEED}\n", "mine.yaml")
     script = write(tmp_path, f"{MAIN} --config-name mine data.max_prompt_length=64 data.train_batch_size=8\n")
     reading = read_files([script, config], {"SEED": "3"})
@@ -271,7 +241,7 @@ def test_configurations_come_before_the_command_line(tmp_path: Path) -> None:
         "data.seed",
     ]
     alone = read_files([script])
-    assert alone.notes == ["run.sh:1: the configuration mine is not among the files: its values are not read"]
+    assert alone.notes == ["run.sh:1: configuration mine is not among the given files; its values are not read"]
     overrides = write(tmp_path, "data.train_batch_size=4\n# 注\n+data.x='a b'\n", "overrides.txt")
     assert [tuple(each) for each in read_files([overrides]).settings] == [
         ("data.train_batch_size", 4, "overrides.txt:1"),
@@ -279,7 +249,7 @@ def test_configurations_come_before_the_command_line(tmp_path: Path) -> None:
     ]
 
 
-def test_a_document_of_the_script_is_its_configuration(tmp_path: Path) -> None:
+def test_a_here_document_is_read_as_configuration(tmp_path: Path) -> None:
     text = f"""BATCH=32
 cat <<EOF > conf/mine.yaml
 data:

@@ -1,4 +1,4 @@
-"""What MindSpeed is started with for a recipe, checked against its classes, and read back."""
+"""Rendering MindSpeed's configuration, checked against its classes and imported again."""
 
 from __future__ import annotations
 
@@ -13,27 +13,22 @@ from typer.testing import CliRunner
 from dapo_core.errors import ConfigError
 from flows.cli import app
 from flows.config import load_config
+from interop import ForeignConfigError
 from interop.account import account_of
-from interop.errors import ForeignConfigError
 from interop.export import by_name
 from interop.mindspeed import read_yaml, trainer_of, wrong_values
+from interop.render.launch import Launch, Places
 from interop.render.mindspeed import CONFIG, ROWS, START, architecture_of, render
-from interop.render.verl import Launch, Places
 from tasks.external.launch import planned_start
 from tasks.preflight.memory import plan_of
 from tests.tiny_models import build_tiny_qwen3
+from tests.unit.test_interop_render import places
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GUIDES = CONFIGS.parent / "tests" / "data" / "guides"
 LOAD = "actor_config.load=/weights/tp8"
 MM = (LOAD, "model=examples/rl/model/qwen2.5vl_7b.json", "megatron_training.data_path=/data/geo3k")
 NPU = ("train.device=npu", "train.device_model=Atlas 800T A3")
-
-
-def places(folder: Path = Path("/places")) -> Places:
-    return Places(
-        folder, folder / "model", folder / "train.parquet", folder / "eval.parquet", folder / "checkpoints"
-    )
 
 
 def launched(
@@ -54,9 +49,9 @@ def content(launch: Launch) -> dict[str, Any]:
     return read
 
 
-def test_a_recipe_in_mindspeeds_words_and_units() -> None:
+def test_a_recipe_is_rendered_in_mindspeeds_keys_and_units() -> None:
     launch = launched()
-    said = content(launch)
+    rendered = content(launch)
     assert launch.argv == (
         f"/places/{START}",
         "cli/train_dapo.py",
@@ -64,29 +59,31 @@ def test_a_recipe_in_mindspeeds_words_and_units() -> None:
         f"--config-name={CONFIG}",
     )
     assert launch.env["RAY_ADDRESS"] == "auto"
-    assert said["megatron_training"]["global_batch_size"] == 192  # prompts of a draw
-    assert said["rl_config"]["filter_groups_train_batch_size"] == 64
-    assert said["rl_config"]["mini_batch_size"] == 32  # prompts; MindSpeed makes responses of them
-    assert said["rl_config"]["update_max_packing_token_size"] == 22_528  # 2,816 on each of the 8 of a sequence
-    assert said["rl_config"]["actor_resource"] == {"num_npus": 64}
-    assert said["actor_config"]["lr_warmup_fraction"] == pytest.approx(0.05)  # 20 / 2 of 200 training steps
-    assert said["actor_config"]["load"] == "/weights/tp8"
-    assert said["generate_config"]["max_model_len"] == 22_528
+    assert rendered["megatron_training"]["global_batch_size"] == 192  # prompts per draw
+    assert rendered["rl_config"]["filter_groups_train_batch_size"] == 64
+    assert rendered["rl_config"]["mini_batch_size"] == 32  # prompts; MindSpeed converts them to responses
+    assert (
+        rendered["rl_config"]["update_max_packing_token_size"] == 22_528
+    )  # 2,816 on each of the 8 ranks of a sequence
+    assert rendered["rl_config"]["actor_resource"] == {"num_npus": 64}
+    assert rendered["actor_config"]["lr_warmup_fraction"] == pytest.approx(0.05)  # 20 / 2 of 200 training steps
+    assert rendered["actor_config"]["load"] == "/weights/tp8"
+    assert rendered["generate_config"]["max_model_len"] == 22_528
     rows = yaml.safe_load(launch.files[f"{ROWS}.yaml"])
     assert (rows["input"], rows["output_prefix"]) == ("/places/train.parquet", "/places/data")
     compile(launch.files[START], START, "exec")
 
 
-def test_the_architecture_is_that_of_the_model(tmp_path: Path) -> None:
+def test_the_architecture_comes_from_the_model(tmp_path: Path) -> None:
     model = build_tiny_qwen3(tmp_path / "model")
-    said = content(launched(at=places(tmp_path)))
+    rendered = content(launched(at=places(tmp_path)))
     config = json.loads((model / "config.json").read_text())
-    shape = said["model"]["policy"]
+    shape = rendered["model"]["policy"]
     assert (shape["num_layers"], shape["qk_layernorm"]) == (config["num_hidden_layers"], True)
     assert shape["num_query_groups"] == config["num_key_value_heads"]
     assert wrong_values({"megatron_training": shape}) == []
     (model / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_moe"}))
-    with pytest.raises(ForeignConfigError, match="model_type qwen3_moe is none of"):
+    with pytest.raises(ForeignConfigError, match="model_type qwen3_moe is not one of"):
         architecture_of(model)
     own = (LOAD, "megatron_training.model=qwen3_30b_a3b")
     named = launched("external.source=/checkout", own=own, at=places(tmp_path))
@@ -99,47 +96,45 @@ def test_the_architecture_is_that_of_the_model(tmp_path: Path) -> None:
 def test_grpo_has_a_reference() -> None:
     launch = launched(recipe="grpo_qwen3_8b_math")
     assert "cli/train_grpo.py" in launch.argv
-    said = content(launch)
-    assert said["megatron_training"]["stage"] == "ray_grpo"
-    assert (said["rl_config"]["init_kl_coef"], said["rl_config"]["filter_groups_enable"]) == (0.001, False)
+    rendered = content(launch)
+    assert rendered["megatron_training"]["stage"] == "ray_grpo"
+    assert (rendered["rl_config"]["init_kl_coef"], rendered["rl_config"]["filter_groups_enable"]) == (0.001, False)
 
 
-def test_images_are_trained_unpacked() -> None:
+def test_images_are_trained_without_packing() -> None:
     launch = launched(own=MM, trainer="mindspeed-mm")
-    said = content(launch)
+    rendered = content(launch)
     assert launch.argv[0] == "posttrain_vlm_dapo.py"
-    assert (said["model"], said["megatron_training"]["model"]) == (MM[1].partition("=")[2], "qwen2.5vl_7b")
-    assert (said["rl_config"]["is_multimodal"], said["rl_config"]["use_remove_padding"]) == (True, False)
+    assert (rendered["model"], rendered["megatron_training"]["model"]) == (MM[1].partition("=")[2], "qwen2.5vl_7b")
+    assert (rendered["rl_config"]["is_multimodal"], rendered["rl_config"]["use_remove_padding"]) == (True, False)
     assert launch.files.keys() == {f"{CONFIG}.yaml"}
 
 
-def test_an_attempt_continues_from_the_checkpoint_before(tmp_path: Path) -> None:
+def test_an_attempt_resumes_from_the_previous_checkpoint(tmp_path: Path) -> None:
     at = places(tmp_path)
     at.checkpoints.mkdir()
     (at.checkpoints / "latest_checkpointed_iteration.txt").write_text("50")
-    said = content(launched(at=at))
-    assert said["actor_config"]["load"] == str(at.checkpoints)
-    assert [said["actor_config"][name] for name in ("finetune", "no_load_optim", "no_load_rng")] == [False] * 3
-    assert said["rl_config"]["integrated_mode_config"] == {"ref_model_load_path": "/weights/tp8"}
+    rendered = content(launched(at=at))
+    assert rendered["actor_config"]["load"] == str(at.checkpoints)
+    assert [rendered["actor_config"][name] for name in ("finetune", "no_load_optim", "no_load_rng")] == [False] * 3
+    assert rendered["rl_config"]["integrated_mode_config"] == {"ref_model_load_path": "/weights/tp8"}
 
 
 @pytest.mark.parametrize(
     ("sets", "own", "message"),
     [
-        ((), (), r"add to external\.overrides, with places of yours: actor_config\.load=/weights"),
-        ((), (LOAD, "rl_config.n_sample=8"), r"rl_config\.n_sample is no key of MindSpeed's classes"),
-        ((), (LOAD, "rl_config.blocking=1"), r"rl_config\.blocking=1 is no bool"),
-        ((), (LOAD, "actor_config.tensor_model_parallel_size=3"), r"64 is no multiple of the 24 of a copy"),
+        ((), (), r"Add to external\.overrides, with your own paths: actor_config\.load=/weights"),
+        ((), (LOAD, "rl_config.n_sample=8"), r"MindSpeed's classes have no key rl_config\.n_sample"),
+        ((), (LOAD, "rl_config.blocking=1"), r"rl_config\.blocking=1 is not of type bool"),
+        ((), (LOAD, "actor_config.tensor_model_parallel_size=3"), r"64 is not a multiple of the 24 devices"),
         ((), (LOAD, "nonsense"), "'nonsense' is not SECTION"),
-        (("reward.timeout_seconds=0.5",), (LOAD,), r"rl_config\.verifier_timeout=0\.5 is no int"),
+        (("reward.timeout_seconds=0.5",), (LOAD,), r"rl_config\.verifier_timeout=0\.5 is not of type int"),
         (("train.train_prompts=32", "sampler.gen_prompts=36"), (LOAD,), "of its 16 data-parallel engines"),
         (("custom_reward.path=configs/rewards/finance_choice.py",), (LOAD,), r"custom_reward\.path"),
         (("train.device=cuda",), (LOAD,), r"train\.device=cuda"),
     ],
 )  # fmt: skip
-def test_what_mindspeed_does_not_take_is_refused(
-    sets: tuple[str, ...], own: tuple[str, ...], message: str
-) -> None:
+def test_what_mindspeed_rejects_is_refused(sets: tuple[str, ...], own: tuple[str, ...], message: str) -> None:
     with pytest.raises(ForeignConfigError, match=message):
         launched(*sets, own=own)
 
@@ -154,7 +149,7 @@ def test_an_older_version_lacks_newer_keys() -> None:
     "recipe", ["dapo_qwen3_32b_math", "grpo_qwen3_8b_math", "dapo_qwen2_5_32b_math", "dapo_qwen3_8b_math"]
 )
 @pytest.mark.parametrize("trainer", ["mindspeed-rl", "mindspeed-mm"])
-def test_import_of_export_is_the_identity_on_what_both_can_say(recipe: str, trainer: str) -> None:
+def test_importing_a_mindspeed_export_returns_the_recipe(recipe: str, trainer: str) -> None:
     sets = (
         "train.schedule=cosine",
         "train.min_learning_rate_ratio=0.1",
@@ -174,28 +169,28 @@ def test_import_of_export_is_the_identity_on_what_both_can_say(recipe: str, trai
         {"rl_config.is_multimodal"} if trainer == "mindspeed-mm" else {"megatron_training.data_path"}
     )
     ours, back = by_name(tree), by_name(accounted.tree())
-    both = {name for name in back if name in launch.said and not isinstance(back[name], dict)}
+    both = {name for name in back if name in launch.covered and not isinstance(back[name], dict)}
     assert len(both) > 35
     odd = {name for name in both if back[name] != pytest.approx(ours[name])} - {"data.train", "model.path"}
-    # Of images a device takes whole responses: the tokens of one longest sequence over the ranks that share it.
+    # With images a device takes whole responses: the longest sequence over the ranks that share it.
     assert odd <= {"train.micro_batch_tokens"} if trainer == "mindspeed-mm" else not odd
 
 
-def test_the_stage_starts_it(tmp_path: Path) -> None:
+def test_the_train_stage_starts_mindspeed(tmp_path: Path) -> None:
     sets = [*NPU, "train.backend=mindspeed-rl", f"external.overrides=['{LOAD}']", f"external.source={tmp_path}"]
     start = planned_start(load_config(CONFIGS / "dapo_qwen3_32b_math.yaml", sets))
     assert start.argv[2] == "cli/train_dapo.py"
     assert {path.name for path in start.files} == {f"{CONFIG}.yaml", f"{ROWS}.yaml", START}
 
 
-def test_a_recipe_of_our_own_is_exported_with_places_to_fill_in(tmp_path: Path) -> None:
+def test_our_recipe_is_exported_with_placeholders(tmp_path: Path) -> None:
     recipe = str(CONFIGS / "dapo_qwen3_32b_math.yaml")
     words = ["export-config", recipe, "--for", "mindspeed-rl", "--output", str(tmp_path)]
     done = CliRunner().invoke(app, words)
     assert (done.exit_code, done.exception) == (0, None)
     assert {path.name for path in tmp_path.iterdir()} == {"run.sh", f"{CONFIG}.yaml", f"{ROWS}.yaml", START}
     assert yaml.safe_load((tmp_path / f"{CONFIG}.yaml").read_text())["actor_config"]["load"].startswith("<")
-    assert "Run it in its checkout" in (tmp_path / "run.sh").read_text()
+    assert "Run it in the trainer's checkout" in (tmp_path / "run.sh").read_text()
 
 
 @pytest.mark.parametrize(
@@ -205,14 +200,14 @@ def test_a_recipe_of_our_own_is_exported_with_places_to_fill_in(tmp_path: Path) 
         ("mindspeed_mm_qwen2_5_vl_7b_geo3k", "mindspeed_mm_qwen25vl_7b.yaml"),
     ],
 )
-def test_the_recipes_say_what_the_guides_say(recipe: str, guide: str) -> None:
+def test_our_mindspeed_recipes_match_the_guides(recipe: str, guide: str) -> None:
     start = planned_start(load_config(CONFIGS / f"{recipe}.yaml"))
     [text] = [text for path, text in start.files.items() if path.name == f"{CONFIG}.yaml"]
     ours = {key: value for key, value, _ in read_yaml(text, "ours.yaml")}
     theirs = {key: value for key, value, _ in read_yaml((GUIDES / guide).read_text(), guide)}
     assert len(theirs.keys() & ours.keys()) >= 15
     differing = {key for key in theirs.keys() & ours.keys() if theirs[key] != ours[key]}
-    # Spelt otherwise, places, resuming (the guides' excerpts do), and what is not of the guides.
+    # Different spelling, paths, resuming (the guides' excerpts do), and keys that are not in the guides.
     of_place, of_resume = {"load", "save", "data_path"}, {"finetune", "no_load_optim", "no_load_rng"}
     others = {
         "filter_groups_metric",
@@ -226,7 +221,7 @@ def test_the_recipes_say_what_the_guides_say(recipe: str, guide: str) -> None:
     assert odd <= {"use_tensorboard", "trust_remote_code"}
 
 
-# What the excerpt of the guide leaves to the configuration that it changes.
+# The keys that the guide's excerpt leaves to its base configuration.
 REST_OF_MM = """
 megatron_training: {stage: ray_dapo, global_batch_size: 64, seq_length: 1024, train_iters: 1000, save_interval: 50}
 actor_config: {micro_batch_size: 1, tensor_model_parallel_size: 4, lr: 1e-6, lr_decay_style: constant}
@@ -245,7 +240,7 @@ generate_config: {infer_tensor_parallel_size: 1, max_num_seqs: 64, max_model_len
         ("mindspeed-mm", ("mindspeed_mm_qwen25vl_7b.yaml",)),
     ],
 )
-def test_what_was_imported_is_started_as_it_was(trainer: str, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_imported_configuration_starts_unchanged(trainer: str, names: tuple[str, ...], tmp_path: Path) -> None:
     files = [GUIDES / name for name in names]
     if trainer == "mindspeed-mm":
         files.append(tmp_path / "rest.yaml")
@@ -263,7 +258,7 @@ def test_what_was_imported_is_started_as_it_was(trainer: str, names: tuple[str, 
     assert len(theirs.keys() & ours.keys()) > 30
 
 
-def test_the_memory_plan_knows_its_splits() -> None:
+def test_the_memory_plan_uses_parallel_sizes() -> None:
     config = load_config(CONFIGS / "mindspeed_rl_qwen2_5_32b_math.yaml")
     own = [each for each in config.external.overrides if "tensor_model" not in each]
     [whole] = plan_of(

@@ -1,4 +1,4 @@
-"""The table of verl's keys against the default configurations and the sources in verl's own wheels."""
+"""verl's key table matches the default configurations and sources in verl's wheels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLE = load("verl")
 VERSIONS = TABLE.versions
 pytestmark = pytest.mark.slow  # seven wheels from the package registry
 
-# Keys that the DAPO recipe and free sections of a configuration add, by verl's wheels in which they are accepted.
+# Keys that the DAPO recipe and free sections add to the default configuration.
 ADDED = re.compile(
     r"data\.gen_batch_size|algorithm\.filter_groups\..*|reward_model\.overlong_buffer\..*"
     r"|(reward|reward_model)\.reward_kwargs\..*|(reward\.)?custom_reward_function\.reward_kwargs\.\*"
@@ -25,7 +25,7 @@ ADDED = re.compile(
     r"|model\.override_config\.(attention_dropout|embd_pdrop|resid_pdrop)|actor\.tis_imp_ratio_cap"
     r"|actor\.optim\.override_optimizer_config\.eps)|model_engine|hydra\.(run\.dir|output_subdir)"
 )
-# What reads a key that some versions read nowhere: files of the wheel, and an expression of theirs.
+# For keys that some versions ignore: the files in the wheel that read them, and a pattern.
 READ_BY = {
     "data.truncation": ("utils/dataset/rl_dataset.py", r"self\.truncation =="),
     "data.return_full_prompt": ("utils/dataset/rl_dataset.py", r"if self\.return_full_prompt"),
@@ -49,7 +49,7 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def composed(version: str) -> dict[str, dict[str, Any]]:
-    """The keys and defaults of each trainer (FSDP, Megatron, ...) as verl composed them, by file."""
+    """Return verl's composed keys and defaults of each trainer (FSDP, Megatron, ...), by file."""
     folder = verl_folder(version) / "verl" / "trainer" / "config"
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return {
@@ -77,7 +77,7 @@ def test_every_key_of_a_version_has_one_row(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_no_row_names_a_key_that_a_version_lacks(version: str) -> None:
+def test_rows_only_name_keys_that_a_version_has(version: str) -> None:
     caught: set[tuple[str, str]] = set()
     for key in keys(version):
         row = TABLE.find(key, version)
@@ -102,7 +102,7 @@ def stands_for(name: str, key: str) -> bool:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_defaults_are_those_of_the_wheels(version: str) -> None:
+def test_defaults_match_the_wheels(version: str) -> None:
     of_fsdp = composed(version)["_generated_ppo_trainer.yaml"]
     wrong = {}
     for row in TABLE.rows:
@@ -120,7 +120,7 @@ def not_in(default: Any, known: set[Any]) -> bool:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("key", READ_BY)
-def test_ignored_keys_are_read_nowhere(key: str, version: str) -> None:
+def test_ignored_keys_are_not_read_by_verl(key: str, version: str) -> None:
     files, expression = READ_BY[key]
     folder = verl_folder(version) / "verl"
     texts = [path.read_text() for path in folder.glob(files) if "config" not in path.relative_to(folder).parts]
@@ -130,7 +130,7 @@ def test_ignored_keys_are_read_nowhere(key: str, version: str) -> None:
         assert (version not in row.ignored) == is_read
 
 
-def test_every_ignored_key_is_looked_for() -> None:
+def test_every_ignored_key_is_checked() -> None:
     by_range: list[Row] = [row for row in TABLE.rows if row.ignored]
     assert {row.key for row in by_range} - {"actor_rollout_ref.actor.optim.clip_grad"} == set(READ_BY)
     # 0.6 and 0.7 have both keys, and clip by the older one: dp_actor.py, as above.

@@ -12,7 +12,7 @@ from dapo_core.memory.plan import plan_memory
 from dapo_core.memory.published import published_config
 from dapo_core.memory.shape import shape_of
 from flows.config import Config, load_config
-from interop.errors import ForeignConfigError
+from interop import ForeignConfigError
 from interop.render.megatron import Layers, Splits, require_divided, splits_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -32,7 +32,7 @@ def splits(*more: str, devices: int = 128) -> Splits:
     return splits_of([*OVERRIDES, *more], devices, context=1, recomputes=True)
 
 
-def test_embedding_and_head_count_as_layers_of_the_first_and_last_stage() -> None:
+def test_embedding_and_head_count_as_layers_of_the_end_stages() -> None:
     found = splits()
     assert found.stages(94) == [11, 12, 12, 12, 12, 12, 12, 11]  # (94 + 2) / 8 = 12 each
     assert (found.data, found.expert_data) == (4, 1)  # 128 / (4 x 8); 128 / (8 x 16 x 1)
@@ -57,15 +57,15 @@ def test_layers_of_the_first_and_last_stage_can_be_set() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("tensor_model_parallel_size=8", "=8 does not divide the model's 4 key heads; 1, 2, 4 do"),
+        ("tensor_model_parallel_size=8", "=8 does not divide the model's 4 key heads; use one of 1, 2, 4"),
         ("pipeline_model_parallel_size=6", "x context_parallel_size=1 = 24 does not divide train.num_ranks=128"),
         (
             "override_transformer_config.account_for_loss_in_pipeline_split=False",
-            r"=8 does not divide the model's 94 layers: stages of \[10, 11, .*num_layers_in_last_pipeline_stage",
+            r"=8 does not divide the model's 94 layers: stages are \[10, 11, .*num_layers_in_last_pipeline_stage",
         ),
         ("expert_model_parallel_size=24", "=24 does not divide the model's 128 experts"),
         ("expert_tensor_parallel_size=4", "= 64 does not divide the 16 devices of a pipeline stage"),
-        ("virtual_pipeline_model_parallel_size=5", "=5 does not divide the layers of pipeline stages"),
+        ("virtual_pipeline_model_parallel_size=5", "=5 must divide the layers of each of several pipeline stages"),
         ("context_parallel_size=3", "= 96 does not divide train.num_ranks=128"),
     ],
 )
@@ -80,7 +80,7 @@ def test_responses_must_divide_over_data_parallel_ranks() -> None:
 
 
 def test_a_size_must_be_a_number() -> None:
-    with pytest.raises(ForeignConfigError, match=r"tensor_model_parallel_size=two is no size"):
+    with pytest.raises(ForeignConfigError, match=r"tensor_model_parallel_size=two is not a valid size"):
         splits(f"{ACTOR}tensor_model_parallel_size=two")
 
 

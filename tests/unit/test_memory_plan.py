@@ -317,14 +317,14 @@ def test_the_command_shows_the_plan_and_what_fits() -> None:
     shown = CliRunner().invoke(app, small)
     assert shown.exit_code == 2
     assert "does not fit: a rank's device" in shown.output
-    assert "what fits: --set " in shown.output
+    assert "change that fits: --set " in shown.output
     allowed = CliRunner().invoke(app, [*small, "--set", "train.allow_oversubscription=true", "--json"])
     assert allowed.exit_code == 0
     plan = json.loads(allowed.stdout)
     assert plan["shortages"]
     assert {use["phase"] for use in plan["uses"]} == set(PHASES)
     wrong = CliRunner().invoke(app, ["plan", recipe_path, "--device-gigabytes", "24"])
-    assert "belongs to --memory" in wrong.output
+    assert "needs --memory" in wrong.output
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The webhook: what a real HTTP server is sent, and that it can neither fail a run nor reveal its address."""
+"""The webhook: its payload, and that it cannot fail a run or leak its URL."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def everything_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
 
-def test_of_a_suite_every_benchmark_is_sent() -> None:
+def test_every_benchmark_of_a_suite_is_sent() -> None:
     figures = {"name": "a", "before": 0.1, "after": 0.2, "difference": 0.1, "ci95": [0, 0.2], "p": 0.2, "n": 9}
     row = {**figures, "p_holm": 0.4, "direction": "", "weight": 1.0}
     suite = suite_figures({"headline": "a", "benchmarks": [row], "pooled": {**figures, "mid_p": 0.1}})
@@ -99,10 +99,10 @@ def test_a_finished_report_is_sent_with_its_figures(receiver: Receiver, tmp_path
         (Failed(name="TimedOut", message="x" * 5000), "failed", "x" * 1000),
     ],
 )
-def test_a_run_that_did_not_end_well_is_sent_with_its_reason(
+def test_a_failed_run_is_sent_with_its_reason(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: Any, event: str, reason: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # a worker need not run in the project's folder
+    monkeypatch.chdir(tmp_path)  # a worker may run in another folder
     overrides = [f"flow.webhook.url={receiver.url()}", "run.name=mine"]
     flow_run = SimpleNamespace(
         id="7bfb7b22", name="sly-fox", parameters={"config": CONFIG, "overrides": overrides}
@@ -121,7 +121,7 @@ def test_a_run_that_did_not_end_well_is_sent_with_its_reason(
     }
 
 
-def test_no_secret_is_in_what_is_sent_or_recorded(
+def test_secrets_are_neither_sent_nor_recorded(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "sk-very-secret")
@@ -138,8 +138,8 @@ def test_no_secret_is_in_what_is_sent_or_recorded(
     assert json.loads((run.folder / "run.json").read_text())["error"] == f"DataError: {clean}"
 
 
-def test_a_server_without_a_page_gives_no_address_to_look_at(receiver: Receiver) -> None:
-    """That of `dapo run`, which is gone with the run."""
+def test_a_server_without_ui_sends_no_url(receiver: Receiver) -> None:
+    """The private server of `dapo run` exits with the run."""
     parameters = {"config": CONFIG, "overrides": [f"flow.webhook.url={receiver.url()}"]}
     with temporary_settings({"server.ui.enabled": False}):
         report_failure(dapo_full, SimpleNamespace(id="7bfb7b22", name="sly-fox", parameters=parameters), Failed())
@@ -147,15 +147,15 @@ def test_a_server_without_a_page_gives_no_address_to_look_at(receiver: Receiver)
     assert payload["flow_run"] == {"name": "sly-fox", "url": None}
 
 
-def test_every_way_to_end_badly_calls_the_hook_which_fails_no_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_failure_calls_the_hook_which_never_fails_a_run(caplog: pytest.LogCaptureFixture) -> None:
     for hooks in (dapo_full.on_failure_hooks, dapo_full.on_crashed_hooks, dapo_full.on_cancellation_hooks):
         assert report_failure in hooks
     flow_run = SimpleNamespace(name="sly-fox", parameters={"config": "no/such.yaml", "overrides": []})
     report_failure(dapo_full, flow_run, Failed())
-    assert "no webhook is called for sly-fox, which ended as Failed" in caplog.text
+    assert "no webhook is called for sly-fox, which ended in state Failed" in caplog.text
 
 
-def test_the_address_comes_from_the_environment_of_the_call(
+def test_the_url_is_read_from_the_environment_when_sending(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     webhook = WebhookConfig(url="$DAPO_TEST_HOOK")
@@ -171,15 +171,15 @@ def test_the_address_comes_from_the_environment_of_the_call(
 
 
 @pytest.mark.parametrize(
-    ("status", "delay_seconds", "said"),
+    ("status", "delay_seconds", "words"),
     [
-        (500, 0.0, "the webhook at 127.0.0.1 answered HTTP 500"),
-        (204, 100.0, "did not answer (ReadTimeout)"),
-        (None, 0.0, "the webhook at 127.0.0.1 did not answer (ConnectError)"),
+        (500, 0.0, "the webhook at 127.0.0.1 returned HTTP 500"),
+        (204, 100.0, "did not respond (ReadTimeout)"),
+        (None, 0.0, "the webhook at 127.0.0.1 did not respond (ConnectError)"),
     ],
 )
-def test_a_server_that_refuses_or_is_slow_or_gone_is_a_warning_in_time(
-    receiver: Receiver, caplog: pytest.LogCaptureFixture, status: int | None, delay_seconds: float, said: str
+def test_a_failing_slow_or_missing_webhook_is_a_timely_warning(
+    receiver: Receiver, caplog: pytest.LogCaptureFixture, status: int | None, delay_seconds: float, words: str
 ) -> None:
     receiver.status, receiver.delay_seconds = status or 0, delay_seconds
     started = time.monotonic()
@@ -189,24 +189,24 @@ def test_a_server_that_refuses_or_is_slow_or_gone_is_a_warning_in_time(
         timeout_seconds = 0.3 if delay_seconds else 50.0
         assert not send(WebhookConfig(url=url, timeout_seconds=timeout_seconds), {"event": "report"})
     assert time.monotonic() - started < 50.0
-    assert said in caplog.text
+    assert words in caplog.text
     assert "secret" not in caplog.text
 
 
 @pytest.mark.parametrize(
     "address", ["hooks.example/secret", "ftp://h/secret", "http://[secret/", "http://h:secret/"]
 )
-def test_an_environment_with_something_else_is_a_warning(
+def test_an_invalid_url_in_the_environment_is_a_warning(
     address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("DAPO_TEST_HOOK", address)
     assert not send(WebhookConfig(url="$DAPO_TEST_HOOK"), {"event": "report"})
-    assert "flow.webhook.url=$DAPO_TEST_HOOK is no http or https address" in caplog.text
+    assert "flow.webhook.url=$DAPO_TEST_HOOK is not an http or https URL" in caplog.text
     assert "secret" not in caplog.text
 
 
 @pytest.mark.parametrize("url", ["hooks.example/x", "ftp://hooks.example", "http://", "$", "$A B", "http://[x/"])
-def test_a_configuration_takes_addresses_and_variables_only(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"flow\.webhook\.url is no http or https address, nor \$NAME"):
+def test_a_webhook_must_be_a_url_or_a_variable(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"flow\.webhook\.url must be an http or https URL, or \$NAME"):
         load_config(CONFIG, (f"flow.webhook.url='{url}'",))
     assert load_config(CONFIG, ("flow.webhook.url=$DAPO_TEST_HOOK",)).flow.webhook.url == "$DAPO_TEST_HOOK"

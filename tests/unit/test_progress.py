@@ -1,4 +1,4 @@
-"""Step lines of child processes become a bar; everything else stays a line, each tenth or by the clock."""
+"""Step lines of child processes become a bar; other progress is logged every 10 % or by time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def record(message: str, level: int = logging.INFO) -> logging.LogRecord:
     return logging.LogRecord("tasks.execution.command", level, __file__, 1, message, (), None)
 
 
-def test_what_the_children_write_is_recognised() -> None:
+def test_step_lines_of_children_are_recognised() -> None:
     for line, parts in (
         ("training step 12/60: right 40.0%, 1.3 s", ("training", "12", "60", "right 40.0%, 1.3 s")),
         ("warm start step 60 of 600: loss 0.797", ("warm start", "60", "600", "loss 0.797")),
@@ -35,13 +35,13 @@ def test_step_lines_move_the_bar_and_other_lines_pass() -> None:
     assert not bar.filter(record("training step 2/3: right 20%"))
     assert bar.bar.tasks[0].completed == 2
     assert not bar.filter(record("training step 3/3: right 30%"))
-    assert bar.bar is None  # complete, so that the next stage begins its own
+    assert bar.bar is None  # complete; the next stage starts its own
     bar.filter(record("training step 1/3: right 10%"))
     assert bar.filter(record("ChildProcessFailed: train_policy ended", logging.ERROR))
     assert bar.bar is None
 
 
-def test_bytes_are_logged_in_tenths_or_by_the_clock_without_a_terminal(
+def test_without_a_terminal_bytes_are_logged_in_tenths_or_by_time(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.INFO, "flows.progress"), bytes_progress("export") as on_progress:
@@ -56,7 +56,7 @@ def test_bytes_are_logged_in_tenths_or_by_the_clock_without_a_terminal(
     assert caplog.messages[-1] == "merge: 1 byte of 1.0 kB"
 
 
-def test_an_evaluation_is_logged_in_tenths_or_by_the_clock(
+def test_an_evaluation_is_logged_in_tenths_or_by_time(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = iter([0.0, 59.0, 61.0, 70.0, 80.0, 139.0, 141.0])  # the start, then each finished request

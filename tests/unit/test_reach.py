@@ -99,7 +99,7 @@ def test_ctrl_c_does_not_wait_for_a_host_that_hangs_and_says_how_to_stop_the_res
         finally:
             up.kill()
     assert up.returncode == 130
-    assert "`dapo cluster down nodes.yaml --store store`" in errors
+    assert "`dapo cluster down nodes.yaml --store store` stops it" in errors
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_down_says_how_to_try_again(tmp_path: Path) -> None:
     words = ["cluster", "down", f"{tmp_path}/nodes.yaml", "--store", f"{tmp_path}/store"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1
-    assert f"`dapo {' '.join(words)}` again" in result.output
+    assert f"run `dapo {' '.join(words)}` again once they are reachable" in result.output
 
 
 def test_container_bridges_are_virtual_but_a_site_s_own_bridge_is_not() -> None:

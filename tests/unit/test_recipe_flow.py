@@ -1,4 +1,4 @@
-"""Flows and their deployments: what each refuses, is named, and shows in its form."""
+"""Flows and deployments: validation, names, parameters and logging."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.operated import ROOT
 CONFIG = "configs/arith_cpu.yaml"
 DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
 BY_NAME = {deployment["name"]: deployment for deployment in DEPLOYMENTS}
-# As a flow run's process, which its worker reads through a pipe.
+# Behaves like a flow run's process, whose output its worker reads through a pipe.
 LOGS_TO_A_CLOSED_PIPE = """
 import logging, sys
 import prefect.main
@@ -50,7 +50,7 @@ print("goes on", file=open(sys.argv[1], "w"))
 
 
 @pytest.mark.parametrize("flow", [dapo_full, dapo_nightly, *STAGE_FLOWS.values()], ids=lambda flow: flow.name)
-def test_a_wrong_value_ends_the_flow_before_it_leaves_anything(flow: Flow[..., Any], tmp_path: Path) -> None:
+def test_an_invalid_value_fails_the_flow_before_it_writes_anything(flow: Flow[..., Any], tmp_path: Path) -> None:
     store = tmp_path / "store"
     refused = r"^train\.total_steps = '-1' is refused: input should be greater than or equal to 1$"
     with pytest.raises(ConfigError, match=refused):
@@ -58,7 +58,7 @@ def test_a_wrong_value_ends_the_flow_before_it_leaves_anything(flow: Flow[..., A
     assert not store.exists()
 
 
-def test_a_flow_ends_when_its_page_is_complete() -> None:
+def test_a_flow_waits_for_its_artifacts_to_be_sent() -> None:
     sent: list[str] = []
     page.sender.submit(lambda: (time.sleep(0.2), sent.append("report")))
     for hook in dapo_full.on_completion_hooks:
@@ -67,8 +67,8 @@ def test_a_flow_ends_when_its_page_is_complete() -> None:
 
 
 @pytest.mark.slow
-def test_a_flow_whose_worker_is_killed_goes_on(tmp_path: Path) -> None:
-    """With Prefect's own console handler it ends at its next line."""
+def test_a_flow_survives_the_death_of_its_worker(tmp_path: Path) -> None:
+    """With Prefect's console handler it would exit at its next log line."""
     script = [sys.executable, "-c", LOGS_TO_A_CLOSED_PIPE, str(tmp_path / "output")]
     read_end, write_end = os.pipe()
     process = subprocess.Popen(script, cwd=ROOT, stdin=subprocess.PIPE, stdout=write_end, stderr=write_end)
@@ -78,11 +78,11 @@ def test_a_flow_whose_worker_is_killed_goes_on(tmp_path: Path) -> None:
     assert (tmp_path / "output").read_text() == "goes on\n"
 
 
-def test_lines_of_the_stages_go_to_prefects_page() -> None:
+def test_log_lines_of_stages_go_to_the_prefect_ui() -> None:
     config = yaml.safe_load(Path(PROJECT_SETTINGS["PREFECT_LOGGING_CONFIG_PATH"]).read_text())
     for package in ("flows", "tasks", "dapo_core", "eval"):
         assert config["loggers"][package] == {"level": "INFO", "handlers": ["api"]}
-        assert logging.getLogger(package).handlers  # of this process, in which Prefect has read the file
+        assert logging.getLogger(package).handlers  # Prefect has read the file in this process
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_lines_of_the_stages_go_to_prefects_page() -> None:
         (["a=0", "b=1", "c=2", "d=3", "e=4", "f=5"], "a=0 b=1 c=2 d=3 +2 more"),
     ],
 )
-def test_a_name_has_the_first_changes_and_no_address(
+def test_a_run_name_has_the_first_changes_and_no_webhook(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], shown: str
 ) -> None:
     given = {"config": CONFIG, "overrides": overrides}
@@ -102,7 +102,7 @@ def test_a_name_has_the_first_changes_and_no_address(
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=list(BY_NAME))
-def test_the_deployment_is_the_flow_of_its_name_and_its_parameters_are_valid(
+def test_each_deployment_matches_its_flow_with_valid_parameters(
     deployment: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -116,7 +116,7 @@ def test_the_deployment_is_the_flow_of_its_name_and_its_parameters_are_valid(
     assert "Args:" not in flow.description
 
 
-def test_there_is_one_deployment_for_the_chain_the_night_and_each_stage() -> None:
+def test_the_chain_the_nightly_run_and_each_stage_have_one_deployment() -> None:
     assert list(BY_NAME) == ["dapo-full", "dapo-nightly", *STAGE_FLOWS]
     assert len(BY_NAME) == len(DEPLOYMENTS)
     assert list(STAGES) == list(STAGE_FLOWS)
@@ -131,7 +131,7 @@ def test_the_nightly_run_is_scheduled_once_a_day() -> None:
     assert days == ["*", "*", "*"]
 
 
-def test_a_lost_heartbeat_crashes_runs_of_our_flows_only() -> None:
+def test_a_lost_heartbeat_only_crashes_our_flows() -> None:
     trigger = EventTrigger.model_validate(yaml.safe_load(CRASH_AUTOMATION_FILE.read_text())["trigger"])
     flows = [dapo_full.name, dapo_nightly.name, *(flow.name for flow in STAGE_FLOWS.values())]
     covered = []

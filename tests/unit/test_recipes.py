@@ -1,4 +1,4 @@
-"""The recipes of configs/: each resolves, sets nothing to its default, and means the numbers worked out here."""
+"""The recipes in configs/: each loads, sets no key to its default, and yields the numbers computed here."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def keys_set(path: Path) -> Iterator[str]:
-    """The keys that a file sets, as `section.key`."""
+    """Yield the keys that a file sets, as `section.key`."""
     trees = [("", yaml.safe_load(path.read_text(encoding="utf-8")))]
     while trees:
         prefix, tree = trees.pop()
@@ -46,14 +46,14 @@ def keys_set(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_key_that_a_recipe_sets_is_its_own_choice(path: Path) -> None:
+def test_a_recipe_sets_no_key_to_its_default(path: Path) -> None:
     config = load_config(path)
     defaults = resolve_config({"data": {"train": "t", "eval": "e"}, "model": {"path": "m"}})
     assert [key for key in keys_set(path) if value_of(config, key) == value_of(defaults, key)] == []
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_shows_a_table_is_named_after_its_file_and_finds_files_of_ours(path: Path) -> None:
+def test_a_recipe_is_named_after_its_file_and_its_files_exist(path: Path) -> None:
     config = load_config(path)
     print_derived(derive(config))
     assert config.run.name == path.stem
@@ -65,7 +65,7 @@ def test_a_recipe_shows_a_table_is_named_after_its_file_and_finds_files_of_ours(
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_fits_its_devices_and_its_header_says_with_which_peak(path: Path, tmp_path: Path) -> None:
+def test_a_recipe_fits_its_devices_and_its_header_states_the_peak(path: Path, tmp_path: Path) -> None:
     is_written_by_init = path.stem == "own_cpu"
     overrides = [f"model.path={build_tiny(tmp_path / 'small', 'llama')}"] if is_written_by_init else []
     config = load_config(path, overrides)
@@ -74,13 +74,13 @@ def test_a_recipe_fits_its_devices_and_its_header_says_with_which_peak(path: Pat
     assert plan.shortages == []
     assert plan.engine.num_sequences
     header = " ".join(line.strip("# \n") for line in path.read_text().splitlines() if line.startswith("#"))
-    said = (
+    peak = (
         f"the machine {plan.loads[0].peak_bytes / GIB:.1f} GiB" if config.train.device == "cpu" else summary(plan)
     )
-    assert is_written_by_init or f"Memory plan: {said}." in header
+    assert is_written_by_init or f"Memory plan: {peak}." in header
 
 
-DERIVED = {  # in the order of the table
+DERIVED = {  # in table order
     "arith_cpu": [
         2,  # policy: devices
         1,  # rollouts: devices
@@ -155,26 +155,26 @@ DERIVED = {  # in the order of the table
 
 
 @pytest.mark.parametrize("name", DERIVED)
-def test_derived_numbers(name: str) -> None:
+def test_derived_numbers_are_as_computed_by_hand(name: str) -> None:
     assert [quantity.number for quantity in derive(load(name))] == DERIVED[name]
 
 
-def test_derived_numbers_of_grpo_are_its_siblings_but_for_the_prompts_drawn() -> None:
+def test_grpo_derives_the_same_numbers_except_for_drawn_prompts() -> None:
     grpo, dapo = derive(load("grpo_qwen3_8b_math")), derive(load("dapo_qwen3_8b_choice"))
     differing = [quantity for quantity, other in zip(grpo, dapo, strict=True) if quantity != other]
-    drawn = ("drawn for a step, at most", 640, "prompts")  # 64 x 10, of which the first 64 are enough
+    drawn = ("drawn for a step, at most", 640, "prompts")  # 64 x 10; the first 64 are enough
     assert [quantity[:3] for quantity in differing] == [drawn]
 
 
-def test_sharding_within_nodes_makes_copies() -> None:
+def test_sharding_within_nodes_replicates_weights() -> None:
     derived = {
         quantity.label: quantity.number for quantity in derive(load("dapo_qwen2_5_32b_math", "train.fsdp_size=8"))
     }
     assert derived["copies of the trained weights"] == 16  # 128 / 8
-    assert derived["data-parallel ranks"] == 16  # sharding does not change who sees which response
+    assert derived["data-parallel ranks"] == 16  # sharding does not change which rank sees which response
 
 
-def test_grpo_differs_from_its_dapo_siblings_in_the_algorithm_and_the_task_alone() -> None:
+def test_grpo_differs_from_dapo_only_in_algorithm_and_task() -> None:
     grpo, dapo = load("grpo_qwen3_8b_math"), load("dapo_qwen3_8b_choice")
     mathematics = load("dapo_qwen3_8b_math")
     differing = {key for key in known_fields(Config) if value_of(mathematics, key) != value_of(dapo, key)}
@@ -194,7 +194,7 @@ def test_grpo_differs_from_its_dapo_siblings_in_the_algorithm_and_the_task_alone
     assert grpo.sampler.gen_prompts == grpo.train.train_prompts
 
 
-def test_the_papers_recipe_is_the_defaults_but_for_hardware_warm_up_and_evaluation() -> None:
+def test_the_papers_recipe_uses_the_default_algorithm() -> None:
     sections = {key.partition(".")[0] for key in keys_set(CONFIGS / "dapo_qwen2_5_32b_math.yaml")}
     assert sections.isdisjoint({"algorithm", "reward", "sampler"})
     paper = load("dapo_qwen2_5_32b_math")
@@ -213,11 +213,11 @@ def no_answer(*_: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["dapo_qwen3_8b_math", "dapo_qwen3_0_6b_gsm8k", "dapo_qwen3_8b_choice"])
-def test_a_recipe_of_published_sets_plans_offline_and_says_what_it_would_fetch(
+def test_a_recipe_with_published_data_plans_offline_and_lists_downloads(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("downloads.modelscope.resolve", no_answer)  # whose client tries for a quarter of a minute
+    monkeypatch.setattr("downloads.modelscope.resolve", no_answer)  # its client retries for 15 s
     config = load(name, f"store.path={tmp_path}")
     data, model, *_ = plan_chain(config)
     assert model.note.startswith(f"would fetch hf:{config.model.id}, which cannot be resolved now: HF_HUB_OFFLINE")
@@ -226,10 +226,10 @@ def test_a_recipe_of_published_sets_plans_offline_and_says_what_it_would_fetch(
         assert ("fetches " if reference.startswith("https://") else "would fetch ") + reference in data.note
 
 
-def test_a_text_that_begins_with_the_home_folder_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leading_tilde_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "mine.yaml"
     path.write_text("model: {source: path, path: ~/tiny}\ndata: {train: [~/a.csv, b~/c.csv], eval: gsm8k}\n")
-    config = load_config(path, ["custom_reward.path=~/reward.py"])  # a shell leaves it in such a word
+    config = load_config(path, ["custom_reward.path=~/reward.py"])  # the shell does not expand it here
     assert (config.model.path, config.custom_reward.path) == (f"{tmp_path}/tiny", f"{tmp_path}/reward.py")
     assert [entry.set for entry in config.data.train] == [f"{tmp_path}/a.csv", "b~/c.csv"]

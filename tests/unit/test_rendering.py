@@ -317,8 +317,8 @@ def test_a_secret_among_the_variables_is_a_warning(form: tuple[str, ...], tmp_pa
     [
         ("devices: 16", [], "one of --scripts, --slurm and --kuberay"),
         ("devices: 16", ["--scripts", "--slurm"], "one of --scripts, --slurm and --kuberay"),
-        ("devices: 16", ["--slurm"], "the batch file runs a recipe"),
-        ("devices: 16", ["--scripts", "--site", "a=b"], "it is of --slurm and --kuberay"),
+        ("devices: 16", ["--slurm"], "--slurm needs a recipe"),
+        ("devices: 16", ["--scripts", "--site", "a=b"], "needs --slurm or --kuberay"),
         (
             "devices: 16",
             ["--kuberay", "--site", "imgae=b"],

@@ -110,8 +110,11 @@ def test_a_short_error_keeps_the_last_line_of_the_child_and_its_exit_code() -> N
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (errno.EROFS, "my.yaml: Read-only file system; name another place\n"),
-        (errno.ENOSPC, "[Errno 28] No space left on device: 'my.yaml'; free some space or choose another place"),
+        (errno.EROFS, "my.yaml: Read-only file system; choose another location\n"),
+        (
+            errno.ENOSPC,
+            "[Errno 28] No space left on device: 'my.yaml'; free some space or choose another location",
+        ),
     ],
 )
 def test_an_unwritable_path_is_named_without_a_traceback(

@@ -1,4 +1,4 @@
-"""What `dapo up` starts and records, what `dapo down` stops, and what `prefect` gets in the project's folder."""
+"""`dapo up` and `dapo down`, the private server of a run, and the start-up plugin for `prefect`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ POSTGRES = f"postgresql+asyncpg://me:{PASSWORD}@host:5433/db"
 
 
 class Started(Service):
-    """Records how a service would be started."""
+    """A service that only records how it would be started."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "server")
@@ -54,7 +54,7 @@ class Started(Service):
 
 
 class Place(Services):
-    """Services whose server keeps what it was started with."""
+    """Services with a recording server."""
 
     server: Started
 
@@ -67,13 +67,13 @@ def place(tmp_path: Path) -> Place:
     return place
 
 
-def test_the_database_of_a_server_stays_the_same_until_another_is_named(place: Place) -> None:
+def test_a_server_keeps_its_database_until_another_is_given(place: Place) -> None:
     server = place.server
     services._start_server(place, None, None, POSTGRES)
     [(command, environment)] = server.commands
     assert environment[DATABASE_VARIABLES[0]] == POSTGRES
     assert PASSWORD not in "".join(command) + server.record_path.read_text()
-    with pytest.raises(ConfigError, match=r"keeps its runs in postgresql\+asyncpg: give"):
+    with pytest.raises(ConfigError, match=r"uses a postgresql\+asyncpg database: give"):
         services._start_server(place, None, None, None)
     port = server.read()["port"]
     services._start_server(place, None, None, "sqlite")
@@ -81,12 +81,12 @@ def test_the_database_of_a_server_stays_the_same_until_another_is_named(place: P
     assert server.read()["port"] == port
 
 
-def test_a_server_for_other_machines_needs_a_password_which_is_written_nowhere(
+def test_a_server_reachable_from_other_machines_needs_a_password_that_is_not_stored(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = place.server
     for host in ("0.0.0.0", "192.0.2.7", "::"):
-        with pytest.raises(ConfigError, match=f"--host {host} lets other machines in.*AUTH_STRING=USER"):
+        with pytest.raises(ConfigError, match=f"--host {host} is reachable from other machines.*AUTH_STRING=USER"):
             services._start_server(place, host, None, None)
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", f"dapo:{PASSWORD}")
     services._start_server(place, "0.0.0.0", None, None)
@@ -94,12 +94,12 @@ def test_a_server_for_other_machines_needs_a_password_which_is_written_nowhere(
     assert environment["PREFECT_SERVER_API_AUTH_STRING"] == f"dapo:{PASSWORD}"
     assert PASSWORD not in "".join(command) + server.record_path.read_text()
     monkeypatch.delenv("PREFECT_API_AUTH_STRING")
-    with pytest.raises(ConfigError, match=r"^the host 0\.0\.0\.0, kept from .*; or give another: .*up --host 127"):
-        services._start_server(place, None, None, None)  # at the last host, which needs it again
+    with pytest.raises(ConfigError, match=r"^the host 0\.0\.0\.0, used by the last .*; or use .*up --host 127"):
+        services._start_server(place, None, None, None)  # the last host needs the password again
     services._start_server(place, "127.0.0.1", None, None)
 
 
-def test_without_a_password_only_the_servers_own_pages_may_use_it(
+def test_without_a_password_only_the_servers_own_pages_can_use_the_api(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = place.server
@@ -113,13 +113,13 @@ def test_without_a_password_only_the_servers_own_pages_may_use_it(
     assert [environment.get(origins) for _, environment in server.commands] == [
         "http://127.0.0.1:4321,http://localhost:4321",
         "http://mine.example",
-        None,  # others have no password
+        None,  # the password protects it
     ]
     csrf = "PREFECT_SERVER_CSRF_PROTECTION_ENABLED"
     assert [environment.get(csrf) for _, environment in server.commands] == ["true", "true", None]
 
 
-def test_a_server_gets_another_port_when_its_own_is_taken() -> None:
+def test_a_server_gets_another_port_if_its_own_is_taken() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -127,43 +127,43 @@ def test_a_server_gets_another_port_when_its_own_is_taken() -> None:
         assert services._choose_port("127.0.0.1", taken) != taken
 
 
-def test_a_service_is_started_once_and_only_our_own_process_is_stopped(tmp_path: Path) -> None:
+def test_a_service_starts_once_and_down_stops_only_our_process(tmp_path: Path) -> None:
     service = Service(tmp_path, "worker")
     service.start(SLEEP, os.environ)
     record = service.read()
     with pytest.raises(LockHeld):
         Service(tmp_path, "worker").start(SLEEP, os.environ)
     service.record_path.write_text(json.dumps({**record, "machine": "far-away"}))
-    with pytest.raises(ServicesError, match="was started on far-away: type the command there"):
+    with pytest.raises(ServicesError, match="was started on far-away: run the command there"):
         service.stop()
     service.record_path.write_text(json.dumps(record))
     assert service.stop() == [f"worker, pid {record['pid']}"]
     os.waitpid(record["pid"], 0)
-    with subprocess.Popen(SLEEP) as other:  # gets the pid later
+    with subprocess.Popen(SLEEP) as other:  # reuses the pid
         service.record_path.write_text(json.dumps({**record, "pid": other.pid}))
         assert service.stop() == []
         assert other.poll() is None
         other.kill()
 
 
-def test_a_service_that_ends_at_once_is_shown_with_its_last_lines(tmp_path: Path) -> None:
+def test_a_service_that_exits_at_once_is_reported_with_its_log(tmp_path: Path) -> None:
     service = Service(tmp_path, "server")
     service.start((sys.executable, "-c", "print('no such database')"), os.environ)
-    with pytest.raises(ServicesError, match=r"does not answer: its process ended.*\n  \| no such database"):
-        service.wait_until(lambda: False, "does not answer")
+    with pytest.raises(ServicesError, match=r"does not respond: its process exited.*\n  \| no such database"):
+        service.wait_until(lambda: False, "does not respond")
 
 
-def test_a_failed_deployment_is_shown_with_prefects_own_words(
+def test_a_failed_deployment_is_reported_with_prefects_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(services, "PREFECT", (sys.executable, "-c", "print('no such flow'); exit(1)"))
     with pytest.raises(
-        ServicesError, match=r"`prefect deploy --all` ended with exit code 1 .*\n  \| no such flow"
+        ServicesError, match=r"`prefect deploy --all` failed with exit code 1 .*\n  \| no such flow"
     ):
         services.deploy(tmp_path, os.environ)
 
 
-def test_a_server_that_another_store_started_at_the_port_is_not_taken_for_our_own(
+def test_another_stores_server_on_our_port_is_not_taken_for_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(services, "is_healthy", lambda _: True)
@@ -179,8 +179,8 @@ def test_a_server_that_another_store_started_at_the_port_is_not_taken_for_our_ow
     assert answers == [True, False]
 
 
-def test_up_refuses_a_folder_without_a_project_and_a_store_that_is_a_file_or_in_use(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no prefect\.yaml in .*: type this in the project directory"):
+def test_up_refuses_a_missing_project_and_an_unusable_or_busy_store(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no prefect\.yaml in .*: run this in the project directory"):
         bring_up(tmp_path, tmp_path)
     place = Services(tmp_path / "other")
     with place.changing(), pytest.raises(ServicesError, match="is running"), place.changing():
@@ -192,7 +192,7 @@ def test_up_refuses_a_folder_without_a_project_and_a_store_that_is_a_file_or_in_
     assert {path.name for path in tmp_path.iterdir()} == {"file", "other"}
 
 
-def test_damaged_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_files_are_reported_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Services(tmp_path / "store")
     place.folder.mkdir(parents=True)
     place.server.record_path.write_text("{")
@@ -200,25 +200,23 @@ def test_damaged_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         bring_up(tmp_path / "store", ROOT)
     for text in ("deployments: [", "- a", "name: b", ""):
         (tmp_path / "prefect.yaml").write_text(text)
-        with pytest.raises(ConfigError, match=r"prefect\.yaml lists no deployments: "):
+        with pytest.raises(ConfigError, match=r"prefect\.yaml has no readable deployments: "):
             bring_up(tmp_path / "other", tmp_path)
     (tmp_path / "file").touch()
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("flows.prefect_server.named_api", lambda _: None)
-    with pytest.raises(ServicesError, match=r"PREFECT_HOME=\S+/file cannot be used: .*; name another"):
+    with pytest.raises(ServicesError, match=r"cannot use PREFECT_HOME=\S+/file: .*; set another one"):
         provide_prefect_api(tmp_path)
 
 
-def test_a_port_that_cannot_be_is_refused_by_the_command_line() -> None:
+def test_an_invalid_port_is_refused() -> None:
     for port in ("70000", "0"):
         result = CliRunner().invoke(app, ["up", "--port", port])
         assert (result.exit_code, "--port" in result.output) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("store", "first"), [(".dapo", "Elsewhere than in this directory first"), ("a b", "First")]
-)
-def test_up_says_what_prefect_needs_to_find_the_server(
+@pytest.mark.parametrize(("store", "first"), [(".dapo", "Outside this directory, first"), ("a b", "First")])
+def test_up_shows_how_prefect_finds_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str, first: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -232,11 +230,11 @@ def test_up_says_what_prefect_needs_to_find_the_server(
     lines = CliRunner().invoke(app, ["up", "--store", store]).output.splitlines()
     export = lines.index(f"{first}: export PREFECT_API_URL=http://a/api")
     assert lines[export + 1].endswith("prefect deployment run dapo-full")
-    assert lines[export + 2] == "On a schedule:  night, cron 0 2 * * * UTC (prefect.yaml)"
+    assert lines[export + 2] == "Scheduled:      night, cron 0 2 * * * UTC (prefect.yaml)"
     down = "dapo down" if store == ".dapo" else f"dapo down --store '{tmp_path}/a b'"
-    assert lines[-1] == f"End it all:     {down}"
+    assert lines[-1] == f"Stop both:      {down}"
     place.server.record_path.write_text(json.dumps({"api_url": "http://a/api", "host": "a", "port": 1}))
-    with locked(place.server.lock), pytest.raises(ServicesError, match=f"type `{down}` before you move it"):
+    with locked(place.server.lock), pytest.raises(ServicesError, match=f"run `{down}` to change its address"):
         bring_up(Path(store), tmp_path, port=2)
     more = down.removeprefix("dapo down")
     with (
@@ -246,18 +244,16 @@ def test_up_says_what_prefect_needs_to_find_the_server(
         take_down(Path(store), cancel=False)
 
 
-def test_a_named_server_that_does_not_answer_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_server_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "http://127.0.0.1:9/api"  # nothing listens there
     monkeypatch.setenv("PREFECT_API_URL", url)
     assert named_api(tmp_path) == url
-    with pytest.raises(ServicesError, match=f"the Prefect server at {url} does not answer; start it, or correct "):
+    with pytest.raises(ServicesError, match=f"the Prefect server at {url} does not respond; start it, or fix "):
         require_server(url)
 
 
 class Keeper(BaseHTTPRequestHandler):
-    """A server behind a key; also a proxy, as which it gets whole URLs."""
+    """A server that requires a key; as a proxy it gets whole URLs."""
 
     asked: ClassVar[list[tuple[str, str | None]]] = []
 
@@ -274,7 +270,7 @@ class Keeper(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a server that lets in who sends the key."""
+    """Yield the address of a server that requires the key."""
     monkeypatch.setattr(Keeper, "asked", [])
     with ThreadingHTTPServer(("127.0.0.1", 0), Keeper) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -282,21 +278,21 @@ def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         server.shutdown()
 
 
-def test_the_key_of_prefects_settings_is_sent_to_their_server_only(keeper: str) -> None:
+def test_the_api_key_is_only_sent_to_the_server_in_prefects_settings(keeper: str) -> None:
     named = {PREFECT_API_URL: f"{keeper}/named", PREFECT_API_KEY: PASSWORD}
     with temporary_settings(named):
         require_server(f"{keeper}/named")
-        with pytest.raises(ServicesError, match="other asks for a password"):
+        with pytest.raises(ServicesError, match="other needs a password"):
             require_server(f"{keeper}/other")
     with (
         temporary_settings(named | {PREFECT_API_KEY: "old"}),
-        pytest.raises(ServicesError, match="refuses PREFECT"),
+        pytest.raises(ServicesError, match="rejects PREFECT"),
     ):
         require_server(f"{keeper}/named")
     assert {key for path, key in Keeper.asked if path.startswith("/other")} == {None}
 
 
-def test_a_proxy_is_asked_for_servers_elsewhere_only(keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_are_only_used_for_remote_servers(keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv("http_proxy", keeper)
@@ -305,29 +301,23 @@ def test_a_proxy_is_asked_for_servers_elsewhere_only(keeper: str, monkeypatch: p
     assert [path for path, _ in Keeper.asked] == ["http://prefect.invalid/api/health", "/api/health"]
 
 
-def test_a_private_server_is_not_taken_for_another_one_at_its_port(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flows.prefect_server.is_healthy", lambda _: True)
+def test_a_private_server_that_exits_is_reported_with_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print('port in use')"]
     with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
         background_command(command, log_path=tmp_path / "log", label="Prefect") as server,
-        pytest.raises(ServicesError, match=r"does not answer at http://here/api; .*\n  \| port in use"),
+        pytest.raises(ServicesError, match=r"does not respond at http://127.0.0.1:9/api; .*\n  \| port in use"),
     ):
-        wait_for_private_server(server, "http://here/api", listener.getsockname()[1])
+        wait_for_private_server(server, "http://127.0.0.1:9/api")
 
 
 def set_up(monkeypatch: pytest.MonkeyPatch, *argv: str, api_url: str | None = None) -> dict[str, str] | None:
-    """What the plugin adds to the environment of a command."""
+    """Return what the plugin adds to the environment of a command."""
     monkeypatch.setattr(sys, "argv", list(argv))
     result = setup_environment(ctx=HookContext("3", api_url, logging.getLogger))
     return dict(result.env) if result else None
 
 
-def test_prefect_gets_the_settings_that_the_user_has_not_set(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_prefect_gets_settings_that_the_user_has_not_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for name in PROJECT_SETTINGS:
         monkeypatch.delenv(name, raising=False)
@@ -352,18 +342,18 @@ def test_prefect_gets_the_settings_that_the_user_has_not_set(
         ("deployment schedule ls dapo-nightly", "deployment schedule ls dapo-nightly/dapo-nightly"),
     ],
 )
-def test_a_deployment_is_found_by_its_name_alone(words: str, completed: str) -> None:
+def test_a_deployment_is_found_by_its_short_name(words: str, completed: str) -> None:
     assert complete_names(words.split(), ROOT) == completed.split()
 
 
-def test_a_deployment_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+def test_an_unknown_deployment_is_answered_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no deployment 'dapo-fool'; it has: compare, dapo-full, "):
         complete_names(["deployment", "run", "dapo-fool"], ROOT)
     assert complete_names(["deployment", "run", "dapo-fool"], tmp_path) == ["deployment", "run", "dapo-fool"]
 
 
-def test_our_logging_handles_what_prefects_own_does() -> None:
-    """Fails first when Prefect logs in other ways than logging.yml was written for."""
+def test_our_logging_configuration_matches_prefects() -> None:
+    """Fails first when a new Prefect version changes its logging configuration."""
     ours, prefects = (
         yaml.safe_load(Path(path).read_text())
         for path in (PROJECT_SETTINGS["PREFECT_LOGGING_CONFIG_PATH"], DEFAULT_LOGGING_SETTINGS_PATH)
@@ -377,7 +367,7 @@ def test_our_logging_handles_what_prefects_own_does() -> None:
 
 
 class Runs:
-    """A client of a server that knows these active flow runs, each until it is cancelled."""
+    """A client of a server with these active flow runs."""
 
     def __init__(self, *names: str) -> None:
         self.runs = [SimpleNamespace(id=name, name=name, state_name="Running", start_time=None) for name in names]
@@ -390,10 +380,10 @@ class Runs:
         self.states.append((flow_run, state.type.value))
 
 
-def test_down_refuses_while_runs_are_active_and_cancels_them_when_asked(tmp_path: Path) -> None:
+def test_down_refuses_while_runs_are_active_and_cancels_them_on_request(tmp_path: Path) -> None:
     client: Any = Runs("proud-owl")
     with pytest.raises(ServicesError, match="proud-owl"):
         services._end_flow_runs(Services(tmp_path), client, cancel=False)
     assert client.states == []
-    services._end_flow_runs(Services(tmp_path), client, cancel=True)  # there is no worker to wait for
+    services._end_flow_runs(Services(tmp_path), client, cancel=True)  # no worker to wait for
     assert client.states == [("proud-owl", "CANCELLING"), ("proud-owl", "CANCELLED")]

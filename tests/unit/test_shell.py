@@ -1,4 +1,4 @@
-"""Bash scripts read without running them, beside a real bash on scripts that the tests make."""
+"""Reading bash scripts without executing them, compared with bash on generated scripts."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def shows(script: Script) -> list[list[str]]:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash to compare with")
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.lists(STATEMENT, min_size=1, max_size=4), min_size=10, max_size=10))
-def test_words_are_those_of_bash(scripts: list[list[str]]) -> None:
-    """Ten scripts in one bash, each in a subshell; a script that bash stops is left out."""
+def test_words_are_expanded_like_bash(scripts: list[list[str]]) -> None:
+    """Run ten scripts in one bash, each in a subshell; scripts that bash aborts are skipped."""
     texts = [PROLOGUE + "\n".join(statements) + "\nshow end\n" for statements in scripts]
     show = "show() { for w in \"$@\"; do printf '%s\\0' \"$w\"; done; printf '\\1\\0'; }\nset -f\n"
     whole = show + "".join(f"(\n{text})\nprintf '\\2\\0'\n" for text in texts)
@@ -106,7 +106,7 @@ def test_words_are_those_of_bash(scripts: list[list[str]]) -> None:
         commands = [part.split("\0")[:-1] for part in output.split("\1\0")[:-1]]
         if commands[-1:] == [["end"]]:
             script = read_script(text, "made.sh", {})
-            if not any(unknown.why == UNSET for unknown in script.unknowns):  # what bash takes as empty
+            if not any(unknown.why == UNSET for unknown in script.unknowns):  # bash takes it as empty
                 assert shows(script) == commands, text
 
 
@@ -137,15 +137,15 @@ def words_of(text: str, **given: str) -> list[str]:
         ("uv sync || exit 1\necho on", ["echo", "on"]),
     ],
 )
-def test_what_only_the_machine_knows_is_carried_along(text: str, words: list[str]) -> None:
+def test_unknown_values_are_carried_along(text: str, words: list[str]) -> None:
     assert words_of(text) == words
 
 
-def test_an_answer_takes_the_place_of_what_is_unknown() -> None:
+def test_set_env_replaces_unknown_values() -> None:
     text = 'D=$(date)\nif [ "$1" = a ]; then E=${X:-3}; else E=no; fi\necho $D $E $(nproc)'
     assert words_of(text, D="d", X="4", **{"1": "a", "$(nproc)": "8"}) == ["echo", "d", "4", "8"]
     script = read_script(text, "run.sh", {"D": "d", "E": "ignored"})
-    assert script.used == {"D"}  # E is set by the script, whatever its environment holds
+    assert script.used == {"D"}  # the script sets E itself
 
 
 def test_origins_environment_and_documents() -> None:
@@ -176,12 +176,12 @@ U=3 python -m x \\
     ("text", "message"),
     [
         ("x=1\necho $((1.5 * 2))", "run.sh:2: '1.5 \\* 2' is not an integer expression"),
-        ("echo $((4 / 0))", "run.sh:1: 4 / 0 has no value"),
-        ("if x; then\necho", "run.sh:1: not understood as bash"),
-        ("f() { f; }\nf", "f calls itself more than"),
+        ("echo $((4 / 0))", "run.sh:1: 4 / 0: division by zero"),
+        ("if x; then\necho", "run.sh:1: cannot parse 'if x; then' as bash"),
+        ("f() { f; }\nf", "f recurses more than"),
     ],
 )
-def test_what_bash_refuses_is_refused_with_the_line(text: str, message: str) -> None:
+def test_bash_errors_are_reported_with_the_line(text: str, message: str) -> None:
     with pytest.raises(ShellError, match=message):
         read_script(text, "run.sh", {})
 
@@ -193,7 +193,7 @@ def test_what_bash_refuses_is_refused_with_the_line(text: str, message: str) -> 
         ("|-|\n|s|e\nd r e", 1),  # a table, no script: a semicolon does not help
     ],
 )
-def test_a_text_is_parsed_as_often_however_many_lines_need_a_semicolon(
+def test_the_number_of_parses_does_not_grow_with_the_script(
     text: str, num_ended: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parse, passes = tree_sitter.Parser, list[bytes]()

@@ -1,4 +1,4 @@
-"""The settings of another trainer, by the newest name of each key, with the defaults of its version."""
+"""Another trainer's settings with the defaults of its version, and the registry of conversions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from interop.table import UNSAID, Fate, Row, Table
+from interop.table import NOT_SET, Fate, Row, Table
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,\s*([^}]*))?\}")
 
 
 class Setting(NamedTuple):
-    """A key as someone wrote it, without Hydra's + or ++, and where: `run.sh:41`."""
+    """A key as written, without Hydra's + or ++, its value, and where it is set: `run.sh:41`."""
 
     key: str
     value: Any
@@ -24,7 +24,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one setting."""
+    """The result of converting one setting."""
 
     fate: Fate
     ours: dict[str, Any] = field(default_factory=dict)
@@ -32,8 +32,8 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Theirs:
-    """What a configuration says in a version of a trainer; `facts` are numbers that no key holds."""
+class ForeignConfig:
+    """A configuration in one version of a trainer; `facts` are numbers that no key holds."""
 
     table: Table
     version: str
@@ -41,73 +41,73 @@ class Theirs:
     facts: Mapping[str, int] = field(default_factory=dict)
 
     def is_set(self, key: str) -> bool:
-        """Whether the configuration sets the key."""
+        """True if the configuration sets the key."""
         return key in self.values
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a key by its newest name, set or default, references followed; None if there is none."""
+        """Return a key's value, set or default, by its newest name; resolves references. None if it has none."""
         value = self._plain(key, set())
-        return None if value is UNSAID else value
+        return None if value is NOT_SET else value
 
     def _plain(self, key: str, followed: set[str]) -> Any:
         if key in self.values:
             value = self.values[key]
         else:
             row = self.table.resolve(key, self.version)
-            value = UNSAID if row is None else row.default(self.version)
+            value = NOT_SET if row is None else row.default(self.version)
         match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
         if match is None:
             return value
         target = self.table.resolve(match[1], self.version)
         name = match[1] if target is None or target.is_family else target.key
-        found = UNSAID if name in followed else self._plain(name, {*followed, name})
-        if found is not UNSAID and found is not None:
+        found = NOT_SET if name in followed else self._plain(name, {*followed, name})
+        if found is not NOT_SET and found is not None:
             return found
-        return UNSAID if match[2] is None else yaml.safe_load(match[2])
+        return NOT_SET if match[2] is None else yaml.safe_load(match[2])
 
 
-ToOurs = Callable[[Any, Theirs], Outcome]
-ToTheirs = Callable[[Mapping[str, Any]], Any]
-TO_OURS: dict[str, ToOurs] = {}
-TO_THEIRS: dict[str, ToTheirs] = {}
+FromForeign = Callable[[Any, ForeignConfig], Outcome]
+ToForeign = Callable[[Mapping[str, Any]], Any]
+FROM_FOREIGN: dict[str, FromForeign] = {}
+TO_FOREIGN: dict[str, ToForeign] = {}
 
 
-def ours_from(name: str, is_one_way: bool = False) -> Callable[[ToOurs], ToOurs]:
-    """Register the function that turns a value of theirs into our keys, under the `convert` of a row.
+def from_foreign(name: str, is_one_way: bool = False) -> Callable[[FromForeign], FromForeign]:
+    """Register a function that converts a foreign value to our keys; rows refer to it as `convert: NAME`.
 
-    With `is_one_way`, no value of ours becomes theirs.
+    With `is_one_way`, an export skips the key.
     """
 
-    def register(function: ToOurs) -> ToOurs:
-        TO_OURS[name] = function
+    def register(function: FromForeign) -> FromForeign:
+        FROM_FOREIGN[name] = function
         if is_one_way:
-            TO_THEIRS[name] = lambda _: UNSAID
+            TO_FOREIGN[name] = lambda _: NOT_SET
         return function
 
     return register
 
 
-def theirs_from(name: str) -> Callable[[ToTheirs], ToTheirs]:
-    """Register the function that says a value of theirs from all our keys, or UNSAID, under the same name."""
+def to_foreign(name: str) -> Callable[[ToForeign], ToForeign]:
+    """Register the inverse function, which returns their value for all our keys, or NOT_SET."""
 
-    def register(function: ToTheirs) -> ToTheirs:
-        TO_THEIRS[name] = function
+    def register(function: ToForeign) -> ToForeign:
+        TO_FOREIGN[name] = function
         return function
 
     return register
 
 
 def taken(note: str = "", **ours: Any) -> Outcome:
-    """An outcome with our keys, `__` for a dot: `taken(train__num_ranks=8)`."""
+    """Return an outcome with our keys; `__` stands for a dot: `taken(train__num_ranks=8)`."""
     return Outcome("taken", {name.replace("__", "."): value for name, value in ours.items()}, note)
 
 
-def outcome_of(row: Row, key: str, value: Any, theirs: Theirs) -> Outcome:
-    """What a value of a row's key becomes; of a family, the key says which of ours."""
-    if theirs.version in row.ignored:
+def outcome_of(row: Row, key: str, value: Any, config: ForeignConfig) -> Outcome:
+    """Convert a value of a row's key; for a family, the key determines ours."""
+    if config.version in row.ignored:
         return Outcome("ignored-by-trainer", {}, row.reason)
     if row.convert is not None:
-        return _converted(row, value, theirs)
+        return _converted(row, value, config)
     if row.is_family and (value is None or value == {}) and key == row.key.removesuffix(".*"):
         return Outcome("default", {}, "empty")
     if row.values and value not in list(row.values):
@@ -126,30 +126,30 @@ def outcome_of(row: Row, key: str, value: Any, theirs: Theirs) -> Outcome:
     return Outcome("taken", dict.fromkeys(row.ours, converted), row.change)
 
 
-def _converted(row: Row, value: Any, theirs: Theirs) -> Outcome:
+def _converted(row: Row, value: Any, config: ForeignConfig) -> Outcome:
     try:
-        outcome = TO_OURS[row.convert or ""](value, theirs)
+        outcome = FROM_FOREIGN[row.convert or ""](value, config)
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-        return Outcome("unsupported", {}, f"cannot be converted, with the keys that belong to it: {error}")
+        return Outcome("unsupported", {}, f"cannot be converted with the keys it depends on: {error}")
     return outcome if outcome.note or outcome.fate != "taken" else Outcome("taken", outcome.ours, row.change)
 
 
-def theirs_of(row: Row, ours: Mapping[str, Any]) -> Any:
-    """The value of a row's key that says what our keys say; UNSAID where it cannot, or need not."""
-    if row.export is not UNSAID:
+def foreign_value(row: Row, ours: Mapping[str, Any]) -> Any:
+    """Return the value of a row's key that is equivalent to our keys; NOT_SET if none exists or is needed."""
+    if row.export is not NOT_SET:
         return row.export
-    if row.convert in TO_THEIRS:
-        return TO_THEIRS[row.convert](ours)
+    if row.convert in TO_FOREIGN:
+        return TO_FOREIGN[row.convert](ours)
     if len(row.ours) != 1 or row.is_family:
-        return UNSAID
-    value = ours.get(row.ours[0], UNSAID)
-    if not row.values or value is UNSAID:
+        return NOT_SET
+    value = ours.get(row.ours[0], NOT_SET)
+    if not row.values or value is NOT_SET:
         return value
-    return next((theirs for theirs, of_ours in row.values.items() if of_ours == value), UNSAID)
+    return next((foreign for foreign, ours_value in row.values.items() if ours_value == value), NOT_SET)
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted name as nested sections."""
+    """Turn values by dotted name into nested sections."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *sections, leaf = name.split(".")
