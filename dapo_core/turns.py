@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from dapo_core.cluster.policy_group import PolicyGroup
     from dapo_core.cluster.rollout_group import RolloutGroup
-    from dapo_core.config.training import TrainConfig
+    from dapo_core.config.train import TrainConfig
     from dapo_core.metrics import PhaseTimer
 
 Phase = Literal["generate", "anchor", "update", "publish"]

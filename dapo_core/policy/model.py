@@ -36,7 +36,7 @@ from dapo_core.policy.kernels import install_kernels
 from dapo_core.pretrained import empty_causal_lm
 
 if TYPE_CHECKING:
-    from dapo_core.config.training import TrainConfig
+    from dapo_core.config.train import TrainConfig
 
 HOST = torch.device("cpu")
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from dapo_core.config.updates import UpdatesConfig
+    from dapo_core.config.train import TrainConfig
 
 
-def adamw(parameters: Iterable[torch.Tensor], train: UpdatesConfig) -> torch.optim.AdamW:
+def adamw(parameters: Iterable[torch.Tensor], train: TrainConfig) -> torch.optim.AdamW:
     """The optimizer of the parameters; each step sets its own rate."""
     return torch.optim.AdamW(
         parameters,
@@ -24,7 +24,7 @@ def adamw(parameters: Iterable[torch.Tensor], train: UpdatesConfig) -> torch.opt
     )
 
 
-def learning_rate(step: int, train: UpdatesConfig) -> float:
+def learning_rate(step: int, train: TrainConfig) -> float:
     """The rate of optimizer step `step`, 1 for the first. It depends on nothing else, so a resume changes nothing.
 
     With W = warmup_steps, T = num_schedule_steps and m = min_learning_rate_ratio the peak rate is multiplied by
@@ -35,7 +35,7 @@ def learning_rate(step: int, train: UpdatesConfig) -> float:
     return train.learning_rate * _share(step, train)
 
 
-def _share(step: int, train: UpdatesConfig) -> float:
+def _share(step: int, train: TrainConfig) -> float:
     start, end = train.warmup_steps, train.num_schedule_steps
     if step < start:
         return step / start

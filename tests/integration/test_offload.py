@@ -13,13 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dapo_core.batch import split_batch
-from dapo_core.config.training import TrainConfig
+from dapo_core.config.train import TrainConfig
 from dapo_core.device import Device, device_for
 from dapo_core.loss import LossTotals
 from dapo_core.policy.model import load_sharded
-from dapo_core.policy.offload import move_model, move_optimizer
+from dapo_core.policy.offload import Transfers, move_model, move_optimizer
 from dapo_core.policy.rank import Policy
-from dapo_core.policy.transfers import Transfers
 from dapo_core.policy.update import Update
 from dapo_core.pretrained import load_model_config
 from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from dapo_core.config.training import TrainConfig
+from dapo_core.config.train import TrainConfig
 from dapo_core.device import device_for
 from dapo_core.errors import ModelError
 from dapo_core.merge.writer import shard_name

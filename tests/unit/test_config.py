@@ -101,7 +101,7 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             r"store\.path = '\$\{STORE\}' still holds a placeholder; put the real value there",
         ),
         ('serve.extra_args=[a, "${X}"]', r"serve\.extra_args\.1 = '\$\{X\}' still holds a placeholder"),
-        ("train.total_steps", r"'train\.total_steps' is not of the form section\.key=value, such as run\.seed"),
+        ("train.total_steps", r"'train\.total_steps' must have the form section\.key=value, such as run\.seed"),
         ("train=", r"--set 'train=' would replace a whole section; set its keys: train\.KEY=VALUE"),
         ("train={total_steps: 3}", r"would replace a whole section"),
         ("train=5", r"train is a section with keys, not the value 5"),
@@ -113,7 +113,7 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("run.name=2024-13-01", r"--set 'run\.name=2024-13-01': the value is not valid YAML: month must be"),
         (
             "train.mini_prompts=30",
-            r"train\.train_prompts=512 is not a multiple of train\.mini_prompts=30; .*2 prompts",
+            r"train\.train_prompts=512 is not a multiple of train\.mini_prompts=30: .*2 prompts",
         ),
         (
             "train.num_ranks=7",
@@ -158,10 +158,10 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             "evaluate.checkpoints=20",
             r"evaluate\.checkpoints=20 is neither a list of steps, such as \[20",
         ),
-        ("evaluate.checkpoints=[30]", r"names step 30, and checkpoint\.save_every=20 saves none there; set .*=10"),
-        ("evaluate.checkpoints=every 7", r"names step 7, and checkpoint\.save_every=20 saves none there"),
-        ("evaluate.checkpoints=[100000]", r"names step 100000, and train\.total_steps is \d+; name steps 1"),
-        ("checkpoint.keep_steps=[30]", r"checkpoint\.keep_steps names step 30, and checkpoint\.save_every=20"),
+        ("evaluate.checkpoints=[30]", r"lists step 30, but checkpoint\.save_every=20 does not save it; set .*=10"),
+        ("evaluate.checkpoints=every 7", r"lists step 7, but checkpoint\.save_every=20 does not save it"),
+        ("evaluate.checkpoints=[100000]", r"lists step 100000, but train\.total_steps=\d+; use steps 1"),
+        ("checkpoint.keep_steps=[30]", r"checkpoint\.keep_steps lists step 30, but checkpoint\.save_every=20"),
         ("model.source=path", r"model\.source is path, but model\.path is not set"),
         ("model.path=qwen", r"model\.path=qwen would be ignored by model\.source=recipe; set model\.source=path"),
         (
@@ -216,7 +216,7 @@ def test_references_of_a_model_are_checked_as_they_are_read() -> None:
         ),
         (
             ["custom_reward.path=score.py", "reward.scorers=[mine=choice]"],
-            r"reward\.scorers=\['mine=choice'\] would be ignored by custom_reward\.path=score\.py",
+            r"reward\.scorers=\['mine=choice'\] would be ignored, because custom_reward\.path=score\.py",
         ),
         (
             ["train.offload_activations=true", "train.gradient_checkpointing=false"],
@@ -225,7 +225,7 @@ def test_references_of_a_model_are_checked_as_they_are_read() -> None:
         (["custom_reward.name=mine"], r"custom_reward\.name=mine would be ignored without custom_reward\.path"),
         (  # 512 x 16 = 8192 responses, 5 x 1638 = 8190
             ["algorithm.kl.place=reward", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=1638"],
-            r"algorithm\.kl\.horizon=1638 is passed 5\.0 times .* raise algorithm\.kl\.horizon, .* 32768",
+            r"are 5\.0 times algorithm\.kl\.horizon=1638; .* Raise algorithm\.kl\.horizon, .* 32768",
         ),
     ],
 )
@@ -247,7 +247,7 @@ def test_all_problems_come_at_once() -> None:
     ("text", "message"),
     [
         ("train: [1", r"configuration .*bad\.yaml is not valid YAML"),
-        ("- a\n- b\n", r"configuration .*bad\.yaml holds list, not sections with keys"),
+        ("- a\n- b\n", r"configuration .*bad\.yaml contains a list instead of sections with keys"),
         (BASE + "train: 5\n", r"train is a section with keys, not the value 5"),
         (
             "run:\n  seed: 1\n  seed: 2\n",

@@ -22,23 +22,23 @@ from tests.trainings import settings
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"engine_args": {"seed": 3}}, r"rollout\.engine_args\.seed has a place of its own; use run\.seed"),
+        ({"engine_args": {"seed": 3}}, r"rollout\.engine_args\.seed is set by the project: use run\.seed"),
         ({"engine_args": {"tensor-parallel-size": 2}}, r"use rollout\.tensor_parallel"),
-        ({"engine": "hf", "tensor_parallel": 2}, r"rollout\.tensor_parallel=2, .* are for rollout\.engine=vllm"),
+        ({"engine": "hf", "tensor_parallel": 2}, r"rollout\.tensor_parallel=2, .* need rollout\.engine=vllm"),
         ({"engine_args": {"pipeline_parallel_size": 2}}, r"use rollout\.pipeline_parallel"),
         ({"engine_args": {"enable_expert_parallel": True}}, r"use rollout\.expert_parallel"),
         (
             {"engine": "hf", "pipeline_parallel": 2},
-            r"rollout\.pipeline_parallel=2 .* are for rollout\.engine=vllm",
+            r"rollout\.pipeline_parallel=2 .* need rollout\.engine=vllm",
         ),
-        ({"expert_parallel": True}, r"expert_parallel=true with rollout\.tensor_parallel=1 leaves all experts"),
+        ({"expert_parallel": True}, r"expert_parallel=true has no effect with rollout\.tensor_parallel=1; set"),
         (
             {"expert_parallel": True, "tensor_parallel": 2},
-            r"expert_parallel=true with train\.device=cpu: .* crashes",
+            r"expert_parallel=true with train\.device=cpu crashes: vLLM",
         ),
         (
             {"engine": "hf", "engine_args": {"enforce_eager": True}},
-            r"\['enforce_eager'\] are for rollout\.engine=",
+            r"\['enforce_eager'\] need rollout\.engine=",
         ),
     ],
 )
@@ -69,7 +69,8 @@ def test_parts_that_a_model_cannot_give_are_found_beforehand(tmp_path: Path) -> 
 def test_arguments_are_those_of_the_installed_engine() -> None:
     require_known(["enforce_eager", "kv_cache_dtype", "max_num_batched_tokens"])
     with pytest.raises(
-        ConfigError, match=r"engine_args\.enforce_eagr is no argument .* did you mean enforce_eager\?"
+        ConfigError,
+        match=r"has no engine argument enforce_eagr \(rollout\.engine_args\); did you mean enforce_eager\?",
     ):
         require_known(["enforce_eagr"])
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dapo_core.config.fields import is_volatile, known_fields
-from dapo_core.config.training import TrainConfig
+from dapo_core.config.train import TrainConfig
 from dapo_core.data import Prompt, PromptStream
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.identity import refuse_other_training, training_identity

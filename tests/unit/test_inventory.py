@@ -75,7 +75,7 @@ def test_how_a_line_is_run_on_a_host(tmp_path: Path, text: str, command: str) ->
     ("text", "message"),
     [
         ("", "nodes.yaml: hosts is not set: the machines, such as [node1, node2]"),
-        ("[a, b]", "nodes.yaml holds list, not sections with keys"),
+        ("[a, b]", "nodes.yaml contains a list instead of sections with keys"),
         ("hosts: []\ndevices: 1", "hosts = [] is refused: "),
         ("hosts: node1\ndevices: 1", "hosts = 'node1' is refused: it is a list, such as [node1, node2]"),
         ("hosts: [a]", "devices is not set for a: how many of each host Ray gives away, such as 16"),

@@ -66,12 +66,15 @@ def test_sections_that_ask_for_it_take_the_models_values(tmp_path: Path) -> None
             {"validation": {"sampling": "model", "top_p": 0.5, "top_k": 3}},
             r"validation\.top_p=0\.5, validation\.top_k=3 would be ignored .*remove them",
         ),
-        ({"validation": {"every": 1, "num_samples": 4}}, r"num_samples=4 at temperature 0 gives 4 times the same"),
+        (
+            {"validation": {"every": 1, "num_samples": 4}},
+            r"num_samples=4 at temperature 0 would repeat the same response 4 times",
+        ),
         ({"validation": {"every": 1, "top_k": 4}}, r"validation\.top_k=4 would be ignored at temperature 0"),
         ({"validation": {"before_training": True}}, r"before_training=true needs validations.*validation\.every"),
         (
             {"rollout": {"chat_template_kwargs": {"tokenize": True}}},
-            r"rollout\.chat_template_kwargs\.tokenize is the project's own to set",
+            r"rollout\.chat_template_kwargs\.tokenize is set by the project",
         ),
     ],
 )

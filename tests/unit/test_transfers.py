@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dapo_core.device import device_for
-from dapo_core.policy.transfers import Transfers
+from dapo_core.policy.offload import Transfers
 
 HOST = torch.device("cpu")
 
@@ -70,7 +70,7 @@ def test_copies_run_beside_the_computation_and_are_waited_for() -> None:
     transfers.finish()
     assert alive() is None
     assert accelerator.calls[1:] == ["the process waits for copies"]
-    transfers.give_back()
+    transfers.release()
     assert accelerator.calls[2:] == ["the process waits for copies", "free memory is given back"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dapo_core.config.derived import derive
-from dapo_core.config.training import TrainConfig
+from dapo_core.config.train import TrainConfig
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
 from dapo_core.metrics import PhaseTimer
@@ -98,18 +98,18 @@ def test_shared_devices_and_their_threads_count_once() -> None:
     assert (separate.num_devices, separate.num_cpus) == (8, 4 * 3 + 4 * 5)
     assert (shared.num_devices, shared.num_cpus) == (4, 4 * 5)
     lines = [quantity for quantity in derive(shared) if quantity.label.startswith("policy and")]
-    assert lines == [("policy and rollouts, in turns", 4, "devices", "train.num_ranks")]
+    assert lines == [("policy and rollouts, taking turns", 4, "devices", "train.num_ranks")]
 
 
 def test_ranks_and_engines_that_do_not_pair_up_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         config_of(train={"placement": "colocated"}, rollout={"num_workers": 3})
     message = str(caught.value)
-    assert "train.num_ranks=2 ranks and rollout.num_workers=3 engines of 1 devices" in message
+    assert "train.num_ranks=2 and rollout.num_workers=3 engines take 1 devices each" in message
     assert "set train.num_ranks=3, change rollout.num_workers, or set train.placement=separate" in message
     with pytest.raises(ConfigError, match="'separate' or 'colocated'"):
         resolve_config({"train": {"placement": "collocated"}})
-    with pytest.raises(ConfigError, match=r"enable_sleep_mode has a place of its own; use train.placement"):
+    with pytest.raises(ConfigError, match=r"enable_sleep_mode is set by the project: use train.placement"):
         config_of(rollout={"engine": "vllm", "engine_args": {"enable_sleep_mode": True}})
 
 
