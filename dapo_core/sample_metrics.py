@@ -1,7 +1,7 @@
-"""Metrics over several responses to each prompt, under verl's names: mean@N, std@N, best@n, worst@n and maj@n.
+"""Metrics over several responses per prompt, under verl's names: mean@N, std@N, best@n, worst@n and maj@n.
 
-best@n, worst@n and maj@n are what n responses drawn from a prompt's N with replacement would give, for n of 2, 4,
-8 ... and N: mean and std, averaged over prompts. verl draws 1,000 times; best and worst are exact here.
+best@n, worst@n and maj@n are the mean and std over n responses drawn with replacement from a prompt's N, averaged
+over prompts, for n = 2, 4, 8 ... N. verl draws 1,000 times; here best and worst are exact.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 
 from dapo_core.groups import Rollout
 
-CORE = "acc"  # the value whose mean, best and maj at N are verl's core metrics
+CORE = "acc"  # its mean, best and maj at N are verl's core metrics
 VALUES = (CORE, "score", "reward")
 NUM_DRAWS, DRAW_SEED = 1000, 42  # of maj@n, as in verl
 
 
 def sample_metrics(name: str, prompts: Sequence[Sequence[Rollout]], num_samples: int) -> dict[str, float]:
-    """Metrics of a set called `name` from the scored responses to each of its prompts: 1 to N of them."""
+    """Return the metrics of the set `name` from the scored responses to its prompts, 1 to N per prompt."""
     votes = any(rollout.answer is not None for rollouts in prompts for rollout in rollouts)
     metrics: dict[str, float] = {}
     for value in VALUES:
@@ -57,20 +57,20 @@ def _sizes(num_samples: int) -> list[int]:
 
 
 def _best(values: np.ndarray, n: int) -> tuple[float, float]:
-    """Mean and std of the largest of n values drawn with replacement: P(largest <= k-th of K) is (k / K)^n."""
-    chances = np.diff((np.arange(len(values) + 1) / len(values)) ** n)
+    """Return mean and std of the maximum of n draws with replacement: P(maximum <= k-th of K) = (k / K)^n."""
+    probabilities = np.diff((np.arange(len(values) + 1) / len(values)) ** n)
     ordered = np.sort(values)
-    mean = float(chances @ ordered)
-    return mean, float(np.sqrt(chances @ (ordered - mean) ** 2))
+    mean = float(probabilities @ ordered)
+    return mean, float(np.sqrt(probabilities @ (ordered - mean) ** 2))
 
 
 def _majorities(answers: Sequence[str | None], n: int) -> np.ndarray:
-    """The response that each of NUM_DRAWS draws of n takes: the first with the commonest answer.
+    """Return the index of the majority response in each of NUM_DRAWS draws of n.
 
-    Of equally common answers the one that was drawn first; no answer counts as an answer, as in verl.
+    Ties go to the answer drawn first. "No answer" counts as an answer, as in verl.
     """
     numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
     votes = np.array([numbers[answer] for answer in answers])
     drawn = np.random.default_rng(DRAW_SEED).integers(len(answers), size=(NUM_DRAWS, n))
-    counts = (votes[drawn][:, :, None] == votes[drawn][:, None, :]).sum(axis=2)  # of each drawn one's answer
-    return drawn[np.arange(NUM_DRAWS), counts.argmax(axis=1)]  # argmax: the first of the commonest
+    counts = (votes[drawn][:, :, None] == votes[drawn][:, None, :]).sum(axis=2)  # occurrences of each answer
+    return drawn[np.arange(NUM_DRAWS), counts.argmax(axis=1)]  # argmax takes the first maximum

@@ -1,4 +1,4 @@
-"""Validation during training: responses to the held-out sets, their metrics, and some of them as text."""
+"""Validation during training: samples responses to held-out prompts, computes metrics, saves some as text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dapo_core.data import Prompt
+from dapo_core.draw_report import STALL_ADVICE
 from dapo_core.engines.base import Sampling
 from dapo_core.errors import RewardError, RolloutError
 from dapo_core.groups import Group, GroupRequest, Rollout
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
     from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.config.training import TrainingConfig
 
-GENERATIONS_FOLDER = "generations"  # of a training: responses of its validations
+GENERATIONS_FOLDER = "generations"  # in the training output: validation responses
 
 
 def held_out_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig) -> list[Prompt]:
-    """The validation prompts: the first validation.num_prompts of the file, or all, each once, as dapo eval asks.
+    """Return the first validation.num_prompts problems of the file, or all, prompted as in `dapo eval`.
 
-    Problems that name no data source are scored as their set. Raises ProblemsError for a file that dapo eval
-    refuses, DataError for prompts that are too long, and what require_scorers raises.
+    Problems without a data source are scored as their set. Raises ProblemsError for a file that `dapo eval`
+    rejects, DataError for prompts that are too long, and the errors of require_scorers.
     """
     held_out = read_held_out(path)
     template = find_template(DEFAULT, held_out.template)
@@ -56,9 +57,9 @@ def held_out_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, config: Tra
 
 
 class Validation:
-    """The held-out prompts and how they are asked; asked after training steps with the engines' weights.
+    """Samples and scores responses to the held-out prompts with the engines' current weights.
 
-    A file generations/step_N.jsonl of `folder` shows the first response to some of them: the same each time.
+    Writes the first response to a fixed subset of the prompts to generations/step_N.jsonl in `folder`.
     """
 
     def __init__(
@@ -75,25 +76,25 @@ class Validation:
         self.max_seconds = config.sampler.max_seconds_without_kept
         self.num_samples = settings.num_samples
         self.sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
-        places = np.linspace(0, len(prompts), min(settings.num_logged, len(prompts)), endpoint=False)
-        self._logged = places.astype(int).tolist()  # of prompts; spread, since sets follow one another
+        indices = np.linspace(0, len(prompts), min(settings.num_logged, len(prompts)), endpoint=False)
+        self._logged = indices.astype(int).tolist()  # evenly spaced, because prompts are ordered by set
 
     def begin(self) -> None:
-        """Forget the responses of an earlier training in the folder."""
+        """Delete the responses of an earlier training in the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, source: RolloutGroup, step: int) -> dict[str, float]:
-        """Metrics of the engines' weights after `step`; raises as `validate` does."""
+        """Validate after training step `step`; returns the metrics. Raises like `validate`."""
         rollouts = validate(source, self.prompts, step, self.max_seconds, self.sampling, self.num_samples)
         metrics = validation_metrics(self.prompts, rollouts, step)
-        lines = [self._described(self.prompts[place], rollouts[place][0]) for place in self._logged]
+        lines = [self._generation(self.prompts[index], rollouts[index][0]) for index in self._logged]
         if lines:
             self.folder.mkdir(parents=True, exist_ok=True)
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             write_atomically(generations_file(self.folder.parent, step), text)
         return metrics
 
-    def _described(self, prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
+    def _generation(self, prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
         return {
             "set": prompt.dataset or prompt.data_source,
             "prompt": self.tokenizer.decode(list(prompt.prompt_ids)),
@@ -107,7 +108,7 @@ class Validation:
 
 
 def generations_file(folder: Path, step: int) -> Path:
-    """Where a training in `folder` keeps responses of the validation after `step`."""
+    """Return the file in which a training in `folder` keeps the validation responses after `step`."""
     return folder / GENERATIONS_FOLDER / f"step_{step}.jsonl"
 
 
@@ -120,12 +121,12 @@ def validate(
     num_samples: int = 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[list[Rollout]]:
-    """`num_samples` responses to each prompt, in the order of the prompts.
+    """Return `num_samples` responses to each prompt, in the order of the prompts.
 
-    Raises RolloutError when nothing finished for `max_seconds`.
+    Raises RolloutError if nothing finishes for `max_seconds`.
     """
-    assert source.num_in_flight == 0, "groups in flight would come back here and be lost"
-    # Below 0, where no position in the stream is.
+    assert source.num_in_flight == 0, "groups in flight would be returned here and lost"
+    # Negative ids cannot collide with positions in the stream.
     requests = [
         GroupRequest(-1 - number, prompt, step, sampling=sampling, num_samples=num_samples)
         for number, prompt in enumerate(prompts)
@@ -139,19 +140,23 @@ def validate(
             groups |= {group.group_id: group for group in finished}
             last_finished = clock()
         elif (seconds := clock() - last_finished) > max_seconds:
-            raise RolloutError(_silence(source, step, seconds, len(groups), len(requests)))
-    source.take_reward_seconds()  # they must not count for the next draw
+            raise RolloutError(
+                f"no response finished for {seconds:.0f} s of the validation after training step {step}: "
+                f"{len(groups)} of {len(requests)} prompts are done, {source.num_tokens_in_flight} response "
+                f"tokens are in flight. {STALL_ADVICE}"
+            )
+    source.take_reward_seconds()  # must not count for the next draw
     return [groups[request.group_id].rollouts for request in requests]
 
 
 def validation_metrics(
     prompts: Sequence[Prompt], rollouts: Sequence[Sequence[Rollout]], step: int
 ) -> dict[str, float]:
-    """Metrics of the responses to each prompt, in the order of the prompts.
+    """Return the metrics of the responses to each prompt.
 
-    validation/accuracy is the mean over prompts of the mean `acc` of their scored responses. verl's metrics are of
-    each set, or of each data source of the only set. Prompts and sets without a scored response are left out.
-    Raises RewardError when the scorer failed on every response.
+    validation/accuracy is the mean over prompts of the mean `acc` of their scored responses. verl's metrics are
+    per set, or per data source if there is one set. Prompts and sets without a scored response are left out.
+    Raises RewardError if the scorer failed on every response.
     """
     num_samples = len(rollouts[0])
     sets: dict[str, list[list[Rollout]]] = {}
@@ -161,9 +166,9 @@ def validation_metrics(
     every = [rollout for siblings in rollouts for rollout in siblings]
     if not sets:
         raise RewardError(
-            f"the scorer raised or ran out of time on all {len(every)} responses of the validation after "
-            f"training step {step}; the log has its first tracebacks: correct the file of custom_reward.path, or "
-            "raise reward.timeout_seconds"
+            f"the scorer raised or timed out on all {len(every)} responses of the validation after training step "
+            f"{step}; its first tracebacks are in the log. Fix the file in custom_reward.path, or raise "
+            "reward.timeout_seconds"
         )
     accuracies = [np.mean([rollout.acc for rollout in scored]) for asked in sets.values() for scored in asked]
     metrics: dict[str, float] = {}
@@ -178,13 +183,3 @@ def validation_metrics(
         "validation/response_length/mean": float(np.mean([len(rollout.response_ids) for rollout in every])),
         "validation/num_prompts": float(len(prompts)),
     }
-
-
-def _silence(source: RolloutGroup, step: int, seconds: float, num_finished: int, num_prompts: int) -> str:
-    return (
-        f"no response finished for {seconds:.0f} s of the validation after training step {step}: {num_finished} "
-        f"of {num_prompts} prompts did, {source.num_tokens_in_flight} response tokens are in flight. With few of "
-        "them an engine hangs, and rollout.engine=hf shows whether it is that one; with as many as there can be, "
-        "scoring does: lower reward.timeout_seconds; else raise sampler.max_seconds_without_kept, or lower "
-        "rollout.max_response_tokens"
-    )

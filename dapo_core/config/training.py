@@ -53,7 +53,7 @@ class PromptsConfig(Section):
 class OverlongConfig(Section):
     """Soft overlong punishment (DAPO eq. 13)."""
 
-    enabled: bool = key(True, "Penalize responses close to the length limit.")
+    enabled: bool = key(True, "Penalise responses close to the length limit.")
     buffer_tokens: int = key(4096, "Tokens before the limit over which the penalty grows linearly.", ge=1)
     penalty_factor: float = key(1.0, "Penalty at the limit.", ge=0, le=100)
 
@@ -249,8 +249,8 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"{'algorithm.old_log_probs=engine' if is_anchor else chosen} with "
                 f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k} would correct for the truncation "
-                "itself: the engine's log-probs cover the remaining tokens, the policy's the whole vocabulary; set "
-                "rollout.top_p=1 and rollout.top_k=-1, or " + ("old_log_probs=policy" if is_anchor else off)
+                "itself: the engine's log-probs cover the remaining tokens, the policy's the whole vocabulary; "
+                "set rollout.top_p=1 and rollout.top_k=-1, or " + ("old_log_probs=policy" if is_anchor else off)
             )
         return self
 

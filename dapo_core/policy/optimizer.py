@@ -1,4 +1,4 @@
-"""AdamW, and the learning rate of each of its steps."""
+"""AdamW and its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def adamw(parameters: Iterable[torch.Tensor], train: TrainConfig) -> torch.optim.AdamW:
-    """The optimizer of the parameters; each step sets its own rate."""
+    """Create the optimizer; the learning rate is set before each step."""
     return torch.optim.AdamW(
         parameters,
         lr=train.learning_rate,
@@ -25,17 +25,17 @@ def adamw(parameters: Iterable[torch.Tensor], train: TrainConfig) -> torch.optim
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """The rate of optimizer step `step`, 1 for the first. It depends on nothing else, so a resume changes nothing.
+    """Return the learning rate of optimizer step `step`, starting at 1. It has no other state to resume.
 
-    With W = warmup_steps, T = num_schedule_steps and m = min_learning_rate_ratio the peak rate is multiplied by
-    step / W during warm-up, then by 1 (constant) or by m + (1 - m) f(p), where p goes from 0 at step W to 1 at
-    step T and stays there: f(p) is 1 - p (linear) or (1 + cos(pi p)) / 2 (cosine). wsd stays at 1 until a share
-    decay_ratio of T - W is left, in whole steps, over which p goes from 0 to 1 and the rate falls as a cosine.
+    With W = warmup_steps, T = num_schedule_steps and m = min_learning_rate_ratio, the peak is multiplied by step /
+    W during warm-up, then by 1 (constant) or by m + (1 - m) f(p). p rises from 0 at step W to 1 at step T and
+    stays there; f(p) is 1 - p (linear) or (1 + cos(pi p)) / 2 (cosine). wsd is constant, then a cosine over the
+    last decay_ratio * (T - W) steps, rounded.
     """
-    return train.learning_rate * _share(step, train)
+    return train.learning_rate * _factor(step, train)
 
 
-def _share(step: int, train: TrainConfig) -> float:
+def _factor(step: int, train: TrainConfig) -> float:
     start, end = train.warmup_steps, train.num_schedule_steps
     if step < start:
         return step / start
@@ -44,5 +44,5 @@ def _share(step: int, train: TrainConfig) -> float:
     if train.schedule == "wsd":
         start = end - max(round(train.decay_ratio * (end - start)), 1)
     progress = min(max((step - start) / (end - start), 0.0), 1.0)
-    fallen = progress if train.schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
-    return 1 - (1 - train.min_learning_rate_ratio) * fallen
+    decay = progress if train.schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
+    return 1 - (1 - train.min_learning_rate_ratio) * decay

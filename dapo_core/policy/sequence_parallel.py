@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism (arXiv:2309.14509): ranks swap slices of a row for attention heads."""
+"""Ulysses sequence parallelism (arXiv:2309.14509): ranks exchange slices of a row for attention heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sequence_group(sequence_parallel: int) -> ProcessGroup | None:
-    """This rank's group of `sequence_parallel` consecutive ranks; None for 1. Collective."""
+    """Create this rank's group of `sequence_parallel` consecutive ranks; None for 1. Collective."""
     if sequence_parallel == 1:
         return None
     group, _ = dist.new_subgroups(group_size=sequence_parallel)
@@ -21,26 +21,26 @@ def sequence_group(sequence_parallel: int) -> ProcessGroup | None:
 
 
 def repeats_of_key_heads(num_key_heads: int, num_ranks: int) -> int:
-    """How often each key head must be repeated, so that they divide over the ranks."""
+    """Return how often each key head must be repeated so that heads divide evenly over the ranks."""
     return num_ranks // math.gcd(num_key_heads, num_ranks)
 
 
 def tokens_to_heads(states: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """All tokens of this rank's heads, [N, H / sp, D], from all heads of its tokens, [N / sp, H, D]."""
+    """All heads of this rank's tokens, [N / sp, H, D] -> all tokens of its heads, [N, H / sp, D]."""
     num_ranks = dist.get_world_size(group)
     blocks = states.unflatten(1, (num_ranks, -1)).transpose(0, 1)  # [sp, N / sp, H / sp, D]
     return _AllToAll.apply(blocks, group).flatten(0, 1)
 
 
 def heads_to_tokens(states: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """All heads of this rank's tokens, [N / sp, H, D], from all tokens of its heads, [N, H / sp, D]."""
+    """All tokens of this rank's heads, [N, H / sp, D] -> all heads of its tokens, [N / sp, H, D]."""
     num_ranks = dist.get_world_size(group)
     blocks = _AllToAll.apply(states.unflatten(0, (num_ranks, -1)), group)  # [sp, N / sp, H / sp, D]
     return blocks.transpose(0, 1).flatten(1, 2)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends block i to rank i and receives a block from each; gradients travel back the same way."""
+    """All-to-all with autograd: block i goes to rank i; gradients travel back the same way."""
 
     @staticmethod
     def forward(context: Any, blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One rank's shards as the tensors of the model's files, gathered bucket by bucket on the rank that sends them."""
+"""Gathers a rank's shards into the tensors of the model files, bucket by bucket, on the sending rank."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 class _Part:
     """The rows of a tensor that one rank holds."""
 
-    number: int  # among the tensor's parts
-    rank: int  # of the default group
-    first_row: int  # in the tensor of the files
+    number: int  # index among the tensor's parts
+    rank: int  # in the default group
+    first_row: int  # in the file's tensor
     num_rows: int
 
 
 class WeightSource:
-    """The model's parameters by their names in the files, in the engines' dtype.
+    """The model's parameters under their file names, in the engines' dtype.
 
-    Rank 0 sends. Others copy their rows straight into its slot, so that a rank holds no more than its own part of
-    a bucket beside its shards.
+    Rank 0 sends; the others copy their rows directly into its slot. So beside its shards, a rank holds only its
+    own part of a bucket.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class WeightSource:
         max_bytes: int,
         device: torch.device,
     ) -> None:
-        """file_names: the tensors of the model's files; device: of slots, and of shards that are not offloaded."""
+        """file_names: tensors in the model files; device: where slots and non-offloaded shards are."""
         self._device = device
         self._causal_lm = causal_lm
         parameters: dict[str, Any] = dict(causal_lm.named_parameters())
@@ -72,7 +72,7 @@ class WeightSource:
     def _gather(
         self, bucket: Sequence[PlannedTensor], parameters: Mapping[str, DTensor], slot: torch.Tensor | None
     ) -> dict[str, dict[int, int]]:
-        """Fill rank 0's slot; returns checksums of this rank's rows."""
+        """Fill rank 0's slot with a bucket; returns the checksums of this rank's rows."""
         rank = torch.distributed.get_rank()
         sent: dict[str, dict[int, int]] = {}
         transfers = []
@@ -107,12 +107,12 @@ def _shard_dim(parameter: DTensor) -> int:
 
 
 def _shard_rows(parameter: DTensor) -> int:
-    """Rows of each rank's shard but for the last ones; FSDP2 splits like torch.chunk."""
+    """Return the rows per shard (the last ones may have fewer); FSDP2 splits like torch.chunk."""
     return -(-parameter.shape[0] // parameter.device_mesh.size(_shard_dim(parameter)))
 
 
 def _parts(parameter: DTensor, piece: FilePiece, planned: PlannedTensor) -> Iterator[_Part]:
-    """The parts of the piece, on the ranks of the copy of the weights that rank 0 has a part of."""
+    """Yield the parts of the piece, on the ranks of rank 0's replica."""
     size = _shard_rows(parameter)
     dim = _shard_dim(parameter)
     mesh = parameter.device_mesh.mesh.movedim(dim, -1)
@@ -125,6 +125,6 @@ def _parts(parameter: DTensor, piece: FilePiece, planned: PlannedTensor) -> Iter
 
 
 def _own_rows(parameter: DTensor, piece: FilePiece) -> torch.Tensor:
-    """This rank's rows of the piece."""
+    """Return this rank's rows of the piece."""
     local = parameter.to_local()
     return local if piece.expert is None else piece.view(local, first_row(parameter))

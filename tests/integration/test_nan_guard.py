@@ -1,4 +1,4 @@
-"""A number that is not finite in an update: the guard names the module that made it, over two ranks."""
+"""The NaN guard names the module that produced the first non-finite number, on two ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dapo_core.batch import Batch, Measured, split_batch
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.loss import LossSums, LossTotals
-from dapo_core.policy.nan_guard import MOST_SEARCHES, Fault
+from dapo_core.policy.nan_guard import MAX_SEARCHES, Fault
 from dapo_core.policy.rank import Policy
 from dapo_core.policy.update import Update
 from flows.config import Config
@@ -53,8 +53,8 @@ def _searched(rank: int, config: Config, batch: Batch) -> dict[str, Any]:
     with torch.no_grad():
         weight.to_local()[0, 0] = float("nan")
     found["weight"] = policy.update(share, totals)
-    policy._searches_left = MOST_SEARCHES
-    found["searches"] = [policy.update(share, totals).fault is not None for _ in range(MOST_SEARCHES + 1)]
+    policy._searches_left = MAX_SEARCHES
+    found["searches"] = [policy.update(share, totals).fault is not None for _ in range(MAX_SEARCHES + 1)]
     return found
 
 
@@ -65,7 +65,7 @@ def test_the_guard_names_the_module_the_rank_and_the_micro_batch(tmp_path: Path)
     for found in ranks:
         assert (found["sound"].is_skipped, found["sound"].fault) == (False, None)
         assert all(found[name].is_skipped for name in ("forward", "backward", "weight"))
-        assert found["searches"] == [True] * MOST_SEARCHES + [False]
+        assert found["searches"] == [True] * MAX_SEARCHES + [False]
     faults = {name: [str(found[name].fault) for found in ranks] for name in ("forward", "backward", "weight")}
     # The other rank's numbers are sound until gradients are summed: the lower order is where it began.
     assert [found["forward"].fault.order for found in ranks] == [3, 0]
@@ -92,7 +92,7 @@ def test_a_warning_names_the_step_and_what_to_try(
     group.learn(batch, Measured(batch.rollout_log_probs, batch.rollout_log_probs), step=7)
     (said,) = caplog.messages
     assert said.startswith(
-        "step 7: the gradient's norm is nan, so optimizer step 14 is skipped. The first number that is not finite "
-        "is the output of model.layers.1.mlp (rank 5, micro-batch 2). If this goes on, rule out causes: "
+        "step 7: the gradient norm is nan, so optimizer step 14 is skipped. First non-finite number: "
+        "the output of model.layers.1.mlp (rank 5, micro-batch 2). If this continues, rule out causes: "
     )
     assert "train.fused_kernels=[]" in said

@@ -205,7 +205,7 @@ def test_a_reference_of_other_sizes_is_refused(tmp_path: Path) -> None:
     other = build_tiny(tmp_path / "other", "qwen3", seed=3, intermediate_size=32)
     config = make_config(path, algorithm={"kl": {"place": "loss", "reference_path": str(other)}})
     with pytest.raises(
-        Exception, match=r"other is not of the policy's architecture .* algorithm\.kl\.reference_pa"
+        Exception, match=r"other does not match the policy's architecture .* algorithm\.kl\.reference_pa"
     ):
         run_ranks(1, _loaded, config)
 

@@ -92,7 +92,7 @@ def test_blocks_hold_sequences_at_least_half_as_long_as_their_first() -> None:
     assert packing.blocks[1].tokens.tolist() == [0, 1, 2]
     assert packing.blocks[2].tokens.tolist() == [10]
     # the row's tokens 0-2 are in the second lane, which begins at 14; token 10 is in the third at 17
-    assert packing.places.tolist() == [14, 15, 16, 0, 1, 2, 3, 4, 5, 6, 17, 7, 8, 9, 10]
+    assert packing.positions.tolist() == [14, 15, 16, 0, 1, 2, 3, 4, 5, 6, 17, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
@@ -180,19 +180,19 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
 def test_attention_that_adds_to_the_scores_is_refused(option: str | None) -> None:
     states = torch.zeros(1, 2, 4, 8)
     options = {"packing": Packing([4], CPU), option: 1.0} if option else {}
-    with pytest.raises(ModelError, match="Linear changes attention scores"):
+    with pytest.raises(ModelError, match="Linear modifies attention scores"):
         packed_attention(torch.nn.Linear(1, 1), states, states, states, None, **options)
 
 
 @pytest.mark.parametrize(
     ("family", "keys", "message"),
     [
-        ("bloom", {}, "bloom does not let attention be replaced"),
+        ("bloom", {}, "bloom does not support custom attention"),
         ("qwen3_next", {}, "qwen3_next has layers of type linear_attention"),
-        ("gemma2", {}, r"gemma2 changes logits after the output head \(final_logit_softcapping=30.0\)"),
+        ("gemma2", {}, r"gemma2 modifies logits after the output head \(final_logit_softcapping=30.0\)"),
         ("granite", {"logits_scaling": 8.0}, r"granite .* \(logits_scaling=8.0\)"),
         ("cohere", {}, r"cohere .* \(logit_scale=0.0625\)"),
-        ("t5", {}, "t5 is no causal language model"),
+        ("t5", {}, "t5 is not a causal language model"),
         ("qwen3", {"num_attention_heads": 6}, "qwen3 has 6 attention heads, .* train.sequence_parallel=4"),
     ],
 )

@@ -150,7 +150,7 @@ def test_the_longest_benchmark_with_its_answer_is_what_must_fit(tmp_path: Path, 
     [
         ({"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}, "images"),
         ({"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}, "model.trust_remote_code=true"),
-        ({"model_type": "gpt_neox_japanese"}, "does not let attention be replaced"),
+        ({"model_type": "gpt_neox_japanese"}, "does not support custom attention"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused(

@@ -53,7 +53,7 @@ def test_exhausted_raises_with_counts_accuracy_and_keys() -> None:
         make_sampler(source, train_prompts=3, max_num_gen_batches=2).draw(step=1)
     message = str(caught.value)
     # 2 all right, 4 all wrong, 2 mixed: 4 + 2 of 16 responses are right
-    assert "8 drawn prompts and the groups that waited gave 2 groups with signal, 3 are needed" in message
+    assert "8 new prompts and the groups carried over gave 2 of 3 groups with signal" in message
     assert (
         "of 8 finished groups 2 were all right and 4 all wrong, 25.0% had signal (mean accuracy 37.5%)" in message
     )
@@ -85,9 +85,9 @@ def test_without_a_bound_an_epoch_without_signal_ends_the_step(on_exhausted: str
     with pytest.raises(NotEnoughSignal) as caught:
         sampler("raise").draw(1)
     # the third prompt was the last with signal; when 7 more have finished, up to 3 are still in flight
-    assert "2 groups with signal, 3 are needed" in str(caught.value)
+    assert "2 of 3 groups with signal" in str(caught.value)
     assert re.search(
-        r"The last (7|8|9|10) groups had no signal, and the data has 7 prompts: drawing on would not end "
+        r"The last (7|8|9|10) groups had no signal, and the data has 7 prompts: drawing more would never end "
         r"\(sampler\.max_num_gen_batches=0\)\. Use .* raise rollout\.group_size, lower train\.train_prompts",
         str(caught.value),
     )
@@ -102,7 +102,7 @@ def test_without_a_bound_an_epoch_without_signal_ends_the_step(on_exhausted: str
             "train_partial",
             [1, 3, 5, 0],  # the eighth prompt drawn is the first of the next epoch
             {"kept": 4, "all_wrong": 4},
-            "4 groups with signal, 5",
+            "4 of 5 groups with signal",
         ),
         ([WRONG, MIXED], "skip_step", [], {"all_wrong": 4, "surplus": 4}, "Skipping the step"),
         ([WRONG], "train_partial", [], {"all_wrong": 8}, "Skipping the step (sampler.on_exhausted=train_partial)"),
@@ -228,9 +228,9 @@ def test_responses_without_a_score_make_no_signal() -> None:
             10_000,
             30.0,
             RolloutError,
-            "no group was kept for 31 s of training step 3. 4 drawn prompts and the groups that waited gave 0 "
-            "groups with signal, 2 are needed: of 0 finished groups|4 groups with 0 response tokens are in flight|"
-            "no group finished",
+            "no group was kept for 31 s of training step 3. 4 new prompts and the groups carried over gave 0 "
+            "of 2 groups with signal: of 0 finished groups|4 groups with 0 response tokens are in flight|"
+            "No group finished",
         ),
         (  # after 12 s six groups have come: two all right, four all wrong; three others are in flight
             [RIGHT, WRONG, WRONG],

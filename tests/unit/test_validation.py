@@ -119,7 +119,7 @@ def test_silence_ends_it_and_slowness_does_not() -> None:
     with pytest.raises(RolloutError) as raised:  # after 4 s, then 8 s, the second time
         validate(source, PROMPTS, 9, 7.5, GREEDY, clock=clock)
     message = str(raised.value)
-    assert "no response finished for 8 s of the validation after training step 9: 0 of 5 prompts did" in message
+    assert "no response finished for 8 s of the validation after training step 9: 0 of 5 prompts are" in message
     assert "sampler.max_seconds_without_kept" in message
 
 

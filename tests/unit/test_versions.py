@@ -156,5 +156,5 @@ def test_a_sum_in_place_of_an_average_is_refused(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(distributed, name, lambda out, given, op: out.fill_(next(results)), raising=False)
 
     require_averages(torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"is 6 in place of 1\.5"):
+    with pytest.raises(ConfigError, match=r"is 6 instead of 1\.5"):
         require_averages(torch.device("cpu"))
