@@ -181,7 +181,7 @@ def test_another_training_starts_from_its_checkpoint_with_allowed_changes(
 
 
 def test_validation_without_a_held_out_set_is_refused(begun: Begun, world: World, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"validation\.every=1 needs a held-out set; name one with --held-out"):
+    with pytest.raises(ConfigError, match=r"validation\.every=1 needs a held-out set; pass one with --held-out"):
         train(begun.config(), world.data, world.model, tmp_path)
 
 
@@ -215,10 +215,10 @@ def test_a_stopped_and_continued_training_ends_with_the_same_bits(
         stopped = stopped_by(number, step, begun, world, output)
         assert str(stopped) == (
             f"training was stopped after step {step} of 4; its checkpoint is {checkpoints / f'step_{step:06d}'}; "
-            "the same command continues"
+            "the same command resumes it"
         )
         assert stopped.exit_code == 128 + number
-        said = f"{number.name} received: writing a last checkpoint after step {step}, then ending"
+        said = f"{number.name} received: writing a final checkpoint after step {step}, then ending"
         wait_until(lambda said=said: said in caplog.text, said)  # a thread logs it
         assert signal.getsignal(number) == handler
         assert latest_checkpoint(checkpoints) == checkpoints / f"step_{step:06d}"

@@ -146,5 +146,5 @@ def test_a_level_that_is_used_up_or_out_of_bounds_is_named(monkeypatch: pytest.M
         DataError, match=r"of level 1 after \d+ rows.*lower data.arithmetic.num_train or data.arithmetic.num_eval"
     ):
         arithmetic.generate_problems(0, 40_000, 1, seed=0)
-    with pytest.raises(DataError, match=r"max_level is 6.*levels are 1 to 5"):
+    with pytest.raises(DataError, match=r"max_level=6 is out of range; set it to 1 to 5"):
         arithmetic.generate_problems(1, 1, 6, seed=0)

@@ -41,7 +41,7 @@ def test_a_difference_is_judged_by_its_paired_interval(
     assert comparison.half_width == pytest.approx(half_width, abs=1e-4)
     assert comparison.verdict == verdict
     one_seed = page.Comparison([-20.0])
-    assert (one_seed.half_width, one_seed.verdict) == (None, "one seed: no word on noise")
+    assert (one_seed.half_width, one_seed.verdict) == (None, "one seed: noise unknown")
 
 
 def outcomes(page: ModuleType, accuracies: dict[str | None, list[float]]) -> list[object]:
@@ -77,7 +77,7 @@ def test_the_page_has_the_figures_and_a_plain_word_for_each_comparison(page: Mod
     assert re.search(r"\*\*Clip-higher\*\* .*: \+0\.0 points without it, \*\*within noise\*\*", text)
     assert re.search(r"\*\*Token-mean\*\* .*: -4\.0 points without it, \*\*worse\*\* .*\(-6\.5 to -1\.5\)", text)
     assert "Before training: 40.0 (30.0..50.0) %" in text
-    assert "in about 10 of 100 such pages" in text  # 1 - 0.95^2 = 0.0975
+    assert "about 10 of 100 such pages" in text  # 1 - 0.95^2 = 0.0975
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_tokens_that_were_drawn_from_another_distribution_end_the_training() -> 
     _sampled(1e-4)
     with pytest.raises(RolloutError) as caught:
         _sampled(0.1, rollout={"temperature": 0.5})
-    assert "for the 3 tokens they sampled differ" in str(caught.value)
+    assert "of the 3 tokens they sampled differ" in str(caught.value)
     assert "rollout.temperature=0.5 by 0.1 nats per token, more than the 0.002 that float32" in str(caught.value)
     with pytest.raises(RolloutError, match="3 of the policy's 3 log-probs are not finite"):
         _sampled(NAN)
@@ -188,8 +188,8 @@ def test_the_worst_engine_counts_and_its_precision_is_the_limit() -> None:
         ([[[-1.0, -2.0], [-3.3]]], r"differ from the policy's by 0\.1 nats per token, more than the 0\.001"),
         ([[[NAN, -2.0], [-3.0]]], "by nan nats per token"),
         ([[[-1.0, -2.0], [-3.0]], [[-1.0, NAN], [-3.0]]], "by nan nats per token"),
-        ([[[], []]], "gave 0 log-probs for a probe of 3 response tokens"),
-        ([[[-1.0], [-3.0]]], "gave 2 log-probs for a probe of 3 response tokens"),
+        ([[[], []]], "returned 0 log-probs for a probe of 3 response tokens"),
+        ([[[-1.0], [-3.0]]], "returned 2 log-probs for a probe of 3 response tokens"),
     ],
 )
 def test_an_engine_with_other_weights_is_refused(engines: list[list[list[float]]], message: str) -> None:

@@ -73,7 +73,7 @@ def test_models_of_other_families_and_lengths_plan_clean_too(folder: Path, archi
 
 def test_a_base_model_takes_a_chat_template_of_the_users(folder: Path) -> None:
     template = Path("models/small/chat_template.jinja").rename("chat.jinja")
-    with pytest.raises(PreflightError, match=r"has no chat template; .* \(of dapo init: --chat-template\)"):
+    with pytest.raises(PreflightError, match=r"has no chat template; .* \(dapo init: --chat-template\)"):
         first_recipe(Path("b/c/b.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
     assert {path.name for path in Path().iterdir()} == {"data", "models", "chat.jinja"}  # nothing of the recipe
     text = first_recipe(Path("b.yaml"), model_keys("models/small", template), "data/questions.csv", None, CPU)

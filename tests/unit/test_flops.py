@@ -137,13 +137,13 @@ def test_utilisation(caplog: pytest.LogCaptureFixture) -> None:
             CONFIGS["qwen3"],
             "NVIDIA H200",
             torch.float32,
-            "peaks are known for torch.bfloat16 and the policy computes in torch.float32",
+            "peak FLOP/s are known for torch.bfloat16, but the policy computes in torch.float32",
         ),
         (
             GPT2Config(),
             "NVIDIA H200",
             torch.bfloat16,
-            "operations of the architecture gpt2 as configured are unknown",
+            "unknown FLOPs of architecture gpt2 as configured",
         ),
     ],
 )
@@ -154,7 +154,7 @@ def test_what_is_unknown_is_said_once_and_left_out(
         meter = ActorUtilization(config, device, dtype, num_devices=2)
         found = [meter.metrics(BATCH, 1.0) for _ in range(3)]
     assert found == [{}, {}, {}]
-    assert caplog.messages == [f"{reason}: perf/mfu/actor is left out"]
+    assert caplog.messages == [f"{reason}: perf/mfu/actor is not reported"]
 
 
 @pytest.mark.slow

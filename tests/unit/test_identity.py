@@ -114,7 +114,7 @@ def test_another_training_is_refused_with_what_differs(tmp_path: Path) -> None:
     assert refuse_other_training(tmp_path, BEFORE, dict(BEFORE), allowed=["run.seed"]) == []
     with pytest.raises(
         CheckpointError,
-        match=r"belongs to another training \(prompts 'ab' -> 'cd', run\.seed 3 -> 4\); .* a new --output, .*"
+        match=r"belongs to another training \(prompts 'ab' -> 'cd', run\.seed 3 -> 4\), .* a new --output, .*"
         r"--set 'checkpoint\.allow_changed=\[prompts, run\.seed\]'",
     ):
         refuse_other_training(tmp_path, BEFORE, NOW)
@@ -130,7 +130,7 @@ def test_allowed_changes_are_named_and_others_refused(tmp_path: Path) -> None:
     ]
     with pytest.raises(
         CheckpointError,
-        match=r"training \(run\.seed 3 -> 4\); .*allow_changed=\[prompts, train\.weight_decay, run\.seed\]",
+        match=r"training \(run\.seed 3 -> 4\), .*allow_changed=\[prompts, train\.weight_decay, run\.seed\]",
     ):
         refuse_other_training(tmp_path, BEFORE, NOW, allowed=("train.weight_decay", "prompts"))
 
@@ -139,7 +139,7 @@ def test_allowed_changes_are_named_and_others_refused(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("train.learnig_rate", r"names train\.learnig_rate, .* \(did you mean train\.learning_rate\?\)"),
-        ("train.num_ranks", r"names train\.num_ranks, which no checkpoint is bound to; remove it"),
+        ("train.num_ranks", r"names train\.num_ranks, which is not part of a checkpoint's identity; remove it"),
     ],
 )
 def test_an_allowed_key_that_is_not_bound_is_refused(tmp_path: Path, name: str, message: str) -> None:

@@ -70,7 +70,9 @@ def test_twins_are_transformers_modules_bit_for_bit(
     assert len(counted) == (calls if has_dense else 0)
 
 
-def test_a_named_operation_uses_its_reference_and_fails_if_the_model_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_operation_uses_its_reference_and_fails_if_the_model_lacks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = _loaded(build_tiny(tmp_path / "dense", "qwen2"), monkeypatch)
     own = model.model.norm.forward
     install_kernels(model, ("auto",), Cpu())

@@ -141,5 +141,7 @@ def test_a_response_that_trains_nothing_loses_its_kl_like_its_siblings() -> None
 
 @pytest.mark.parametrize("unused", [{"refresh_every": 5}, {"reference_path": "elsewhere"}])
 def test_a_reference_that_nothing_loads_is_refused(unused: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"with algorithm\.kl\.place=off there is none; set algorithm\.kl\.place"):
+    with pytest.raises(
+        ValueError, match=r"algorithm\.kl\.place=off loads no reference model; set algorithm\.kl\.place"
+    ):
         KLConfig.model_validate(unused)

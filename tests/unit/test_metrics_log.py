@@ -136,7 +136,7 @@ def test_a_full_disk_is_reported_and_the_lines_there_stay(tmp_path: Path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    refused = rf"{log.path} cannot be written: .*No space left on device; make room, or take an --output"
+    refused = rf"{log.path} cannot be written: .*No space left on device; free disk space, or move --output"
     with pytest.raises(CheckpointError, match=refused):
         MetricsLog(tmp_path, 0)
     assert [line["step"] for line in read_json_lines(log.path)] == [1]

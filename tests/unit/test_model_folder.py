@@ -45,8 +45,8 @@ def test_an_index_or_the_headers_say_where_tensors_are(tmp_path: Path) -> None:
     ("index", "message"),
     [
         ('{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}', "lacks 2 of the 2 files .* such as x"),
-        ("{}", r"is no index of weights \(KeyError"),
-        ("<html>", "is no index of weights"),
+        ("{}", r"is not a weight index \(KeyError"),
+        ("<html>", "is not a weight index"),
         ('{"weight_map": {"a": "../x.safetensors"}}', r"names \.\./x\.safetensors, which is not a file name"),
     ],
 )
@@ -80,9 +80,7 @@ def test_links_may_lead_to_the_blobs_of_a_cache_and_nowhere_else(tmp_path: Path)
     link.unlink()
     link.symlink_to(secret)
     for refuse in (require_model_folder, lambda folder: copy_model_files(folder, tmp_path / "stolen")):
-        with pytest.raises(
-            ModelError, match=rf"generation_config\.json is a link to {secret}, outside of the model"
-        ):
+        with pytest.raises(ModelError, match=rf"generation_config\.json is a link to {secret}, outside the model"):
             refuse(snapshot)
     assert not (tmp_path / "stolen").exists()
     link.unlink()
@@ -98,7 +96,7 @@ def test_links_in_a_circle_are_named(tmp_path: Path, name: str) -> None:
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("other")
     (folder / "other").symlink_to(name)
-    with pytest.raises(ModelError, match=rf"{name} is a link to other, which leads back to it; replace it"):
+    with pytest.raises(ModelError, match=rf"{name} is a circular link to other; replace it"):
         require_own_files(folder)
 
 
@@ -132,8 +130,8 @@ def test_of_a_repository_only_what_is_read_is_fetched(others: list[str], kept: l
             [*SMALL, "pytorch_model.bin"],
             r"its weights are pickled \(pytorch_model\.bin\).*model\.allow_pickle=true",
         ),
-        ([*SMALL, "model-q4.gguf"], r"it has no safetensors, but weights as \.gguf; name a repository"),
-        (["adapter_config.json", "adapter_model.safetensors"], r"it holds an adapter, not a model: merge it"),
+        ([*SMALL, "model-q4.gguf"], r"it has no safetensors, only weights as \.gguf; use a repository"),
+        (["adapter_config.json", "adapter_model.safetensors"], r"it contains an adapter, not a model: merge it"),
         ([*SMALL[1:], "model.safetensors"], r"it lacks config\.json"),
         (
             ["config.json", "model.safetensors"],
@@ -162,7 +160,7 @@ def test_a_reference_model_has_the_policys_sizes(tmp_path: Path) -> None:
     config = json.loads((same / "config.json").read_text())
     (same / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 7}))
     with pytest.raises(
-        ModelError, match=r"same has num_hidden_layers 7 and the policy 2: .* algorithm\.kl\.refer"
+        ModelError, match=r"same has num_hidden_layers 7, but the policy has 2: .* algorithm\.kl\.refer"
     ):
         require_reference(str(same), policy)
     (same / "config.json").write_text("{")
@@ -175,13 +173,13 @@ def test_a_reference_model_has_the_policys_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("adapter_config.json", r"lacks config\.json .* folder \(it holds a LoRA adapter: merge it into"),
-        ("model-Q4_K_M.gguf", r"lacks config\.json .* folder \(it holds a GGUF file, which is quantized"),
+        ("adapter_config.json", r"lacks config\.json .* folder \(it contains a LoRA adapter: merge it into"),
+        ("model-Q4_K_M.gguf", r"lacks config\.json .* folder \(it contains a GGUF file, which is quantized"),
     ],
 )
 def test_other_forms_of_a_model_are_named(tmp_path: Path, file: str, said: str) -> None:
     (tmp_path / file).touch()
     with pytest.raises(ModelError, match=said):
         require_model_folder(tmp_path)
-    with pytest.raises(ModelError, match=rf"{file} is a file, and a model is a whole folder; set model\.path to"):
+    with pytest.raises(ModelError, match=rf"{file} is a file, not a model folder; set model\.path to"):
         require_model_folder(tmp_path / file)

@@ -29,7 +29,7 @@ def test_what_a_file_leaves_out_changes_nothing(tmp_path: Path, caplog: pytest.L
     assert caplog.text == ""
     read_sampling(model(tmp_path, temperature=0.7, repetition_penalty=1.05))
     assert "recommends {'repetition_penalty': 1.05}, which training does not apply" in caplog.text
-    with pytest.raises(ModelError, match=r"recommends no temperature, top_p or top_k.*set rollout\.sampling"):
+    with pytest.raises(ModelError, match=r"has no temperature, top_p or top_k .*set rollout\.sampling"):
         read_sampling(model(tmp_path, eos_token_id=1))
     (tmp_path / GENERATION_CONFIG).write_text("{")
     with pytest.raises(ModelError, match="is not JSON"):
@@ -49,7 +49,7 @@ def test_sections_that_ask_for_it_take_the_models_values(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"rollout\.top_p=0\.95, rollout\.top_k=20 would correct for the trunc"):
         with_model_sampling(make_config(rollout={"sampling": "model"}, algorithm=corrected), tmp_path)
     model(tmp_path, do_sample=False)
-    with pytest.raises(ConfigError, match="is greedy, which gives 16 times the same response"):
+    with pytest.raises(ConfigError, match="is greedy, which would repeat the same response 16 times"):
         with_model_sampling(make_config(rollout={"sampling": "model"}), tmp_path)
     with pytest.raises(ConfigError, match=r"validation\.num_samples=4 at temperature 0"):
         with_model_sampling(make_config(validation=sampled), tmp_path)

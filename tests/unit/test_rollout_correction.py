@@ -207,7 +207,7 @@ def test_weights_and_intervals_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match=r"importance_min=2\.0 is not below importance_max=2\.0"):
         _settings(importance="token", importance_min=2.0)
     for ignored in ({"importance_min": 0.5}, {"importance_normalize": True}):
-        with pytest.raises(ValueError, match=r"importance=off has none; remove them"):
+        with pytest.raises(ValueError, match=r"have no effect with importance=off; remove them"):
             _settings(importance="off", **ignored)
 
 

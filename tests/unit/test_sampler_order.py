@@ -213,7 +213,7 @@ def test_draws_are_used_up_only_when_continued_groups_came_back_too(order: str, 
     )
     sampler.draw(step=1)
     if on_exhausted == "raise":
-        with pytest.raises(NotEnoughSignal, match=r"^4 drawn .* gave 1 groups with signal, 2 .* of 6 finished"):
+        with pytest.raises(NotEnoughSignal, match=r"^4 new .* gave 1 of 2 groups with signal.* of 6 finished"):
             sampler.draw(step=2)
         return
     draw = sampler.draw(step=2)

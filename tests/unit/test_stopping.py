@@ -42,7 +42,7 @@ def test_what_may_be_interrupted_is_so_at_once_and_handlers_come_back(number: si
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize(("step", "then"), [(8, "a last checkpoint after step 8, then ending"), (1, "step 1,")])
+@pytest.mark.parametrize(("step", "then"), [(8, "a final checkpoint after step 8, then ending"), (1, "step 1,")])
 def test_a_request_during_the_work_of_a_step_waits_for_its_end(
     caplog: pytest.LogCaptureFixture, step: int, then: str
 ) -> None:
@@ -61,7 +61,10 @@ def test_a_request_during_the_work_of_a_step_waits_for_its_end(
 
 @pytest.mark.parametrize(
     ("step", "then"),
-    [(8, "a last checkpoint after step 7, then ending"), (1, "without a checkpoint, as no step is done")],
+    [
+        (8, "a final checkpoint after step 7, then ending"),
+        (1, "without a checkpoint, because no step is complete"),
+    ],
 )
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_request_while_groups_are_waited_for_ends_that(

@@ -144,7 +144,7 @@ def test_arguments_of_the_chat_template_change_the_tokens_and_their_key(
     (held_out,) = tokenize_prompts([_problem()], thinking, 100, {"enable_thinking": False})
     assert held_out.prompt_ids[-len(said) :] == tuple(said)
     with pytest.raises(
-        ConfigError, match=r"kwargs\.enable_thinkng changes nothing.*\(did you mean enable_thinking\?\)"
+        ConfigError, match=r"kwargs\.enable_thinkng has no effect.*\(did you mean enable_thinking\?\)"
     ):
         read(enable_thinkng=False)
 
@@ -192,8 +192,8 @@ def test_what_becomes_of_prompts_that_are_too_long(
         dropped, cut = prompts_of(path, middle, "drop"), prompts_of(path, middle, "truncate_left")
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [text.rpartition("(data")[0] for text in warnings] == [
-        f"{counted} and are left out ".replace("\\", ""),
-        f"{counted} and are cut to their last tokens ".replace("\\", ""),
+        f"{counted} and are dropped ".replace("\\", ""),
+        f"{counted} and are truncated to their last tokens ".replace("\\", ""),
     ]
     assert [prompt.index for prompt in dropped] == [0, 2]
     assert [prompt.index for prompt in cut] == [0, 1, 2]

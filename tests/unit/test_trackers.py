@@ -125,8 +125,8 @@ def test_a_continued_training_goes_on_with_its_run_and_sends_no_step_twice(
 @pytest.mark.parametrize(
     ("fails", "num_failed", "said"),
     [
-        ("open", 4, "tracker wandb fails (ConnectionError: no answer, key [redacted] refused); training goes on"),
-        ("log 1", 1, "tracker wandb fails (ValueError: step 1 is refused); training goes on"),
+        ("open", 4, "tracker wandb failed (ConnectionError: no answer, key [redacted] refused); training
+        continues"), ("log 1", 1, "tracker wandb failed (ValueError: step 1 is refused); training continues"),
     ],
 )
 def test_failures_are_logged_once_and_counted(
@@ -143,7 +143,7 @@ def test_failures_are_logged_once_and_counted(
     with tracking(config(), tmp_path, False) as tracked:
         for step in (1, 2, 3):
             tracked.on_step(step, {"critic/score/mean": 1.0})
-    assert caplog.text.count("fails (") == 1
+    assert caplog.text.count("failed (") == 1
     assert said in caplog.text
     assert f"wandb: {num_failed} calls failed" in caplog.text
     assert json.loads((tmp_path / TRACKERS_FILE).read_text())["trackers"][0]["num_failed"] == num_failed
@@ -160,7 +160,7 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
         for step in range(20):
             tracked.on_step(step, {"critic/score/mean": 1.0})
         wait_until(lambda: bool(recording.calls), "the tracker to be opened")
-    assert "it is 5 calls behind" in caplog.text
+    assert "5 calls are queued" in caplog.text
     assert json.loads((tmp_path / TRACKERS_FILE).read_text())["trackers"][0]["num_failed"] >= 10
     assert recording.calls == [("open", "dapo-pipeline", "mine", recording.calls[0][3], None)]
 
@@ -182,7 +182,7 @@ def test_a_missing_client_is_an_error_with_the_command_that_installs_it(monkeypa
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None if name == "alembic" else name)
     require_trackers(["tensorboard", "wandb", "swanlab"])
     with pytest.raises(
-        ConfigError, match=r"names mlflow, whose .*pip install mlflow-skinny sqlalchemy alembic \("
+        ConfigError, match=r"includes mlflow, but .*pip install mlflow-skinny sqlalchemy alembic \("
     ):
         require_trackers(["tensorboard", "mlflow"])
 

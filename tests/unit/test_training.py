@@ -43,11 +43,11 @@ def test_a_new_checkpoint_resets_the_count_and_only_that() -> None:
     assert pauses == [1, 2, 1, 2, 1, 2]
     with pytest.raises(WorkerDied) as caught:
         restarts.pause(DEATH, SECOND)
-    assert str(caught.value).startswith(f"{DEATH}; given up after 2 restarts without a new checkpoint: ")
+    assert str(caught.value).startswith(f"{DEATH}; giving up after 2 restarts without a new checkpoint: ")
     assert "raise train.max_restarts" in str(caught.value)
     assert caught.value.__cause__ is DEATH
     assert len(pauses) == 6  # no wait before giving up
-    with pytest.raises(WorkerDied, match="given up after 0 restarts"):
+    with pytest.raises(WorkerDied, match="giving up after 0 restarts"):
         Restarts(0, 1.0, pytest.fail).pause(DEATH, FIRST)
 
 
@@ -108,8 +108,8 @@ def test_what_dies_once_training_is_told_to_stop_is_not_started_again(
 @pytest.mark.parametrize(
     ("resume", "step", "said"),
     [
-        ("auto", 7, "after step 7 of 40; its checkpoint is {folder}/step_000007; the same command continues"),
-        ("never", 7, "the same command with --set checkpoint.resume=auto continues"),
+        ("auto", 7, "after step 7 of 40; its checkpoint is {folder}/step_000007; the same command resumes it"),
+        ("never", 7, "the same command with --set checkpoint.resume=auto resumes it"),
         ("auto", None, "before its first checkpoint; the same command starts from the beginning"),
     ],
 )

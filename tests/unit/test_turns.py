@@ -128,7 +128,7 @@ def test_settings_under_which_an_engine_cannot_sleep_are_refused_by_name(kind: s
 
 
 def test_an_npu_in_the_nz_layout_is_refused_in_either_placement() -> None:
-    with pytest.raises(ConfigError, match=r"^VLLM_ASCEND_ENABLE_NZ=1: engines cannot take new weights"):
+    with pytest.raises(ConfigError, match=r"^VLLM_ASCEND_ENABLE_NZ=1: engines cannot load new weights"):
         device_for("npu").prepare({"VLLM_ASCEND_ENABLE_NZ": "1"}, is_shared=False)
     environment = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
     device_for("npu").prepare(environment, is_shared=False)
