@@ -125,8 +125,8 @@ def test_a_continued_training_goes_on_with_its_run_and_sends_no_step_twice(
 @pytest.mark.parametrize(
     ("fails", "num_failed", "said"),
     [
-        ("open", 4, "tracker wandb failed (ConnectionError: no answer, key [redacted] refused); training
-        continues"), ("log 1", 1, "tracker wandb failed (ValueError: step 1 is refused); training continues"),
+        ("open", 4, "tracker wandb failed (ConnectionError: no answer, key [redacted] refused); training cont"),
+        ("log 1", 1, "tracker wandb failed (ValueError: step 1 is refused); training continues"),
     ],
 )
 def test_failures_are_logged_once_and_counted(
