@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,21 +45,6 @@ class Batch:
         return len(self.token_ids)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of prompts and responses."""
-        return int(self.prompt_lengths.sum() + self.response_lengths.sum())
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """Tokens under the mask."""
-        return int(self.response_mask.sum())
-
-    @property
-    def num_loss_responses(self) -> int:
-        """Responses with at least one token under the mask."""
-        return int(self.response_mask.any(dim=-1).sum())
-
-    @property
     def num_groups(self) -> int:
         return int(self.group_ids[-1]) + 1
 
@@ -76,15 +61,12 @@ class Batch:
     def select(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the given rows in the given order, trimmed to their longest sequence."""
         rows = torch.from_numpy(np.array(indices, dtype=np.int64))
-        width = int(self.lengths[rows].max())
         num_response_tokens = max(int(self.response_lengths[rows].max()), 1)
-        columns = {"token_ids": width, **dict.fromkeys(_PER_RESPONSE_TOKEN, num_response_tokens)}
-        chosen: dict[str, Any] = {}
-        for name in (field.name for field in fields(self)):
-            values = getattr(self, name)
-            whole = None if values is None else values[rows]
-            chosen[name] = whole if whole is None or name not in columns else whole[:, : columns[name]]
-        return Batch(**chosen)
+        widths = dict.fromkeys(_PER_RESPONSE_TOKEN, num_response_tokens)
+        widths["token_ids"] = int(self.lengths[rows].max())
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        present = {name: value for name, value in values.items() if value is not None}
+        return Batch(**{name: value[rows][..., : widths.get(name)] for name, value in present.items()})
 
 
 _PER_RESPONSE_TOKEN = (

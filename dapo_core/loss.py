@@ -31,7 +31,8 @@ class LossTotals:
     @classmethod
     def of(cls, batch: Batch, num_data_ranks: int = 1) -> LossTotals:
         """Count the denominators of a mini-batch."""
-        return cls(batch.num_loss_tokens, batch.num_loss_responses, num_data_ranks)
+        mask = batch.response_mask
+        return cls(int(mask.sum()), int(mask.any(dim=-1).sum()), num_data_ranks)
 
     def token_weights(
         self, response_mask: torch.Tensor, algorithm: AlgorithmConfig, num_share_responses: int | None = None

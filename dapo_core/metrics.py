@@ -23,8 +23,9 @@ from durable import append_json_line, read_json_lines, write_atomically
 if TYPE_CHECKING:
     import torch
 
-    from dapo_core.batch import Batch
+    from dapo_core.batch import Batch, Measured
     from dapo_core.config.algorithm import KLConfig
+    from dapo_core.config.training import TrainingConfig
     from dapo_core.groups import Group
     from dapo_core.policy.update import Update
 
@@ -95,6 +96,21 @@ def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str,
         "train/num_gen_batches": draw.num_drawn / gen_prompts,
         "perf/generated_tokens": float(account.generated_tokens),
         "perf/trained_response_tokens": 0.0,  # for a skipped step; batch_metrics overrides it
+    }
+
+
+def training_metrics(
+    groups: Sequence[Group], batch: Batch, measured: Measured, updates: Sequence[Update], config: TrainingConfig
+) -> dict[str, float]:
+    """Return the metrics of a step's responses, batch, updates and load balance."""
+    from dapo_core.loss import LossTotals  # torch
+
+    token_weights = LossTotals.of(batch).token_weights(batch.response_mask, config.algorithm)
+    return {
+        **response_metrics(groups, batch.rewards, config.data.max_prompt_tokens),
+        **batch_metrics(batch, measured.entropy, token_weights),
+        **update_metrics(updates, config.algorithm.kl),
+        **seqlen_metrics(batch.lengths, updates, config.train.passes),
     }
 
 

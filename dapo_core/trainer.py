@@ -21,7 +21,7 @@ restart from the last checkpoint (training.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,6 @@ from dapo_core.device import device_for
 from dapo_core.engine_checks import probe_difference, require_sampled_alike
 from dapo_core.flops import ActorUtilization
 from dapo_core.kl import KLController
-from dapo_core.loss import LossTotals
 from dapo_core.metrics import PhaseTimer
 from dapo_core.pretrained import load_model_config
 from dapo_core.rollout_metrics import correction_metrics
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from dapo_core.cluster.start import Cluster
     from dapo_core.config.training import TrainingConfig
     from dapo_core.data import PromptStream
-    from dapo_core.groups import Group
     from dapo_core.policy.update import Update
     from dapo_core.validation import Validation
 
@@ -118,7 +116,8 @@ class Trainer:
             metrics["weight_sync/probe_difference"] = self._publish(batch, updates[-1].policy_version, timer)
             metrics |= kl_metrics
             metrics |= correction_metrics(measured.log_probs, drawn, config.rollout_correction)
-            metrics |= self._training_metrics(groups, batch, measured, updates, timer)
+            metrics |= measure.training_metrics(groups, batch, measured, updates, config)
+            metrics |= self.utilization.metrics(batch, timer.seconds["update_actor"], config.train.passes)
 
         self.cluster.policy.refresh_reference(number, timer)
         self.num_steps = number
@@ -205,19 +204,6 @@ class Trainer:
         self.turns.enter("generate", timer)
         with timer.phase("weight_sync"):
             return probe_difference(self.cluster.rollouts, probe, probed, self.dtypes)
-
-    def _training_metrics(
-        self, groups: list[Group], batch: Batch, measured: Measured, updates: Sequence[Update], timer: PhaseTimer
-    ) -> dict[str, float]:
-        config = self.config
-        token_weights = LossTotals.of(batch).token_weights(batch.response_mask, config.algorithm)
-        return {
-            **measure.response_metrics(groups, batch.rewards, config.data.max_prompt_tokens),
-            **measure.batch_metrics(batch, measured.entropy, token_weights),
-            **measure.update_metrics(updates, config.algorithm.kl),
-            **measure.seqlen_metrics(batch.lengths, updates, config.train.passes),
-            **self.utilization.metrics(batch, timer.seconds["update_actor"], config.train.passes),
-        }
 
     def _validate(self, number: int, timer: PhaseTimer) -> dict[str, float]:
         if not is_due(number, self.config.validation.every, self.config.train.total_steps):

@@ -58,13 +58,10 @@ def train(
 ) -> TrainResult:
     """Train the model on the prompts in `train_path`; writes checkpoints and metrics.jsonl to `output_dir`.
 
-    checkpoint.resume selects the checkpoint to resume from. All input is checked before any worker starts. If a
-    rank or rollout worker dies, all restart from the last checkpoint; after train.max_restarts restarts without a
-    new one, WorkerDied is raised. On SIGTERM or SIGINT, a final checkpoint is written and TrainingStopped raised;
-    a second signal raises KeyboardInterrupt immediately.
-
-    on_step: called as on_step(step, metrics) after each step; held_out_path: validation problems; restarts: also
-    counts restarts by earlier processes.
+    Checks all input before any worker starts. If a worker dies, all restart from the last checkpoint; after
+    train.max_restarts restarts without a new one, raises WorkerDied. On SIGTERM or SIGINT, writes a final
+    checkpoint and raises TrainingStopped; a second signal raises KeyboardInterrupt immediately. `on_step(step,
+    metrics)` is called after each step; `restarts` also counts restarts by earlier processes.
     """
     folder = output_dir / CHECKPOINTS
     restarts = restarts or Restarts(config.train.max_restarts, config.train.restart_delay_seconds)

@@ -117,7 +117,8 @@ class Policy(Profiled):
         for loss in self._losses(share, totals, measuring, parts):
             with record_function("backward"):
                 loss.backward()
-        grad_norm = _full(nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)).item()
+        norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
+        grad_norm = norm.full_tensor().item()
         is_skipped = not math.isfinite(grad_norm)
         self.offloader.transfers.join()  # moments may still be copying until here
         if not is_skipped:
@@ -264,8 +265,3 @@ class Policy(Profiled):
         weights = totals.token_weights(micro.response_mask, self.algorithm, share.batch.num_responses)
         tokens = loss_tokens(micro, row, log_probs.detach(), weights, self.rollout_correction)
         return policy_loss(log_probs, entropy if has_bonus else None, tokens, self.algorithm)
-
-
-def _full(tensor: Any) -> torch.Tensor:
-    """Return the full tensor of a DTensor (collective); other tensors unchanged."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

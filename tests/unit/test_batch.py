@@ -22,6 +22,7 @@ from dapo_core.data import Prompt
 from dapo_core.engines.base import FinishReason
 from dapo_core.errors import DataError
 from dapo_core.groups import Group, Rollout
+from dapo_core.loss import LossTotals
 from tests.batches import UNSCORED, make_group, random_batch
 
 
@@ -58,14 +59,14 @@ def test_layout() -> None:
     assert batch.old_log_probs is None
     assert not batch.is_stale.any()
     assert batch.advantages.tolist() == [1.0, -1.0, 0.5, -0.5]
-    assert (batch.num_responses, batch.num_loss_tokens, batch.num_loss_responses) == (4, 8, 3)
+    assert (batch.num_responses, LossTotals.of(batch)) == (4, LossTotals(8, 3))
     assert batch.lengths.tolist() == [5, 6, 4, 3]
 
 
 def test_truncated_responses_can_be_left_out_of_the_loss() -> None:
     batch = build_batch(_groups(), mask_truncated=True)
     assert batch.response_mask.int().tolist() == [[1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert (batch.num_loss_tokens, batch.num_loss_responses) == (4, 2)
+    assert LossTotals.of(batch) == LossTotals(4, 2)
 
 
 def test_select_orders_and_trims() -> None:
@@ -166,6 +167,6 @@ def test_mini_batches_take_whole_groups_in_a_given_order() -> None:
 
 def test_an_empty_micro_batch_is_a_row_that_trains_nothing() -> None:
     share = RankShare(random_batch(1, 2), [np.array([1]), np.array([], dtype=np.int64)])
-    assert share.micro_batch(0).num_loss_tokens > 0
+    assert share.micro_batch(0).response_mask.any()
     empty = share.micro_batch(1)
-    assert (empty.num_responses, empty.num_loss_tokens) == (1, 0)
+    assert (empty.num_responses, empty.response_mask.any()) == (1, False)
