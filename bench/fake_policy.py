@@ -147,7 +147,7 @@ def _with_fake_rows(make: Callable[..., PackedRow], mode: FakeTensorMode) -> Cal
         with unset_fake_temporarily():
             row = make(*arguments)
         packing = row.packing
-        packing.positions = mode.from_tensor(packing.places)
+        packing.positions = mode.from_tensor(packing.positions)
         packing.blocks = [replace(block, tokens=mode.from_tensor(block.tokens)) for block in packing.blocks]
         fakes: dict[str, Any] = {name: mode.from_tensor(getattr(row, name)) for name in ROW_TENSORS}
         return replace(row, **fakes)

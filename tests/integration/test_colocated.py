@@ -114,14 +114,14 @@ def trainings(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {name: _train(world, folder / name, name, steps) for name, steps in ends.items()}
 
 
-def test_each_kind_of_work_finds_on_the_device_what_the_table_says(trainings: dict[str, Training]) -> None:
+def test_every_phase_finds_its_state_on_the_device(trainings: dict[str, Training]) -> None:
     trace = trainings["colocated"].trace.work
     assert {work for work, *_ in trace} == WORK.keys()
     for number, (work, ranks, engines) in enumerate(trace):
         assert (ranks, engines) in [COLOCATED[phase] for phase in WORK[work]], (number, work)
 
 
-def test_the_order_of_a_step_is_that_of_the_table(trainings: dict[str, Training]) -> None:
+def test_a_step_moves_state_in_the_documented_order(trainings: dict[str, Training]) -> None:
     by_holding = {holding: phase for phase, holding in COLOCATED.items()}
     phases = [by_holding[ranks, engines] for _, ranks, engines in trainings["colocated"].trace.work]
     turns = [phase for number, phase in enumerate(phases) if number == 0 or phases[number - 1] != phase]
@@ -130,12 +130,12 @@ def test_the_order_of_a_step_is_that_of_the_table(trainings: dict[str, Training]
     assert turns == [*COLOCATED] * (NUM_STEPS - 1) + probe + resume + [*COLOCATED] + probe
 
 
-def test_on_separate_devices_nothing_is_given_back(trainings: dict[str, Training]) -> None:
+def test_on_separate_devices_nothing_is_freed(trainings: dict[str, Training]) -> None:
     trace = trainings["separate"].trace
     assert {(ranks, engines) for _, ranks, engines in trace.work} == {(OF_RANKS, OF_ENGINES)}
 
 
-def test_both_placements_train_on_the_same_batches_to_the_same_bits(
+def test_both_placements_train_to_the_same_bits(
     trainings: dict[str, Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     separate, colocated = trainings["separate"], trainings["colocated"]
@@ -193,7 +193,7 @@ def _take_turns(rank: int, path: Path, folder: Path) -> dict[str, float]:
     return facts
 
 
-def test_a_rank_on_a_cpu_gives_its_memory_back_to_the_system(tmp_path: Path) -> None:
+def test_an_offloaded_rank_on_a_cpu_frees_its_memory(tmp_path: Path) -> None:
     """26 million parameters: 105 MB of weights, 210 MB of moments and 105 MB of gradients."""
     build_tiny(tmp_path / "model", "qwen3", hidden_size=1024, intermediate_size=4096)
     (facts,) = run_ranks(1, _take_turns, tmp_path / "model", tmp_path / "checkpoint")

@@ -61,7 +61,7 @@ def _peak_of_an_update(rank: int, config: Config) -> tuple[int, Update]:
     return _resident("VmHWM") - before, update
 
 
-def test_an_update_on_22528_tokens_takes_the_planned_memory(tmp_path: Path) -> None:
+def test_an_update_on_22528_tokens_fits_the_planned_memory(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(MODEL).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     config: Any = make_config(

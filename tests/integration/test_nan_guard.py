@@ -58,7 +58,7 @@ def _searched(rank: int, config: Config, batch: Batch) -> dict[str, Any]:
     return found
 
 
-def test_the_guard_names_the_module_the_rank_and_the_micro_batch(tmp_path: Path) -> None:
+def test_the_nan_guard_names_module_rank_and_micro_batch(tmp_path: Path) -> None:
     train = {"num_ranks": 2}
     config = make_config(build_tiny(tmp_path / "model", "qwen3"), train=train, rollout={"group_size": 4})
     ranks = run_ranks(2, _searched, config, random_batch(6, 4, seed=1))
@@ -75,7 +75,7 @@ def test_the_guard_names_the_module_the_rank_and_the_micro_batch(tmp_path: Path)
     assert faults["weight"][0] == "weight of model.layers.1.mlp.down_proj (rank 0, micro-batch 0)"
 
 
-def test_a_warning_names_the_step_and_what_to_try(
+def test_the_nan_warning_names_the_step_and_what_to_try(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second of two optimizer steps of training step 7 is skipped."""

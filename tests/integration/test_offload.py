@@ -102,7 +102,7 @@ def _updated_elsewhere(rank: int, config: Config) -> Any:
         return _updated(rank, config), [tuple(tensor.shape) for tensor in saved]
 
 
-def test_offloaded_activations_give_the_same_gradients_to_the_bit(tmp_path: Path) -> None:
+def test_offloaded_activations_give_the_same_gradients_bit_for_bit(tmp_path: Path) -> None:
     """Each layer's input leaves, and no weight does; several micro-batches on two ranks."""
     build_tiny(tmp_path, "qwen3_moe", seed=9)
     model = load_model_config(tmp_path, False)
@@ -137,7 +137,7 @@ def _two_updates(rank: int, config: Config) -> Any:
     return updates, {name: parameter.to_local() for name, parameter in parameters}, policies
 
 
-def test_shards_in_host_memory_learn_the_same(tmp_path: Path) -> None:
+def test_offloaded_shards_train_to_the_same_bits(tmp_path: Path) -> None:
     """On a CPU, host and device are one: the same bits, and torch's policy for offloading in every unit."""
     build_tiny(tmp_path / "model", "qwen3", seed=9)
     train = {"num_ranks": 2, "train_prompts": 2, "mini_prompts": 2}
@@ -226,7 +226,7 @@ def _step_with_offloading(rank: int, config: Config, is_offloaded: bool) -> dict
     return {**found, "updates": updates}
 
 
-def test_copies_beside_the_computation_are_read_only_when_they_are_there(tmp_path: Path) -> None:
+def test_background_copies_are_never_read_early(tmp_path: Path) -> None:
     """With uneven shards, which FSDP2 pads: 5 experts on 2 ranks."""
     build_tiny(tmp_path / "model", "qwen3_moe", seed=9)
     config = make_config(
@@ -241,7 +241,7 @@ def test_copies_beside_the_computation_are_read_only_when_they_are_there(tmp_pat
         assert not [name for name, value in one.items() if value.isnan().any()]
 
 
-def test_weights_and_moments_move_and_remain_the_same_parameters_and_shards(tmp_path: Path) -> None:
+def test_moved_weights_stay_the_same_parameters(tmp_path: Path) -> None:
     build_tiny(tmp_path, "qwen3_moe", seed=9)
     for facts in run_ranks(3, _move_away, tmp_path, 3):
         assert [fact for fact, holds in facts.items() if not holds] == []

@@ -151,7 +151,7 @@ def _gradients_between(rank: int, config: Config, batch: Batch) -> list[set[type
     return found[1:]
 
 
-def test_no_rank_keeps_whole_gradients_between_micro_batches(models: dict[str, Path]) -> None:
+def test_gradients_are_sharded_after_every_micro_batch(models: dict[str, Path]) -> None:
     """A gradient that is not reduced yet is not in `grad`."""
     for found in run_ranks(4, _gradients_between, _config(models["qwen3"], {"num_ranks": 4}), _batch()):
         assert found == [{DTensor}] * len(found) != []
@@ -194,7 +194,7 @@ KL_AND_ENTROPY = {"kl": {"place": "loss", "coefficient": 0.5}, "entropy_coeffici
         ("qwen2", {"num_ranks": 2, "sequence_parallel": 2}, 64, {}),
     ],
 )
-def test_update_equals_the_plain_single_process_update(
+def test_an_update_equals_the_plain_single_process_update(
     models: dict[str, Path], architecture: str, train: dict[str, Any], max_tokens: int, algorithm: dict[str, Any]
 ) -> None:
     config, batch = _config(models[architecture], train, algorithm=algorithm), _batch()
@@ -212,7 +212,7 @@ def test_update_equals_the_plain_single_process_update(
         ("qwen3_moe", {"num_ranks": 2}, 64, KL_AND_ENTROPY),
     ],
 )
-def test_the_only_update_of_a_step_needs_no_pass_before_it(
+def test_a_single_update_needs_no_anchor_pass(
     models: dict[str, Path], architecture: str, train: dict[str, Any], max_tokens: int, algorithm: dict[str, Any]
 ) -> None:
     """Weights, sums, norm, log-probs and entropy are the same bits as after an anchoring pass."""
@@ -238,7 +238,7 @@ def test_the_only_update_of_a_step_needs_no_pass_before_it(
 
 
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(4, 4096), (2, 21)])
-def test_a_rank_without_work_adds_nothing_to_the_gradient(
+def test_a_rank_without_work_does_not_change_the_gradient(
     models: dict[str, Path], num_ranks: int, max_tokens: int
 ) -> None:
     """Three responses on four ranks, or in more micro-batches on one rank than on the other."""
@@ -249,7 +249,7 @@ def test_a_rank_without_work_adds_nothing_to_the_gradient(
     _require_equal(run_ranks(num_ranks, _update, config, batch, max_tokens), _expected(config, batch), batch)
 
 
-def test_half_precision_gives_the_same_within_its_precision(models: dict[str, Path]) -> None:
+def test_bfloat16_gives_the_same_within_its_precision(models: dict[str, Path]) -> None:
     batch = _batch()
     config = _config(models["qwen3"], {"num_ranks": 2, "sequence_parallel": 2, "dtype": "bfloat16"})
     expected = _expected(config, batch)
@@ -287,7 +287,7 @@ def _infinite_loss(rank: int, config: Config, batch: Batch) -> Any:
     return before, sent_weights(policy), update
 
 
-def test_a_norm_that_is_not_finite_changes_nothing_and_is_counted(models: dict[str, Path]) -> None:
+def test_a_non_finite_norm_skips_the_update(models: dict[str, Path]) -> None:
     batch = random_batch(num_groups=2, group_size=2)
     batch = replace(batch, old_log_probs=torch.full_like(batch.rollout_log_probs, -2.0))
     batch.advantages[1] = float("inf")
@@ -315,7 +315,7 @@ def _load(rank: int, config: Config) -> str:
     return str(raised.value)
 
 
-def test_a_model_that_cannot_be_trained_is_refused_at_the_start(models: dict[str, Path], tmp_path: Path) -> None:
+def test_an_unsupported_model_is_refused_at_the_start(models: dict[str, Path], tmp_path: Path) -> None:
     message = run_ranks(4, _load, _config(models["qwen3"], {"num_ranks": 4, "sequence_parallel": 4}))[0]
     assert "qwen3 has 2 attention heads" in message
     assert "train.sequence_parallel=4" in message

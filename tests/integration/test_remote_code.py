@@ -99,7 +99,7 @@ def test_a_planted_file_does_not_run_in_a_server(planted: Path, marker: Path) ->
     assert not marker.exists()
 
 
-def test_the_key_lets_it_run(planted: Path, marker: Path) -> None:
+def test_trust_remote_code_lets_it_run(planted: Path, marker: Path) -> None:
     assert load_model_config(planted, trust_remote_code=True).model_type == "planted"
     assert marker.exists()
     marker.unlink()

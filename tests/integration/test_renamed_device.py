@@ -74,9 +74,7 @@ def _steps(rank: int, folder: Path, config: Config, batch: Batch) -> dict[str, A
 
 
 @pytest.mark.parametrize("train", [ON_DEVICE, ON_HOST], ids=["on_device", "on_host"])
-def test_the_policy_trains_on_a_device_that_is_the_cpu_renamed(
-    train: dict[str, Any], library: Path, tmp_path: Path
-) -> None:
+def test_the_policy_names_no_device_but_its_own(train: dict[str, Any], library: Path, tmp_path: Path) -> None:
     model, batch = build_tiny(tmp_path / "model", "qwen3", seed=3), random_batch(6, 3, seed=1)
     batch = replace(batch, ref_log_probs=torch.full(batch.response_mask.shape, -5.5))
     both = {"dtype": "float32", "num_ranks": 2, "learning_rate": 1e-3, "warmup_steps": 0} | train

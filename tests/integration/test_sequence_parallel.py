@@ -72,7 +72,7 @@ def _slice(
         ("mistral", 4, 4, 4),  # with a window of 5 tokens
     ],
 )
-def test_slices_give_the_log_probs_and_gradients_of_the_whole_row(
+def test_sequence_parallel_ranks_compute_the_same_as_one_rank(
     family: str, num_heads: int, num_key_heads: int, sequence_parallel: int
 ) -> None:
     batch = random_batch(num_groups=3, group_size=3, seed=5)

@@ -70,7 +70,7 @@ def _load_each(rank: int, cases: list[tuple[Path, TrainConfig]]) -> list[dict[st
     return [_load(rank, *case) for case in cases]
 
 
-def test_every_architecture_loads_as_transformers_loads_it(tmp_path: Path) -> None:
+def test_every_architecture_loads_as_in_transformers(tmp_path: Path) -> None:
     """Tied or not, of one file or several; what saves time or memory changes nothing."""
     plain, folder = TrainConfig(num_ranks=2), tmp_path
     cases = [
@@ -109,7 +109,7 @@ def _in_bfloat16_files(path: Path) -> Path:
         (2, 1, (2, 1)),  # every rank a copy
     ],
 )
-def test_ranks_and_copies_make_the_same_model(
+def test_sharding_and_replicas_do_not_change_the_model(
     tmp_path: Path, num_ranks: int, fsdp_size: int | None, mesh: tuple[int, ...]
 ) -> None:
     build_tiny(tmp_path, "qwen3_moe", seed=4)
@@ -119,7 +119,7 @@ def test_ranks_and_copies_make_the_same_model(
         _require_equal(rank, tmp_path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_weight_file_is_refused_with_its_name(tmp_path: Path) -> None:
     _in_bfloat16_files(build_tiny(tmp_path, "qwen3", seed=6))
     (tmp_path / shard_name(2, 2)).unlink()
     with pytest.raises(ModelError, match=r"lacks 1 of the 2 files .* such as model-00002-of-00002\.safetensors"):
@@ -152,7 +152,7 @@ def _largest(rank: int, path: Path, num_ranks: int) -> tuple[int, int]:
     return largest.num_bytes, held
 
 
-def test_a_rank_holds_its_rows_and_never_more(tmp_path: Path) -> None:
+def test_a_rank_never_loads_more_than_its_rows(tmp_path: Path) -> None:
     build_tiny(tmp_path, "qwen3", seed=7)
     tensors = load_file(tmp_path / SINGLE_FILE)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -205,16 +205,14 @@ UP = "model.layers.1.mlp.experts.3.up_proj.weight"
     ],
     ids=["missing", "unexpected", "expert", "shape"],
 )
-def test_files_that_are_not_the_models_are_refused(
-    tmp_path: Path, one_rank: None, change: Any, message: str
-) -> None:
+def test_files_of_another_model_are_refused(tmp_path: Path, one_rank: None, change: Any, message: str) -> None:
     build_tiny(tmp_path, "qwen3_moe")
     _change(tmp_path, change)
     with pytest.raises(ModelError, match=message):
         load_sharded(tmp_path, TrainConfig(), CPU, Logits)
 
 
-def test_copies_and_computed_tensors_in_the_files_are_passed_over(tmp_path: Path, one_rank: None) -> None:
+def test_tied_and_computed_tensors_in_the_files_are_ignored(tmp_path: Path, one_rank: None) -> None:
     build_tiny(tmp_path, "llama", tie_word_embeddings=True)
     embedding = load_file(tmp_path / SINGLE_FILE)["model.embed_tokens.weight"]
     copies = {"lm_head.weight": embedding.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
@@ -224,7 +222,7 @@ def test_copies_and_computed_tensors_in_the_files_are_passed_over(tmp_path: Path
     assert torch.equal(model.lm_head.weight.full_tensor(), embedding)
 
 
-def test_a_reference_model_learns_nothing(tmp_path: Path, one_rank: None) -> None:
+def test_a_reference_model_is_not_trained(tmp_path: Path, one_rank: None) -> None:
     build_tiny(tmp_path, "qwen3_moe", seed=8)
     model = load_sharded(tmp_path, TrainConfig(dtype="bfloat16"), CPU, Logits, trainable=False)
     assert not model.training

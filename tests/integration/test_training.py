@@ -101,7 +101,7 @@ def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory
     return Run(folder, result, read_json_lines(folder / METRICS_FILE), checkpoints, positions)
 
 
-def test_chosen_ranks_trace_the_phases_of_chosen_steps(run: Run) -> None:
+def test_selected_ranks_trace_selected_steps(run: Run) -> None:
     traces = {path.name: json.loads(path.read_bytes()) for path in (run.folder / PROFILES).iterdir()}
     assert set(traces) == {"step_000002_rank_1.json", "step_000003_rank_1.json"}
     for trace in traces.values():
@@ -110,7 +110,7 @@ def test_chosen_ranks_trace_the_phases_of_chosen_steps(run: Run) -> None:
         assert spans["update_actor"] == spans["optimizer"] == OPTIMIZER_STEPS
 
 
-def test_every_metric_is_written_and_no_unknown_one(run: Run) -> None:
+def test_exactly_the_documented_metrics_are_written(run: Run) -> None:
     for line in run.metrics:
         has_stale = line["sampler/staleness/token_ratio"] > 0
         assert has_stale == (line["step"] > 1)
@@ -118,7 +118,7 @@ def test_every_metric_is_written_and_no_unknown_one(run: Run) -> None:
         assert None not in line.values()
 
 
-def test_phases_add_up_to_the_step(run: Run) -> None:
+def test_phase_times_add_up_to_the_step(run: Run) -> None:
     phases = [name for name in METRIC_NAMES if name.startswith("timing_s/") and name != "timing_s/step"]
     shares = []  # of each step's time that no phase accounts for
     for line in run.metrics:
@@ -157,7 +157,7 @@ def test_engine_and_policy_agree_after_every_step(run: Run) -> None:
     assert max(line["weight_sync/probe_difference"] for line in run.metrics) < 1e-4
 
 
-def test_the_last_checkpoints_are_kept(run: Run) -> None:
+def test_the_latest_checkpoints_are_kept(run: Run) -> None:
     assert run.checkpoints[:3] == [
         ["latest", "lock", "step_000001"],
         ["latest", "lock", "step_000001", "step_000002"],
@@ -167,7 +167,7 @@ def test_the_last_checkpoints_are_kept(run: Run) -> None:
     assert checkpoint_names(run.folder) == ["latest", "step_000008"]
 
 
-def test_rate_and_position_follow_the_steps(run: Run) -> None:
+def test_learning_rate_and_position_follow_the_steps(run: Run) -> None:
     assert (run.result.steps, run.result.policy_version) == (TOTAL_STEPS, TOTAL_STEPS * OPTIMIZER_STEPS)
     assert run.result.checkpoint.name == "step_000008"
     # 1/6 of the rate per optimizer step of warm-up: steps 2, 4, 6 end training steps 1 to 3
@@ -178,7 +178,7 @@ def test_rate_and_position_follow_the_steps(run: Run) -> None:
     assert epochs == pytest.approx([position / NUM_PROBLEMS for position in run.positions])
 
 
-def test_placement_changes_no_number(run: Run, world: World, ray_address: str, tmp_path: Path) -> None:
+def test_placement_does_not_change_results(run: Run, world: World, ray_address: str, tmp_path: Path) -> None:
     """Two ranks share each sequence and hold all weights each, instead of half of both; two engines generate, on
     the ranks' devices.
     """
@@ -216,7 +216,7 @@ def started_since(before: dict[int, str]) -> Callable[[], bool]:
     return lambda: all(start_time_of(pid) != at for pid, at in started.items())
 
 
-def test_killed_it_ends_with_the_same_bits(
+def test_a_killed_training_ends_with_the_same_bits(
     run: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`dapo train` as a stage runs it: it restarts a rank or a worker itself, and the command is run again."""
@@ -238,7 +238,7 @@ def test_killed_it_ends_with_the_same_bits(
     assert len(crash.read_tensors(run.result.checkpoint)) > 50
 
 
-def test_too_little_signal_names_what_to_change(world: World, tmp_path: Path) -> None:
+def test_too_little_signal_fails_with_the_keys_to_change(world: World, tmp_path: Path) -> None:
     """The barely trained model gets every answer wrong."""
     config = config_of(
         sampler={"dynamic": True, "max_num_gen_batches": 2}, train={"total_steps": 1, "num_ranks": 1}
@@ -251,7 +251,7 @@ def test_too_little_signal_names_what_to_change(world: World, tmp_path: Path) ->
     assert read_json_lines(tmp_path / METRICS_FILE) == []
 
 
-def test_a_step_without_a_finished_group_ends_in_time_with_every_process(world: World, tmp_path: Path) -> None:
+def test_a_stalled_step_ends_in_time_with_every_process(world: World, tmp_path: Path) -> None:
     """The scorer never answers, and its own time limit is longer."""
     before = supervisor.descendants(os.getpid())
     scorer = tmp_path / "scorer.py"
@@ -272,9 +272,7 @@ def test_a_step_without_a_finished_group_ends_in_time_with_every_process(world: 
     wait_until(started_since(before), "every process is gone")
 
 
-def test_an_error_of_a_worker_keeps_its_type_and_message_and_ends_every_process(
-    world: World, tmp_path: Path
-) -> None:
+def test_a_worker_error_keeps_its_type_and_ends_every_process(world: World, tmp_path: Path) -> None:
     before = supervisor.descendants(os.getpid())
     config = config_of(rollout={"memory_gigabytes": 1e-6}, train={"total_steps": 1, "num_ranks": 1})
     with pytest.raises(

@@ -118,7 +118,7 @@ def test_kl_in_the_reward_with_an_adaptive_coefficient(start: Start) -> None:
         coefficient *= 1 + error * NUM_RESPONSES / 32  # Ziegler et al., section 2.2
 
 
-def test_rollout_correction_on_a_partial_step(start: Start) -> None:
+def test_rollout_correction_applies_to_a_partial_step(start: Start) -> None:
     """The engine computes in bfloat16; groups with an even answer give no signal."""
     (line,) = start(
         LENGTH_SCORER.replace("len(solution_str)", "(int(ground_truth) % 2) * len(solution_str)"),
@@ -185,7 +185,7 @@ def test_icepop_with_normalized_weights_and_a_divergence(start: Start) -> None:
     assert line["actor/entropy"] > num_tokens * 0.1
 
 
-def test_a_step_of_one_update_loses_no_metric_without_a_pass_before_it(
+def test_a_single_update_step_reports_all_metrics_without_an_extra_pass(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three steps, the later ones with tokens of older weights; then once more with the pass."""
@@ -216,7 +216,7 @@ def test_a_step_of_one_update_loses_no_metric_without_a_pass_before_it(
         assert 0 <= line["rollout/importance_truncated_ratio"] < 1
 
 
-def test_the_engines_log_probs_as_the_anchor(start: Start) -> None:
+def test_engine_log_probs_can_be_the_anchor(start: Start) -> None:
     """Two updates without a pass before them; the engine computes in bfloat16."""
     (line,) = start(
         LENGTH_SCORER,
@@ -234,7 +234,7 @@ def test_the_engines_log_probs_as_the_anchor(start: Start) -> None:
     assert line["actor/ppo_kl"] == pytest.approx(line["rollout/kl"], rel=1e-4)
 
 
-def test_responses_far_from_the_engine_are_dropped_with_its_log_probs_as_the_anchor(start: Start) -> None:
+def test_masks_work_with_engine_log_probs_as_the_anchor(start: Start) -> None:
     """By the ratio of the policy before the updates, for which it makes a pass."""
     (line,) = start(
         LENGTH_SCORER,
@@ -254,7 +254,7 @@ def test_responses_far_from_the_engine_are_dropped_with_its_log_probs_as_the_anc
     assert 1e-6 < abs(line["actor/ppo_kl"]) < 5e-4
 
 
-def test_grpo(start: Start) -> None:
+def test_the_grpo_recipe_trains(start: Start) -> None:
     """What the recipe sets apart from DAPO, with two optimizer steps and a scorer from a file."""
     recipe = load_config(RECIPES / "grpo_qwen3_8b_math.yaml")
     (line,) = start(
@@ -276,7 +276,7 @@ def test_grpo(start: Start) -> None:
     assert line["actor/pg_clipfrac"] > 0
 
 
-def test_equal_rewards_leave_the_gradient_to_the_entropy_bonus(start: Start) -> None:
+def test_equal_rewards_give_only_the_entropy_gradient(start: Start) -> None:
     first, second = start(
         "def compute_score(**_):\n    return -1.4\n",
         algorithm={"entropy_coefficient": 1.0},
@@ -289,7 +289,7 @@ def test_equal_rewards_leave_the_gradient_to_the_entropy_bonus(start: Start) -> 
     assert second["actor/entropy"] > first["actor/entropy"] + 0.01
 
 
-def test_compat_verl_learns_from_the_rounding_of_equal_rewards_on_two_ranks(start: Start) -> None:
+def test_compat_verl_trains_on_rounding_noise_on_two_ranks(start: Start) -> None:
     """Seven times -1.4 have a standard deviation of 2e-16 in float64, so the filter keeps the group."""
     (line,) = start(
         "def compute_score(**_):\n    return -1.4\n",
@@ -308,7 +308,7 @@ def test_compat_verl_learns_from_the_rounding_of_equal_rewards_on_two_ranks(star
     assert line["actor/grad_norm"] > 0.01
 
 
-def test_a_skipped_step_advances_the_data_and_not_the_policy(start: Start, tmp_path: Path) -> None:
+def test_a_skipped_step_advances_the_data_but_not_the_policy(start: Start, tmp_path: Path) -> None:
     (line,) = start(sampler={"dynamic": True, "max_num_gen_batches": 1, "on_exhausted": "skip_step"})
     assert (line["sampler/all_wrong_groups"], line["sampler/kept_groups"]) == (6, 0)
     assert line["policy_version"] == 0

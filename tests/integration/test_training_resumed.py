@@ -106,7 +106,7 @@ def begun(world: World, tmp_path_factory: pytest.TempPathFactory) -> Begun:
     return begun
 
 
-def test_validation_is_reported_and_decides_which_checkpoint_is_kept(begun: Begun) -> None:
+def test_validation_decides_which_checkpoint_is_kept(begun: Begun) -> None:
     lines = read_json_lines(begun.output / METRICS_FILE)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     for line in lines:
@@ -128,7 +128,7 @@ def test_validation_is_reported_and_decides_which_checkpoint_is_kept(begun: Begu
     assert read_step_metrics(kept)["validation/accuracy"] == begun.validated[best]
 
 
-def test_a_finished_training_starts_nothing(
+def test_a_finished_training_starts_no_worker(
     begun: Begun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one killed at its end, with the last step unreported and a checkpoint too many."""
@@ -146,7 +146,7 @@ def test_a_finished_training_starts_nothing(
     assert not list(checkpoints.glob("*.partial"))
 
 
-def test_another_training_starts_from_its_checkpoint_with_allowed_changes(
+def test_a_training_can_start_from_another_ones_checkpoint_with_allowed_changes(
     begun: Begun, world: World, ray_address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On two ranks instead of one, at another rate; other changes are refused before anything starts."""
@@ -201,7 +201,7 @@ def stopped_by(number: signal.Signals, step: int, begun: Begun, world: World, ou
     return caught.value
 
 
-def test_a_stopped_and_continued_training_ends_with_the_same_bits(
+def test_a_stopped_and_resumed_training_ends_with_the_same_bits(
     begun: Begun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only the last step is due to be saved: each stop leaves the checkpoint that the next one continues from.

@@ -32,7 +32,7 @@ def _operand_keys(rows: list[arithmetic.Row]) -> set[tuple[str, tuple[int, ...]]
 
 
 @pytest.mark.parametrize("max_level", [1, 3, 5])
-def test_no_text_and_no_operands_are_both_trained_on_and_held_out(max_level: int) -> None:
+def test_training_and_held_out_problems_never_overlap(max_level: int) -> None:
     train_rows, eval_rows = arithmetic.generate_problems(2000, 300, max_level, seed=3)
     _, other_eval_rows = arithmetic.generate_problems(1, 300, max_level, seed=4)
     for rows, count in ((train_rows, 2000), (eval_rows, 300), (other_eval_rows, 300)):
@@ -42,7 +42,7 @@ def test_no_text_and_no_operands_are_both_trained_on_and_held_out(max_level: int
         assert not _operand_keys(train_rows) & _operand_keys(held_out)
 
 
-def test_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+def test_the_seed_decides_the_bytes(tmp_path: Path) -> None:
     contents = []
     for name, seed in (("first", 7), ("again", 7), ("other", 8)):
         train_rows, _ = arithmetic.generate_problems(300, 10, 3, seed)
@@ -53,7 +53,7 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) 
     assert contents[0] != contents[2]
 
 
-def test_parquet_has_the_columns_and_types_of_dapo_math_17k(tmp_path: Path) -> None:
+def test_parquet_has_the_dapo_math_17k_schema(tmp_path: Path) -> None:
     train_rows, _ = arithmetic.generate_problems(40, 1, 5, seed=0)
     write_parquet(train_rows, tmp_path / "train.parquet")
     table = pq.read_table(tmp_path / "train.parquet")
@@ -67,7 +67,7 @@ def test_parquet_has_the_columns_and_types_of_dapo_math_17k(tmp_path: Path) -> N
     assert table.to_pylist() == train_rows
 
 
-def test_every_subject_and_level_has_the_same_share() -> None:
+def test_subjects_and_levels_are_balanced() -> None:
     # 4 subjects x 5 levels = 20 kinds; 600 rows = 30 of each.
     _, eval_rows = arithmetic.generate_problems(1, 600, 5, seed=0)
     for subject in arithmetic.SUBJECTS:
@@ -76,7 +76,7 @@ def test_every_subject_and_level_has_the_same_share() -> None:
             assert [(r["extra_info"]["subject"], r["extra_info"]["level"]) for r in eval_rows].count(kind) == 30
 
 
-def test_ground_truth_of_plain_sums_follows_from_their_text() -> None:
+def test_the_ground_truth_of_plain_problems_matches_their_text() -> None:
     train_rows, _ = arithmetic.generate_problems(2000, 1, 5, seed=1)
     num_checked = 0
     for row in train_rows:
@@ -91,7 +91,7 @@ def test_ground_truth_of_plain_sums_follows_from_their_text() -> None:
     assert 912 < num_checked < 1088
 
 
-def test_word_problems_name_their_operands_in_order() -> None:
+def test_word_problems_contain_their_operands_in_order() -> None:
     train_rows, _ = arithmetic.generate_problems(500, 1, 5, seed=1)
     for row in train_rows:
         numbers = [int(number) for number in re.findall(r"\d+", row["prompt"][0]["content"])]
@@ -100,7 +100,7 @@ def test_word_problems_name_their_operands_in_order() -> None:
 
 @pytest.mark.parametrize("subject", arithmetic.SUBJECTS)
 @pytest.mark.parametrize("level", range(1, 6))
-def test_solutions_are_true_step_by_step_and_end_in_the_answer(subject: str, level: int) -> None:
+def test_every_solution_step_is_correct_and_ends_in_the_answer(subject: str, level: int) -> None:
     rng = random.Random(level)
     for _ in range(200):
         operands = arithmetic.draw_operands(subject, level, rng)
@@ -126,7 +126,7 @@ def _independent_answer(subject: str, operands: tuple[int, ...]) -> int:
     return sum(sign * operand for sign, operand in zip(signs, operands, strict=True))
 
 
-def test_solutions_by_hand() -> None:
+def test_solutions_match_hand_worked_examples() -> None:
     # 47 + 85: units 7+5 = 12, tens 4+8 and the carried 1 = 13, together 132.
     assert arithmetic.worked_solution("addition", (47, 85)) == "7+5=12\n4+8+1=13\n\\boxed{132}"
     # 52 - 17: 2 is short of 7, so 12-7 = 5; tens 5-1 less the borrowed 1 = 3.
@@ -140,7 +140,7 @@ def test_solutions_by_hand() -> None:
     assert arithmetic.quick_solution("multiplication", (78, 3)) == "78*3=234\n\\boxed{234}"
 
 
-def test_a_level_that_is_used_up_or_out_of_bounds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exhausted_or_invalid_level_is_refused_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arithmetic, "MAX_DRAWS_PER_PROBLEM", 100)
     with pytest.raises(
         DataError, match=r"of level 1 after \d+ rows.*lower data.arithmetic.num_train or data.arithmetic.num_eval"

@@ -33,7 +33,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ([0.0, 0.0, 0.0], 0.0, 0.0, "within noise"),
     ],
 )
-def test_a_difference_is_judged_by_its_paired_interval(
+def test_verdicts_follow_the_paired_interval(
     page: ModuleType, differences: list[float], mean: float, half_width: float, verdict: str
 ) -> None:
     comparison = page.Comparison(differences)
@@ -61,7 +61,7 @@ def outcomes(page: ModuleType, accuracies: dict[str | None, list[float]]) -> lis
     ]
 
 
-def test_the_page_has_the_figures_and_a_plain_word_for_each_comparison(page: ModuleType) -> None:
+def test_the_page_shows_figures_and_a_verdict_per_comparison(page: ModuleType) -> None:
     accuracies: dict[str | None, list[float]] = {
         None: [0.3, 0.4, 0.5],
         "full": [0.60, 0.70, 0.80],
@@ -86,7 +86,7 @@ def test_the_plot_is_drawn(page: ModuleType, tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_each_variant_changes_the_recipe_in_the_keys_it_names(page: ModuleType) -> None:
+def test_each_variant_changes_only_its_keys(page: ModuleType) -> None:
     recipe = ROOT / "configs" / "arith_cpu.yaml"
     configs = {name: load_config(recipe, keys) for name, keys in page.VARIANTS.items()}
     assert len(set(configs.values())) == len(configs) == 5

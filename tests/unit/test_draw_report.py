@@ -22,7 +22,7 @@ def account(
     return count
 
 
-def test_a_line_every_ten_seconds_with_pace_and_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged_every_ten_seconds_with_rate_and_time_left(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     clock = Clock()
     progress = DrawProgress(16, clock)
@@ -51,7 +51,7 @@ def test_a_line_every_ten_seconds_with_pace_and_end(caplog: pytest.LogCaptureFix
         (account(wrong=99, right=1, cut=150), "75% of the responses are cut by rollout.max_response_tokens"),
     ],
 )
-def test_a_hundred_groups_without_signal_give_one_hint(
+def test_a_hundred_groups_without_signal_log_one_hint(
     caplog: pytest.LogCaptureFixture, seen: TokenAccount, advice: str
 ) -> None:
     progress = DrawProgress(16, Clock())
@@ -65,7 +65,7 @@ def test_a_hundred_groups_without_signal_give_one_hint(
     assert advice in message
 
 
-def test_a_draw_that_waits_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_waiting_draw_logs_progress(caplog: pytest.LogCaptureFixture) -> None:
     """The sampler itself calls it, until its own limit on silence."""
     caplog.set_level("INFO")
     clock = Clock()

@@ -51,7 +51,7 @@ def _results(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
-def test_twins_are_transformers_modules_bit_for_bit(
+def test_reference_operations_equal_transformers_bit_for_bit(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = _results(_loaded(folder, monkeypatch))
@@ -88,7 +88,7 @@ def test_a_named_operation_uses_its_reference_and_fails_if_the_model_lacks_it(
         install_kernels(model, ("rotary",), Cpu())
 
 
-def test_a_kernel_is_compared_with_its_twin() -> None:
+def test_a_kernel_that_differs_from_its_reference_is_refused() -> None:
     def wide(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Rounds once, at the end, as fused kernels do."""
         return KERNELS["rms_norm"].reference(states.double(), weight.double(), epsilon).to(states.dtype)

@@ -12,13 +12,13 @@ from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.stages import STAGES
 
 
-def test_the_page_of_keys_is_true_and_has_all() -> None:
+def test_the_page_of_keys_is_complete_and_current() -> None:
     page = keys_page()
     assert (PROJECT_ROOT / "docs/keys.md").read_text(encoding="utf-8") == page, "type: make keys"
     assert [name for name in known_fields(Config) if f"| `{name}` |" not in page] == []
 
 
-def test_a_key_says_default_bounds_meaning_and_the_stages_that_it_changes() -> None:
+def test_explain_shows_default_bounds_meaning_and_affected_stages() -> None:
     (key,) = explain("sampler.max_staleness")
     assert (key.default, key.values, key.stages) == ("2", "a whole number, >= 0, <= 64", "train_policy")
     assert key.meaning.startswith("Maximum training steps between sampling a group")
@@ -29,7 +29,7 @@ def test_a_key_says_default_bounds_meaning_and_the_stages_that_it_changes() -> N
     assert explain("evaluate.top_k")[0].values == "a whole number or null, >= 1"
 
 
-def test_a_section_or_a_last_word_finds_its_keys_and_a_misspelt_one_the_nearest() -> None:
+def test_explain_finds_sections_last_words_and_near_misses() -> None:
     assert [key.name for key in explain("reward.overlong")] == [
         "reward.overlong.enabled",
         "reward.overlong.buffer_tokens",
@@ -42,7 +42,7 @@ def test_a_section_or_a_last_word_finds_its_keys_and_a_misspelt_one_the_nearest(
         explain("train.lerning_rate")
 
 
-def test_every_key_says_something_and_names_real_stages() -> None:
+def test_every_key_has_a_meaning_and_real_stages() -> None:
     stages = {stage.name for stage in STAGES}
     for key in all_keys().values():
         assert key.meaning

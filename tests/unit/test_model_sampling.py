@@ -21,7 +21,7 @@ def model(folder: Path, **values: Any) -> Path:
     return folder
 
 
-def test_what_a_file_leaves_out_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_generation_config_values_are_neutral(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert read_sampling(model(tmp_path, **QWEN3)) == Sampling(0.6, 0.95, 20)
     assert read_sampling(model(tmp_path, top_p=0.8, top_k=0)) == Sampling(1.0, 0.8, -1)
     assert read_sampling(model(tmp_path, do_sample=False)) == GREEDY
@@ -36,7 +36,7 @@ def test_what_a_file_leaves_out_changes_nothing(tmp_path: Path, caplog: pytest.L
         read_sampling(tmp_path)
 
 
-def test_sections_that_ask_for_it_take_the_models_values(tmp_path: Path) -> None:
+def test_sampling_model_uses_the_models_values(tmp_path: Path) -> None:
     model(tmp_path, **QWEN3)
     plain = make_config(rollout={"temperature": 0.8})
     assert with_model_sampling(plain, tmp_path) is plain
@@ -78,6 +78,6 @@ def test_sections_that_ask_for_it_take_the_models_values(tmp_path: Path) -> None
         ),
     ],
 )
-def test_keys_that_would_do_nothing_are_refused(sections: dict[str, Any], said: str) -> None:
+def test_keys_without_effect_are_refused(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make_config(**sections)

@@ -51,12 +51,12 @@ def _rates(train: TrainConfig, steps: range = range(1, 15)) -> list[float]:
         ({"schedule": "linear", "passes": 2, "warmup_steps": 2}, [0.5, *[1 - n / 22 for n in range(13)]]),
     ],
 )
-def test_rates_by_hand(values: dict[str, Any], rates: list[float]) -> None:
+def test_rates_match_hand_computed_values(values: dict[str, Any], rates: list[float]) -> None:
     assert _rates(_train(**values)) == pytest.approx(rates, abs=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_rates_are_those_of_transformers_one_step_ahead(schedule: str) -> None:
+def test_rates_equal_transformers_schedules_one_step_later(schedule: str) -> None:
     """transformers starts at rate 0, which changes nothing; our first step is its second."""
     builders = {"constant": get_constant_schedule_with_warmup, "linear": get_linear_schedule_with_warmup}
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-5)
@@ -89,6 +89,6 @@ def test_rates_are_those_of_transformers_one_step_ahead(schedule: str) -> None:
         ({"train_prompts": 5}, r"train_prompts=5 is not a multiple of train\.mini_prompts=2"),
     ],
 )
-def test_a_schedule_without_room_or_with_keys_it_ignores_is_refused(values: dict[str, Any], message: str) -> None:
+def test_schedules_with_no_room_or_ignored_keys_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _train(**values)

@@ -33,7 +33,7 @@ def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_may_be_interrupted_is_so_at_once_and_handlers_come_back(number: signal.Signals) -> None:
+def test_a_signal_interrupts_and_handlers_are_restored(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopRequest() as stop:
         with pytest.raises(KeyboardInterrupt):
@@ -43,7 +43,7 @@ def test_what_may_be_interrupted_is_so_at_once_and_handlers_come_back(number: si
 
 
 @pytest.mark.parametrize(("step", "then"), [(8, "a final checkpoint after step 8, then ending"), (1, "step 1,")])
-def test_a_request_during_the_work_of_a_step_waits_for_its_end(
+def test_a_stop_request_during_a_step_waits_for_its_end(
     caplog: pytest.LogCaptureFixture, step: int, then: str
 ) -> None:
     with StopRequest() as stop, stop.deferred():
@@ -67,7 +67,7 @@ def test_a_request_during_the_work_of_a_step_waits_for_its_end(
     ],
 )
 @pytest.mark.parametrize("looks", [True, False])
-def test_a_request_while_groups_are_waited_for_ends_that(
+def test_a_stop_request_ends_waiting_for_groups(
     caplog: pytest.LogCaptureFixture, step: int, then: str, looks: bool
 ) -> None:
     """At the next look, or, when they came meanwhile, before anything is learned from them."""
@@ -86,7 +86,7 @@ def test_a_request_while_groups_are_waited_for_ends_that(
     assert then in message
 
 
-def test_a_second_signal_ends_at_once_unless_it_is_the_first_one_s_echo() -> None:
+def test_a_second_signal_ends_at_once_unless_it_is_an_echo() -> None:
     clock = Clock()
     with StopRequest(clock) as stop, stop.deferred():
         signal.raise_signal(signal.SIGINT)
@@ -109,7 +109,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
-def test_another_thread_listens_to_nothing() -> None:
+def test_other_threads_do_not_install_handlers() -> None:
     """Where Python would refuse to set a handler."""
     seen: list[object] = []
 
@@ -124,7 +124,7 @@ def test_another_thread_listens_to_nothing() -> None:
     assert seen == [None, before]
 
 
-def test_a_signal_while_ray_starts_is_ours_and_so_is_the_handler_afterwards() -> None:
+def test_a_signal_during_ray_start_is_not_lost() -> None:
     """Ray puts a handler of its own in place, which ends the process; the request must not become that."""
     before = signal.getsignal(signal.SIGTERM)
 
@@ -144,7 +144,7 @@ def test_a_signal_while_ray_starts_is_ours_and_so_is_the_handler_afterwards() ->
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_ray_still_starts_its_processes_through_the_part_that_is_patched() -> None:
+def test_ray_still_uses_the_patched_start_function() -> None:
     with _keep_signal_handling() as processes:
         services.ConsolePopen(["true"]).wait()
         assert len(processes) == 1

@@ -90,7 +90,7 @@ def test_prompts_go_through_the_chat_template_with_their_extra_info(tokenizer: P
     assert tokenize_prompts([], tokenizer, 100) == []
 
 
-def test_held_out_prompts_that_are_too_long_are_counted(
+def test_too_long_held_out_prompts_are_refused_with_their_count(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     problems = [_problem("What is 1 + 1? " * count) for count in (1, 3, 9)]
@@ -103,7 +103,7 @@ def test_held_out_prompts_that_are_too_long_are_counted(
 
 
 @pytest.mark.slow
-def test_a_file_gives_the_prompts_of_its_rows(
+def test_a_file_is_tokenised_row_by_row(
     prompts_of: Read, train_file: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     prompts = prompts_of(train_file)
@@ -125,7 +125,7 @@ def test_a_file_gives_the_prompts_of_its_rows(
 
 
 @pytest.mark.slow
-def test_arguments_of_the_chat_template_change_the_tokens_and_their_key(
+def test_chat_template_arguments_change_tokens_and_cache_key(
     model: Path, tokenizer: PreTrainedTokenizerBase, train_file: Path, tmp_path: Path
 ) -> None:
     thinking = copy.deepcopy(tokenizer)
@@ -150,7 +150,7 @@ def test_arguments_of_the_chat_template_change_the_tokens_and_their_key(
 
 
 @pytest.mark.slow
-def test_rows_are_tokenised_once(prompts_of: Read, train_file: Path, model: Path, tmp_path: Path) -> None:
+def test_rows_are_tokenised_only_once(prompts_of: Read, train_file: Path, model: Path, tmp_path: Path) -> None:
     made: list[Path] = []
     tokenize = tokenizing._tokenize_file
 
@@ -177,7 +177,7 @@ def test_rows_are_tokenised_once(prompts_of: Read, train_file: Path, model: Path
     assert [path.name for path in (tmp_path / "training").iterdir()] == [LENGTHS_FILE]
 
 
-def test_what_becomes_of_prompts_that_are_too_long(
+def test_too_long_prompts_are_dropped_truncated_or_refused(
     prompts_of: Read, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_rows(
@@ -202,7 +202,7 @@ def test_what_becomes_of_prompts_that_are_too_long(
         prompts_of(path, short - 1, "drop")
 
 
-def test_lengths_by_hand(prompts_of: Read, tmp_path: Path) -> None:
+def test_length_statistics_match_hand_computed_values(prompts_of: Read, tmp_path: Path) -> None:
     import numpy as np
 
     lengths = describe_lengths(np.array([1, 2, 2, 39]), 2, "drop")
@@ -219,7 +219,7 @@ def test_lengths_by_hand(prompts_of: Read, tmp_path: Path) -> None:
     assert stored == describe_lengths(prompts.lengths, 1000, "error")
 
 
-def test_rows_that_are_no_problems_are_counted_by_reason(prompts_of: Read, tmp_path: Path) -> None:
+def test_unusable_rows_are_counted_by_reason(prompts_of: Read, tmp_path: Path) -> None:
     rows = [row_of(number) for number in range(2500)]
     rows[7]["prompt"][0]["content"] = rows[2400]["prompt"][0]["content"] = " "
     rows[9]["reward_model"]["ground_truth"] = None
@@ -228,7 +228,7 @@ def test_rows_that_are_no_problems_are_counted_by_reason(prompts_of: Read, tmp_p
         prompts_of(path)
 
 
-def test_messages_that_the_template_refuses_are_named(model: Path, tmp_path: Path) -> None:
+def test_messages_rejected_by_the_template_are_reported(model: Path, tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"

@@ -75,7 +75,7 @@ def config(**train: Any) -> Config:
     return make_config(train={"trackers": ["wandb"], **train}, run={"name": "mine"})
 
 
-def test_a_continued_training_goes_on_with_its_run_and_sends_no_step_twice(
+def test_a_resumed_training_continues_its_tracker_run_without_repeats(
     recording: type[Recording], tmp_path: Path
 ) -> None:
     row = {"prompt": "1 + 1", "response": "2"}
@@ -150,7 +150,7 @@ def test_failures_are_logged_once_and_counted(
     assert "SECRET-TRACKER-KEY" not in caplog.text + (tmp_path / TRACKERS_FILE).read_text()
 
 
-def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
+def test_a_hanging_tracker_delays_neither_steps_nor_the_end(
     recording: type[Recording], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
@@ -165,7 +165,7 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
     assert recording.calls == [("open", "dapo-pipeline", "mine", recording.calls[0][3], None)]
 
 
-def test_a_full_disk_is_not_the_trackers_to_report(
+def test_a_full_disk_does_not_fail_the_trackers(
     recording: type[Recording], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, text: str) -> None:
@@ -178,7 +178,7 @@ def test_a_full_disk_is_not_the_trackers_to_report(
     assert "trackers.json cannot be written: [Errno 28] No space left" in caplog.text
 
 
-def test_a_missing_client_is_an_error_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_client_is_refused_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None if name == "alembic" else name)
     require_trackers(["tensorboard", "wandb", "swanlab"])
     with pytest.raises(
@@ -187,7 +187,7 @@ def test_a_missing_client_is_an_error_with_the_command_that_installs_it(monkeypa
         require_trackers(["tensorboard", "mlflow"])
 
 
-def test_trackers_see_the_training_without_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_trackers_receive_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HUB_TOKEN", "hub-token-of-mine")
     settings = make_config(
         "models/hub-token-of-mine", custom_reward={"path": "scorer.py"}, flow={"webhook": {"url": "http://x/abc"}}
@@ -216,7 +216,7 @@ def test_results_of_one_benchmark_and_of_a_suite() -> None:
     assert {name.split("/")[1] for name in results} == {"gsm8k", "pooled"}
 
 
-def test_a_run_sends_its_results_unless_all_is_cached(recording: type[Recording], tmp_path: Path) -> None:
+def test_a_run_sends_results_unless_everything_is_cached(recording: type[Recording], tmp_path: Path) -> None:
     run = record_run(small_config(tmp_path / "store"))
     (tmp_path / TRACKERS_FILE).write_text(
         json.dumps(

@@ -64,7 +64,7 @@ def _trainer(
     return Trainer(config, cluster, stream, model_path, output, identity, validation)
 
 
-def test_all_of_a_state_is_taken_over(model_path: Path, tmp_path: Path) -> None:
+def test_a_resume_restores_the_whole_state(model_path: Path, tmp_path: Path) -> None:
     trainer = _trainer(model_path, tmp_path)
     state = replace(make_state(20), identity=trainer.identity, kl_coefficient=0.25)
     trainer.resume(write_state(tmp_path / "checkpoints", state))
@@ -81,7 +81,7 @@ def test_all_of_a_state_is_taken_over(model_path: Path, tmp_path: Path) -> None:
         ({"algorithm": {"kl": {"coefficient": 0.5}}}, 0.5),  # what a person set counts
     ],
 )
-def test_a_training_changed_on_its_way_samples_waiting_prompts_again_and_takes_a_new_kl_coefficient(
+def test_a_changed_training_resamples_waiting_prompts_and_uses_the_new_kl_coefficient(
     model_path: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -101,7 +101,7 @@ def test_a_training_changed_on_its_way_samples_waiting_prompts_again_and_takes_a
     assert trainer.kl.coefficient == coefficient
 
 
-def test_lines_of_another_training_are_no_part_of_one_begun_from_a_path(model_path: Path, tmp_path: Path) -> None:
+def test_metrics_of_another_training_are_not_mixed_in(model_path: Path, tmp_path: Path) -> None:
     """Of one that was begun here and killed before its first checkpoint; the own lines stay."""
     trainer = _trainer(model_path, tmp_path / "new")
     state = replace(make_state(3), identity=trainer.identity)
@@ -116,7 +116,7 @@ def test_lines_of_another_training_are_no_part_of_one_begun_from_a_path(model_pa
 
 
 @pytest.mark.parametrize(("step", "is_own", "is_refused"), [(4, True, False), (5, True, True), (4, False, True)])
-def test_a_checkpoint_without_a_step_to_follow_is_refused(
+def test_a_checkpoint_beyond_total_steps_is_refused(
     model_path: Path, tmp_path: Path, step: int, is_own: bool, is_refused: bool
 ) -> None:
     """Where 4 steps are asked for; a finished training started again has nothing to do, which is no error."""
@@ -138,7 +138,7 @@ def test_a_checkpoint_without_a_step_to_follow_is_refused(
 
 @pytest.mark.parametrize("reason", [StopRequested(), NotEnoughSignal("few groups")])
 @pytest.mark.parametrize("failure", [None, WorkerDied("rank 1"), CheckpointError("disk full")])
-def test_the_reason_a_training_ended_survives_a_failing_checkpoint(
+def test_the_reason_for_ending_survives_a_failing_checkpoint(
     model_path: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -165,7 +165,7 @@ def test_the_reason_a_training_ended_survives_a_failing_checkpoint(
     assert all(str(failure) in error for error in errors)
 
 
-def test_a_checkpoint_is_published_while_groups_are_waited_for(
+def test_a_checkpoint_is_published_while_waiting_for_groups(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step's draw may take half an hour: a kill in it must not cost a checkpoint whose shards are all there."""
@@ -220,7 +220,7 @@ def _stopped_in_its_draw(
     return latest_checkpoint(output / "checkpoints"), state
 
 
-def test_a_training_stopped_in_a_draw_saves_what_was_before_it(model_path: Path, tmp_path: Path) -> None:
+def test_a_stop_during_a_draw_saves_the_previous_step(model_path: Path, tmp_path: Path) -> None:
     saved, state = _stopped_in_its_draw(
         model_path, tmp_path, lambda trainer, own: trainer.checkpoints.keep(own, is_due=False)
     )
@@ -229,7 +229,7 @@ def test_a_training_stopped_in_a_draw_saves_what_was_before_it(model_path: Path,
 
 
 @pytest.mark.parametrize("is_on_disk", [True, False])
-def test_a_stopped_training_writes_no_second_checkpoint_of_a_step(
+def test_a_stop_does_not_write_a_step_twice(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_on_disk: bool
 ) -> None:
     """Neither of one in flight nor of one that is there."""
@@ -246,12 +246,12 @@ def test_a_stopped_training_writes_no_second_checkpoint_of_a_step(
     assert [text.split(":")[0] for text in caplog.messages if "bytes" in text] == ["checkpoint step_000003"]
 
 
-def test_what_is_stopped_before_its_first_step_saves_nothing(model_path: Path, tmp_path: Path) -> None:
+def test_a_stop_before_the_first_step_saves_nothing(model_path: Path, tmp_path: Path) -> None:
     assert _stopped_in_its_draw(model_path, tmp_path, lambda trainer, state: None)[0] is None
 
 
 @pytest.mark.parametrize(("total_steps", "is_stopped"), [(4, True), (2, False)])
-def test_a_request_during_a_step_is_met_after_it_and_in_the_last_step_changes_nothing(
+def test_a_stop_request_takes_effect_after_the_step_and_not_after_the_last(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total_steps: int, is_stopped: bool
 ) -> None:
     stop = StopRequest()
@@ -270,11 +270,11 @@ def test_a_request_during_a_step_is_met_after_it_and_in_the_last_step_changes_no
 
 
 @pytest.mark.parametrize(("step", "every", "due"), [(4, 2, True), (3, 2, False), (7, 2, True), (7, 0, False)])
-def test_what_is_due_every_few_steps_is_due_on_the_last(step: int, every: int, due: bool) -> None:
+def test_periodic_work_is_also_due_on_the_last_step(step: int, every: int, due: bool) -> None:
     assert is_due(step, every, total_steps=7) == due
 
 
-def test_the_step_is_a_table_of_contents() -> None:
+def test_the_training_step_reads_as_a_table_of_contents() -> None:
     """No arithmetic, no `try`, no branch except on whether there are groups."""
     lines = textwrap.dedent(inspect.getsource(Trainer.step))
     nodes = list(ast.walk(ast.parse(lines)))

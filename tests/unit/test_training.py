@@ -27,7 +27,7 @@ FIRST, SECOND = Path("run/step_000010"), Path("run/step_000020")
         (90.0, [90, 90, 90, 90, 90, 90]),  # asked for, and not cut to a minute
     ],
 )
-def test_pauses_double_up_to_a_minute(delay_seconds: float, expected: list[float]) -> None:
+def test_restart_delays_double_up_to_a_minute(delay_seconds: float, expected: list[float]) -> None:
     pauses: list[float] = []
     restarts = Restarts(6, delay_seconds, pauses.append)
     for _ in expected:
@@ -35,7 +35,7 @@ def test_pauses_double_up_to_a_minute(delay_seconds: float, expected: list[float
     assert pauses == expected
 
 
-def test_a_new_checkpoint_resets_the_count_and_only_that() -> None:
+def test_only_a_new_checkpoint_resets_the_restart_count() -> None:
     pauses: list[float] = []
     restarts = Restarts(2, 1.0, pauses.append)
     for latest in (None, None, FIRST, FIRST, SECOND, SECOND):
@@ -51,7 +51,7 @@ def test_a_new_checkpoint_resets_the_count_and_only_that() -> None:
         Restarts(0, 1.0, pytest.fail).pause(DEATH, FIRST)
 
 
-def test_what_happened_and_where_training_goes_on_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_restarts_log_the_error_and_the_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
     restarts = Restarts(3, 0.5, lambda seconds: None)
     restarts.pause(DEATH, None)
     restarts.pause(DEATH, None)
@@ -74,7 +74,7 @@ def _die_first(starts: list[Path | None]) -> int:
     return len(starts)
 
 
-def test_attempts_begin_where_the_one_before_left_a_checkpoint(tmp_path: Path) -> None:
+def test_a_restart_begins_at_the_latest_checkpoint(tmp_path: Path) -> None:
     starts: list[Path | None] = []
 
     def attempt(start: Path | None) -> int:
@@ -88,7 +88,7 @@ def test_attempts_begin_where_the_one_before_left_a_checkpoint(tmp_path: Path) -
         assert starts == [FIRST, own.pop(0) or FIRST]
 
 
-def test_what_dies_once_training_is_told_to_stop_is_not_started_again(
+def test_workers_that_die_after_a_stop_request_are_not_restarted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who ends a machine's work sends its signal to all processes, ranks too."""
@@ -114,7 +114,7 @@ def test_what_dies_once_training_is_told_to_stop_is_not_started_again(
     ],
 )
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_stopped_training_says_what_it_continues_from(
+def test_a_stopped_training_names_the_checkpoint_to_resume(
     tmp_path: Path,
     resume: str,
     step: int | None,
@@ -159,9 +159,7 @@ def test_a_checkpoint_is_verified_before_ray_starts(
     assert [name for name in names_in(folder) if not name.endswith(".damaged")] == left
 
 
-def test_a_restart_begins_from_a_checkpoint_that_is_still_sound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_skips_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk that killed a worker may have damaged the checkpoint that the run began from."""
     model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
     write(make_writer(folder, model_path), make_state(5), make_state(10))

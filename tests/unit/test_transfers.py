@@ -52,7 +52,7 @@ class _Accelerator:
         self.calls.append("free memory is given back")
 
 
-def test_copies_run_beside_the_computation_and_are_waited_for() -> None:
+def test_copies_overlap_computation_and_are_awaited() -> None:
     accelerator: Any = _Accelerator()
     transfers = Transfers(accelerator)
     source = torch.ones(3)
