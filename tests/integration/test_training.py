@@ -244,7 +244,7 @@ def test_too_little_signal_fails_with_the_keys_to_change(world: World, tmp_path:
         sampler={"dynamic": True, "max_num_gen_batches": 2}, train={"total_steps": 1, "num_ranks": 1}
     )
     with (
-        pytest.raises(NotEnoughSignal, match=r"^12 drawn prompts .* gave 0 groups .* and 12 all wrong"),
+        pytest.raises(NotEnoughSignal, match=r"^12 new prompts .* gave 0 of 4 groups .* and 12 all wrong"),
         without_ray(),
     ):
         train(config, world.data, world.model, tmp_path)
@@ -268,7 +268,7 @@ def test_a_stalled_step_ends_in_time_with_every_process(world: World, tmp_path: 
     assert "no group was kept for" in message
     assert "6 groups with" in message
     assert "6 groups with 0 response tokens" not in message  # they are generated and wait for scores
-    assert "no group finished" in message
+    assert "No group finished" in message
     wait_until(started_since(before), "every process is gone")
 
 

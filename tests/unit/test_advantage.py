@@ -1,4 +1,4 @@
-"""Group advantages: worked by hand, exactly zero without signal, blind to the order of groups."""
+"""Group advantages: hand-computed values, exactly zero without signal, independent of row order."""
 
 from __future__ import annotations
 

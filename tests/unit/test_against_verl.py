@@ -1,4 +1,4 @@
-"""Losses and rollout correction against verl's own functions on the same numbers."""
+"""Losses and rollout correction compared with verl's own functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated problems: disjoint, reproducible, in the schema, and worked out rightly."""
+"""Generated problems: disjoint sets, reproducible, in the schema, with correct solutions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Balancing: nothing is lost, caps hold, ranks and micro-batches cost nearly the same."""
+"""Balancing: nothing is lost, limits hold, ranks and micro-batches cost nearly the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bench/learning.py says about its trainings: the interval, the verdict, and the page."""
+"""bench/learning.py: intervals, verdicts, and the page."""
 
 from __future__ import annotations
 

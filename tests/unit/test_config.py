@@ -1,4 +1,4 @@
-"""Configuration: precedence, a message for each mistake, a lossless dump, and no key that nothing reads."""
+"""Configuration: precedence, a message for each mistake, a lossless dump, and no unused key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of training prompts, which resumes anywhere, and the tokenizers that are refused."""
+"""The order of training prompts, which can resume anywhere, and tokenizers that are refused."""
 
 from __future__ import annotations
 

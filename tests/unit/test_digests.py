@@ -1,4 +1,4 @@
-"""Digests of files by parts: they cover every byte, and a merge's are those that a reader takes."""
+"""Digests of files by parts cover every byte."""
 
 from __future__ import annotations
 

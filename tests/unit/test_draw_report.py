@@ -1,4 +1,4 @@
-"""What a draw says while it lasts: a line every 10 s with its end, and a hint when nothing has signal."""
+"""Messages of a draw: a progress line every 10 s, and a hint if no group has signal."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_hundred_groups_without_signal_log_one_hint(
 
 
 def test_a_waiting_draw_logs_progress(caplog: pytest.LogCaptureFixture) -> None:
-    """The sampler itself calls it, until its own limit on silence."""
+    """The sampler logs progress until its time limit."""
     caplog.set_level("INFO")
     clock = Clock()
     source = ScriptedSource([[0.0, 0.0]] * 50, burst=0)

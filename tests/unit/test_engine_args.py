@@ -1,4 +1,4 @@
-"""Further arguments of vLLM's engine, and devices that share one: what is refused before anything starts."""
+"""vLLM engine arguments and parallel sizes: what is refused before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in buckets with checksums, and a probe that no engine with other weights passes."""
+"""Weight buckets with checksums, and a probe that detects engines with wrong weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations of a training step against those that PyTorch counts, peaks of devices, and utilisation."""
+"""FLOPs of a training step against PyTorch's counter, device peaks, and utilization."""
 
 from __future__ import annotations
 

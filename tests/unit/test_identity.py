@@ -1,4 +1,4 @@
-"""What a checkpoint is bound to, and what a person may change on the way."""
+"""Identity of a training: what a checkpoint is bound to, and what may be changed midway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations with fused kernels: their twins are transformers' own, other kernels are refused."""
+"""Fused kernels: references equal transformers, and kernels that differ are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dapo config explain`, and the page of all keys that is made of it."""
+"""`dapo config explain`, and the generated page of all keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KL to the reference: estimators and their gradients, the penalty of the reward, and the adaptive coefficient."""
+"""KL to the reference model: estimators and gradients, the reward penalty, and the adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LOGITS, REFERENCE = (0.3, -0.2, 1.1), (0.5, 0.3, 0.2)
 
 
 def _mean_gradient(estimator: str | None) -> torch.Tensor:
-    """Gradient by the logits of a three-token policy, exact in expectation; of the KL itself for None."""
+    """Return the expected gradient with respect to a three-token policy's logits; for None, that of KL itself."""
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     log_probs = logits.log_softmax(0)
     ref_log_probs = torch.tensor(REFERENCE, dtype=torch.float64).log()

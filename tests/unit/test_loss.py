@@ -1,4 +1,4 @@
-"""The policy loss worked by hand: clips, aggregations, entropy bonus, KL, importance weights, and the mask."""
+"""Policy loss against hand-computed values: clips, aggregation, entropy bonus, KL, importance weights, mask."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _tokens(
 def _one_token(
     log_ratio: float, advantage: float, algorithm: AlgorithmConfig = DAPO, **more: Any
 ) -> tuple[PolicyLoss, float]:
-    """The loss of one token whose old log-prob is 0, and its derivative by the log-prob."""
+    """Return the loss of one token with old log-prob 0, and its derivative with respect to the log-prob."""
     log_probs = torch.tensor([[log_ratio]], dtype=torch.float64, requires_grad=True)
     mask = torch.ones(1, 1, dtype=torch.bool)
     weights = LossTotals(1, 1).token_weights(mask, algorithm)

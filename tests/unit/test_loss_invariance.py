@@ -1,6 +1,6 @@
-"""The loss of a mini-batch is the same however it is split, ordered, padded or packed: values and gradients.
+"""Loss and gradients of a mini-batch do not depend on how it is split, ordered, padded or packed.
 
-Every property runs in float32 with the entropy bonus, KL in the loss and importance weights on.
+All properties are tested in float32 with entropy bonus, KL in the loss and importance weights.
 """
 
 from __future__ import annotations

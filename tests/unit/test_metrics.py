@@ -1,4 +1,4 @@
-"""A step's metrics from hand-made batches."""
+"""Metrics of a step, from hand-made batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phases and speeds of a step, the console line, and metrics.jsonl across a resume."""
+"""Phase times and throughput, the console line, and metrics.jsonl across a resume."""
 
 from __future__ import annotations
 

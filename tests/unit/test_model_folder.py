@@ -1,4 +1,4 @@
-"""Which file holds which tensor of a model folder."""
+"""Files of a model folder: locating tensors, links, fetching, and incomplete models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sampling: model, for rollouts and validations: what generation_config.json gives, and what it contradicts."""
+"""sampling: model, for rollouts and validation: values from generation_config.json, and contradictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed rows: their layout, and log-probs that do not depend on the other sequences of a row."""
+"""Packed rows: their layout, and log-probs that do not depend on other sequences in the row."""
 
 from __future__ import annotations
 

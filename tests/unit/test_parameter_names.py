@@ -1,4 +1,4 @@
-"""Parameters of transformers and tensors of the files: which part of the one is which of the other."""
+"""Mapping between transformers parameters and file tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rollout worker, for real: the Hugging Face engine on a tiny model, and its scoring processes."""
+"""A real rollout worker: the Hugging Face engine on a tiny model, and its scoring processes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def shared_worker(model_path: Path) -> Iterator[RolloutWorker]:
 
 @pytest.fixture
 def worker(shared_worker: RolloutWorker, model_path: Path) -> Iterator[RolloutWorker]:
-    """The shared worker, with nothing in flight and version 0."""
+    """The shared worker; afterwards, nothing is in flight and the version is 0 again."""
     yield shared_worker
     shared_worker.suspend()
     _publish(shared_worker, model_path, 0)
@@ -74,7 +74,7 @@ def worker(shared_worker: RolloutWorker, model_path: Path) -> Iterator[RolloutWo
 
 @pytest.fixture(scope="module")
 def whole(shared_worker: RolloutWorker) -> dict[int, Group]:
-    """All groups, uninterrupted."""
+    """All groups, sampled without interruption."""
     shared_worker.submit(REQUESTS)
     return _finish(shared_worker, NUM_GROUPS)
 
@@ -95,7 +95,7 @@ def _finish(worker: RolloutWorker, count: int) -> dict[int, Group]:
 
 @contextmanager
 def _steps(worker: RolloutWorker, count: int) -> Iterator[None]:
-    """Requests that are submitted inside get `count` steps of the engine, after which none may have ended."""
+    """Let the engine run `count` steps on the requests submitted inside, after which none may have finished."""
     engine, left, done = worker.engine.run(lambda engine: engine), count, threading.Event()
     step = engine.step
 
@@ -117,7 +117,7 @@ def _steps(worker: RolloutWorker, count: int) -> Iterator[None]:
 
 
 def _generate(worker: RolloutWorker, requests: Sequence[GenerationRequest]) -> dict[str, list[int]]:
-    """Response ids of the requests, in the engine without the worker."""
+    """Return the response ids of requests sent directly to the engine."""
     worker.engine.submit(requests)
     responses: dict[str, list[int]] = {}
     deadline = time.monotonic() + FAR
@@ -165,7 +165,7 @@ def test_scoring_does_not_stop_the_engine(
     step, held = engine.step, []
 
     def hold_back() -> list[Response]:
-        """The engine's step, with the second group's responses coming late."""
+        """Run a step, but hold back the second group's responses."""
         responses = [*held, *step()]
         held[:] = [one for one in responses if one.request_id.startswith("101/") and not may_end.is_set()]
         return [response for response in responses if response not in held]

@@ -1,4 +1,4 @@
-"""Dynamic sampling against a scripted source: what carries signal, what is refused, and what is booked."""
+"""Dynamic sampling with a scripted source: which groups have signal, errors, and token accounting."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_rounding_noise_and_groups_of_one_have_signal_only_for_verl() -> None:
 
 
 def test_an_accuracy_above_one_counts_as_right() -> None:
-    """As of a user's scorer that gives points and no `acc`."""
+    """A custom scorer that returns points, but no `acc`."""
 
     class Points(ScriptedSource):
         def finished(self) -> list[Group]:
@@ -191,7 +191,7 @@ def test_an_accuracy_above_one_counts_as_right() -> None:
 
 @pytest.mark.parametrize("accs", [[0.5, 0.5], [1.0, 0.0]])
 def test_equal_partial_scores_are_accounted_for_separately(accs: list[float]) -> None:
-    """A scorer's partial marks, and scores that are equal where `acc` is not."""
+    """Partial credit, and equal scores with different `acc`."""
 
     def marked(rollouts: Sequence[Rollout]) -> list[Rollout]:
         return [replace(rollout, acc=acc) for rollout, acc in zip(rollouts, accs, strict=True)]

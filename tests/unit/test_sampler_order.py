@@ -1,4 +1,4 @@
-"""Which groups fill a step, over several steps: in prompt order or as they finish, what waits, and resuming."""
+"""Which groups fill a step in stream and finishing order, over several steps and across a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a group's length decides that it is trained on: the sampler over simulated engines, and its warning."""
+"""The sampler on simulated engines does not select groups by length, or warns about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals as a request to stop: what they raise and when, what is said, and whose handlers stay."""
+"""Graceful stop by signals: when they raise, what is logged, and which handlers remain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.sources import Clock
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    """Whatever a test does to them."""
+    """Restore the signal handlers after each test."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in before.items():
@@ -27,7 +27,7 @@ def _handlers() -> Iterator[None]:
 
 
 def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the thread of a request has logged; it may take a moment."""
+    """Return the messages of the logging thread, which may take a moment."""
     wait_until(lambda: bool(caplog.messages), "the message")
     return caplog.messages
 
@@ -70,7 +70,7 @@ def test_a_stop_request_during_a_step_waits_for_its_end(
 def test_a_stop_request_ends_waiting_for_groups(
     caplog: pytest.LogCaptureFixture, step: int, then: str, looks: bool
 ) -> None:
-    """At the next look, or, when they came meanwhile, before anything is learned from them."""
+    """Either at the next check or, if the groups arrived meanwhile, before they are trained on."""
     with StopRequest() as stop, stop.deferred():
 
         def wait() -> None:
@@ -110,7 +110,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 
 def test_other_threads_do_not_install_handlers() -> None:
-    """Where Python would refuse to set a handler."""
+    """Python refuses to set a handler outside the main thread."""
     seen: list[object] = []
 
     def listen() -> None:
@@ -125,7 +125,7 @@ def test_other_threads_do_not_install_handlers() -> None:
 
 
 def test_a_signal_during_ray_start_is_not_lost() -> None:
-    """Ray puts a handler of its own in place, which ends the process; the request must not become that."""
+    """Ray installs its own handler, which ends the process; a stop request must not trigger it."""
     before = signal.getsignal(signal.SIGTERM)
 
     def start(is_signalled: bool) -> None:

@@ -1,4 +1,4 @@
-"""Prompts as tokens: alike however they are made, made once, and what becomes of those that are too long."""
+"""Tokenised prompts: independent of how they are made, cached, and limited in length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers with clients of the test's own: what is sent once, what failures do, and what is kept from them."""
+"""Trackers with fake clients: what is sent once, how failures are handled, and what is never sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer without ranks and engines: what it takes over from a checkpoint, and how it ends."""
+"""A trainer without ranks and engines: what it restores from a checkpoint, and how it ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPTS = [Prompt(index, (index + 5,), "arithmetic", "1") for index in range(7)]
 
 
 class AskedShards(FileShards):
-    """Raises the error when asked whether an asynchronous save has ended."""
+    """Raises the error when polled for an asynchronous save."""
 
     error: BaseException | None = None
 
@@ -51,7 +51,7 @@ class AskedShards(FileShards):
 def _trainer(
     model_path: Path, output: Path, shards: FileShards | None = None, **sections: dict[str, Any]
 ) -> Trainer:
-    """Of ranks that have nothing to load and no weights to hand out."""
+    """A trainer whose ranks load nothing and send no weights."""
     config = make_config(model_path, **sections)
     policy: Any = shards or FileShards()
     policy.device_name, policy.load, policy.take_memory = lambda: "cpu", lambda folder: None, dict
@@ -76,9 +76,9 @@ def test_a_resume_restores_the_whole_state(model_path: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("sections", "coefficient"),
     [
-        ({"rollout": {"group_size": 8}}, 0.25),  # the groups that wait are of 16
-        ({"algorithm": {"kl": {"target": 0.5}}}, 0.25),  # adapted so far, and from here on to another target
-        ({"algorithm": {"kl": {"coefficient": 0.5}}}, 0.5),  # what a person set counts
+        ({"rollout": {"group_size": 8}}, 0.25),  # the waiting groups have 16 responses
+        ({"algorithm": {"kl": {"target": 0.5}}}, 0.25),  # adapted so far, from now on to another target
+        ({"algorithm": {"kl": {"coefficient": 0.5}}}, 0.5),  # an explicit change wins
     ],
 )
 def test_a_changed_training_resamples_waiting_prompts_and_uses_the_new_kl_coefficient(
@@ -102,7 +102,7 @@ def test_a_changed_training_resamples_waiting_prompts_and_uses_the_new_kl_coeffi
 
 
 def test_metrics_of_another_training_are_not_mixed_in(model_path: Path, tmp_path: Path) -> None:
-    """Of one that was begun here and killed before its first checkpoint; the own lines stay."""
+    """The folder has lines of a training that was killed before its first checkpoint; its own lines stay."""
     trainer = _trainer(model_path, tmp_path / "new")
     state = replace(make_state(3), identity=trainer.identity)
     log = MetricsLog(tmp_path / "new", 0)
@@ -119,7 +119,7 @@ def test_metrics_of_another_training_are_not_mixed_in(model_path: Path, tmp_path
 def test_a_checkpoint_beyond_total_steps_is_refused(
     model_path: Path, tmp_path: Path, step: int, is_own: bool, is_refused: bool
 ) -> None:
-    """Where 4 steps are asked for; a finished training started again has nothing to do, which is no error."""
+    """With 4 steps requested; restarting a finished training is not an error."""
     trainer = _trainer(model_path, tmp_path, train={"total_steps": 4})
     folder = tmp_path / ("checkpoints" if is_own else "other")
     start = write_state(folder, replace(make_state(step), identity=trainer.identity))
@@ -146,7 +146,7 @@ def test_the_reason_for_ending_survives_a_failing_checkpoint(
     reason: BaseException,
     failure: BaseException | None,
 ) -> None:
-    """Above all, an interrupted training whose ranks are gone as well must not be started again."""
+    """In particular, an interrupted training whose ranks died as well must not be restarted."""
     shards = AskedShards()
     trainer = _trainer(model_path, tmp_path, shards)
 
@@ -168,7 +168,7 @@ def test_the_reason_for_ending_survives_a_failing_checkpoint(
 def test_a_checkpoint_is_published_while_waiting_for_groups(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step's draw may take half an hour: a kill in it must not cost a checkpoint whose shards are all there."""
+    """A draw may take half an hour; a kill during it must not lose a checkpoint that is already written."""
     monkeypatch.setattr(writer, "POLL_SECONDS", 0.0)
     trainer = _trainer(model_path, tmp_path, train={"train_prompts": 1, "mini_prompts": 1})
     trainer.checkpoints.begin(make_state(5))
@@ -181,12 +181,12 @@ def test_a_checkpoint_is_published_while_waiting_for_groups(
 
     trainer.sampler.source = Source([MIXED], Clock(), seconds=1.0, pause=4)
     trainer.sampler.draw(1)
-    assert named == [None, None, *[tmp_path / "checkpoints" / "step_000005"] * 2]  # written at the second question
+    assert named == [None, None, *[tmp_path / "checkpoints" / "step_000005"] * 2]  # written after the second poll
     assert trainer.checkpoints.take_polled_seconds() > 0
 
 
 class StoppingSource(SlowSource):
-    """Brings a group at once, and with it the request to stop."""
+    """Returns a group immediately, and requests a stop."""
 
     def __init__(self, stop: StopRequest) -> None:
         super().__init__([MIXED], Clock(), seconds=1.0, pause=1)
@@ -200,7 +200,7 @@ class StoppingSource(SlowSource):
 def _stopped_in_its_draw(
     model_path: Path, output: Path, before: Callable[[Trainer, TrainerState], object]
 ) -> tuple[Path | None, TrainerState]:
-    """The latest checkpoint of a training stopped in the draw after step 3, which took groups and prompts."""
+    """Stop a training in the draw after step 3; returns its latest checkpoint and the state after step 3."""
     stop = StopRequest()
     trainer = _trainer(model_path, output, train={"train_prompts": 4, "mini_prompts": 1})
     state = replace(make_state(3), identity=trainer.identity)
@@ -215,7 +215,7 @@ def _stopped_in_its_draw(
     before(trainer, trainer._state(state.metrics))
     with pytest.raises(StopRequested):
         trainer.run(stop=stop)
-    assert trainer.sampler.source.in_flight  # it was in the midst of it
+    assert trainer.sampler.source.in_flight  # in the middle of the draw
     assert trainer.sampler.surplus == []
     return latest_checkpoint(output / "checkpoints"), state
 
@@ -232,7 +232,7 @@ def test_a_stop_during_a_draw_saves_the_previous_step(model_path: Path, tmp_path
 def test_a_stop_does_not_write_a_step_twice(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_on_disk: bool
 ) -> None:
-    """Neither of one in flight nor of one that is there."""
+    """Whether the step's checkpoint is still being written or already on disk."""
     caplog.set_level(logging.INFO)
 
     def keep(trainer: Trainer, state: TrainerState) -> None:

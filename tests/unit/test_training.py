@@ -1,4 +1,4 @@
-"""Around the steps: restarts after a dead process, and what a stopped training says."""
+"""Restarts after a process dies, and the message of a stopped training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST, SECOND = Path("run/step_000010"), Path("run/step_000020")
     [
         (5.0, [5, 10, 20, 40, 60, 60]),  # 5 * 2**n, of which 80 and 160 are more than a minute
         (0.0, [0, 0, 0, 0, 0, 0]),
-        (90.0, [90, 90, 90, 90, 90, 90]),  # asked for, and not cut to a minute
+        (90.0, [90, 90, 90, 90, 90, 90]),  # configured, so not limited to a minute
     ],
 )
 def test_restart_delays_double_up_to_a_minute(delay_seconds: float, expected: list[float]) -> None:
@@ -91,7 +91,7 @@ def test_a_restart_begins_at_the_latest_checkpoint(tmp_path: Path) -> None:
 def test_workers_that_die_after_a_stop_request_are_not_restarted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who ends a machine's work sends its signal to all processes, ranks too."""
+    """A shutdown signals all processes of a machine, including ranks."""
     stop, starts = StopRequest(), list[Path | None]()
 
     def attempt(start: Path | None) -> int:
@@ -160,7 +160,7 @@ def test_a_checkpoint_is_verified_before_ray_starts(
 
 
 def test_a_restart_skips_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk that killed a worker may have damaged the checkpoint that the run began from."""
+    """The disk failure that killed a worker may have damaged the checkpoint that the run started from."""
     model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
     write(make_writer(folder, model_path), make_state(5), make_state(10))
     latest: list[str] = []

@@ -1,4 +1,4 @@
-"""The order in which copies, computation and the process wait for each other, with a recorded accelerator."""
+"""The order in which copies, computation and the process wait for each other, on a fake accelerator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Stream:
 
 
 class _Accelerator:
-    """Stands for torch.cuda or torch.npu, and for the Device that has it."""
+    """Fake of torch.cuda or torch.npu, and of its Device."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -49,7 +49,7 @@ class _Accelerator:
         self.current = before
 
     def empty_cache(self) -> None:
-        self.calls.append("free memory is given back")
+        self.calls.append("free memory is released")
 
 
 def test_copies_overlap_computation_and_are_awaited() -> None:
@@ -71,7 +71,7 @@ def test_copies_overlap_computation_and_are_awaited() -> None:
     assert alive() is None
     assert accelerator.calls[1:] == ["the process waits for copies"]
     transfers.release()
-    assert accelerator.calls[2:] == ["the process waits for copies", "free memory is given back"]
+    assert accelerator.calls[2:] == ["the process waits for copies", "free memory is released"]
 
 
 def test_on_a_cpu_nothing_is_copied_or_kept() -> None:

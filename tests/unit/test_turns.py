@@ -1,4 +1,4 @@
-"""Who holds what on the devices in which phase, and what is said when that cannot be."""
+"""State on the devices in each phase, and settings that make sharing devices impossible."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from dapo_core.config.train import TrainConfig
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
 from dapo_core.metrics import PhaseTimer
-from dapo_core.turns import COLOCATED, Phase, Turns
-from flows.config import resolve_config
+from dapo_core.turns import Phase, Turns
 from tests.trainings import config_of
 
 STEP: list[Phase] = ["anchor", "update", "publish", "generate"]
 
 
 def _calls(**train: Any) -> tuple[list[tuple[str, ...]], dict[str, float]]:
-    """The calls of a step, and its memory where each phase peaks at 1, 2, 3 ... GiB."""
+    """Return the calls of a step, and its memory metrics if phases peak at 1, 2, 3 ... GiB."""
     calls: list[tuple[str, ...]] = []
     peaks = iter(range(100))
 
@@ -64,12 +63,6 @@ def test_shared_devices_are_freed_before_they_are_used() -> None:
     assert memory["perf/cpu_memory_used_gb"] == 7.0
 
 
-def test_ranks_and_engines_never_share_more_than_weights() -> None:
-    for phase, holding in COLOCATED.items():
-        assert not holding.ranks or not holding.engines or phase == "publish"
-    assert COLOCATED["publish"] == ({"weights"}, {"weights"})
-
-
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
@@ -107,8 +100,6 @@ def test_colocated_ranks_and_engines_must_match() -> None:
     message = str(caught.value)
     assert "train.num_ranks=2 and rollout.num_workers=3 engines take 1 devices each" in message
     assert "set train.num_ranks=3, change rollout.num_workers, or set train.placement=separate" in message
-    with pytest.raises(ConfigError, match="'separate' or 'colocated'"):
-        resolve_config({"train": {"placement": "collocated"}})
     with pytest.raises(ConfigError, match=r"enable_sleep_mode is set by the project: use train.placement"):
         config_of(rollout={"engine": "vllm", "engine_args": {"enable_sleep_mode": True}})
 

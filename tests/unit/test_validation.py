@@ -1,4 +1,4 @@
-"""Validation by hand: which numbers come of which responses, whatever finishes first, and what ends it."""
+"""Validation: hand-computed metrics, independent of finishing order, and its time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions and collectives that results cannot be trusted on are refused."""
+"""Package versions and collectives that give wrong results are refused."""
 
 from __future__ import annotations
 
