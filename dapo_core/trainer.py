@@ -1,18 +1,19 @@
 """The training loop: draw -> pack -> anchor -> weigh -> learn -> publish -> validate -> keep -> log.
 
-                                 Trainer (this file), in the driver process
-                                 |                                        |
-        requests: prompts        |   ^ groups: tokens,      batch         |   ^ log-probs,
-                                 v   | log-probs, scores    shares        v   | loss sums
+                   +--------------------------------------------------+
+                   |   Trainer (this file), in the driver process     |
+                   +--------------------------------------------------+
+         requests: |  ^ groups: tokens,            shares of | ^ log-probs,
+         prompts   v  | log-probs, scores          the batch v | loss sums
+    +-----------------------------------+         +---------------------------------+
+    | rollout workers (rollout.py):     | weights | policy ranks (policy/rank.py):  |
+    | one engine each, scoring processes| <------ | FSDP2 shards and optimizer      |
+    +-----------------------------------+         +---------------------------------+
 
-    rollout workers (rollout.py), each with                  policy ranks (policy/rank.py):
-    one engine and its scoring processes      <-- weights    FSDP2 shards and optimizer
-
-draw      Engines decode and workers score continuously. The trainer waits for P groups with signal (sampler.py).
-anchor    The trainer waits for all ranks. Each call is collective. Engines idle until the new weights arrive.
-learn     Likewise: one optimizer step per mini-batch.
-publish   Rank 0 sends the weights to every engine process in buckets; checksums verify them (weight_transfer/).
-keep      Ranks write their own checkpoint shards to disk while the next step draws (checkpoint/).
+draw           The trainer waits for P groups with signal (sampler.py). Engines decode while workers score.
+anchor, learn  The trainer waits for all ranks; every call is collective. Engines idle until publish.
+publish        Rank 0 sends weights in buckets to all engine processes; checksums verify them (weight_transfer/).
+keep           Ranks write their checkpoint shards to disk while the next step draws (checkpoint/).
 
 With train.placement=colocated, ranks and engines take turns on the same devices (turns.py). If an actor dies, all
 restart from the last checkpoint (training.py).
