@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.config.fields import result_values
 from dapo_core.errors import CheckpointError, ConfigError
@@ -22,15 +22,7 @@ PROMPT_KEYS = ("max_prompt_tokens", "too_long", "shuffle")  # of the section dat
 TOTAL_STEPS = "train.total_steps"
 
 
-class Prompts(Protocol):
-    """Training prompts, such as a PromptStream."""
-
-    @property
-    def digest(self) -> str:
-        """Digest of the prompts."""
-
-
-def training_identity(config: TrainingConfig, stream: Prompts, model_path: Path) -> dict[str, Any]:
+def training_identity(config: TrainingConfig, prompts_digest: str, model_path: Path) -> dict[str, Any]:
     """Return the values that define the training: keys as `section.key`, digests as `prompts` and `model`.
 
     Placement is left out, so a training can resume with another number of ranks.
@@ -44,7 +36,7 @@ def training_identity(config: TrainingConfig, stream: Prompts, model_path: Path)
         values["algorithm.kl.reference_path"] = model_fingerprint(config.algorithm.kl.reference_path)
     values |= {f"data.{name}": getattr(config.data, name) for name in PROMPT_KEYS}
     values |= {"model.trust_remote_code": config.model.trust_remote_code}
-    values |= {"prompts": stream.digest, "model": model_fingerprint(model_path)}
+    values |= {"prompts": prompts_digest, "model": model_fingerprint(model_path)}
     return json.loads(json.dumps(values))  # as read from a checkpoint
 
 

@@ -111,9 +111,8 @@ class WandB(Client):
         settings = wandb.Settings(
             console="off", disable_git=True, disable_code=True, x_disable_meta=True, silent=True, quiet=True
         )
-        start = _OnlineOrOffline("wandb", "`wandb sync`", wandb.init)
-        self._run = start(
-            project=place.project, name=place.run, id=record.id, resume="allow", reinit="create_new",
+        self._run = _online_or_offline(
+            "wandb", wandb.init, project=place.project, name=place.run, id=record.id, resume="allow", reinit="create_new",
             dir=str(folder), config=dict(config), settings=settings,
         )  # fmt: skip
         record.url = None if self._run.offline else self._run.url
@@ -149,9 +148,8 @@ class SwanLab(Client):
             terminal={"proxy_type": "none"},
             probe={"runtime": False, "requirements": False, "git": False, "monitor": False},
         )
-        start = _OnlineOrOffline("swanlab", "`swanlab sync`", swanlab.init)
-        self._run = start(
-            project=place.project, name=place.run, id=record.id, resume="allow", log_dir=str(folder),
+        self._run = _online_or_offline(
+            "swanlab", swanlab.init, project=place.project, name=place.run, id=record.id, resume="allow", log_dir=str(folder),
             config=dict(config), settings=settings,
         )  # fmt: skip
         record.url = self._run.url if self._run.mode == "online" else None
@@ -230,24 +228,17 @@ CLIENTS: dict[str, tuple[type[Client], tuple[str, ...], str]] = {
 }
 
 
-class _OnlineOrOffline:
-    """Starts a run online; if that fails, starts it offline, for a later sync."""
-
-    def __init__(self, name: str, command: str, start: Any) -> None:
-        self.name, self.command, self.start = name, command, start
-
-    def __call__(self, **arguments: Any) -> Any:
-        try:
-            return self.start(**arguments)
-        except Exception as error:  # noqa: BLE001 - no login, no network, a refusal: each client has its own
-            logger.warning(
-                "%s cannot start online (%s): it writes to %s instead; send the files later with %s",
-                self.name,
-                redact(str(error)),
-                arguments.get("dir") or arguments.get("log_dir"),
-                self.command,
-            )
-            return self.start(**arguments, mode="offline")
+def _online_or_offline(name: str, start: Any, **arguments: Any) -> Any:
+    """Start a run online; if that fails, offline, for a later sync."""
+    try:
+        return start(**arguments)
+    except Exception as error:  # noqa: BLE001 - no login, no network, a refusal: each client has its own
+        folder = arguments.get("dir") or arguments.get("log_dir")
+        logger.warning(
+            "%s cannot start online (%s): it writes to %s instead; send the files later with `%s sync`",
+            *(name, redact(str(error)), folder, name),
+        )
+        return start(**arguments, mode="offline")
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

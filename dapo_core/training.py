@@ -76,7 +76,7 @@ def train(
                 config.rollout.top_k,
             )
         stream, validation = _read_prompts(config, train_path, model_path, output_dir, held_out_path)
-        identity = training_identity(config, stream, model_path)  # now, because a scorer file may change later
+        identity = training_identity(config, stream.digest, model_path)  # now: a scorer file may change later
         with lock_checkpoints(folder):
             start = find_start(folder, restarts.resume(config.checkpoint.resume), config.checkpoint.on_damage)
             restarts.shared.has_begun = True

@@ -17,7 +17,9 @@ TEMPLATE_CALL = ("conversation", "chat_template", "add_generation_prompt", "cont
 class RolloutConfig(Section):
     """Inference engines and sampling."""
 
-    engine: Literal["vllm", "hf"] = key("vllm", "Inference engine; hf: Hugging Face generate, slow but simple.")
+    engine: Literal["vllm", "hf"] = key(
+        "vllm", "Inference engine; hf: transformers in process, for tests and small models."
+    )
     num_workers: int = volatile(1, "Rollout workers, one engine each.", ge=1, le=4096)
     tensor_parallel: int = volatile(1, "Tensor-parallel devices per engine, all on one node.", ge=1, le=64)
     pipeline_parallel: int = volatile(1, "Pipeline stages per engine; may span nodes.", ge=1, le=64)

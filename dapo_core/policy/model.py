@@ -205,11 +205,20 @@ def _stored(file: Any, name: str, shape: torch.Size, path: Path) -> Any:
     return stored
 
 
+def shard_dim(parameter: DTensor) -> int:
+    """Return the mesh dimension over which the parameter is sharded."""
+    return next(index for index, placement in enumerate(parameter.placements) if placement.is_shard())
+
+
+def shard_rows(parameter: DTensor) -> int:
+    """Return the rows per shard (the last ones may have fewer); FSDP2 splits like torch.chunk."""
+    return -(-parameter.shape[0] // parameter.device_mesh.size(shard_dim(parameter)))
+
+
 def first_row(parameter: DTensor) -> int:
-    """Return the row of the full parameter at which this rank's shard starts; FSDP2 splits like torch.chunk."""
-    dim = next(index for index, placement in enumerate(parameter.placements) if placement.is_shard())
-    size = -(-parameter.shape[0] // parameter.device_mesh.size(dim))
-    return min(parameter.device_mesh.get_local_rank(dim) * size, parameter.shape[0])
+    """Return the row of the full parameter at which this rank's shard starts."""
+    rank = parameter.device_mesh.get_local_rank(shard_dim(parameter))
+    return min(rank * shard_rows(parameter), parameter.shape[0])
 
 
 def _copy_rows(piece: FilePiece, stored: Any, local: torch.Tensor, start: int) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dapo_core.parameter_names import FilePiece, file_pieces
-from dapo_core.policy.model import first_row
+from dapo_core.policy.model import first_row, shard_dim, shard_rows
 from dapo_core.weight_transfer.plan import PlannedTensor, WeightPlan, bucket_numel, plan_buckets
 from dapo_core.weight_transfer.proof import checksum
 
@@ -99,22 +99,13 @@ class WeightSource:
         for file_name, (name, piece) in self._pieces.items():
             parameter = parameters[name]
             shape = tuple(piece.view(torch.empty(parameter.shape, device="meta")).shape)
-            yield PlannedTensor(file_name, shape, shape[0] if piece.expert is not None else _shard_rows(parameter))
-
-
-def _shard_dim(parameter: DTensor) -> int:
-    return next(index for index, placement in enumerate(parameter.placements) if placement.is_shard())
-
-
-def _shard_rows(parameter: DTensor) -> int:
-    """Return the rows per shard (the last ones may have fewer); FSDP2 splits like torch.chunk."""
-    return -(-parameter.shape[0] // parameter.device_mesh.size(_shard_dim(parameter)))
+            yield PlannedTensor(file_name, shape, shape[0] if piece.expert is not None else shard_rows(parameter))
 
 
 def _parts(parameter: DTensor, piece: FilePiece, planned: PlannedTensor) -> Iterator[_Part]:
     """Yield the parts of the piece, on the ranks of rank 0's replica."""
-    size = _shard_rows(parameter)
-    dim = _shard_dim(parameter)
+    size = shard_rows(parameter)
+    dim = shard_dim(parameter)
     mesh = parameter.device_mesh.mesh.movedim(dim, -1)
     ranks = mesh.reshape(-1, mesh.shape[-1])[0].tolist()
     if piece.expert is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,12 @@ logger = logging.getLogger(__name__)
 IDENTITY_FILE = "identity.json"  # beside what was rendered for the trainer
 
 
-@dataclass(frozen=True)
-class _Rows:
-    digest: str
-
-
 def identity_of(config: ChainConfig, inputs: Inputs) -> dict[str, Any]:
     """The values that all attempts of one training share: those of a training of our own, and the trainer's."""
     external = config.external
     rows = {name: getattr(external, name) for name in ("train_rows", "held_out_rows")}
     return {
-        **training_identity(config, _Rows(file_digest(inputs.data)), inputs.model),
+        **training_identity(config, file_digest(inputs.data), inputs.model),
         "external.strategy": external.strategy,
         "external.overrides": list(external.overrides),
         **{f"external.{name}": _content(Path(path)) for name, path in rows.items() if path is not None},

@@ -32,7 +32,7 @@ def model_path(tmp_path: Path) -> Path:
 
 def _identity(model_path: Path, answer: str = "1", **sections: dict) -> dict:
     stream = PromptStream([Prompt(0, (3, 4), "arithmetic", answer)], seed=0, shuffle=True)
-    return training_identity(make_config(model_path, **sections), stream, model_path)
+    return training_identity(make_config(model_path, **sections), stream.digest, model_path)
 
 
 def _changed(before: dict, now: dict) -> set[str]:

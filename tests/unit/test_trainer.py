@@ -58,7 +58,7 @@ def _trainer(
     weights = SimpleNamespace(send=lambda version: None)
     cluster: Any = SimpleNamespace(policy=policy, rollouts=SimpleNamespace(), weights=weights)
     stream = PromptStream(PROMPTS, config.run.seed, config.data.shuffle)
-    identity = training_identity(config, stream, model_path)
+    identity = training_identity(config, stream.digest, model_path)
     (output / "checkpoints").mkdir(parents=True, exist_ok=True)
     validation: Any = SimpleNamespace(begin=lambda: None)
     return Trainer(config, cluster, stream, model_path, output, identity, validation)
