@@ -112,7 +112,8 @@ class WandB(Client):
             console="off", disable_git=True, disable_code=True, x_disable_meta=True, silent=True, quiet=True
         )
         self._run = _online_or_offline(
-            "wandb", wandb.init, project=place.project, name=place.run, id=record.id, resume="allow", reinit="create_new",
+            "wandb", wandb.init,
+            project=place.project, name=place.run, id=record.id, resume="allow", reinit="create_new",
             dir=str(folder), config=dict(config), settings=settings,
         )  # fmt: skip
         record.url = None if self._run.offline else self._run.url
@@ -149,7 +150,8 @@ class SwanLab(Client):
             probe={"runtime": False, "requirements": False, "git": False, "monitor": False},
         )
         self._run = _online_or_offline(
-            "swanlab", swanlab.init, project=place.project, name=place.run, id=record.id, resume="allow", log_dir=str(folder),
+            "swanlab", swanlab.init,
+            project=place.project, name=place.run, id=record.id, resume="allow", log_dir=str(folder),
             config=dict(config), settings=settings,
         )  # fmt: skip
         record.url = self._run.url if self._run.mode == "online" else None
@@ -228,7 +230,7 @@ CLIENTS: dict[str, tuple[type[Client], tuple[str, ...], str]] = {
 }
 
 
-def _online_or_offline(name: str, start: Any, **arguments: Any) -> Any:
+def _online_or_offline(tracker: str, start: Any, **arguments: Any) -> Any:
     """Start a run online; if that fails, offline, for a later sync."""
     try:
         return start(**arguments)
@@ -236,7 +238,7 @@ def _online_or_offline(name: str, start: Any, **arguments: Any) -> Any:
         folder = arguments.get("dir") or arguments.get("log_dir")
         logger.warning(
             "%s cannot start online (%s): it writes to %s instead; send the files later with `%s sync`",
-            *(name, redact(str(error)), folder, name),
+            *(tracker, redact(str(error)), folder, tracker),
         )
         return start(**arguments, mode="offline")
 
