@@ -12,7 +12,9 @@ from dapo_core.config.fields import Section, key
 class KLConfig(Section):
     """KL divergence to a reference model, which is loaded only when `place` is set."""
 
-    place: Literal["off", "loss", "reward"] = key("off", "Add the KL divergence to the loss or to the reward.")
+    place: Literal["off", "loss", "reward"] = key(
+        "off", "loss: add the KL divergence to the loss; reward: subtract it from the reward; off: no KL."
+    )
     coefficient: float = key(
         0.001, "Weight of the KL divergence; the initial value with controller=adaptive.", ge=0, le=100
     )

@@ -14,7 +14,9 @@ class SamplerConfig(Section):
 
     dynamic: bool = key(True, "Keep only groups with signal: those whose responses differ in `metric`.")
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = key(
-        "acc", "Metric that must differ within a group."
+        "acc",
+        "Metric that must differ within a group: accuracy, score, or score with overlong penalty (seq_reward, "
+        "seq_final_reward).",
     )
     order: Literal["stream", "finish"] = key(
         "stream",
@@ -32,7 +34,8 @@ class SamplerConfig(Section):
         le=1000,
     )
     on_exhausted: Literal["raise", "train_partial", "skip_step"] = key(
-        "raise", "When too few groups have signal: fail, train on the groups that have, or skip the step."
+        "raise",
+        "If too few groups have signal: raise an error, train on those found, or skip the step.",
     )
     in_flight: Literal["abort", "carry_over"] | None = key(
         None,

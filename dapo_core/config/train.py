@@ -16,7 +16,7 @@ class ProfileConfig(Section):
     """Profiler traces of policy ranks, written to the training output."""
 
     steps: tuple[PositiveInt, ...] = volatile(
-        (), "Training steps to trace, starting at 1. Each trace is several megabytes."
+        (), "Training steps to trace, 1 for the first. Each trace is several megabytes."
     )
     ranks: tuple[NonNegativeInt, ...] = volatile((0,), "Policy ranks that write a trace of each of these steps.")
 
@@ -84,7 +84,7 @@ class TrainConfig(Section):
         True, "Recompute activations in the backward pass: less memory, more time."
     )
     offload_activations: bool = volatile(
-        False, "Keep the layer inputs that gradient checkpointing saves in host memory until they are needed."
+        False, "Move the layer inputs saved by gradient checkpointing to host memory until the backward pass."
     )
     fused_kernels: tuple[Literal["auto", "rms_norm", "swiglu", "rotary"], ...] = key(
         ("auto",), "Layer operations that use a fused kernel; auto: all that the device has (NPU only); []: none."
