@@ -59,10 +59,10 @@ class _DrawState:
 class Sampler:
     """Fills training steps with groups that have signal.
 
-    sampler.order=stream takes the first P of them in prompt order, independent of their length. Later groups,
-    finished or not, carry over into the next step. At most (1 + max_staleness) * P prompts are open at a time, so
-    no group gets older than max_staleness steps. sampler.order=finish takes the first P to finish, which favours
-    short responses.
+    sampler.order=stream takes the first P = train_prompts of them in prompt order, whatever their length. Later
+    groups, finished or not, carry over into the next step. At most (1 + max_staleness) * P prompts are open at a
+    time, so no group gets older than max_staleness steps. sampler.order=finish takes the first P to finish, which
+    favours short responses.
 
     With `is_deterministic`, a step takes groups in prompt order, and only once none is in flight, so the result
     does not depend on timing. `while_waiting` is called about once a second and whenever groups finish.

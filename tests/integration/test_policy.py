@@ -1,4 +1,4 @@
-"""FSDP2 ranks over gloo: log-probs, gradients and weights do not depend on how the work is split."""
+"""FSDP2 ranks over gloo: log-probs, gradients and weights do not depend on the split."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEMPERATURE = 0.8
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Model folders by architecture; those of `untied` have an output head of their own."""
+    """Model folders by architecture, with tied and untied output heads."""
     folder = tmp_path_factory.mktemp("models")
     paths = {name: build_tiny(folder / name, name, seed=3) for name in ("qwen3", "qwen3_moe")}
     for name in ("llama", "qwen2"):
@@ -52,7 +52,7 @@ def _config(model_path: Path, train: dict[str, Any] | None = None, **sections: d
 
 
 def _batch() -> Batch:
-    """18 responses, one of them empty and one outside the loss, with old and reference log-probs."""
+    """18 responses, one empty and one masked, with old and reference log-probs."""
     batch = random_batch(num_groups=6, group_size=3, seed=1)
     batch.response_lengths[4] = 0
     batch.response_mask[4], batch.response_mask[7] = False, False
@@ -63,7 +63,7 @@ def _batch() -> Batch:
 
 
 def _update(rank: int, config: Config, batch: Batch, max_tokens: int) -> dict[str, Any]:
-    """Anchor, then one update: log-probs before, sums, norm, and weights after."""
+    """Measure log-probs, then run one update; returns log-probs, the update, and the weights after it."""
     torch.compile = partial(torch.compile, backend="eager")  # inductor takes 40 s
     policy = Policy(config.model.path or "", config)
     shares, indices = split_batch(batch, config.train.num_data_ranks, max_tokens)
@@ -81,7 +81,7 @@ def _update(rank: int, config: Config, batch: Batch, max_tokens: int) -> dict[st
 
 
 def _expected(config: Config, batch: Batch) -> dict[str, Any]:
-    """The same update in one process without FSDP: one sequence at a time, whole logits."""
+    """Run the same update in one process without FSDP: one sequence at a time, full logits."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.learning_rate, weight_decay=0.0)
     log_probs, entropy = (torch.zeros(batch.response_mask.shape) for _ in range(2))
@@ -137,7 +137,7 @@ def _require_equal(ranks: list[dict[str, Any]], expected: dict[str, Any], batch:
 
 
 def _gradients_between(rank: int, config: Config, batch: Batch) -> list[set[type]]:
-    """Types of the parameters' gradients before each micro-batch after the first."""
+    """Return the gradient types before each micro-batch after the first."""
     policy = Policy(config.model.path or "", config)
     shares, _ = split_batch(batch, config.train.num_data_ranks, 30)
     micro_loss, found = policy._micro_loss, []
@@ -152,13 +152,13 @@ def _gradients_between(rank: int, config: Config, batch: Batch) -> list[set[type
 
 
 def test_gradients_are_sharded_after_every_micro_batch(models: dict[str, Path]) -> None:
-    """A gradient that is not reduced yet is not in `grad`."""
+    """Unreduced gradients would not be in `grad`."""
     for found in run_ranks(4, _gradients_between, _config(models["qwen3"], {"num_ranks": 4}), _batch()):
         assert found == [{DTensor}] * len(found) != []
 
 
 def _anchored_or_not(rank: int, config: Config, batch: Batch, max_tokens: int) -> list[Any]:
-    """[measured, update, weights] of a step that is anchored by a pass of its own, and of one that is not."""
+    """Return [measured, update, weights] of a step with a separate anchor pass, and of one without."""
     found = []
     for is_anchored in (True, False):
         policy = Policy(config.model.path or "", config)
@@ -215,7 +215,7 @@ def test_an_update_equals_the_plain_single_process_update(
 def test_a_single_update_needs_no_anchor_pass(
     models: dict[str, Path], architecture: str, train: dict[str, Any], max_tokens: int, algorithm: dict[str, Any]
 ) -> None:
-    """Weights, sums, norm, log-probs and entropy are the same bits as after an anchoring pass."""
+    """Weights, sums, norm, log-probs and entropy have the same bits as with an anchor pass."""
     config, batch = _config(models[architecture], train, algorithm=algorithm), _batch()
     draw = torch.Generator().manual_seed(1)
     sampled = torch.rand(batch.response_mask.shape, generator=draw) * 2 - 6.5
@@ -241,7 +241,7 @@ def test_a_single_update_needs_no_anchor_pass(
 def test_a_rank_without_work_does_not_change_the_gradient(
     models: dict[str, Path], num_ranks: int, max_tokens: int
 ) -> None:
-    """Three responses on four ranks, or in more micro-batches on one rank than on the other."""
+    """Three responses on four ranks, or one rank with more micro-batches than the other."""
     batch = _batch().select([0, 1, 6])
     shares, _ = split_batch(batch, num_ranks, max_tokens)
     assert any(len(indices) == 0 for share in shares for indices in share.micro_batches)

@@ -1,4 +1,4 @@
-"""The effect of training options, seen in the metrics of one or two steps."""
+"""Effects of training options on the metrics of one or two steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.trainings import World, config_of
 RECIPES = Path(__file__).resolve().parents[2] / "configs"
 NUM_RESPONSES = 16  # 4 prompts x 4 responses
 LIMIT = 24  # tokens of a response
-# No scorer finds a right answer in what the barely trained model says, and equal rewards teach nothing.
+# The barely trained model gives no right answers, and equal rewards give no signal: score by length.
 LENGTH_SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str) % 3, "acc": 0}
@@ -36,9 +36,9 @@ Start = Callable[..., list[dict[str, float]]]
 
 @pytest.fixture
 def start(world: World, request: pytest.FixtureRequest, tmp_path: Path) -> Start:
-    """Train with the given keys, by section; returns the lines of metrics.jsonl. Only several ranks use Ray.
+    """Train with the given keys, by section; returns the lines of metrics.jsonl. A single rank runs without Ray.
 
-    `scorer` is the source of a file for custom_reward.path, `name` the output's.
+    `scorer` is the source code for custom_reward.path, `name` the output folder.
     """
 
     def run(scorer: str | None = None, name: str = "run", **changes: dict[str, Any]) -> list[dict[str, float]]:
@@ -57,7 +57,7 @@ def start(world: World, request: pytest.FixtureRequest, tmp_path: Path) -> Start
 
 
 def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """With leave-one-out advantages, and losses divided by a constant length."""
+    """With leave-one-out advantages and a constant loss divisor."""
     caplog.set_level(logging.INFO, "dapo_core.trainer")
     first, second = lines = start(
         LENGTH_SCORER,
@@ -95,7 +95,7 @@ def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_kl_in_the_reward_with_an_adaptive_coefficient(start: Start) -> None:
-    """Responses of one token, so that a response's KL sum is its mean."""
+    """Responses have one token, so the KL sum of a response is its mean."""
     adaptive = {"controller": "adaptive", "target": 0.1, "horizon": 32.0}
     lines = start(
         LENGTH_SCORER,
@@ -153,7 +153,7 @@ def test_rollout_correction_applies_to_a_partial_step(start: Start) -> None:
 
 
 def test_icepop_with_normalized_weights_and_a_divergence(start: Start) -> None:
-    """The engine computes in bfloat16: some tokens' ratios are outside of a narrow interval."""
+    """The engine computes in bfloat16, so some ratios are outside a narrow interval."""
     (line,) = start(
         LENGTH_SCORER,
         algorithm={
@@ -188,7 +188,7 @@ def test_icepop_with_normalized_weights_and_a_divergence(start: Start) -> None:
 def test_a_single_update_step_reports_all_metrics_without_an_extra_pass(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps, the later ones with tokens of older weights; then once more with the pass."""
+    """Three steps, the later ones with stale tokens; then the same with the pass."""
     settings: dict[str, Any] = {
         "run": {"deterministic": True},
         "reward": NO_OVERLONG,
@@ -217,7 +217,7 @@ def test_a_single_update_step_reports_all_metrics_without_an_extra_pass(
 
 
 def test_engine_log_probs_can_be_the_anchor(start: Start) -> None:
-    """Two updates without a pass before them; the engine computes in bfloat16."""
+    """Two updates without a separate pass; the engine computes in bfloat16."""
     (line,) = start(
         LENGTH_SCORER,
         algorithm={"old_log_probs": "engine"},
@@ -235,7 +235,7 @@ def test_engine_log_probs_can_be_the_anchor(start: Start) -> None:
 
 
 def test_masks_work_with_engine_log_probs_as_the_anchor(start: Start) -> None:
-    """By the ratio of the policy before the updates, for which it makes a pass."""
+    """Masks use the ratio of the policy before the updates, which takes a pass."""
     (line,) = start(
         LENGTH_SCORER,
         algorithm={
@@ -255,7 +255,7 @@ def test_masks_work_with_engine_log_probs_as_the_anchor(start: Start) -> None:
 
 
 def test_the_grpo_recipe_trains(start: Start) -> None:
-    """What the recipe sets apart from DAPO, with two optimizer steps and a scorer from a file."""
+    """The recipe's differences from DAPO, with two optimizer steps and a custom scorer."""
     recipe = load_config(RECIPES / "grpo_qwen3_8b_math.yaml")
     (line,) = start(
         LENGTH_SCORER,
@@ -290,7 +290,7 @@ def test_equal_rewards_give_only_the_entropy_gradient(start: Start) -> None:
 
 
 def test_compat_verl_trains_on_rounding_noise_on_two_ranks(start: Start) -> None:
-    """Seven times -1.4 have a standard deviation of 2e-16 in float64, so the filter keeps the group."""
+    """Seven rewards of -1.4 have a std of 2e-16 in float64, so verl's filter keeps the group."""
     (line,) = start(
         "def compute_score(**_):\n    return -1.4\n",
         algorithm={"compat": "verl"},
