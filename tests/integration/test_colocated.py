@@ -1,4 +1,4 @@
-"""Ranks and engines that take turns on the same devices: the order of a step, its numbers, its memory."""
+"""Colocated ranks and engines: the order of a step, its results, and its memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WORK: dict[str, set[Phase]] = {
 
 @dataclass
 class Trace:
-    """What was on the device when work was done: (work, held by the rank, held by the engine)."""
+    """Records the state on the device during each operation: (operation, of the rank, of the engine)."""
 
     ranks: frozenset[str] = OF_RANKS
     engines: frozenset[str] = OF_ENGINES
@@ -90,7 +90,7 @@ class Training:
 
 
 def _train(world: World, folder: Path, placement: str, ends: Sequence[int]) -> Training:
-    """A training that ends after each of these steps, and is continued."""
+    """Train until each of these steps in turn, resuming in between."""
     trace, batches = Trace(), []
     with pytest.MonkeyPatch.context() as patch, without_ray():
         trace.record(patch)
@@ -153,12 +153,12 @@ def test_both_placements_train_to_the_same_bits(
 
 
 def _memory() -> float:
-    """Memory of this process in MB."""
+    """Return this process's memory in MB."""
     return psutil.Process().memory_info().rss / 1e6
 
 
 def _take_turns(rank: int, path: Path, folder: Path) -> dict[str, float]:
-    """Megabytes of this process as its turn begins and ends, and whether what it held is what comes back."""
+    """Return this process's megabytes around its turn, and whether its state survives offloading."""
     steps = {"train_prompts": 4, "mini_prompts": 4, "learning_rate": 1e-2, "warmup_steps": 0}
     config = make_config(path, train={"placement": "colocated", **steps}, rollout={"group_size": 2})
     policy = Policy(path, config)

@@ -1,4 +1,4 @@
-"""Trainings on a task whose long responses are wrong: what they learn from, and what the next step gets."""
+"""Trainings on a task with wrong long responses: which groups they train on, and what carries over."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass
 class Seen:
-    """What a training drew, and how each step ended."""
+    """The draws of a training, and how each step ended."""
 
     draws: list[Draw] = field(default_factory=list)
     finished: list[Group] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Seen:
 
 
 def _train(world: World, folder: Path, order: str, calls: Sequence[int]) -> Seen:
-    """Train to each of the numbers of steps by a call of its own, with weights that hardly change."""
+    """Train to each number of steps in a separate call, with weights that hardly change."""
     (folder / "scorer.py").write_text(SCORER)
     seen = Seen()
     draw, record = Sampler.draw, Sampler._record

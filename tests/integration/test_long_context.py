@@ -1,4 +1,4 @@
-"""A sequence of the recipes' length, 2,048 + 20,480 tokens, through an update on two ranks that share it."""
+"""An update on one sequence of full length, 2,048 + 20,480 tokens, split over two ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _resident(field: str) -> int:
 
 
 def _peak_of_an_update(rank: int, config: Config) -> tuple[int, Update]:
-    """Bytes that the update of the long sequence holds at most, after one of a short sequence."""
+    """Return the peak bytes of an update on the long sequence, after one on a short sequence."""
     libc = ctypes.CDLL(None)
     for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):  # what is freed is returned
         libc.mallopt(parameter, 65_536)

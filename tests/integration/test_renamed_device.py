@@ -1,4 +1,4 @@
-"""The policy on an `npu` that is the CPU by another name: no other device is named, values are the CPU's."""
+"""The policy on a CPU renamed to `npu`: it names no other device, and results equal the CPU's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _trained(rank: int, library: Path, folder: Path, configs: dict[str, Config], batch: Batch) -> Any:
-    """What two steps of a policy give, by the device; the CPU comes first."""
+    """Results of two policy steps by device, the CPU first."""
     install(library)  # before any backward pass: autograd counts the devices at the first
     found = {"cpu": _steps(rank, folder, configs["cpu"], batch)}
     torch.distributed.destroy_process_group()
@@ -51,7 +51,7 @@ def _trained(rank: int, library: Path, folder: Path, configs: dict[str, Config],
 
 
 def _steps(rank: int, folder: Path, config: Config, batch: Batch) -> dict[str, Any]:
-    """Two updates, with a save in between and the policy's state out of the device's memory and back."""
+    """Run two updates, with a save and an offload in between."""
     policy = Policy(config.model.path or "", config)
     place = "cpu" if config.train.offload_shards else config.train.device
     assert {parameter.device.type for parameter in policy.model.parameters()} == {place}

@@ -1,4 +1,4 @@
-"""Ulysses over gloo: ranks that hold a slice of each row compute what one rank computes on the whole row."""
+"""Ulysses over gloo: ranks with slices of a row compute the same as one rank with the whole row."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _whole_and_slice(rank: int, *case: Any) -> tuple[dict[str, Any], dict[str, A
 def _slice(
     family: str, num_heads: int, num_key_heads: int, batch: Batch, sequence_parallel: int
 ) -> dict[str, Any]:
-    """This rank's log-probs and their cells, and the gradients summed over the ranks of the row."""
+    """Return this rank's log-probs and their cells, and gradients summed over the row's ranks."""
     model = _model(family, num_heads, num_key_heads)
     if sequence_parallel > 1:
         model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,4 +1,4 @@
-"""Real FSDP2 ranks load a model: every weight arrives, and no rank ever holds more than its own rows."""
+"""Real FSDP2 ranks load a model: every weight arrives, and no rank ever loads more than its rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Logits(nn.Module):
 
 
 def _load(rank: int, path: Path, train: TrainConfig) -> dict[str, Any]:
-    """Weights, logits and gradients of the sharded model, whole."""
+    """Return the full weights, logits and gradients of the sharded model."""
     model = load_sharded(path, train, CPU, Logits)
     parameters = dict(model.causal_lm.named_parameters())
     weights = {name: parameter.full_tensor().detach().clone() for name, parameter in parameters.items()}
@@ -52,7 +52,7 @@ def _load(rank: int, path: Path, train: TrainConfig) -> dict[str, Any]:
 
 
 def _require_equal(rank: dict[str, Any], path: Path) -> None:
-    """The rank's whole model is the one that transformers loads from the folder."""
+    """Assert that the full model equals the one that transformers loads from the folder."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     logits = model(IDS).logits
     logits.logsumexp(-1).sum().backward()
@@ -71,7 +71,7 @@ def _load_each(rank: int, cases: list[tuple[Path, TrainConfig]]) -> list[dict[st
 
 
 def test_every_architecture_loads_as_in_transformers(tmp_path: Path) -> None:
-    """Tied or not, of one file or several; what saves time or memory changes nothing."""
+    """Tied or not, in one file or several; options that save time or memory change nothing."""
     plain, folder = TrainConfig(num_ranks=2), tmp_path
     cases = [
         (build_tiny(folder / f"{name}-{is_tied}", name, seed=3, tie_word_embeddings=is_tied), plain)
@@ -87,7 +87,7 @@ def test_every_architecture_loads_as_in_transformers(tmp_path: Path) -> None:
 
 
 def _in_bfloat16_files(path: Path) -> Path:
-    """The folder with its weights in bfloat16, cut into two files behind an index."""
+    """Convert the folder's weights to bfloat16, in two files with an index."""
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(path / SINGLE_FILE).items()}
     (path / SINGLE_FILE).unlink()
     names = sorted(tensors)
@@ -127,7 +127,7 @@ def test_a_missing_weight_file_is_refused_with_its_name(tmp_path: Path) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the largest tensor that any operation fills.
+    """Records the largest tensor that any operation fills.
 
     What takes no memory is passed over: views, among them those of the mapped files, and tensors still empty,
     which transformers' constructors make whole.
@@ -145,7 +145,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def _largest(rank: int, path: Path, num_ranks: int) -> tuple[int, int]:
-    """Bytes of the largest tensor while loading, and of all that the rank holds afterwards."""
+    """Return the bytes of the largest tensor while loading, and of all tensors afterwards."""
     with LargestTensor() as largest:
         model = load_sharded(path, TrainConfig(num_ranks=num_ranks), CPU, Logits)
     held = sum(parameter.to_local().untyped_storage().nbytes() for parameter in model.parameters())

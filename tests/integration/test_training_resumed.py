@@ -1,4 +1,4 @@
-"""Validation, the best checkpoint, training from another training's checkpoint, and stopping."""
+"""Validation, best checkpoints, starting from another training's checkpoint, and stopping."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True)
 class Begun:
-    """A training of four steps on one rank in this process, validated before them and after each."""
+    """A training of four steps on one rank in this process, validated before training and after each step."""
 
     output: Path
     scorer: Path
     validated: dict[int, float]  # step -> accuracy
 
     def hold(self, output: Path, step: int) -> Path:
-        """Make a training wait in the draw after the step; returns the file that appears once it does."""
+        """Make a training wait in the draw after the step; returns a file that appears when it waits."""
         held = self.scorer.with_name("held")
         held.unlink(missing_ok=True)
         text = json.dumps([str(output / METRICS_FILE), step])
@@ -71,7 +71,7 @@ class Begun:
         self.scorer.with_name("hold").unlink()
 
     def config(self, **changes: dict[str, Any]) -> Config:
-        """Its configuration with other keys."""
+        """Return its configuration with changed keys."""
         sections = {
             "custom_reward": {"path": str(self.scorer)},
             "reward": {"timeout_seconds": FAR},
@@ -131,7 +131,7 @@ def test_validation_decides_which_checkpoint_is_kept(begun: Begun) -> None:
 def test_a_finished_training_starts_no_worker(
     begun: Begun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one killed at its end, with the last step unreported and a checkpoint too many."""
+    """As if killed at its end: the last step is unreported, and there is one checkpoint too many."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     output = tmp_path / "ended"
     shutil.copytree(begun.output, output)
@@ -186,7 +186,7 @@ def test_validation_without_a_held_out_set_is_refused(begun: Begun, world: World
 
 
 def stopped_by(number: signal.Signals, step: int, begun: Begun, world: World, output: Path) -> TrainingStopped:
-    """The error of a training that gets this signal in the draw after the step."""
+    """Return the error of a training that gets this signal in the draw after the step."""
     held = begun.hold(output, step)
 
     def send() -> None:

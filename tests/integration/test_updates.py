@@ -1,4 +1,4 @@
-"""Passes, AdamW's settings, schedules and reference models in real updates: against plain loops, and resumed."""
+"""Passes, AdamW settings, schedules and reference models in real updates, against plain loops and resumed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _learned(rank: int, config: Config, batch: Batch) -> dict[str, Any]:
 
 
 def _plain(config: Config, batch: Batch, old: torch.Tensor) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of a loop over passes and mini-batches with torch's AdamW and rates by hand."""
+    """Return losses and weights of a plain loop over passes and mini-batches, with hand-computed rates."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.7, 0.9), eps=1e-3, weight_decay=0.3)
     losses = []
@@ -139,7 +139,7 @@ def test_an_extended_training_continues_its_schedule(world: World, tmp_path: Pat
 
 
 def _refreshed(rank: int, config: Config, batch: Batch, folder: str) -> dict[str, torch.Tensor]:
-    """Log-probs under the policy and the reference, before and after it is refreshed, and as others load it."""
+    """Return log-probs of policy and reference, before and after a refresh, and after loading."""
     policy = Policy(config.model.path or "", config)
     shares, indices = split_batch(batch, config.train.num_data_ranks, 4096)
     share, found = shares[rank], {"indices": torch.from_numpy(indices[rank])}

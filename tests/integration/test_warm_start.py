@@ -1,4 +1,4 @@
-"""The small model of the default recipe, built for real: it learns, reproduces, loads, generates and stops."""
+"""The small model of the default recipe, really built: it learns, reproduces, loads, generates and stops."""
 
 from __future__ import annotations
 
