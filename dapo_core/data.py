@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Prompt:
     dataset: str = ""  # name of its set, if there are several
 
 
-class TokenizedPrompts(Sequence[Prompt]):
+class TokenizedPrompts:
     """Memory-mapped prompts, from a folder written by dapo_core.tokenizing.
 
     `too_long` drops prompts longer than `max_prompt_tokens`, truncates them to their last tokens, or raises
@@ -69,18 +69,8 @@ class TokenizedPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, number: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> list[Prompt]: ...
-
-    def __getitem__(self, number: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(number, slice):
-            return [self._prompt(int(row)) for row in self._rows[number]]
-        return self._prompt(int(self._rows[number]))
-
-    def _prompt(self, row: int) -> Prompt:
+    def __getitem__(self, index: int) -> Prompt:
+        row = int(self._rows[index])
         number = int(np.searchsorted(self._firsts, row, side="right")) - 1
         fields = self._file.get_batch(number).slice(row - int(self._firsts[number]), 1).to_pylist()[0]
         prompt_ids = tuple(fields.pop("prompt_ids")[-self._max_prompt_tokens :])
@@ -121,7 +111,7 @@ class PromptStream:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | TokenizedPrompts,
         seed: int,
         shuffle: bool,
         position: int = 0,

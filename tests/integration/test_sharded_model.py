@@ -200,7 +200,7 @@ UP = "model.layers.1.mlp.experts.3.up_proj.weight"
         ),
         (
             lambda tensors: tensors.update({UP: torch.zeros(2, 2)}),
-            r"up_proj\.weight in .* has shape \[2, 2\], the m",
+            r"up_proj\.weight in .* has shape \[2, 2\], but the m",
         ),
     ],
     ids=["missing", "unexpected", "expert", "shape"],

@@ -115,7 +115,7 @@ def test_a_file_is_tokenised_row_by_row(
             number % NUM_ROWS, alone.prompt_ids, row["data_source"], row["reward_model"]["ground_truth"],
             row["extra_info"],
         )  # fmt: skip
-    assert prompts[998:1002] == [prompts[number] for number in range(998, 1002)]
+
     assert prompts.lengths.tolist() == [len(prompt.prompt_ids) for prompt in prompts]
 
     remove_prompts(tmp_path / "training")
