@@ -26,8 +26,8 @@ from dapo_core.loss import LossTotals
 from dapo_core.policy import log_probs
 from dapo_core.policy import model as sharding
 from dapo_core.policy import rank as policy_rank
+from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.packing import PackedRow
-from dapo_core.policy.sequence_parallel import sequence_group
 from dapo_core.pretrained import empty_causal_lm
 
 TOTAL = "Total"

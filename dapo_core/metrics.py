@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dapo_core.config.algorithm import KLConfig
     from dapo_core.config.training import TrainingConfig
     from dapo_core.groups import Group
-    from dapo_core.policy.update import Update
+    from dapo_core.policy.optimizer import Update
 
 METRICS_FILE = "metrics.jsonl"
 PHASES_PER_TOKEN = ("old_log_prob", "ref", "adv", "update_actor")  # phases that process every token of the batch

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from dapo_core.cluster.start import Cluster
     from dapo_core.config.training import TrainingConfig
     from dapo_core.data import PromptStream
-    from dapo_core.policy.update import Update
+    from dapo_core.policy.optimizer import Update
     from dapo_core.validation import Validation
 
 logger = logging.getLogger(__name__)

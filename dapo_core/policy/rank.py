@@ -20,16 +20,15 @@ from dapo_core.device import Device, device_for
 from dapo_core.environment import DETERMINISTIC, set_defaults
 from dapo_core.loss import LossSums, LossTotals, PolicyLoss, policy_loss
 from dapo_core.model_folder import require_model_folder, weight_names
+from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.log_probs import load_token_log_probs
 from dapo_core.policy.model import copy_weights, require_same_shapes, reshard
 from dapo_core.policy.nan_guard import MAX_SEARCHES, Fault, find_fault
 from dapo_core.policy.offload import Offloader
-from dapo_core.policy.optimizer import adamw, learning_rate
+from dapo_core.policy.optimizer import Update, adamw, learning_rate
 from dapo_core.policy.packing import Measuring, loss_tokens, pack
 from dapo_core.policy.profiling import Profiled
 from dapo_core.policy.requirements import require_trainable
-from dapo_core.policy.sequence_parallel import sequence_group
-from dapo_core.policy.update import Update
 from dapo_core.policy.weight_source import WeightSource
 from dapo_core.pretrained import load_model_config
 from dapo_core.turns import OPTIMIZER, WEIGHTS

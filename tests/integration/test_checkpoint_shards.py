@@ -27,8 +27,8 @@ from dapo_core.cluster.start import _PolicyRank
 from dapo_core.device import Cpu
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
+from dapo_core.policy.optimizer import Update
 from dapo_core.policy.rank import Policy
-from dapo_core.policy.update import Update
 from dapo_core.turns import OF_RANKS
 from flows.config import Config
 from tests.batches import random_batch

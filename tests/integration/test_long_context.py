@@ -15,8 +15,8 @@ from dapo_core.batch import Batch, build_batch, split_batch
 from dapo_core.loss import LossTotals
 from dapo_core.memory.rank import rank_memory
 from dapo_core.memory.shape import shape_of
+from dapo_core.policy.optimizer import Update
 from dapo_core.policy.rank import Policy
-from dapo_core.policy.update import Update
 from flows.config import Config
 from tests.batches import make_group
 from tests.configs import make_config

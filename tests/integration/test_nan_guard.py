@@ -13,8 +13,8 @@ from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.loss import LossSums, LossTotals
 from dapo_core.policy.nan_guard import MAX_SEARCHES, Fault
+from dapo_core.policy.optimizer import Update
 from dapo_core.policy.rank import Policy
-from dapo_core.policy.update import Update
 from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config

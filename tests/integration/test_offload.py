@@ -18,8 +18,8 @@ from dapo_core.device import Device, device_for
 from dapo_core.loss import LossTotals
 from dapo_core.policy.model import load_sharded
 from dapo_core.policy.offload import Transfers, move_model, move_optimizer
+from dapo_core.policy.optimizer import Update
 from dapo_core.policy.rank import Policy
-from dapo_core.policy.update import Update
 from dapo_core.pretrained import load_model_config
 from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
 from flows.config import Config

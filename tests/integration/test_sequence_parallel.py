@@ -11,9 +11,9 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dapo_core.batch import Batch
+from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.packing import pack
-from dapo_core.policy.sequence_parallel import sequence_group
 from tests.batches import random_batch
 from tests.ranks import run_ranks
 

@@ -22,7 +22,7 @@ from dapo_core.metrics import (
     seqlen_metrics,
     update_metrics,
 )
-from dapo_core.policy.update import Update
+from dapo_core.policy.optimizer import Update
 from dapo_core.reward.scorers import Verdict
 from dapo_core.sampler import Draw
 from dapo_core.token_account import TokenAccount

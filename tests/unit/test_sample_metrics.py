@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dapo_core.groups import Rollout
-from dapo_core.sample_metrics import sample_metrics
+from dapo_core.validation import sample_metrics
 from tests.batches import make_group
 
 TEMPLATE = make_group([1.0]).rollouts[0]
