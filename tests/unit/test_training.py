@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -143,7 +144,7 @@ def test_a_checkpoint_is_verified_before_ray_starts(
     model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
     write(make_writer(folder, model_path), make_state(5), make_state(10))
     (folder / "step_000010" / "__0_0.distcp").write_text("shard of step_000005\n")  # copied from another step
-    monkeypatch.setattr(training, "_read_prompts", lambda *_: (None, []))
+    monkeypatch.setattr(training, "_read_prompts", lambda *_: (SimpleNamespace(digest="ab"), []))
     monkeypatch.setattr(training, "training_identity", lambda *_: make_state(5).identity)
 
     def start_cluster(*_: object) -> None:
@@ -174,7 +175,7 @@ def test_a_restart_skips_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest
         (folder / "step_000010" / "__0_0.distcp").write_text("torn\n")
         raise DEATH
 
-    monkeypatch.setattr(training, "_read_prompts", lambda *_: (None, []))
+    monkeypatch.setattr(training, "_read_prompts", lambda *_: (SimpleNamespace(digest="ab"), []))
     monkeypatch.setattr(training, "training_identity", lambda *_: make_state(5).identity)
     monkeypatch.setattr(training, "start_cluster", start_cluster)
     config = make_config(model_path, train={"total_steps": 40, "restart_delay_seconds": 0.0})
