@@ -26,8 +26,8 @@ from dapo_core.loss import LossTotals
 from dapo_core.policy import log_probs
 from dapo_core.policy import model as sharding
 from dapo_core.policy import rank as policy_rank
+from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.packing import PackedRow
-from dapo_core.policy.sequence_parallel import sequence_group
 from dapo_core.pretrained import empty_causal_lm
 
 TOTAL = "Total"
@@ -147,7 +147,7 @@ def _with_fake_rows(make: Callable[..., PackedRow], mode: FakeTensorMode) -> Cal
         with unset_fake_temporarily():
             row = make(*arguments)
         packing = row.packing
-        packing.places = mode.from_tensor(packing.places)
+        packing.positions = mode.from_tensor(packing.positions)
         packing.blocks = [replace(block, tokens=mode.from_tensor(block.tokens)) for block in packing.blocks]
         fakes: dict[str, Any] = {name: mode.from_tensor(getattr(row, name)) for name in ROW_TENSORS}
         return replace(row, **fakes)

@@ -1,4 +1,4 @@
-"""The page and the plot of bench/learning.py, from what its trainings showed."""
+"""Renders the page and the plot of bench/learning.py from the outcomes of its trainings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FULL = "full"
-# Removed ingredient: what is set instead. More open prompts than a step trains on serve dynamic sampling; kept,
-# they would sample a step ahead, which is another change.
+# Removed ingredient -> overrides. More open prompts than a step trains on are only useful with dynamic sampling;
+# without it, they would sample a step ahead, which is another change.
 VARIANTS: dict[str, tuple[str, ...]] = {
     FULL: (),
     "clip-higher": ("algorithm.clip_ratio_high=0.2",),
@@ -27,14 +27,14 @@ CURVES = {  # metric: title of its plot
     "actor/entropy": "Policy entropy (nats per token)",
     "response_length/mean": "Length trained on (tokens)",
 }
-WINDOW = 5  # steps that a curve's point, and a table's last value, is the mean of
+WINDOW = 5  # steps averaged for each point of a curve, and for the final values in the table
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training, or with no variant the model before training."""
+    """One training, or the model before training if variant is None."""
 
     variant: str | None
     seed: int
@@ -55,11 +55,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one job showed."""
+    """Result of one job."""
 
     job: Job
     accuracy: float  # on the held-out items, greedy
-    answer_tokens: float  # mean over these
+    answer_tokens: float  # mean over the same items
     curves: Mapping[str, list[float]]  # metric: a value per step
     generated_tokens: float
     num_items: int
@@ -81,21 +81,21 @@ class Comparison:
 
     @property
     def half_width(self) -> float | None:
-        """Of the 95 % t-interval of the mean; None with a single seed, which says nothing about noise."""
+        """Half width of the 95 % t-interval of the mean; None with a single seed."""
         n = len(self.differences)
         return T_95[n - 2] * statistics.stdev(self.differences) / n**0.5 if n > 1 else None
 
     @property
     def verdict(self) -> str:
         if self.half_width is None:
-            return "one seed: no word on noise"
+            return "one seed: noise unknown"
         if abs(self.mean) <= self.half_width:
             return "within noise"
         return "worse" if self.mean < 0 else "better"
 
 
 def render(outcomes: Sequence[Outcome], command: str) -> str:
-    """The page: table, and a sentence for each comparison. `command` is what wrote it."""
+    """Render the page: the table and a sentence per comparison. `command` is the command that wrote it."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     templates = FileSystemLoader(Path(__file__).parent)
@@ -120,25 +120,25 @@ def render(outcomes: Sequence[Outcome], command: str) -> str:
 
 
 def ingredient(variant: str) -> str:
-    """What the variant lacks, in words."""
+    """Return the name of the removed ingredient."""
     return variant if variant in ("clip-higher", "token-mean") else variant.replace("-", " ")
 
 
 def by_variant(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """Outcomes of the trainings by variant, in order of seed."""
+    """Group the trainings by variant, in order of seed."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.job.seed)
     groups = {name: [outcome for outcome in ordered if outcome.job.variant == name] for name in VARIANTS}
     return {name: group for name, group in groups.items() if group}
 
 
 def compare(group: Sequence[Outcome], full: Sequence[Outcome]) -> Comparison:
-    """A variant's trainings against the full recipe's of the same seeds."""
+    """Compare a variant's trainings with the full recipe's of the same seeds."""
     assert [outcome.job.seed for outcome in group] == [outcome.job.seed for outcome in full]
     return Comparison([100 * (a.accuracy - b.accuracy) for a, b in zip(group, full, strict=True)])
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Curves of training, mean over seeds in a band from least to most, and held-out accuracies as dots."""
+    """Plot training curves (mean over seeds, with a min-max band) and held-out accuracies as dots."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -165,7 +165,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
 
 
 def _row(name: str, group: Sequence[Outcome], full: Sequence[Outcome]) -> list[str]:
-    """Cells of a variant in the page's table."""
+    """Return a variant's cells in the table."""
     return [
         _name(name),
         _spread([100 * outcome.accuracy for outcome in group], 1),
@@ -185,7 +185,7 @@ def _interval(comparison: Comparison) -> str:
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
-    """Mean and (least..most)."""
+    """Format as mean (min..max)."""
     return f"{statistics.fmean(values):,.{digits}f} ({min(values):,.{digits}f}..{max(values):,.{digits}f})"
 
 

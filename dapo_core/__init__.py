@@ -1,1 +1,1 @@
-"""The training core of DAPO: knows torch, transformers, Ray and vLLM, and nothing of Prefect."""
+"""DAPO training core, based on torch, transformers, Ray and vLLM. Independent of Prefect."""

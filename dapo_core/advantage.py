@@ -1,4 +1,4 @@
-"""Advantages of responses over their siblings, and the correction for what the engine sampled them from."""
+"""Group-relative advantages, and rollout correction of a batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STD_FLOOR = 1e-6
 
 
 def weigh(batch: Batch, config: TrainingConfig, measured: Measured | None = None) -> Batch:
-    """The batch with advantages among scored siblings, and corrected for what the engine sampled from.
+    """Return the batch with advantages, importance weights and the corrected response mask.
 
-    `measured` is the policy's before any update, which may not be the batch's anchor. Without it and without old
-    log-probs the update corrects, by its own log-probs.
+    `measured` holds the policy's log-probs before any update; they may differ from the batch's anchor. If the
+    batch has no old log-probs, the update computes the correction from its own.
     """
     advantages = group_advantages(
         batch.rewards.numpy(), batch.group_ids.numpy(), config.algorithm, batch.is_scored.numpy()
@@ -31,28 +31,28 @@ def weigh(batch: Batch, config: TrainingConfig, measured: Measured | None = None
     batch = replace(batch, advantages=torch.from_numpy(advantages))
     if batch.old_log_probs is None:
         return batch
-    of_policy = batch.old_log_probs if measured is None else measured.log_probs
-    ratios = (of_policy, batch.rollout_log_probs, batch.response_mask)
-    weights = importance_weights(*ratios, batch.is_stale, config.rollout_correction)
-    mask = mask_rollouts(*ratios, config.rollout_correction)
+    log_probs = batch.old_log_probs if measured is None else measured.log_probs
+    compared = (log_probs, batch.rollout_log_probs, batch.response_mask)
+    weights = importance_weights(*compared, batch.is_stale, config.rollout_correction)
+    mask = mask_rollouts(*compared, config.rollout_correction)
     return replace(batch, importance_weights=weights, response_mask=mask)
 
 
 def group_advantages(
     rewards: np.ndarray, group_ids: np.ndarray, algorithm: AlgorithmConfig, counts: np.ndarray | None = None
 ) -> np.ndarray:
-    """Advantage of each response against the siblings of its prompt: float32 [B].
+    """Return the advantage of each response within its group: float32 [B].
 
-    Baseline group-mean: A_i = R_i - mean. Leave-one-out: A_i = R_i - mean of the others = N / (N - 1) * (R_i -
-    mean) (RLOO, arXiv:2402.14740). With `normalize_by_std` either is divided by std + 1e-6, std unbiased (N - 1);
-    with group-mean that is DAPO, arXiv:2503.14476, eq. 9.
+    baseline=group-mean: A_i = R_i - mean. leave-one-out: A_i = R_i - mean of the others = N / (N - 1) * (R_i -
+    mean) (RLOO, arXiv:2402.14740). `normalize_by_std` divides by std + 1e-6, with the unbiased (N - 1) std; with
+    group-mean, this is DAPO, arXiv:2503.14476, eq. 9.
 
-    A group whose rewards are all equal, also a group of one, gets exactly 0: equality is tested as min == max,
-    because the std of equal rewards is not exactly 0 in floating point. Mean and std are taken in float64, the
-    division in float32, as the loss uses it. compat=verl computes as verl does, in float32 and without that test.
+    A group with equal rewards, or of one, gets exactly 0: tested as min == max, because the std of equal rewards
+    is not exactly 0 in floating point. Mean and std are float64, the division float32. compat=verl computes in
+    float32 and without that test.
 
-    rewards: [B]; group_ids: [B] integers; counts: [B] bool, None for all. Responses that do not count get 0, and
-    are no siblings to the others. Raises ValueError for a reward that is not finite.
+    rewards: [B]; group_ids: [B] integers; counts: [B] bool, None for all. Responses that do not count get 0 and
+    are left out of their group. Raises ValueError if a reward is not finite.
     """
     if counts is not None:
         counted = np.zeros(len(rewards), dtype=np.float32)
@@ -79,9 +79,9 @@ def group_advantages(
 
 
 def _verl_advantages(rewards: np.ndarray, group_ids: np.ndarray, algorithm: AlgorithmConfig) -> np.ndarray:
-    """Float32 advantages as compute_grpo_outcome_advantage and compute_rloo_outcome_advantage of verl give them.
+    """Return the float32 advantages of verl's compute_grpo_outcome_advantage and compute_rloo_outcome_advantage.
 
-    Equal rewards keep float noise: eight of -1.3 have std 1.3e-7 and get 0.1057. A group of one has mean 0 and
+    Equal rewards keep rounding noise: eight of -1.3 have std 1.3e-7 and get 0.1057. A group of one has mean 0 and
     std 1, so its advantage is the reward itself.
     """
     order = np.argsort(group_ids, kind="stable")

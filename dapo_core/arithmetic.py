@@ -1,8 +1,8 @@
-"""The data of the default recipe: arithmetic problems made by code, in the DAPO-Math-17k schema.
+"""Dataset of the default recipe: generated arithmetic problems in the DAPO-Math-17k schema.
 
-The operation is a problem's `subject`, its difficulty the `level` (1 to 5, by digits and terms). Whether a
-problem may be trained on or is held out follows from its operands alone, whatever the seed: so no operand
-tuple, hence no problem text, is ever in both sets, not even between runs with different seeds.
+`subject` is the operation, `level` the difficulty (1 to 5, by digits and terms). Whether a problem is for training
+or held out depends only on its operands, not on the seed, so the two sets never overlap, even between runs with
+different seeds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_BUCKETS = 10
 HELD_OUT_BUCKET = 0
 MAX_DRAWS_PER_PROBLEM = 10_000
 
-# Inclusive bounds of each operand, level 1 first.
+# Inclusive bounds of each operand, starting with level 1.
 _OPERAND_SPANS: dict[str, tuple[tuple[Span, ...], ...]] = {
     "addition": (
         ((2, 19), (2, 19)),
@@ -90,15 +90,12 @@ _THINGS = ("apples", "books", "coins", "cards", "eggs", "pens", "cups", "shells"
 
 
 def generate_problems(num_train: int, num_eval: int, max_level: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows to train on and rows held out, each cycling through every subject at levels 1 to max_level.
+    """Return training rows and held-out rows, each cycling through every subject at levels 1 to max_level.
 
-    The same arguments give the same rows; every text occurs once. Raises DataError where a level has no more
-    different problems to give.
+    Deterministic; no text occurs twice. Raises DataError if a level runs out of new problems.
     """
     if not 1 <= max_level <= MAX_LEVEL:
-        raise DataError(
-            f"max_level is {max_level}; levels are 1 to {MAX_LEVEL}: set data.arithmetic.max_level within them"
-        )
+        raise DataError(f"data.arithmetic.max_level={max_level} is out of range; set it to 1 to {MAX_LEVEL}")
     train_rows = _draw_rows(num_train, max_level, random.Random(f"train {seed}"), is_held_out=False)
     eval_rows = _draw_rows(num_eval, max_level, random.Random(f"eval {seed}"), is_held_out=True)
     return train_rows, eval_rows
@@ -118,8 +115,8 @@ def _draw_rows(num_rows: int, max_level: int, rng: random.Random, is_held_out: b
                 break
         else:
             raise DataError(
-                f"{MAX_DRAWS_PER_PROBLEM} draws gave no further new {subject} problem of level {level} after "
-                f"{index} rows: the level is used up; lower data.arithmetic.num_train or data.arithmetic.num_eval"
+                f"{MAX_DRAWS_PER_PROBLEM} draws gave no new {subject} problem of level {level} after {index} "
+                "rows: the level is exhausted; lower data.arithmetic.num_train or data.arithmetic.num_eval"
             )
         seen.add(text)
         extra_info = {"index": index, "subject": subject, "level": level, "form": form, "operands": list(operands)}
@@ -139,7 +136,7 @@ def _row(text: str, extra_info: Row) -> Row:
 
 
 def draw_operands(subject: str, level: int, rng: random.Random) -> tuple[int, ...]:
-    """Operands of one problem, drawn so that no intermediate or final result is below zero."""
+    """Draw the operands of one problem such that no intermediate or final result is negative."""
     while True:
         operands = tuple(rng.randint(low, high) for low, high in _OPERAND_SPANS[subject][level - 1])
         if answer(subject, operands) >= 0:
@@ -147,9 +144,9 @@ def draw_operands(subject: str, level: int, rng: random.Random) -> tuple[int, ..
 
 
 def is_operands_held_out(subject: str, operands: Sequence[int]) -> bool:
-    """Whether problems with these operands are for evaluation only: one bucket in ten of a hash of them.
+    """Return whether problems with these operands are held out: one of ten hash buckets.
 
-    Where the order of two operands does not change the result, it does not change the bucket either.
+    Operands that commute are sorted first, so their order does not change the bucket.
     """
     canonical = list(operands)
     if subject != "subtraction":
@@ -164,21 +161,21 @@ def _phrase(subject: str, operands: Sequence[int], form: str, rng: random.Random
 
 
 def answer(subject: str, operands: Sequence[int]) -> int:
-    """The result of the problem."""
+    """Return the result of the problem."""
     a, b, *rest = operands
     results = {"addition": a + b, "subtraction": a - b, "multiplication": a * b, "two_step": a + b - sum(rest)}
     return results[subject]
 
 
 def is_generated(extra_info: Mapping[str, Any]) -> bool:
-    """Whether a row with this extra_info is a generated problem, whose solution is known."""
+    """Return whether a row with this extra_info is a generated problem, with a known solution."""
     return bool(extra_info.get("operands"))
 
 
 def worked_solution(subject: str, operands: Sequence[int]) -> str:
-    r"""A chain of one-column steps, units first, ending in a line \boxed{N}.
+    r"""Return a solution in single-column steps, units first, ending with \boxed{N}.
 
-    47 + 85 gives "7+5=12", "4+8+1=13", "\boxed{132}": each column's result passes all but its last digit on.
+    47 + 85 gives "7+5=12", "4+8+1=13", "\boxed{132}": each column carries all but its last digit.
     """
     if subject == "two_step":
         total = operands[0] + operands[1]
@@ -190,7 +187,7 @@ def worked_solution(subject: str, operands: Sequence[int]) -> str:
 
 
 def quick_solution(subject: str, operands: Sequence[int]) -> str:
-    r"""The same answer with the whole sum done in one go: 47 + 85 gives "47+85=132", "\boxed{132}"."""
+    r"""Return a solution in one step: 47 + 85 gives "47+85=132", "\boxed{132}"."""
     left = _PLAIN_FORMS[subject].removesuffix(" = ?").replace(" ", "").format(**_named(operands))
     result = answer(subject, operands)
     return f"{left}={result}\n\\boxed{{{result}}}"
@@ -201,7 +198,7 @@ def _named(operands: Sequence[int]) -> dict[str, int]:
 
 
 def _column_steps(subject: str, first: int, second: int) -> list[str]:
-    """One line for each column, units first; what a column passes on to the next is added, or taken off, there."""
+    """Return one line per column, units first; the carry (or borrow) is applied in the next column."""
     sign = {"addition": "+", "subtraction": "-", "multiplication": "*"}[subject]
     sign_of_carry = "-" if subject == "subtraction" else "+"
     first_digits = [int(digit) for digit in reversed(str(first))]

@@ -1,4 +1,4 @@
-"""Sequences in sets of nearly equal cost: one set for each rank, and micro-batches within it."""
+"""Load balancing: distributes sequences over ranks and micro-batches of nearly equal cost."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 
 
 def workload(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
-    """Cost of training on sequences of T tokens, in units of one attending pair of tokens: float64 [B].
+    """Return the relative cost of training on sequences of T tokens: float64 [B].
 
-    A decoder layer of width H does about 24 H^2 T operations in its matrices (12 H^2 weights) and 2 H T^2 in
-    causal attention, so 12 H T + T^2 up to a factor. verl counts the upper half of attention too and takes 7B's
-    H = 4096 for every model: 6 * 4096 T + T^2.
+    A decoder layer of width H needs about 24 H^2 T operations for its matrices (12 H^2 weights) and 2 H T^2 for
+    causal attention: 12 H T + T^2 up to a factor. verl also counts the masked half of attention and uses the 7B
+    model's H = 4096 for every model: 6 * 4096 T + T^2.
     """
     tokens = lengths.astype(np.float64)
     return 12 * hidden_size * tokens + tokens**2
 
 
 def balance_over_ranks(costs: np.ndarray, num_ranks: int) -> list[np.ndarray]:
-    """Indices for each rank with nearly equal sums of costs: longest first, each to the lightest rank."""
+    """Return the indices of each rank: in descending order of cost, each goes to the least loaded rank."""
     loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap
     rank_of = np.empty(len(costs), dtype=np.int64)
     order = np.argsort(-costs, kind="stable")
@@ -31,9 +31,10 @@ def balance_over_ranks(costs: np.ndarray, num_ranks: int) -> list[np.ndarray]:
 
 
 def micro_batches(lengths: np.ndarray, costs: np.ndarray, max_tokens: int, at_least: int = 1) -> list[np.ndarray]:
-    """Index sets of at most `max_tokens` tokens, the costliest first; each sequence alone must fit.
+    """Return index sets of at most `max_tokens` tokens, most expensive first; each sequence must fit alone.
 
-    As few sets as best fit finds, of nearly equal cost where that many allow it; empty ones fill up to `at_least`.
+    Best fit determines the number of sets; costs are balanced if that number allows it. Empty sets are added up to
+    `at_least`.
     """
     longest_first = np.argsort(-lengths, kind="stable")
     fullest = _fill(longest_first, lengths, -lengths, max_tokens, len(lengths))
@@ -48,7 +49,7 @@ def micro_batches(lengths: np.ndarray, costs: np.ndarray, max_tokens: int, at_le
 def _fill(
     order: np.ndarray, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, count: int
 ) -> np.ndarray | None:
-    """Each sequence's set, the cheapest one with room; None if a sequence does not fit."""
+    """Assign each sequence to the cheapest set with room; None if a sequence does not fit."""
     numbers = np.zeros(len(lengths), dtype=np.int64)
     tokens, loads = np.zeros(count, dtype=np.int64), np.zeros(count)
     for index in order:

@@ -1,4 +1,4 @@
-"""Groups as tensors, and how a batch is split over ranks and micro-batches.
+"""Batches of tensors, built from groups and split over ranks and micro-batches.
 
 P prompts, G responses per prompt, B = P*G responses, R response tokens, T prompt+response tokens, V vocabulary.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from dapo_core.groups import Group
 
 @dataclass(frozen=True)
 class Batch:
-    """B responses behind their prompts, padded on the right.
+    """B prompt+response sequences, padded on the right.
 
     Example with prompt (5, 6), response (7, 8, 2) and T = 6: token_ids [[5, 6, 7, 8, 2, 0]],
     prompt_lengths [2], response_lengths [3]; R = 3 and position r of [B, R] fields is response token r.
@@ -29,13 +29,13 @@ class Batch:
     prompt_lengths: torch.Tensor  # [B]
     response_lengths: torch.Tensor  # [B]
     response_mask: torch.Tensor  # [B, R] bool: tokens we train
-    group_ids: torch.Tensor  # [B] int64, the same for siblings
-    rewards: torch.Tensor  # [B] float64, what advantages are made of
-    is_scored: torch.Tensor  # [B] bool: the scorer did not fail
+    group_ids: torch.Tensor  # [B] int64, equal for siblings
+    rewards: torch.Tensor  # [B] float64
+    is_scored: torch.Tensor  # [B] bool: the scorer succeeded
     rollout_log_probs: torch.Tensor  # [B, R] float32, 0 beyond the response
     is_stale: torch.Tensor  # [B, R] bool: sampled by an older policy than the step's
     advantages: torch.Tensor  # [B] float32; NaN until advantage.weigh
-    # [B, R] float32; None before PolicyGroup.anchor, and where they are the update's own log-probs
+    # [B, R] float32; None before PolicyGroup.anchor, and if the update measures them itself
     old_log_probs: torch.Tensor | None = None
     ref_log_probs: torch.Tensor | None = None  # [B, R] float32, of the reference model; None without KL
     importance_weights: torch.Tensor | None = None  # [B, R] float32, truncated policy/engine ratios; None when off
@@ -43,21 +43,6 @@ class Batch:
     @property
     def num_responses(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of prompts and responses."""
-        return int(self.prompt_lengths.sum() + self.response_lengths.sum())
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """Tokens under the mask."""
-        return int(self.response_mask.sum())
-
-    @property
-    def num_loss_responses(self) -> int:
-        """Responses with at least one token under the mask."""
-        return int(self.response_mask.any(dim=-1).sum())
 
     @property
     def num_groups(self) -> int:
@@ -70,21 +55,18 @@ class Batch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row, prompt and response: [B] int64."""
+        """Prompt+response tokens of each row: [B] int64."""
         return (self.prompt_lengths + self.response_lengths).numpy()
 
     def select(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """The given responses in the given order, padded no wider than they need."""
+        """Return the given rows in the given order, trimmed to their longest sequence."""
         rows = torch.from_numpy(np.array(indices, dtype=np.int64))
-        width = int(self.lengths[rows].max())
         num_response_tokens = max(int(self.response_lengths[rows].max()), 1)
-        columns = {"token_ids": width, **dict.fromkeys(_PER_RESPONSE_TOKEN, num_response_tokens)}
-        chosen: dict[str, Any] = {}
-        for name in (field.name for field in fields(self)):
-            values = getattr(self, name)
-            whole = None if values is None else values[rows]
-            chosen[name] = whole if whole is None or name not in columns else whole[:, : columns[name]]
-        return Batch(**chosen)
+        widths = dict.fromkeys(_PER_RESPONSE_TOKEN, num_response_tokens)
+        widths["token_ids"] = int(self.lengths[rows].max())
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        present = {name: value for name, value in values.items() if value is not None}
+        return Batch(**{name: value[rows][..., : widths.get(name)] for name, value in present.items()})
 
 
 _PER_RESPONSE_TOKEN = (
@@ -98,15 +80,15 @@ _PER_RESPONSE_TOKEN = (
 
 
 def random_order(count: int, seed: int, *numbers: int) -> np.ndarray:
-    """A permutation of 0 to count - 1 that derives from the seed and the numbers, such as step and pass."""
+    """Return a permutation of 0 to count - 1, seeded by the seed and numbers such as step and pass."""
     return np.random.default_rng([seed, *numbers]).permutation(count)
 
 
 def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
-    """The groups in a random order that derives from the seed and the step.
+    """Return the groups in a random order, seeded by the seed and the step.
 
-    In finishing order they come with short responses first. Mini-batches in that order would differ in length, and
-    token-mean would weigh a token of a short response more than one of a long response.
+    In finishing order, short responses come first: mini-batches would differ in length, and token-mean would
+    weight tokens of short responses more than those of long ones.
     """
     return [groups[number] for number in random_order(len(groups), seed, step)]
 
@@ -114,20 +96,21 @@ def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
 def mini_batches(
     batch: Batch, num_prompts: int, order: Sequence[int] | np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Rows of each mini-batch: `num_prompts` whole groups, consecutive in `order`; the last may be smaller."""
+    """Return the rows of each mini-batch: `num_prompts` whole groups in `order`; the last may be smaller."""
     group_ids = batch.group_ids.numpy()
-    places = np.argsort(np.arange(batch.num_groups) if order is None else order)[group_ids]  # of each row's group
-    rows = np.argsort(places, kind="stable")
+    positions = np.argsort(np.arange(batch.num_groups) if order is None else order)[
+        group_ids
+    ]  # of each row's group
+    rows = np.argsort(positions, kind="stable")
     firsts = range(num_prompts, batch.num_groups, num_prompts)
-    return np.split(rows, np.searchsorted(places[rows], firsts))
+    return np.split(rows, np.searchsorted(positions[rows], firsts))
 
 
 def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: int = 0) -> Batch:
-    """The groups' responses as one batch, in the order of groups and of siblings.
+    """Return the groups' responses as one batch, in order.
 
-    Responses without a score train no token, and with `mask_truncated` neither do those cut by the length limit.
-    Tokens that weights before `policy_version`, those that learn from the batch, sampled are stale. There are no
-    old log-probs yet, and advantages are NaN.
+    Responses without a score are masked, and with `mask_truncated` also those cut by the length limit. Tokens
+    sampled before `policy_version` are stale. Old log-probs are None and advantages NaN.
     """
     pairs = [(group.prompt.prompt_ids, rollout) for group in groups for rollout in group.rollouts]
     group_ids = [number for number, group in enumerate(groups) for _ in group.rollouts]
@@ -163,7 +146,7 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: i
 
 
 class Measured(NamedTuple):
-    """What the policy gives the response tokens of a batch; 0 beyond each response."""
+    """Log-probs and entropy under the policy; 0 beyond each response."""
 
     log_probs: torch.Tensor  # [B, R] float32, at the sampling temperature
     entropy: torch.Tensor  # [B, R] float32
@@ -171,16 +154,16 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class RankShare:
-    """One data-parallel rank's part of a batch, already cut into micro-batches.
+    """One data-parallel rank's part of a batch, split into micro-batches.
 
-    `micro_batches` has the same length on every rank, because each is a collective forward pass under FSDP.
+    All ranks have the same number of micro-batches, because each is a collective forward pass under FSDP.
     """
 
     batch: Batch
     micro_batches: list[np.ndarray]  # indices into `batch`; the last ones may be empty
 
     def micro_batch(self, number: int) -> Batch:
-        """The rows of one micro-batch; for an empty one a row that trains nothing, to run the forward pass on."""
+        """Return the rows of one micro-batch; for an empty one, a masked row to run the forward pass on."""
         indices = self.micro_batches[number]
         if len(indices):
             return self.batch.select(indices)
@@ -191,24 +174,24 @@ class RankShare:
 def split_batch(
     batch: Batch, num_data_ranks: int, max_tokens: int, hidden_size: int = 4096
 ) -> tuple[list[RankShare], list[np.ndarray]]:
-    """A balanced share for each data-parallel rank, and the indices into `batch` of its rows.
+    """Return a balanced share for each data-parallel rank, and the indices of its rows in `batch`.
 
-    max_tokens: of one micro-batch, train.micro_batch_tokens times the ranks that share it. Raises DataError
-    for a sequence that alone is longer.
+    max_tokens: limit of one micro-batch, train.micro_batch_tokens times the ranks that share it. Raises DataError
+    if a single sequence is longer.
     """
     lengths = batch.lengths
     longest = int(lengths.argmax())
     if lengths[longest] > max_tokens:
         raise DataError(
             f"response {longest} of the batch has {lengths[longest]} tokens with its prompt, more than the "
-            f"{max_tokens} of a micro-batch (train.micro_batch_tokens x train.sequence_parallel); raise "
+            f"{max_tokens} allowed in a micro-batch (train.micro_batch_tokens x train.sequence_parallel); raise "
             "train.micro_batch_tokens"
         )
     costs = workload(lengths, hidden_size)
     indices = balance_over_ranks(costs, num_data_ranks)
-    most = max(len(micro_batches(lengths[rows], costs[rows], max_tokens)) for rows in indices)
+    count = max(len(micro_batches(lengths[rows], costs[rows], max_tokens)) for rows in indices)
     shares = []
     for rows in indices:
         part = batch.select(rows if len(rows) else [0])
-        shares.append(RankShare(part, micro_batches(lengths[rows], costs[rows], max_tokens, most)))
+        shares.append(RankShare(part, micro_batches(lengths[rows], costs[rows], max_tokens, count)))
     return shares, indices

@@ -1,4 +1,4 @@
-"""Where another trainer computes something else on purpose; docs/departures.md says why ours differs."""
+"""Switches for algorithm.compat=verl: where this project differs from verl on purpose (docs/departures.md)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compat:
-    """The questions that verl answers differently; False is our answer, True is verl's."""
+    """verl's behaviours; True reproduces verl."""
 
-    signal_by_std: bool = False  # a group has signal when np.std of its metric is above 0, rounding included
-    advantages_in_float32: bool = False  # equal rewards keep their rounding noise, a group of one its reward
+    signal_by_std: bool = False  # a group has signal if np.std of its metric is above 0, rounding included
+    advantages_in_float32: bool = False  # equal rewards keep rounding noise, a group of one keeps its reward
     token_mean_per_micro_batch: bool = False  # older verl: the mean of micro-batch means
-    overlong_beyond_limit: bool = False  # the overlong penalty grows on beyond the response limit
-    stale_is_fresh: bool = False  # tokens of an older policy count as the current one's
-    math_dapo_to_the_letter: bool = False  # `Answer:` alone, never a box, and verl's normalisation
+    overlong_beyond_limit: bool = False  # the overlong penalty keeps growing beyond the response limit
+    stale_is_fresh: bool = False  # tokens of an older policy count as on-policy
+    math_dapo_to_the_letter: bool = False  # only `Answer:`, never a box, and verl's normalisation
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig) -> Compat:
-        """The answers that algorithm.compat asks for."""
+        """Return the switches for algorithm.compat."""
         return VERL if algorithm.compat == "verl" else OURS
 
 

@@ -1,4 +1,4 @@
-"""The one place that knows cpu, cuda and npu apart."""
+"""Device abstraction: the only file that distinguishes cpu, cuda and npu."""
 
 from __future__ import annotations
 
@@ -19,97 +19,97 @@ class Device(ABC):
     """One kind of device: its names, limits and environment."""
 
     kind: ClassVar[str]  # torch device type
-    backend: ClassVar[str]  # torch.distributed collective backend
-    ray_resource: ClassVar[str]  # what one policy rank or engine asks Ray for, one each
-    low_precision: ClassVar[str]  # compute dtype that `auto` means
-    visible_variable: ClassVar[str] = ""  # environment variable that names the devices a process may use
-    sleep_level: ClassVar[int | None] = None  # of vLLM's sleep mode, where engines give a device's memory back
-    has_own_memory: ClassVar[bool]  # beside the host's
-    graph_mode: ClassVar[str | None] = None  # of vLLM's captured graphs; None: its default
-    shares_key_heads: ClassVar[bool]  # its fused attention reads each key head once for all its query heads
+    backend: ClassVar[str]  # torch.distributed backend
+    ray_resource: ClassVar[str]  # Ray resource; ranks and engines request one each
+    low_precision: ClassVar[str]  # compute dtype for `auto`
+    visible_variable: ClassVar[str] = ""  # environment variable that lists the visible devices
+    sleep_level: ClassVar[int | None] = None  # of vLLM's sleep mode; None: not supported
+    has_own_memory: ClassVar[bool]  # separate from host memory
+    graph_mode: ClassVar[str | None] = None  # of vLLM's captured graphs; None: vLLM's default
+    shares_key_heads: ClassVar[bool]  # fused attention supports GQA without repeating key heads
 
     @abstractmethod
     def torch_device(self) -> torch.device:
-        """The process's device; Ray shows each worker only its own, so it is number 0."""
+        """Return this process's device. Ray shows each worker only its own, so it is number 0."""
 
     @abstractmethod
     def require(self) -> None:
-        """Raise ConfigError when this machine has no such device."""
+        """Raise ConfigError if this machine has no such device."""
 
     @abstractmethod
     def module(self) -> Any:
-        """torch's module of the device's streams and memory, such as torch.cuda; None for a CPU."""
+        """Return torch's module for the device, such as torch.cuda; None for a CPU."""
 
     @abstractmethod
     def name(self) -> str:
-        """What the vendor calls the process's device, such as `NVIDIA H100 80GB HBM3` or `Ascend910B3`."""
+        """Return the vendor's name of this process's device, such as `NVIDIA H100 80GB HBM3` or `Ascend910B3`."""
 
     @abstractmethod
     def visible(self, environment: Mapping[str, str]) -> list[str]:
-        """Names of the devices that a process with this environment may use, as `visible_variable` takes them."""
+        """Return the devices visible to a process with this environment, in the format of `visible_variable`."""
 
     @abstractmethod
     def memory_bytes(self) -> int | None:
-        """Memory of this machine's first device, of a CPU all that processes may use; None where there is none."""
+        """Return the memory of this machine's first device (for a CPU, all usable memory); None without one."""
 
     def variables(self, is_shared: bool) -> dict[str, str]:
-        """What ranks and engines need set, unless it is set; `is_shared`: two processes on one device."""
+        """Return default environment variables for ranks and engines; `is_shared`: two processes per device."""
         return {}
 
     @abstractmethod
     def prepare(self, environment: MutableMapping[str, str], is_shared: bool) -> None:
-        """Set what ranks and engines need, before torch or vLLM read it; `is_shared`: two processes on one device.
+        """Set environment variables for ranks and engines before torch or vLLM read them.
 
-        Raises ConfigError for a setting under which an engine's weights go stale or its sleep frees nothing.
+        Raises ConfigError for a setting that would make engine weights stale or keep sleep from freeing memory.
         """
 
     @abstractmethod
     def take_memory(self) -> dict[str, float]:
-        """Memory in use on the node, and this process's peaks since the last call, in GiB by metric name.
+        """Return the node's used memory and this process's peaks since the last call, in GiB by metric name.
 
-        On an accelerator also what all processes use of the device now. Where the kernel has no
-        /proc/self/clear_refs, peaks of host memory are since the process began.
+        On an accelerator, also the device memory used by all processes. Without /proc/self/clear_refs, host memory
+        peaks are since process start.
         """
 
     def backends(self, has_host_tensors: bool) -> str:
-        """The collective backends of ranks; with gloo for tensors that stay in host memory beside the device's."""
+        """Return the collective backends; `has_host_tensors` adds gloo for tensors in host memory."""
         is_mixed = has_host_tensors and self.has_own_memory
         return f"cpu:gloo,{self.kind}:{self.backend}" if is_mixed else self.backend
 
     def resolve_dtype(self, name: str) -> torch.dtype:
-        """The torch dtype of a configured name; `auto` is float32 on a CPU, bfloat16 elsewhere."""
+        """Return the torch dtype of a configured name; `auto` is float32 on a CPU, else bfloat16."""
         import torch
 
         return getattr(torch, self.low_precision if name == "auto" else name)
 
     def item_bytes(self, name: str) -> int:
-        """Bytes of a number in a configured precision."""
+        """Return the bytes per number of a configured dtype."""
         return 4 if (self.low_precision if name == "auto" else name) == "float32" else 2
 
     def fused_kernels(self) -> Mapping[str, Callable[..., torch.Tensor]]:
-        """The device's own kernels, by the operation in policy/kernels.py whose arguments they take."""
+        """Return the device's fused kernels by operation, with the signatures in policy/kernels.py."""
         return {}
 
     def profiler(self) -> Any:
-        """A profiler of the process and its device: `start`, `stop`, `export_chrome_trace`, as torch's."""
+        """Return a profiler with torch's interface: `start`, `stop`, `export_chrome_trace`."""
         from torch.profiler import profile
 
         return profile()
 
     def synchronize(self) -> None:
-        """Wait for what this process has queued on the device."""
+        """Wait for all work that this process has queued on the device."""
         if (module := self.module()) is not None:
             module.synchronize()
 
     def saving_on_host(self) -> AbstractContextManager[object]:
-        """A context in which autograd keeps what it saves in pinned host memory; on a CPU, where it is."""
+        """Return a context in which autograd saves tensors in pinned host memory; no effect on a CPU."""
         import torch
 
         return torch.autograd.graph.save_on_cpu(pin_memory=self.has_own_memory, device_type=self.kind)
 
 
 class Cpu(Device):
-    """The cores of the machine, as one device."""
+    """All CPU cores of the machine, as one device."""
 
     kind, backend, ray_resource, low_precision = "cpu", "gloo", "CPU", "float32"
     has_own_memory, shares_key_heads = False, False
@@ -150,11 +150,11 @@ class Cpu(Device):
 
 
 class Accelerator(Device):
-    """A device with memory and streams of its own, which torch has a module for."""
+    """A device with its own memory and streams, and a torch module."""
 
     low_precision = "bfloat16"
     has_own_memory, shares_key_heads = True, True
-    allocator_variables: ClassVar[tuple[str, ...]]  # settings of torch's allocator
+    allocator_variables: ClassVar[tuple[str, ...]]  # environment variables of torch's allocator
 
     def torch_device(self) -> torch.device:
         import torch
@@ -166,8 +166,8 @@ class Accelerator(Device):
 
         if not self.module().is_available():
             raise ConfigError(
-                f"train.device={self.kind}, but torch {torch.__version__} sees no such device here; "
-                "set train.device=cpu or run on a node that has one"
+                f"train.device={self.kind}, but torch {torch.__version__} finds no such device on this machine; "
+                "set train.device=cpu, or run on a node that has one"
             )
 
     def module(self) -> Any:
@@ -179,11 +179,11 @@ class Accelerator(Device):
         return str(self.module().get_device_name(0))
 
     def visible(self, environment: Mapping[str, str]) -> list[str]:
-        named = environment.get(self.visible_variable)
-        if named is not None:
-            names = [name.strip() for name in named.split(",")]
-            # From the first name that is no device on, CUDA ignores the rest: "-1" hides all.
-            end = next((place for place, name in enumerate(names) if name in ("", "-1")), len(names))
+        value = environment.get(self.visible_variable)
+        if value is not None:
+            names = [name.strip() for name in value.split(",")]
+            # CUDA ignores everything from the first invalid name on: "-1" hides all.
+            end = next((index for index, name in enumerate(names) if name in ("", "-1")), len(names))
             return names[:end]
         return [str(number) for number in range(self.module().device_count())]
 
@@ -198,9 +198,8 @@ class Accelerator(Device):
         for name in self.allocator_variables if is_shared else ():
             if "expandable_segments:true" in environment.get(name, "").lower():
                 raise ConfigError(
-                    f"{name}={environment[name]} contradicts train.placement=colocated: engines cannot give "
-                    "memory of expandable segments back; remove expandable_segments, or set "
-                    "train.placement=separate"
+                    f"{name}={environment[name]} contradicts train.placement=colocated: engines cannot free "
+                    "expandable segments; remove expandable_segments, or set train.placement=separate"
                 )
 
     def take_memory(self) -> dict[str, float]:
@@ -226,11 +225,11 @@ class Cuda(Accelerator):
 
 
 class Npu(Accelerator):
-    """A die of an Ascend NPU, through torch_npu."""
+    """One die of an Ascend NPU, through torch_npu."""
 
     kind, backend, ray_resource = "npu", "hccl", "NPU"
     visible_variable = "ASCEND_RT_VISIBLE_DEVICES"
-    # Weights stay in host memory: level 2 has given wrong tokens with expert parallelism (verl 7086, vllm-ascend
+    # Keeps weights in host memory: level 2 produced wrong tokens with expert parallelism (verl 7086, vllm-ascend
     # 12651).
     sleep_level = 1
     graph_mode = "FULL_DECODE_ONLY"
@@ -272,15 +271,15 @@ class Npu(Accelerator):
             environment.setdefault(name, value)
         if environment["VLLM_ASCEND_ENABLE_NZ"] != "0":
             raise ConfigError(
-                f"VLLM_ASCEND_ENABLE_NZ={environment['VLLM_ASCEND_ENABLE_NZ']}: engines cannot take new "
-                "weights in the NZ layout, which every step gives them; set it to 0 or unset it"
+                f"VLLM_ASCEND_ENABLE_NZ={environment['VLLM_ASCEND_ENABLE_NZ']}: engines cannot load new weights "
+                "in the NZ layout, but every step sends some; set it to 0 or unset it"
             )
 
 
 _DEVICES: dict[str, Device] = {device.kind: device for device in (Cpu(), Cuda(), Npu())}
 _PEAK_RESET = Path("/proc/self/clear_refs")
 
-# FLOP/s of dense bfloat16 matrix products by the name torch gives; half of what data sheets print "with sparsity".
+# Dense bfloat16 FLOP/s by torch device name; half of what data sheets list "with sparsity".
 _NVIDIA_PEAKS = {
     # NVIDIA A100 Tensor Core GPU data sheet: BFLOAT16 312 TFLOPS
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -303,8 +302,8 @@ _NVIDIA_PEAKS = {
     # NVIDIA HGX B200 data sheet: 36 PFLOPS with sparsity for 8
     "NVIDIA B200": 2250e12,
 }
-# (cube cores, MHz) of what torch sees as one device, on Atlas A3 a die: cube_core_cnt and cube_freq of Huawei's
-# CANN, src/platform/platform_config in github.com/hicann/runtime. A core does 16 x 16 x 16 multiply-adds a cycle.
+# (cube cores, MHz) of one torch device (on Atlas A3, one die): cube_core_cnt and cube_freq in Huawei's CANN,
+# src/platform/platform_config in github.com/hicann/runtime. A core does 16 x 16 x 16 multiply-adds per cycle.
 _ASCEND_CUBES = {
     "Ascend910B1": (24, 1850),
     "Ascend910B2": (24, 1800),
@@ -322,9 +321,9 @@ _ASCEND_CUBES = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """FLOP/s of dense bfloat16 matrix products at most; None for a device that is not in the vendors' tables.
+    """Return the peak dense bfloat16 FLOP/s; None for an unknown device.
 
-    Names count whole: a MIG slice or a custom part called almost like a known device has another peak.
+    Names must match exactly: a MIG slice or a custom part with a similar name has a different peak.
     """
     if device_name in _ASCEND_CUBES:
         cores, megahertz = _ASCEND_CUBES[device_name]
@@ -333,12 +332,12 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def device_for(kind: str) -> Device:
-    """The device of a configured kind."""
+    """Return the device of a configured kind."""
     return _DEVICES[kind]
 
 
 def accelerators() -> list[Accelerator]:
-    """The accelerators that this environment can look for: NPUs where torch_npu is installed, and CUDA."""
+    """Return the accelerators that this environment can detect: NPU if torch_npu is installed, and CUDA."""
     kinds: list[Accelerator] = [Npu()] if importlib.util.find_spec("torch_npu") else []
     return [*kinds, Cuda()]
 

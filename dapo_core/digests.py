@@ -1,8 +1,8 @@
-"""blake3 digests of files by parts, so that several cores take them at once and a reader can check one part.
+"""blake3 digests of files, by parts: several cores hash at once, and a reader can verify a single part.
 
-The parts of a safetensors file are its header and its tensors, those of a checkpoint's shard are listed in the
-manifest beside it; every other file is one part. A file's digest is blake3 over its list of parts, each a line
-with the part's size and digest.
+The parts of a safetensors file are its header and its tensors; the parts of a checkpoint shard are listed in the
+checkpoint's manifest; any other file is one part. A file's digest is blake3 over its list of parts, one line each
+with size and digest.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from blake3 import blake3
 
 Part = tuple[int, str]  # size in bytes, blake3
 
-CHECKPOINT_MANIFEST = "checkpoint_manifest.json"  # beside the shards; its `files` has the parts of each
-CHUNK_BYTES = 1024**2  # read at once, and hashed while it is in the processor's cache
+CHECKPOINT_MANIFEST = "checkpoint_manifest.json"  # beside the shards; `files` lists the parts of each
+CHUNK_BYTES = 1024**2  # small enough to be hashed while in the CPU cache
 _HEADER_LENGTH_BYTES = 8  # of a safetensors file: the length of its JSON header
 
 
 def num_threads() -> int:
-    """Threads that read, hash and write at once."""
+    """Return the number of threads that read, hash and write concurrently."""
     return min(len(os.sched_getaffinity(0)), 8)
 
 
 def content_part(content: bytes) -> Part:
-    """Size and digest of bytes in memory."""
+    """Return size and digest of bytes in memory."""
     return len(content), blake3(content).hexdigest()
 
 
 def digest_of(parts: Iterable[Part]) -> str:
-    """The digest of the file with these parts in this order."""
+    """Return the digest of a file with these parts."""
     return blake3("".join(f"{size} {digest}\n" for size, digest in parts).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a file on the disk."""
+    """Return the digest of a file on disk."""
     sizes = shard_sizes(path) if path.suffix == ".distcp" else safetensors_sizes(path)
     return digest_of(file_parts(path, sizes))
 
 
 def file_parts(path: Path, sizes: Sequence[int]) -> list[Part]:
-    """Size and digest of the file's consecutive parts of these sizes, taken on several cores.
+    """Return size and digest of the file's consecutive parts of these sizes, computed on several cores.
 
-    A part that the file does not hold in full has the size that is there.
+    A part beyond the end of the file is reported with its actual size.
     """
     starts = accumulate(sizes, initial=0)
     descriptor = os.open(path, os.O_RDONLY)
@@ -61,7 +61,7 @@ def file_parts(path: Path, sizes: Sequence[int]) -> list[Part]:
 
 
 def safetensors_sizes(path: Path) -> list[int]:
-    """Sizes of header and tensors of a safetensors file, which cover it; of any other file its size."""
+    """Return the sizes of a safetensors file's header and tensors; for any other file, its size."""
     num_bytes = path.stat().st_size
     if path.suffix != ".safetensors":
         return [num_bytes]
@@ -79,7 +79,7 @@ def safetensors_sizes(path: Path) -> list[int]:
 
 
 def shard_sizes(path: Path) -> list[int]:
-    """Sizes of a shard's parts in its checkpoint's manifest; the shard's size where these do not add up to it."""
+    """Return the sizes of a shard's parts from the manifest; the file size if they do not add up to it."""
     num_bytes = path.stat().st_size
     try:
         files = json.loads((path.parent / CHECKPOINT_MANIFEST).read_text(encoding="utf-8"))["files"]

@@ -1,4 +1,4 @@
-"""What a draw says: its progress, a hint when nothing has signal, and why it ended without enough groups."""
+"""Messages of a draw: progress, a hint if no group has signal, and the reasons for giving up."""
 
 from __future__ import annotations
 
@@ -15,45 +15,50 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WORD_SECONDS = 10.0
+STALL_ADVICE = (
+    "If few tokens are in flight, an engine hangs: try rollout.engine=hf to confirm. If the number is near its "
+    "maximum, scoring hangs: lower reward.timeout_seconds. Otherwise raise sampler.max_seconds_without_kept or "
+    "lower rollout.max_response_tokens"
+)
+LOG_SECONDS = 10.0
 HINT_GROUPS = 100
 
 
 class NotEnoughSignal(DapoError, RuntimeError):
-    """Dynamic sampling drew its bound of batches, or an epoch without signal, and kept too few groups."""
+    """Dynamic sampling found too few groups with signal within its limits."""
 
 
 class DrawProgress:
-    """Logs the progress of each draw; one that ends within 10 s says nothing."""
+    """Logs the progress of a draw every 10 s."""
 
     def __init__(self, train_prompts: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.train_prompts = train_prompts
         self._clock = clock
         self._has_hinted = False
         self._step = 0
-        self._began = self._next_word = 0.0
-        self._num_waiting = 0  # groups with signal that the step began with
+        self._began = self._next_log = 0.0
+        self._num_carried = 0  # groups with signal carried over from earlier steps
         self._last = (0.0, 0)  # time and tokens of the last line
 
-    def begin(self, step: int, num_waiting: int) -> None:
-        """The draw of training step `step` begins with `num_waiting` groups that have signal."""
-        self._step, self._num_waiting = step, num_waiting
+    def begin(self, step: int, num_carried: int) -> None:
+        """Start the draw of training step `step`, which has `num_carried` groups with signal already."""
+        self._step, self._num_carried = step, num_carried
         self._began = now = self._clock()
-        self._next_word, self._last = now + WORD_SECONDS, (now, 0)
+        self._next_log, self._last = now + LOG_SECONDS, (now, 0)
 
     def show(self, account: TokenAccount, num_drawn: int, num_ready: int, num_open_tokens: int) -> None:
-        """Log how far the draw is, if it is time; `num_open_tokens`, sampled in this step, are in flight."""
+        """Log the progress, if due. `num_open_tokens`: in flight, sampled in this step."""
         if not self._has_hinted and not num_ready and account.finished_groups >= HINT_GROUPS:
             self._has_hinted = True
             logger.warning("%s", _hint(account))
         now = self._clock()
-        if now < self._next_word:
+        if now < self._next_log:
             return
         num_tokens = account.generated_tokens + num_open_tokens
         pace = max(num_tokens - self._last[1], 0) / (now - self._last[0])
-        self._next_word, self._last = now + WORD_SECONDS, (now, num_tokens)
+        self._next_log, self._last = now + LOG_SECONDS, (now, num_tokens)
         logger.info(
-            "training step %d draws: %d groups drawn, %d finished, %d of %d kept, %s; %.0f tokens/s, %s",
+            "training step %d: %d groups drawn, %d finished, %d of %d kept, %s; %.0f tokens/s, %s",
             self._step,
             num_drawn,
             account.finished_groups,
@@ -61,39 +66,39 @@ class DrawProgress:
             self.train_prompts,
             account.without_signal,
             pace,
-            self._end(now, num_ready),
+            self._remaining(now, num_ready),
         )
 
-    def _end(self, now: float, num_ready: int) -> str:
-        num_new, num_left = num_ready - self._num_waiting, self.train_prompts - num_ready
+    def _remaining(self, now: float, num_ready: int) -> str:
+        num_new, num_left = num_ready - self._num_carried, self.train_prompts - num_ready
         if num_left <= 0:
             return "waiting for longer responses of earlier prompts"
         if num_new <= 0:
-            return "no end to be seen: no group with signal finished yet"
+            return "time left unknown: no group with signal has finished yet"
         return f"about {(now - self._began) / num_new * num_left:.0f} s left"
 
 
 def _hint(account: TokenAccount) -> str:
-    seen = (
+    summary = (
         f"the first {account.finished_groups} groups have no signal: {account.without_signal} "
         f"(mean accuracy {account.num_right / max(account.num_finished, 1):.1%})."
     )
     if account.groups["all_right"] > account.finished_groups / 2:
-        return f"{seen} The prompts are too easy for the model: take harder ones, or raise rollout.temperature"
-    cut = account.lengths["finished"]
-    if cut.num_cut > cut.num_responses / 2:
+        return f"{summary} The prompts are too easy for the model: use harder ones, or raise rollout.temperature"
+    finished = account.lengths["finished"]
+    if finished.num_cut > finished.num_responses / 2:
         return (
-            f"{seen} {cut.num_cut / cut.num_responses:.0%} of the responses are cut by "
-            "rollout.max_response_tokens: raise it, or take a model that ends its answers"
+            f"{summary} {finished.num_cut / finished.num_responses:.0%} of the responses are cut by "
+            "rollout.max_response_tokens: raise it, or use a model that ends its answers"
         )
     return (
-        f"{seen} The model answers in another form than the scorer reads (`dapo doctor CONFIG` shows both), or "
-        "the prompts are too hard: take easier ones, or raise rollout.group_size"
+        f"{summary} Either the model's answer format is not the one that the scorer reads (`dapo doctor CONFIG` "
+        "shows both), or the prompts are too hard: use easier ones, or raise rollout.group_size"
     )
 
 
-def finished_groups(account: TokenAccount) -> str:
-    """The step's finished groups by what they are worth, as a clause of an error."""
+def finished_groups_message(account: TokenAccount) -> str:
+    """Describe the step's finished groups by outcome, as a clause of an error."""
     unscored = f"{account.num_unscored} responses have no score, " if account.num_unscored else ""
     groups, num_finished = account.groups, account.finished_groups
     equal = f"{groups['all_equal']} all equal, " if groups["all_equal"] else ""
@@ -105,42 +110,39 @@ def finished_groups(account: TokenAccount) -> str:
     )
 
 
-def out_of_draws(seen: str, num_since_signal: int, num_prompts: int, settings: SamplerConfig) -> str:
-    """Why a draw that saw this draws no more; under `on_exhausted: raise`, an error, also what helps."""
-    bound, reason = " or sampler.max_num_gen_batches", seen
+def exhausted_message(summary: str, num_since_signal: int, num_prompts: int, settings: SamplerConfig) -> str:
+    """Explain why a draw ends without enough groups; with on_exhausted=raise, also what to change."""
+    bound, reason = " or sampler.max_num_gen_batches", summary
     if not settings.max_num_gen_batches:
         bound = ""
         reason += (
             f" The last {num_since_signal} groups had no signal, and the data has {num_prompts} prompts: drawing "
-            "on would not end (sampler.max_num_gen_batches=0)."
+            "more would never end (sampler.max_num_gen_batches=0)."
         )
     if settings.on_exhausted != "raise":
         return reason
     return (
-        f"{reason} Use prompts nearer to the model's ability, raise rollout.group_size{bound}, lower "
+        f"{reason} Use prompts closer to the model's ability, raise rollout.group_size{bound}, lower "
         "train.train_prompts, or set sampler.on_exhausted to train_partial or skip_step"
     )
 
 
-def no_scores(account: TokenAccount) -> RewardError:
-    """The error of a step in which the scorer failed on every response."""
+def no_scores_error(account: TokenAccount) -> RewardError:
+    """Return the error for a step in which the scorer failed on every response."""
     return RewardError(
-        f"the scorer raised or ran out of time on all {account.num_finished} responses that finished in this "
-        "step; the log has its first tracebacks: correct the file of custom_reward.path, or raise "
-        "reward.timeout_seconds"
+        f"the scorer raised or timed out on all {account.num_finished} responses that finished in this step; its "
+        "first tracebacks are in the log. Fix the file in custom_reward.path, or raise reward.timeout_seconds"
     )
 
 
-def silence(seconds: float, step: int, num_since_signal: int, seen: str) -> DapoError:
-    """The error of a draw that kept no group for these seconds, in which `num_since_signal` finished."""
-    message = f"no group was kept for {seconds:.0f} s of training step {step}. {seen}"
+def stalled_error(seconds: float, step: int, num_since_signal: int, summary: str) -> DapoError:
+    """Return the error for a draw that kept no group for `seconds`, while `num_since_signal` groups finished."""
+    message = f"no group was kept for {seconds:.0f} s of training step {step}. {summary}"
     if num_since_signal:
         return NotEnoughSignal(
-            f"{message} Use prompts nearer to the model's ability, raise rollout.group_size, or raise "
+            f"{message} Use prompts closer to the model's ability, raise rollout.group_size, or raise "
             "sampler.max_seconds_without_kept"
         )
     return RolloutError(
-        f"{message} In this time no group finished. With few tokens in flight an engine hangs, and "
-        "rollout.engine=hf shows whether it is that one; with as many as there can be, scoring does: lower "
-        "reward.timeout_seconds; else raise sampler.max_seconds_without_kept or lower rollout.max_response_tokens"
+        f"{message} No group finished in this time. {STALL_ADVICE}",
     )

@@ -1,4 +1,4 @@
-"""Variables that a training sets for its own processes, beside those of its device (`Device.variables`)."""
+"""Environment variables that training sets for its processes, in addition to `Device.variables`."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
 
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_COLOR_PREFIX": "0"}
-# Set for the whole job, so that Ray can use the worker processes that it starts in advance.
+# Set job-wide, so that Ray can use its prestarted worker processes.
 WORKERS = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns: spinning threads would starve each other
+    "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns; spinning threads would starve each other
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # all ranks are on this machine
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # read when cuBLAS starts
-VLLM_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # so that weights need not be sent
+VLLM_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # avoids sending weights to another process
 VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-VLLM_PARTS_ON_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # else vLLM looks for a NUMA node for each part
-MLFLOW = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # read when it is imported
+VLLM_PARTS_ON_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # else vLLM requires a NUMA node per part
+MLFLOW = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # read on import
 
 
 @dataclass(frozen=True)
 class Given:
-    """Variables that child processes get."""
+    """Environment variables that training sets for some of its processes."""
 
     children: str
     values: Mapping[str, str]
-    is_default: bool = False  # a value that is set already stays
+    is_default: bool = False  # existing values take precedence
 
 
 def set_defaults(values: Mapping[str, str]) -> None:
-    """Set variables in this process, but for those that are set."""
+    """Set variables in this process unless they are already set."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
 
 def given_by_training(config: TrainingConfig) -> Iterator[Given]:
-    """What `dapo train` of our own core sets for the processes of the configuration."""
+    """Yield the variables that `dapo train` sets with the built-in backend."""
     train, rollout = config.train, config.rollout
     is_private = train.ray_address is None
     where = "" if is_private else ", unless their node sets it"

@@ -1,14 +1,14 @@
-"""Errors a user can act on: each says what happened with numbers, what it means, and which key to change."""
+"""Errors a user can act on: what happened, with numbers; what it means; and which key to change."""
 
 
 class DapoError(Exception):
-    """Base of every error this project raises on purpose. Subclasses take one message and are picklable."""
+    """Base class of the project's errors. Subclasses take one message and are picklable."""
 
-    is_lasting = True  # until the user changes something; the others may pass when tried again
+    is_lasting = True  # a retry fails the same way until the user changes something
 
 
 class ConfigError(DapoError, ValueError):
-    """The configuration contradicts itself, is misspelt or is out of bounds. Raised before work starts."""
+    """The configuration is contradictory, misspelt or out of bounds. Raised before work starts."""
 
 
 class DataError(DapoError, ValueError):
@@ -20,17 +20,17 @@ class ModelError(DapoError, ValueError):
 
 
 class RewardError(DapoError, RuntimeError):
-    """A scorer cannot be loaded, or gave no word on any response of a step."""
+    """A scorer cannot be loaded, or failed on every response of a step."""
 
 
 class RolloutError(DapoError, RuntimeError):
-    """An engine failed to produce rollouts or to take new weights."""
+    """An engine failed to produce rollouts or to load new weights."""
 
     is_lasting = False
 
 
 class WorkerDied(DapoError, RuntimeError):
-    """The process of a policy rank or rollout worker is gone; training continues from its last checkpoint."""
+    """The process of a policy rank or rollout worker died; training restarts from its last checkpoint."""
 
     is_lasting = False
 

@@ -1,4 +1,4 @@
-"""Arithmetic of an update: the floating-point operations it takes, and how much of the devices' peak that is."""
+"""FLOPs of an update, and model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 def training_flops(config: PretrainedConfig, lengths: np.ndarray, num_logits: int) -> float | None:
-    """Operations of a forward and a backward pass over sequences of `lengths` tokens [B]: 3 x the forward pass.
+    """Return the FLOPs of a forward and backward pass, 3 x the forward pass, over sequences of `lengths` [B].
 
-    Counted are matrix products, two operations for each multiply-add: projections, the MLP or the router and the
-    experts that a token visits, attention to a token itself and those before it, and the output head at
-    `num_logits` positions. What gradient checkpointing computes again does not count (model FLOPs, PaLM,
-    arXiv:2204.02311, appendix B). None when the architecture's products are not known to be these.
+    Counts matrix products, with two operations per multiply-add: projections, the MLP (or the router and a token's
+    experts), causal attention, and the output head at `num_logits` positions. Recomputation by gradient
+    checkpointing does not count (model FLOPs, PaLM, arXiv:2204.02311, appendix B). None for an unknown
+    architecture.
     """
     if config.model_type not in MODEL_TYPES or getattr(config, "use_sliding_window", False):
         return None
@@ -36,14 +36,14 @@ def training_flops(config: PretrainedConfig, lengths: np.ndarray, num_logits: in
     projections = config.hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
     weights = sum(projections + _mlp_weights(config, layer) for layer in range(config.num_hidden_layers))
     attended = (lengths * (lengths + 1) / 2).sum()  # (query, key) pairs
-    width = 2 * num_heads * head_dim  # multiply-adds of a pair: its score, and its share of the value
+    width = 2 * num_heads * head_dim  # multiply-adds per pair: its score, and its share of the value
     attention = config.num_hidden_layers * width * attended
     head = config.vocab_size * config.hidden_size * num_logits
     return float(3 * 2 * (weights * lengths.sum() + attention + head))
 
 
 def _mlp_weights(config: PretrainedConfig, layer: int) -> int:
-    """Weights that a token is multiplied with in the layer's gated MLP, or in its router and chosen experts."""
+    """Return the weights per token in the layer's gated MLP, or in its router and active experts."""
     if not _is_sparse(config, layer):
         return 3 * config.hidden_size * config.intermediate_size
     experts = config.num_experts_per_tok * 3 * config.hidden_size * config.moe_intermediate_size
@@ -57,7 +57,7 @@ def _is_sparse(config: PretrainedConfig, layer: int) -> bool:
 
 
 class ActorUtilization:
-    """perf/mfu/actor of a run's updates; where it is unknown, logs the reason once."""
+    """Computes perf/mfu/actor; if the peak or the FLOPs are unknown, logs the reason once."""
 
     def __init__(self, config: PretrainedConfig, device_name: str, dtype: torch.dtype, num_devices: int) -> None:
         self.config = config
@@ -66,18 +66,18 @@ class ActorUtilization:
         if peak is None:
             missing = f"unknown device {device_name}"
         elif dtype != torch.bfloat16:
-            missing = f"peaks are known for torch.bfloat16 and the policy computes in {dtype}"
+            missing = f"peak FLOP/s are known for torch.bfloat16, but the policy computes in {dtype}"
         elif training_flops(config, np.ones(1), 1) is None:
-            missing = f"operations of the architecture {config.model_type} as configured are unknown"
+            missing = f"unknown FLOPs of architecture {config.model_type} as configured"
         else:
             self.peak = peak * num_devices
             return
-        logger.info("%s: perf/mfu/actor is left out", missing)
+        logger.info("%s: perf/mfu/actor is not reported", missing)
 
     def metrics(self, batch: Batch, seconds: float, num_passes: int = 1) -> dict[str, float]:
-        """perf/mfu/actor of `num_passes` passes of updates on the batch that took `seconds`; {} when unknown."""
+        """Return perf/mfu/actor for `num_passes` passes over the batch that took `seconds`; {} if unknown."""
         if self.peak is None:
             return {}
         flops = training_flops(self.config, batch.lengths, int(batch.response_lengths.sum()))
-        assert flops is not None, "the constructor refuses such an architecture"
+        assert flops is not None, "the constructor leaves peak unset for such an architecture"
         return {"perf/mfu/actor": num_passes * flops / (seconds * self.peak)}

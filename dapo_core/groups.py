@@ -1,4 +1,4 @@
-"""Groups: a prompt's responses, as they are requested, sampled and scored."""
+"""Groups: the G responses to a prompt, from request to scored rollouts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dapo_core.data import Prompt
 from dapo_core.engines.base import FinishReason, Response, Sampling
 from dapo_core.reward.scorers import Verdict
 
-# (policy version, tokens sampled from its weights) of a response, in the order of its tokens.
+# (policy version, number of tokens sampled with its weights) of a response, in token order.
 VersionSpans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One scored response; its `reward`, which advantages compare, is score + overlong penalty."""
+    """One scored response."""
 
     response_ids: list[int]  # [R]
     rollout_log_probs: list[float]  # [R], from the engine that sampled
@@ -22,12 +22,13 @@ class Rollout:
     score: float
     overlong_penalty: float
     verdict: Verdict
-    acc: float  # the scorer's accuracy, 1 right and 0 not unless it says otherwise
+    acc: float  # accuracy: 1 right, 0 wrong, unless a custom scorer returns another value
     versions: VersionSpans
-    answer: str | None = None  # what the scorer read, None where it names none
+    answer: str | None = None  # extracted answer, if the scorer reports one
 
     @property
     def reward(self) -> float:
+        """Score plus overlong penalty; input of the advantages."""
         return self.score + self.overlong_penalty
 
     @property
@@ -36,13 +37,13 @@ class Rollout:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the scorer gave a score."""
+        """Whether the scorer succeeded."""
         return self.verdict not in ("error", "timeout")
 
 
 @dataclass(frozen=True)
 class Group:
-    """The G siblings of a prompt, or the responses of a validation."""
+    """The G scored responses to one prompt."""
 
     group_id: int  # GroupRequest.group_id
     prompt: Prompt
@@ -53,7 +54,7 @@ class Group:
         return sum(len(rollout.response_ids) for rollout in self.rollouts)
 
     def metric(self, name: str) -> list[float]:
-        """The filter metric of each scored rollout: `acc`, `score`, or its reward for the other two."""
+        """Return the filter metric of each scored rollout: `acc`, `score`, or its reward for the other two."""
         scored = [rollout for rollout in self.rollouts if rollout.is_scored]
         if name == "acc":
             return [rollout.acc for rollout in scored]
@@ -64,21 +65,21 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One group to sample: a fresh one, or one that an earlier step left unfinished."""
+    """One group to sample, new or carried over from an earlier step."""
 
-    group_id: int  # position of its prompt in the stream; below 0 outside the stream
+    group_id: int  # position of its prompt in the stream; negative outside the stream
     prompt: Prompt
-    step: int  # training step that drew the prompt, also when a later one continues it
-    responses: list[Response] = field(default_factory=list)  # [G]; those with finish reason `abort` continue
+    step: int  # training step that drew the prompt, also if a later step continues it
+    responses: list[Response] = field(default_factory=list)  # [G]; those with finish reason `abort` are continued
     versions: list[VersionSpans] = field(default_factory=list)  # [G], of `responses`
-    sampling: Sampling | None = None  # None: the engine's
+    sampling: Sampling | None = None  # None: the engine's default
     num_samples: int | None = None  # None: G
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens sampled so far."""
+        """Response tokens sampled so far."""
         return sum(len(response.response_ids) for response in self.responses)
 
     def without_responses(self) -> GroupRequest:
-        """The request as before sampling."""
+        """Return the request without any sampled responses."""
         return replace(self, responses=[], versions=[])

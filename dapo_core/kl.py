@@ -1,4 +1,4 @@
-"""KL divergence to the reference model: estimates per token, the penalty in the reward, and its coefficient."""
+"""KL divergence to the reference model: per-token estimators, the reward penalty, and its coefficient."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MAX_PROPORTIONAL_ERROR = 0.2
 
 
 def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Estimate of KL(policy || reference) at each token sampled from the policy; any shape.
+    """Estimate KL(policy || reference) at each sampled token; any shape.
 
     With d = log_probs - ref_log_probs (Schulman, http://joschu.net/blog/kl-approx.html): kl is k1 = d, abs is |d|,
     mse is k2 = d^2 / 2, and low_var_kl is k3 = exp(-d) - 1 + d, with d clamped to +-20 and k3 to at most 10 as in
-    verl. With a `+` the value is the named one's and the gradient is k2's, d: k2's mean gradient is that of the KL
-    divergence, the mean gradients of k1 and k3 are not.
+    verl. A `+` keeps the value but uses the gradient of k2, which is d: unlike k1 and k3, k2 has the mean gradient
+    of the KL divergence.
     """
     difference = log_probs - ref_log_probs
     value = _estimate(difference, estimator.removesuffix("+"))
@@ -48,11 +48,11 @@ def _estimate(difference: torch.Tensor, estimator: str) -> torch.Tensor:
 def reward_penalties(
     old_log_probs: torch.Tensor, ref_log_probs: torch.Tensor, is_response: torch.Tensor, kl: KLConfig
 ) -> tuple[torch.Tensor, float]:
-    """Each response's sum of KL over its tokens, [B] float64, and the mean over responses of their token means.
+    """Return the KL summed over each response, [B] float64, and the mean over responses of the mean per token.
 
-    The sums times the coefficient are what the reward loses. The mean is verl's actor/reward_kl_penalty, which
-    the adaptive coefficient follows; empty responses do not count in it. All tensors [B, R]; values outside the
-    responses, NaN too, do not matter.
+    The reward is reduced by the sums times the coefficient. The mean is verl's actor/reward_kl_penalty, which
+    drives the adaptive coefficient; it leaves out empty responses. All tensors are [B, R]; values beyond the
+    responses may be NaN.
     """
     old, ref = (torch.where(is_response, values, 0.0) for values in (old_log_probs, ref_log_probs))
     sums = kl_estimate(old, ref, kl.estimator).sum(dim=-1, dtype=torch.float64)
@@ -63,20 +63,17 @@ def reward_penalties(
 
 
 class KLController:
-    """Takes KL off rewards, by a coefficient that is constant or follows a target.
-
-    `coefficient` may be set to continue a run.
-    """
+    """Subtracts KL from rewards, with a fixed or adaptive coefficient. Set `coefficient` to resume a run."""
 
     def __init__(self, kl: KLConfig) -> None:
         self.coefficient = kl.coefficient
         self.kl = kl
 
     def penalise(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """The batch with rewards less their KL, and the KL's metrics; adapts the coefficient afterwards.
+        """Subtract KL from the rewards, then adapt the coefficient; returns the batch and KL metrics.
 
-        Nothing changes unless algorithm.kl.place is reward. Responses that train no token lose their KL as well,
-        because their siblings are compared with them.
+        Does nothing unless algorithm.kl.place=reward. Masked responses are penalised too, because their siblings
+        are compared with them.
         """
         if self.kl.place != "reward":
             return batch, {}
@@ -91,8 +88,8 @@ class KLController:
     def update(self, kl_per_token: float, num_responses: int) -> None:
         """Adapt the coefficient after a step of `num_responses` (Ziegler et al., arXiv:1909.08593, section 2.2).
 
-        coefficient *= 1 + clip(kl_per_token / target - 1, -0.2, 0.2) * num_responses / horizon, which stays
-        positive, as the configuration refuses a horizon of a fifth of a step's responses or less.
+        coefficient *= 1 + clip(kl_per_token / target - 1, -0.2, 0.2) * num_responses / horizon. It stays positive,
+        because the configuration rejects a horizon of at most a fifth of a step's responses.
         """
         if self.kl.controller == "adaptive":
             error = min(max(kl_per_token / self.kl.target - 1, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)

@@ -1,7 +1,7 @@
-"""The policy loss: decoupled clip, dual clip, and sums that micro-batches and ranks can add up.
+"""Policy loss with decoupled and dual clip, as sums that add up over micro-batches and ranks.
 
-A loss is a sum over tokens of weight * token_loss, where the weights already contain the denominator of the whole
-mini-batch over all ranks. However the mini-batch is split, the parts add up to the same value and gradient.
+The loss is a sum over tokens of weight * token_loss. The weights contain the denominator of the whole mini-batch
+over all ranks, so value and gradient do not depend on how the mini-batch is split.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ class LossTotals:
 
     num_tokens: int  # response tokens under the mask
     num_responses: int  # responses with at least one token under the mask
-    num_data_ranks: int = 1  # ranks that hold different responses
+    num_data_ranks: int = 1  # ranks with different responses
 
     @classmethod
     def of(cls, batch: Batch, num_data_ranks: int = 1) -> LossTotals:
-        """The denominators of a mini-batch."""
-        return cls(batch.num_loss_tokens, batch.num_loss_responses, num_data_ranks)
+        """Count the denominators of a mini-batch."""
+        mask = batch.response_mask
+        return cls(int(mask.sum()), int(mask.any(dim=-1).sum()), num_data_ranks)
 
     def token_weights(
         self, response_mask: torch.Tensor, algorithm: AlgorithmConfig, num_share_responses: int | None = None
     ) -> torch.Tensor:
-        """Weight of each token's loss, 0 outside the mask: [b, R] float32.
+        """Return the weight of each token's loss, 0 outside the mask: [b, R] float32.
 
-        With T tokens and N responses in the mini-batch, and t tokens in the token's own response: token-mean 1 / T
-        (DAPO, arXiv:2503.14476, eq. 12); token-sum 1; seq-mean-token-sum 1 / N; seq-mean-token-mean 1 / (N t)
-        (GRPO, arXiv:2402.03300, eq. 3); seq-mean-token-sum-norm 1 / (N loss_norm_tokens) (Dr. GRPO,
-        arXiv:2503.20783).
+        With T tokens and N responses in the mini-batch, and t tokens in the response: token-mean 1 / T (DAPO,
+        arXiv:2503.14476, eq. 12); token-sum 1; seq-mean-token-sum 1 / N; seq-mean-token-mean 1 / (N t) (GRPO,
+        arXiv:2402.03300, eq. 3); seq-mean-token-sum-norm 1 / (N loss_norm_tokens) (Dr. GRPO, arXiv:2503.20783).
 
-        num_share_responses: responses of this rank's share of the mini-batch, None when the mask is the whole
-        mini-batch's. Only token-mean with compat=verl reads it: older verl averages the tokens of each
-        micro-batch, weighs that by responses of the micro-batch / of the share, and averages over data ranks.
+        num_share_responses: responses in this rank's share; None if the mask covers the whole mini-batch. Only
+        used by token-mean with compat=verl: older verl takes the token mean of each micro-batch, weights it by
+        responses in the micro-batch / in the share, and averages over data ranks.
         """
         mask = response_mask.to(torch.float32)
         aggregation = algorithm.loss_aggregation
@@ -67,13 +67,10 @@ class LossTotals:
 
 @dataclass(frozen=True)
 class LossTokens:
-    """The inputs of the loss for each token: tensors of one shape, padded [b, R] or packed [N].
-
-    Values outside the mask do not matter, not even NaN.
-    """
+    """Per-token inputs of the loss, all of one shape: padded [b, R] or packed [N]. Masked values may be NaN."""
 
     old_log_probs: torch.Tensor
-    advantages: torch.Tensor  # each response's advantage at each of its tokens
+    advantages: torch.Tensor  # the response's advantage, repeated for each token
     response_mask: torch.Tensor  # bool
     weights: torch.Tensor  # LossTotals.token_weights
     importance_weights: torch.Tensor | None = None  # truncated policy/engine ratios; None when off
@@ -82,13 +79,13 @@ class LossTokens:
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over a part of a mini-batch; those of all parts on all ranks add up to the mini-batch's."""
+    """Sums over a part of a mini-batch; the parts of all ranks add up to the whole."""
 
-    pg_loss: float  # policy loss alone, already divided by the whole mini-batch's denominator
-    kl_loss: float  # KL to the reference likewise, without its coefficient; 0 without KL in the loss
+    pg_loss: float  # policy loss, divided by the denominator of the whole mini-batch
+    kl_loss: float  # KL to the reference, divided likewise, without its coefficient; 0 without KL in the loss
     num_tokens: float
-    clipped: float  # tokens whose ratio was clipped
-    clipped_dual: float  # tokens with A < 0 where the dual clip bound
+    clipped: float  # tokens with a clipped ratio
+    clipped_dual: float  # tokens with A < 0 where the dual clip applied
     neg_log_ratio: float  # sum of old_log_probs - log_probs
 
     def __add__(self, other: LossSums) -> LossSums:
@@ -100,23 +97,22 @@ class LossSums:
 
 
 class PolicyLoss(NamedTuple):
-    """A part's contribution to the mini-batch's loss."""
+    """Loss of a part of a mini-batch."""
 
-    loss: torch.Tensor  # to differentiate: policy loss - entropy_coefficient * entropy + kl.coefficient * KL
+    loss: torch.Tensor  # differentiable: policy loss - entropy_coefficient * entropy + kl.coefficient * KL
     sums: LossSums
 
 
 def policy_loss(
     log_probs: torch.Tensor, entropy: torch.Tensor | None, tokens: LossTokens, algorithm: AlgorithmConfig
 ) -> PolicyLoss:
-    """This part's share of the loss: clipped policy loss, entropy bonus, and KL to the reference.
+    """Return this part's loss: clipped policy loss, entropy bonus, and KL to the reference.
 
-    With r = exp(clamp(log_probs - old_log_probs, -20, 20)) a token's policy loss is
-    max(-A r, -A clamp(r, 1 - low, 1 + high)), for A < 0 no more than -A c (DAPO, arXiv:2503.14476, eq. 8; dual
-    clip arXiv:1912.09729), times its importance weight. Values outside the mask, NaN too, change neither the loss
-    nor a gradient.
+    With r = exp(clamp(log_probs - old_log_probs, -20, 20)), a token's policy loss is
+    max(-A r, -A clamp(r, 1 - low, 1 + high)), for A < 0 at most -A c (DAPO, arXiv:2503.14476, eq. 8; dual clip
+    arXiv:1912.09729), times its importance weight. Masked values, even NaN, affect neither loss nor gradient.
 
-    log_probs: of the tokens' shape; entropy: likewise, may be None without an entropy bonus.
+    log_probs and entropy have the shape of the tokens; entropy may be None without an entropy bonus.
     """
     mask = tokens.response_mask
 
@@ -142,7 +138,7 @@ def policy_loss(
         kl_loss = (weights * kl).sum()
         loss = loss + algorithm.kl.coefficient * kl_loss
     sums = [pg_loss, kl_loss, mask.sum(), (is_clipped & mask).sum(), (is_dual & mask).sum(), -log_ratio.sum()]
-    # one copy from the device instead of six
+    # one device-to-host copy instead of six
     numbers = torch.stack([part.detach().to(pg_loss.dtype) for part in sums]).tolist()
     return PolicyLoss(loss, LossSums(*numbers))
 
@@ -150,7 +146,7 @@ def policy_loss(
 def _clipped_loss(
     ratio: torch.Tensor, advantages: torch.Tensor, algorithm: AlgorithmConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each token's loss, whether its ratio was clipped, and whether the dual clip bound."""
+    """Return each token's loss, whether its ratio was clipped, and whether the dual clip applied."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
     single = torch.maximum(unclipped, clipped)

@@ -1,4 +1,4 @@
-"""Metrics of a training step: the field's names and formulas, metrics.jsonl, and the console line."""
+"""Metrics of a training step: formulas, metrics.jsonl, and the console line."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from durable import append_json_line, read_json_lines, write_atomically
 if TYPE_CHECKING:
     import torch
 
-    from dapo_core.batch import Batch
+    from dapo_core.batch import Batch, Measured
     from dapo_core.config.algorithm import KLConfig
+    from dapo_core.config.training import TrainingConfig
     from dapo_core.groups import Group
-    from dapo_core.policy.update import Update
+    from dapo_core.policy.optimizer import Update
 
 METRICS_FILE = "metrics.jsonl"
-PHASES_PER_TOKEN = ("old_log_prob", "ref", "adv", "update_actor")  # each processes every token of the batch
+PHASES_PER_TOKEN = ("old_log_prob", "ref", "adv", "update_actor")  # phases that process every token of the batch
 
 
 class PhaseTimer:
-    """Wall seconds of a step's phases."""
+    """Wall-clock seconds of a step's phases."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -41,7 +42,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to the phase."""
+        """Add the time spent in the block to the phase."""
         start = time.perf_counter()
         try:
             yield
@@ -49,23 +50,22 @@ class PhaseTimer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def attribute(self, seconds: float, source: str, target: str) -> None:
-        """Move that many seconds, at most all, from phase `source` to phase `target`."""
+        """Move up to `seconds` from phase `source` to phase `target`."""
         seconds = min(seconds, self.seconds[source])
         self.seconds[source] -= seconds
         self.seconds[target] = self.seconds.get(target, 0.0) + seconds
 
     def read(self) -> dict[str, float]:
-        """Seconds of every phase so far, and of the whole `step`."""
+        """Return the seconds of every phase so far, and of the whole `step`."""
         return {**self.seconds, "step": time.perf_counter() - self.started}
 
 
 def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str, float]:
-    """What sampling cost: draws, the account of groups and response tokens, and lengths by what became of them.
+    """Return the metrics of a draw: draws, groups and response tokens by fate, response lengths, staleness.
 
-    Lengths are of the responses of all groups that finished in the step, and of those kept, left for later and
-    aborted. Staleness is the optimizer steps between the weights that sampled a token to be trained on and those
-    that are about to learn from it, `policy_version`; token_ratio the share of these tokens where it is not 0.
-    A step of waiting groups alone, in which none finished, has no accuracy.
+    Lengths are reported for responses of finished, kept, surplus and aborted groups. Staleness is the number of
+    optimizer steps between the weights that sampled a token and `policy_version`; token_ratio is the share of
+    tokens with staleness above 0. Without a finished group there is no accuracy.
     """
     account = draw.account
     counts = {f"sampler/{fate}_groups": float(account.groups[fate]) for fate in FATES}
@@ -95,16 +95,31 @@ def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str,
         "sampler/waste_ratio": account.waste_ratio,
         "train/num_gen_batches": draw.num_drawn / gen_prompts,
         "perf/generated_tokens": float(account.generated_tokens),
-        "perf/trained_response_tokens": 0.0,  # a skipped step's; batch_metrics has the others'
+        "perf/trained_response_tokens": 0.0,  # for a skipped step; batch_metrics overrides it
+    }
+
+
+def training_metrics(
+    groups: Sequence[Group], batch: Batch, measured: Measured, updates: Sequence[Update], config: TrainingConfig
+) -> dict[str, float]:
+    """Return the metrics of a step's responses, batch, updates and load balance."""
+    from dapo_core.loss import LossTotals  # torch
+
+    token_weights = LossTotals.of(batch).token_weights(batch.response_mask, config.algorithm)
+    return {
+        **response_metrics(groups, batch.rewards, config.data.max_prompt_tokens),
+        **batch_metrics(batch, measured.entropy, token_weights),
+        **update_metrics(updates, config.algorithm.kl),
+        **seqlen_metrics(batch.lengths, updates, config.train.passes),
     }
 
 
 def response_metrics(groups: Sequence[Group], rewards: torch.Tensor, max_prompt_tokens: int) -> dict[str, float]:
-    """Scores, rewards, lengths and verdicts of the responses in the batch.
+    """Return scores, rewards, lengths and verdicts of the responses in the batch.
 
     rewards: [B], Batch.rewards of these groups. Scores and rewards leave out empty responses, which the engine
-    aborted, and those without a score. perf/total_num_tokens counts every token of the batch, because all go
-    through the policy, also those that reward.mask_truncated keeps out of the loss.
+    aborted, and responses without a score. perf/total_num_tokens counts every token of the batch, masked or not,
+    because all pass through the policy.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     response_lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
@@ -128,10 +143,10 @@ def response_metrics(groups: Sequence[Group], rewards: torch.Tensor, max_prompt_
 
 
 def batch_metrics(batch: Batch, entropy: torch.Tensor, token_weights: torch.Tensor) -> dict[str, float]:
-    """Advantages and entropy over the tokens under the mask; of a batch that trains no token, only their number.
+    """Return advantages and entropy over unmasked tokens; without any, only their number.
 
-    entropy: [B, R], of the policy before the update. token_weights: [B, R], the loss's over the whole batch
-    (LossTotals.token_weights), so that the entropy is aggregated as the loss is.
+    entropy: [B, R], of the policy before the update. token_weights: [B, R], LossTotals.token_weights over the
+    whole batch, so that entropy is aggregated like the loss.
     """
     mask = batch.response_mask
     num_tokens = mask.sum(dim=-1).numpy()  # [B]
@@ -148,10 +163,9 @@ def batch_metrics(batch: Batch, entropy: torch.Tensor, token_weights: torch.Tens
 
 
 def seqlen_metrics(lengths: np.ndarray, updates: Sequence[Update], num_passes: int = 1) -> dict[str, float]:
-    """How evenly the batch's tokens lie on the D data-parallel ranks in a pass, before and after balancing.
+    """Return how evenly a pass distributes tokens over the D data-parallel ranks, with and without balancing.
 
-    lengths: [B], prompt and response tokens. Before balancing, each rank would have had a contiguous chunk of
-    B / D rows.
+    lengths: [B], prompt+response tokens. Without balancing, each rank would get a contiguous chunk of B / D rows.
     """
     balanced = np.sum([update.rank_tokens for update in updates], axis=0) / num_passes  # [D]
     chunks = [chunk.sum() for chunk in np.array_split(lengths, len(balanced))]
@@ -166,10 +180,10 @@ def seqlen_metrics(lengths: np.ndarray, updates: Sequence[Update], num_passes: i
 
 
 def update_metrics(updates: Sequence[Update], kl: KLConfig) -> dict[str, float]:
-    """Loss, clip shares and norms over the step's optimizer steps; shares are weighted by tokens.
+    """Return loss, clip shares and gradient norm over the step's optimizer steps; shares are token-weighted.
 
-    A mean over nothing is left out: the gradient norm without an update that took place, losses and shares
-    without a mini-batch of finite numbers, shares without a token.
+    Means over nothing are left out: the gradient norm if all updates were skipped, losses and shares if no
+    mini-batch was finite, shares if there was no token.
     """
     norms = [update.grad_norm for update in updates if not update.is_skipped]
     metrics = {
@@ -179,7 +193,7 @@ def update_metrics(updates: Sequence[Update], kl: KLConfig) -> dict[str, float]:
     }
     if kl.place == "loss":
         metrics["actor/kl_coef"] = kl.coefficient
-    # A skipped update may hold NaN, which would hide the other mini-batches.
+    # A skipped update may contain NaN, which would hide the other mini-batches.
     parts = [update.sums for update in updates if update.sums.is_finite]
     if not parts:
         return metrics
@@ -195,10 +209,10 @@ def update_metrics(updates: Sequence[Update], kl: KLConfig) -> dict[str, float]:
 
 
 def timing_metrics(seconds: Mapping[str, float], groups: Sequence[Group], num_devices: int) -> dict[str, float]:
-    """Seconds of phases (PhaseTimer.read), milliseconds per token of the trained groups, throughput per device.
+    """Return seconds per phase (PhaseTimer.read), milliseconds per trained token, and throughput per device.
 
-    num_devices: those of ranks and of engines. Milliseconds of `gen` are per response token, so the cost of what
-    dynamic sampling drops shows in it.
+    num_devices: devices of ranks and engines. timing_per_token_ms/gen is per trained response token, so it
+    includes the cost of groups that dynamic sampling dropped.
     """
     num_response_tokens = sum(group.num_response_tokens for group in groups)
     num_tokens = num_response_tokens + sum(len(group.prompt.prompt_ids) * len(group.rollouts) for group in groups)
@@ -216,16 +230,14 @@ def timing_metrics(seconds: Mapping[str, float], groups: Sequence[Group], num_de
 
 
 def format_step(step: int, metrics: Mapping[str, float]) -> str:
-    """The console line `step:N - key:value - ...` that parsers of verl's log read."""
+    """Return the console line `step:N - key:value - ...`, the format of verl's log."""
     return " - ".join([f"step:{step}", *(f"{name}:{value}" for name, value in metrics.items())])
 
 
 class MetricsLog:
-    """metrics.jsonl, one line a step; step 0 is a validation before training.
+    """metrics.jsonl, one line per step; step 0 is the validation before training.
 
-    Continuing after step n removes the lines of later steps; None removes all.
-
-    Raises CheckpointError when it cannot be written.
+    Truncated to `last_step`, or emptied if None. Raises CheckpointError if the file cannot be written.
     """
 
     def __init__(self, folder: Path, last_step: int | None) -> None:
@@ -236,9 +248,9 @@ class MetricsLog:
             write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def append(self, step: int, policy_version: int | None, metrics: Mapping[str, float]) -> None:
-        """Write one step's line to the disk; a number that is not finite becomes null, which JSON can hold.
+        """Write one step's line to disk; non-finite numbers become null.
 
-        Another trainer does not say its policy_version (None).
+        policy_version is None for other trainers, which do not report it.
         """
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         version = {} if policy_version is None else {"policy_version": policy_version}
@@ -248,13 +260,13 @@ class MetricsLog:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raise CheckpointError for what the system refuses: the next attempt would fail as well."""
+        """Turn OSError into CheckpointError, which is not retried: the next attempt would fail as well."""
         try:
             yield
         except OSError as error:
             raise CheckpointError(
-                f"{self.path} cannot be written: {error}; make room, or take an --output or a store.path on a "
-                "larger disk: training then continues from its latest checkpoint"
+                f"{self.path} cannot be written: {error}; free disk space, or move --output or store.path to a "
+                "larger disk. Training then resumes from its latest checkpoint"
             ) from error
 
 

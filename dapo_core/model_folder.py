@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model folder."""
+"""Files of a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dapo_core.errors import ModelError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-MERGE_MANIFEST = "merge_manifest.json"  # beside the weights of a merged model
-MANIFESTS = ("manifest.json", MERGE_MANIFEST)  # of the folder a model came in
+MERGE_MANIFEST = "merge_manifest.json"  # next to the weights of a merged model
+MANIFESTS = ("manifest.json", MERGE_MANIFEST)  # not part of the model
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
 CHAT_TEMPLATES = "additional_chat_templates"
 FINGERPRINT_BYTES = 1024**2
@@ -30,49 +30,50 @@ _PARTS = (
     ("a tokenizer (tokenizer.json or tokenizer_config.json)", ("tokenizer.json", "tokenizer_config.json")),
 )
 _OTHER_FORMS = {
-    "adapter_config.json": "it holds a LoRA adapter: merge it into its base model, say by peft's merge_and_unload",
-    "*.gguf": "it holds a GGUF file, which is quantized for inference: use the original model",
+    "adapter_config.json": "it contains a LoRA adapter: merge it into its base model, e.g. with peft's "
+    "merge_and_unload",
+    "*.gguf": "it contains a GGUF file, which is quantized for inference: use the original model",
 }
 
 
 def require_model_folder(model_path: str | Path, key: str = "model.path") -> None:
-    """Raise ModelError unless the folder has a configuration, weights and a tokenizer, and no link leads out.
+    """Raise ModelError unless the folder has a configuration, weights, a tokenizer, and no link that leads out.
 
-    `key` is the one that names it.
+    `key` is the configuration key of the folder.
     """
     folder = Path(model_path)
     if folder.is_file():
-        raise ModelError(f"{folder} is a file, and a model is a whole folder; set {key} to a Hugging Face folder")
+        raise ModelError(f"{folder} is a file, not a model folder; set {key} to a Hugging Face folder")
     if not folder.is_dir():
         where = f" in {Path.cwd()}" if not folder.is_absolute() else ""
         raise ModelError(f"model folder {folder} does not exist{where}; set {key} to a Hugging Face folder")
-    missing = [what for what, patterns in _PARTS if not any(any(folder.glob(pattern)) for pattern in patterns)]
+    missing = [part for part, patterns in _PARTS if not any(any(folder.glob(pattern)) for pattern in patterns)]
     if missing:
-        instead = next((f" ({what})" for pattern, what in _OTHER_FORMS.items() if any(folder.glob(pattern))), "")
+        hint = next((f" ({form})" for pattern, form in _OTHER_FORMS.items() if any(folder.glob(pattern))), "")
         raise ModelError(
             f"model folder {folder} lacks {' and '.join(missing)}; set {key} to a complete Hugging Face "
-            f"folder{instead}"
+            f"folder{hint}"
         )
     require_own_files(folder)
 
 
 def require_reference(path: str | None, model_path: Path | None = None) -> None:
-    """Raise ModelError unless the folder that algorithm.kl.reference_path names, if it names one, is a model's.
+    """Raise ModelError unless algorithm.kl.reference_path, if set, is a model folder.
 
-    With the policy's folder also unless both have the sizes that config.json says; ranks compare every tensor.
+    With `model_path`, also compares the sizes in config.json with the policy's; ranks compare every tensor later.
     """
     if path is None:
         return
     require_model_folder(path, "algorithm.kl.reference_path")
     if model_path is None or not (model_path / "config.json").is_file():
         return
-    its_config, own_config = (_read_config(Path(folder)) for folder in (path, model_path))
+    reference_config, policy_config = (_read_config(Path(folder)) for folder in (path, model_path))
     for name in _SIZES:
-        its, own = its_config.get(name), own_config.get(name)
-        if its != own:
+        actual, expected = reference_config.get(name), policy_config.get(name)
+        if actual != expected:
             raise ModelError(
-                f"the reference model {path} has {name} {its} and the policy {own}: it must have the policy's "
-                "architecture and sizes; name another algorithm.kl.reference_path"
+                f"the reference model {path} has {name} {actual}, but the policy has {expected}: both must have "
+                "the same architecture and sizes; set another algorithm.kl.reference_path"
             )
 
 
@@ -84,66 +85,64 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def require_own_files(folder: Path) -> None:
-    """Raise ModelError for a link that leads out of the folder: any file could be taken for the model's.
+    """Raise ModelError for a symlink that leads out of the folder, because it could expose any file.
 
-    A snapshot in a Hugging Face cache may link to the blobs beside it.
+    A snapshot in a Hugging Face cache may link to its blobs.
     """
     root = folder.resolve()
-    places = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
+    allowed = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
     for path in sorted(folder.rglob("*")):
         if not path.is_symlink():
             continue
         target = _target_of(path)
-        if not any(target.is_relative_to(place) for place in places):
+        if not any(target.is_relative_to(parent) for parent in allowed):
             raise ModelError(
-                f"{path} is a link to {target}, outside of the model folder; replace it with a copy, or "
-                "set model.path to the folder that holds the files"
+                f"{path} is a link to {target}, outside the model folder; replace it with a copy, or set "
+                "model.path to the folder with the files"
             )
 
 
 def _target_of(link: Path) -> Path:
-    """Where a link leads; raises ModelError for one of a circle of links."""
+    """Return the target of a link; raises ModelError for a circular link."""
     try:
         return link.resolve()
     except (RuntimeError, OSError):  # a circle: RuntimeError before Python 3.13
-        raise ModelError(
-            f"{link} is a link to {link.readlink()}, which leads back to it; replace it with the file"
-        ) from None
+        raise ModelError(f"{link} is a circular link to {link.readlink()}; replace it with the file") from None
 
 
 def weight_files(model_path: str | Path) -> dict[str, Path]:
-    """The safetensors file of each tensor, by the tensor's name; only the index or the headers are read.
+    """Return the safetensors file of each tensor, by tensor name; reads only the index or the headers.
 
-    Raises ModelError when the index cannot be read or names files that are not there.
+    Raises ModelError if the index cannot be read or names missing files.
     """
     folder = Path(model_path)
     index = folder / INDEX_FILE
     if index.is_file():
-        places = _read_index(index)
-        outside = sorted({file for file in places.values() if Path(file).name != file})
+        weight_map = _read_index(index)
+        outside = sorted({file for file in weight_map.values() if Path(file).name != file})
         if outside:
             raise ModelError(
                 f"{INDEX_FILE} in {folder} names {outside[0]}, which is not a file name; fetch the model again"
             )
-        lacking = sorted({file for file in places.values() if not (folder / file).is_file()})
-        if lacking:
+        missing = sorted({file for file in weight_map.values() if not (folder / file).is_file()})
+        if missing:
             raise ModelError(
-                f"{folder} lacks {len(lacking)} of the {len(set(places.values()))} files that {INDEX_FILE} names, "
-                f"such as {lacking[0]}; fetch the model again, or set model.path to a complete folder"
+                f"{folder} lacks {len(missing)} of the {len(set(weight_map.values()))} files in {INDEX_FILE}, "
+                f"such as {missing[0]}; fetch the model again, or set model.path to a complete folder"
             )
-        return {name: folder / file for name, file in places.items()}
+        return {name: folder / file for name, file in weight_map.items()}
     single = folder / SINGLE_FILE
     paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     return {name: path for path in paths for name in _names_in(path)}
 
 
 def weight_names(model_path: str | Path) -> set[str]:
-    """Names of the tensors in the folder's safetensors files."""
+    """Return the names of the tensors in the folder's safetensors files."""
     return set(weight_files(model_path))
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a model folder that are not weights: config, tokenizer, chat templates, generation config."""
+    """Return the non-weight files of a model folder: config, tokenizer, chat templates, generation config."""
     return [
         path
         for path in sorted((*folder.glob("*"), *folder.glob(f"{CHAT_TEMPLATES}/*")))
@@ -168,7 +167,7 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError) as error:
-        raise ModelError(f"{index} is no index of weights ({error!r}); fetch the model again") from error
+        raise ModelError(f"{index} is not a weight index ({error!r}); fetch the model again") from error
 
 
 def _names_in(path: Path) -> list[str]:
@@ -179,9 +178,9 @@ def _names_in(path: Path) -> list[str]:
 
 
 def model_fingerprint(model_path: str | Path) -> str:
-    """sha256 over config.json and over name, size, first and last MiB of every weight file.
+    """Return a sha256 over config.json and the name, size, first and last MiB of every weight file.
 
-    Enough to distinguish models, without the minutes that reading all weights takes.
+    Enough to distinguish models without reading all weights, which takes minutes.
     """
     folder = Path(model_path)
     digest = hashlib.sha256((folder / "config.json").read_bytes())
@@ -196,10 +195,11 @@ def model_fingerprint(model_path: str | Path) -> str:
 
 
 def files_to_fetch(paths: Iterable[str], allow_pickle: bool = False, with_code: bool = False) -> list[str]:
-    """Of a repository's files those that training and serving read, sorted.
+    """Return the files of a repository that training and serving need, sorted.
 
-    Weights in safetensors once, without copies in other formats, precisions and folders; configuration, tokenizer,
-    chat templates, licence; Python files only `with_code`. Raises ModelError when these are no complete model.
+    These are safetensors weights (without copies in other formats, precisions or folders), configuration,
+    tokenizer, chat templates, licence, and, with `with_code`, Python files. Raises ModelError if the model is
+    incomplete.
     """
     top = [path for path in paths if "/" not in path or path.startswith(f"{CHAT_TEMPLATES}/")]
     weights = [path for path in top if path.endswith(".safetensors")]
@@ -210,7 +210,7 @@ def files_to_fetch(paths: Iterable[str], allow_pickle: bool = False, with_code: 
     if not weights and allow_pickle:
         weights = pickles
     if "config.json" not in top or not weights or not {"tokenizer.json", "tokenizer_config.json"} & {*top}:
-        raise ModelError(_why_no_model(top, weights, pickles))
+        raise ModelError(_missing_parts(top, weights, pickles))
     indexes = {INDEX_FILE} if weights[0].endswith(".safetensors") else {PICKLE_INDEX}
     small = [
         path
@@ -221,19 +221,19 @@ def files_to_fetch(paths: Iterable[str], allow_pickle: bool = False, with_code: 
     return sorted({*weights, *small, *code, *(indexes & {*top})})
 
 
-def _why_no_model(top: list[str], weights: list[str], pickles: list[str]) -> str:
+def _missing_parts(top: list[str], weights: list[str], pickles: list[str]) -> str:
     if "adapter_config.json" in top and "config.json" not in top:
-        return "it holds an adapter, not a model: merge it into its base model, and set model.path to the result"
+        return "it contains an adapter, not a model: merge it into its base model and set model.path to the result"
     if not weights and pickles:
         return (
-            f"its weights are pickled ({pickles[0]}), a format that can run code; model.allow_pickle=true reads "
-            "them as tensors only, and converts them to safetensors"
+            f"its weights are pickled ({pickles[0]}), a format that can run code; model.allow_pickle=true loads "
+            "only tensors from them and converts them to safetensors"
         )
     if not weights:
         others = sorted({Path(path).suffix for path in top} & WEIGHT_SUFFIXES)
-        had = f", but weights as {' '.join(others)}" if others else ""
-        return f"it has no safetensors{had}; name a repository with the original weights"
-    lacking = (
+        found = f", only weights as {' '.join(others)}" if others else ""
+        return f"it has no safetensors{found}; use a repository with the original weights"
+    missing = (
         "config.json" if "config.json" not in top else "a tokenizer (tokenizer.json or tokenizer_config.json)"
     )
-    return f"it lacks {lacking}; name a complete model, or fetch it by hand and set model.path"
+    return f"it lacks {missing}; use a complete model, or fetch it by hand and set model.path"

@@ -1,4 +1,4 @@
-"""The sampling that a model's generation_config.json recommends, in place of a configuration's."""
+"""Resolves `sampling: model`: sampling parameters from the model's generation_config.json."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dapo_core.errors import ConfigError, ModelError
 logger = logging.getLogger(__name__)
 
 GENERATION_CONFIG = "generation_config.json"
-_PENALTIES = {"repetition_penalty": 1.0, "min_p": 0.0}  # and the values at which they do nothing
+_PENALTIES = {"repetition_penalty": 1.0, "min_p": 0.0}  # with their neutral values
 
 Root = TypeVar("Root", bound=TrainingConfig)
 
 
 def read_sampling(model_path: Path) -> Sampling:
-    """The sampling that generation_config.json recommends; raises ModelError where it says nothing.
+    """Return the sampling recommended by generation_config.json; raises ModelError if there is none.
 
-    As in vLLM, a value that it leaves out changes nothing. Penalties are left out, with a warning.
+    As in vLLM, missing values are neutral. Penalties are ignored with a warning.
     """
     file = model_path / GENERATION_CONFIG
     try:
@@ -36,8 +36,8 @@ def read_sampling(model_path: Path) -> Sampling:
         return GREEDY
     if not found:
         raise ModelError(
-            f"{file} recommends no temperature, top_p or top_k, which sampling=model would take; set "
-            "rollout.sampling and validation.sampling to settings, with values of your own"
+            f"{file} has no temperature, top_p or top_k for sampling=model to use; set rollout.sampling and "
+            "validation.sampling to settings, with your own values"
         )
     penalties = {name: values[name] for name in _PENALTIES if values.get(name) not in (None, _PENALTIES[name])}
     if penalties:
@@ -49,22 +49,22 @@ def read_sampling(model_path: Path) -> Sampling:
 
 
 def with_model_sampling(config: Root, model_path: Path) -> Root:
-    """The configuration with the model's own sampling in numbers where `sampling: model` asks for it.
+    """Return the configuration with `sampling: model` replaced by the model's values.
 
-    Raises ModelError for a folder that recommends none, and ConfigError where greedy sampling, or the recommended
-    one, contradicts other keys.
+    Raises ModelError if the folder recommends no sampling, and ConfigError if the recommended sampling contradicts
+    other keys.
     """
     sections = {name: getattr(config, name) for name in ("rollout", "validation")}
-    asking = [name for name, section in sections.items() if section.sampling == "model"]
-    if not asking:
+    names = [name for name, section in sections.items() if section.sampling == "model"]
+    if not names:
         return config
     sampling = read_sampling(model_path)
-    if sampling.is_greedy and "rollout" in asking:
+    if sampling.is_greedy and "rollout" in names:
         raise ConfigError(
-            f"{GENERATION_CONFIG} of {model_path} is greedy, which gives {config.rollout.group_size} times the "
-            "same response; set rollout.sampling=settings, with a rollout.temperature"
+            f"{GENERATION_CONFIG} in {model_path} is greedy, which would repeat the same response "
+            f"{config.rollout.group_size} times; set rollout.sampling=settings and a rollout.temperature"
         )
-    logger.info("%s of the model: %s", GENERATION_CONFIG, sampling)
+    logger.info("sampling from the model's %s: %s", GENERATION_CONFIG, sampling)
     values = {} if sampling.is_greedy else asdict(sampling)
-    own = {name: {**sections[name].model_dump(), **values, "sampling": "settings"} for name in asking}
-    return resolve(type(config), {**config.model_dump(), **own})
+    resolved = {name: {**sections[name].model_dump(), **values, "sampling": "settings"} for name in names}
+    return resolve(type(config), {**config.model_dump(), **resolved})

@@ -1,4 +1,4 @@
-"""Weights in pytorch_model.bin files, converted to safetensors without running what the pickles hold."""
+"""Converts pytorch_model.bin files to safetensors without executing their pickles."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dapo_core.model_folder import INDEX_FILE, PICKLE_INDEX
 
 
 def convert_pickles(folder: Path) -> None:
-    """Write a folder's pickled weights as safetensors and remove them, one file in memory at a time.
+    """Convert a folder's pickled weights to safetensors, one file in memory at a time, and delete them.
 
-    Raises ModelError for a pickle that holds anything but named tensors.
+    Raises ModelError for a pickle that contains anything but named tensors.
     """
     sources = sorted(folder.glob("pytorch_model*.bin"))
     weight_map: dict[str, str] = {}
@@ -39,7 +39,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ModelError(f"{path.name} is no file of tensors alone, so it is not read: {error}") from error
+        raise ModelError(f"{path.name} contains more than tensors, so it is not loaded: {error}") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise ModelError(f"{path.name} holds something other than named tensors; use a model with safetensors")
+        raise ModelError(f"{path.name} contains something other than named tensors; use a model with safetensors")
     return tensors

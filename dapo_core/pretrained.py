@@ -1,4 +1,4 @@
-"""Configurations, tokenizers and models of Hugging Face folders: the only place where transformers loads them."""
+"""Loads configurations, tokenizers and models from Hugging Face folders; the only place that does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def load_model_config(model_path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The folder's architecture; raises ModelError when it cannot be read."""
+    """Load the folder's model configuration; raises ModelError if it cannot be read."""
     from transformers import AutoConfig
 
     with _model_errors(model_path, "has no configuration that transformers can read"):
@@ -28,9 +28,10 @@ def load_model_config(model_path: str | Path, trust_remote_code: bool = False) -
 def load_tokenizer(
     model_path: str | Path, trust_remote_code: bool = False, chat_template: str | Path | None = None
 ) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer, with the chat template of a file if one is named.
+    """Load the folder's tokenizer, with the chat template from a file if given.
 
-    Raises ModelError when it cannot be read or has no chat template, ConfigError when the file cannot be read.
+    Raises ModelError if the tokenizer cannot be read or has no chat template, ConfigError if the file cannot be
+    read.
     """
     from transformers import AutoTokenizer
 
@@ -46,13 +47,13 @@ def load_tokenizer(
     if not tokenizer.chat_template:
         raise ModelError(
             f"the tokenizer in {model_path} has no chat template; use an instruction-tuned model, or set "
-            "model.chat_template (of dapo init: --chat-template) to a file with one"
+            "model.chat_template (dapo init: --chat-template) to a template file"
         )
     return tokenizer
 
 
 def load_causal_lm(model_path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """The folder's causal language model with its weights, on the CPU; raises ModelError."""
+    """Load the folder's causal language model with its weights on the CPU; raises ModelError."""
     from transformers import AutoModelForCausalLM
 
     with _model_errors(model_path, "cannot be loaded as a causal language model"):
@@ -67,9 +68,9 @@ def load_causal_lm(model_path: str | Path, dtype: torch.dtype, trust_remote_code
 
 
 def empty_causal_lm(model_path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
-    """The folder's causal language model with its parameters on the meta device and real buffers.
+    """Build the folder's causal language model with parameters on the meta device and real buffers.
 
-    Raises ModelError when the folder holds no causal language model.
+    Raises ModelError if the folder is not a causal language model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -83,21 +84,21 @@ def empty_causal_lm(model_path: str | Path, dtype: torch.dtype, trust_remote_cod
 
 
 @contextmanager
-def _model_errors(model_path: str | Path, what: str) -> Iterator[None]:
+def _model_errors(model_path: str | Path, problem: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"{model_path} needs Python files of its own, which do not run; read them, and set "
+                f"{model_path} needs its own Python files, which are not run by default; read them, and set "
                 "model.trust_remote_code=true if you trust them"
             ) from error
-        raise ModelError(f"{model_path} {what}: {error}; check model.path") from error
+        raise ModelError(f"{model_path} {problem}: {error}; check model.path") from error
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that modules register inside have a shape and no memory."""
+    """Register parameters on the meta device inside the block: with a shape, without memory."""
     from torch import nn
     from torch.nn.modules.module import register_module_parameter_registration_hook
 

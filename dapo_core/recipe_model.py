@@ -1,4 +1,4 @@
-"""The sizes of the model that `model.source: recipe` builds, for its builder and for the memory plan."""
+"""Sizes of the model that `model.source: recipe` builds, for warm_start.py and the memory plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOCAB_SIZE, HEAD_DIM = 512, 32
 
 
 def recipe_config(recipe: WarmStartConfig) -> dict[str, Any]:
-    """The sizes of a Qwen3 by their names in config.json."""
+    """Return the model sizes by their names in a Qwen3 config.json."""
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": recipe.hidden_size,

@@ -1,4 +1,4 @@
-"""Restarts after a death, counted over all drivers of a training; what a stopped training says."""
+"""Restarts after a process dies, counted across all drivers of a training."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_DELAY_SECONDS = 60.0  # of doubled pauses between restarts; a longer configured one stays as it is
+MAX_DELAY_SECONDS = 60.0  # limit of the doubling delay, unless a longer one is configured
 
 Result = TypeVar("Result")
 
 
 def continued_from(config: TrainingConfig, folder: Path) -> str | None:
-    """What a stopped training says of its last checkpoint; None without one."""
+    """Describe where a stopped training can resume; None without a checkpoint."""
     if (checkpoint := latest_checkpoint(folder)) is None:
         return None
     with_auto = " with --set checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
     return (
         f" after step {read_step(checkpoint)} of {config.train.total_steps}; its checkpoint is {checkpoint}; "
-        f"the same command{with_auto} continues"
+        f"the same command{with_auto} resumes it"
     )
 
 
 class _Shared(ctypes.Structure):
-    """What a training says to the process that forked it."""
+    """Memory shared with the process that forked the training."""
 
-    num_restarts: int  # in all
-    num_in_a_row: int
+    num_restarts: int  # in total
+    num_in_a_row: int  # without a new checkpoint
     latest: bytes  # name of the checkpoint at the last restart
-    has_begun: bool  # it has found its start: what is in the output is its own
-    has_ended: bool  # with a result, or an error of its own
+    has_begun: bool  # found its start: checkpoints in the output are now its own
+    has_ended: bool  # with a result or its own error
     _fields_ = [
         ("num_restarts", ctypes.c_int),
         ("num_in_a_row", ctypes.c_int),
@@ -54,10 +54,7 @@ class _Shared(ctypes.Structure):
 
 
 class Restarts:
-    """Counts consecutive restarts without a new checkpoint, and pauses longer before each.
-
-    Forked processes count together.
-    """
+    """Limits restarts without a new checkpoint, with a growing delay. Forked processes share the count."""
 
     def __init__(
         self, max_restarts: int, delay_seconds: float, sleep: Callable[[float], None] = time.sleep
@@ -68,7 +65,7 @@ class Restarts:
         self.shared = _Shared.from_buffer(mmap.mmap(-1, ctypes.sizeof(_Shared)))
 
     def resume(self, resume: str) -> str:
-        """checkpoint.resume; after a restart by another process auto in place of never, which counts once."""
+        """Return checkpoint.resume; `never` becomes `auto` after a restart by another process."""
         return "auto" if resume == "never" and self.shared.has_begun else resume
 
     def until_done(
@@ -78,36 +75,36 @@ class Restarts:
         find_own: Callable[[], Path | None],
         stop: StopRequest,
     ) -> Result:
-        """What `attempt(checkpoint to start from)` returns, repeated after a death.
+        """Call `attempt(start)` until it returns; retries on WorkerDied.
 
-        A repetition starts from what `find_own()` returns, the training's own newest sound checkpoint, or from
-        `start` if that is None. After a stop request nothing is restarted.
+        A retry starts from `find_own()`, the training's newest intact checkpoint, or from `start` if that is None.
+        A stop request prevents further retries.
         """
         while True:
             try:
                 return attempt(start)
             except WorkerDied as error:
-                if stop.signal is not None:  # systemd, for one, signals every process
+                if stop.signal is not None:  # systemd, for example, signals all processes at once
                     logger.error("%s", error)
                 stop.check()
                 start = find_own() or start
                 self.pause(error, start)
 
     def pause(self, error: WorkerDied, latest: Path | None) -> None:
-        """Wait before the restart from checkpoint `latest`, or from the beginning.
+        """Wait before restarting from checkpoint `latest`, or from the beginning if None.
 
-        Raises WorkerDied, with the count, after `max_restarts` restarts without a new checkpoint.
+        Raises WorkerDied after `max_restarts` restarts without a new checkpoint.
         """
         shared, name = self.shared, b"" if latest is None else latest.name.encode()
         if name != shared.latest:
             shared.num_in_a_row, shared.latest = 0, name
         if shared.num_in_a_row == self.max_restarts:
             raise WorkerDied(
-                f"{error}; given up after {self.max_restarts} restarts without a new checkpoint: find out what "
-                "ends the process, lower checkpoint.save_every, or raise train.max_restarts"
+                f"{error}; giving up after {self.max_restarts} restarts without a new checkpoint: find out why "
+                "the process dies, lower checkpoint.save_every, or raise train.max_restarts"
             ) from error
-        longest = max(MAX_DELAY_SECONDS, self.delay_seconds)
-        seconds = min(self.delay_seconds * 2**shared.num_in_a_row, longest)
+        max_delay = max(MAX_DELAY_SECONDS, self.delay_seconds)
+        seconds = min(self.delay_seconds * 2**shared.num_in_a_row, max_delay)
         shared.num_in_a_row += 1
         shared.num_restarts += 1
         logger.warning(

@@ -1,4 +1,4 @@
-"""The worker that samples and scores groups, on one engine and its scoring processes."""
+"""Rollout worker: samples groups on one engine and scores them in its own processes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """What happened on a rollout worker during a poll."""
+    """Result of polling a rollout worker."""
 
-    groups: list[Group]  # that finished
-    num_open_tokens: int  # response tokens of the unfinished groups so far
+    groups: list[Group]  # newly finished
+    num_open_tokens: int  # response tokens of unfinished groups so far
     reward_seconds: float  # the engine was idle; only scoring was pending
 
 
@@ -39,12 +39,12 @@ class Progress:
 class _OpenGroup:
     request: GroupRequest
     num_samples: int
-    policy_version: int  # of the engine's weights, which stay while groups are open
-    responses: dict[int, Response] = field(default_factory=dict)  # finished ones by sample
+    policy_version: int  # of the engine's weights, which do not change while groups are open
+    responses: dict[int, Response] = field(default_factory=dict)  # finished responses by sample
     scores: dict[int, Score] = field(default_factory=dict)
 
     def versions(self, sample: int, response: Response) -> VersionSpans:
-        """The weights that sampled the response's tokens: those it came with, then the engine's."""
+        """Return the policy versions that sampled this response, earlier ones first."""
         spans = list(self.request.versions[sample]) if self.request.versions else []
         num_new = len(response.response_ids) - sum(count for _, count in spans)
         if spans and spans[-1][0] == self.policy_version:
@@ -53,28 +53,28 @@ class _OpenGroup:
 
 
 class RolloutWorker:
-    """One engine and its scoring processes: takes prompts, hands back groups as they finish.
+    """One engine and its scoring processes: takes prompts and returns groups as they finish.
 
-    The engine decodes on a thread of its own: between the calls of this worker, and while it scores. A group is
-    finished when all siblings have scores. An error of the engine is raised by the next call.
+    The engine decodes on its own thread, also between calls and during scoring. A group is finished once all its
+    responses are scored. Engine errors are raised by the next call.
     """
 
     def __init__(
         self, build_engine: Callable[[], Engine], tokenizer: PreTrainedTokenizerBase, config: TrainingConfig
     ) -> None:
-        """`build_engine` is called on the engine's thread."""
-        self._news = threading.Event()  # a response finished, or a score is there
-        self.engine = EngineThread(build_engine, self._news.set)
+        """`build_engine` runs on the engine thread."""
+        self._has_results = threading.Event()  # a response finished or a score arrived
+        self.engine = EngineThread(build_engine, self._has_results.set)
         self.config = config
         self.compat = Compat.of(config.algorithm)
         self.group_size = config.rollout.group_size
-        self.pool = RewardPool(config.reward, config.custom_reward, tokenizer, self.compat, self._news.set)
+        self.pool = RewardPool(config.reward, config.custom_reward, tokenizer, self.compat, self._has_results.set)
         self._open: dict[int, _OpenGroup] = {}
         self._num_scored = 0
-        self._scoring: dict[str, tuple[int, int]] = {}  # the pool's key -> (group id, sample), of open groups
+        self._scoring: dict[str, tuple[int, int]] = {}  # pool key -> (group id, sample), of open groups
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue groups. A response's seed depends on (run seed, drawing step, group id, sample) alone."""
+        """Queue groups. A response's seed depends only on (run seed, drawing step, group id, sample)."""
         unfinished = []
         for request in requests:
             group = _OpenGroup(request, request.num_samples or self.group_size, self.engine.policy_version)
@@ -88,25 +88,25 @@ class RolloutWorker:
         self.engine.submit(unfinished)
 
     def poll(self, max_seconds: float) -> Progress:
-        """Score until a group finished, nothing is left, or the time is over."""
+        """Score responses until a group finishes, no group is open, or `max_seconds` pass."""
         deadline = time.monotonic() + max_seconds
         finished: list[Group] = []
         reward_seconds = 0.0
         while self._open and not finished and (now := time.monotonic()) < deadline:
-            self._news.clear()  # before looking, so that what comes afterwards is news
+            self._has_results.clear()  # before looking, so that later results set it again
             for response in self.engine.take():
                 self._collect(response)
             finished = self._take_scores()
             if not finished:
                 is_idle = not self.engine.num_unfinished()
-                self._news.wait(max(deadline - time.monotonic(), 0.0))
+                self._has_results.wait(max(deadline - time.monotonic(), 0.0))
                 reward_seconds += is_idle * (time.monotonic() - now)
         return Progress(finished, self._num_open_tokens(), reward_seconds)
 
     def suspend(self) -> list[GroupRequest]:
-        """Stop every unfinished group; returns the requests that continue them, here or on another worker.
+        """Abort all unfinished groups and return requests that resume them on any worker.
 
-        A finished response without a score yet is scored again there.
+        Finished responses that are not scored yet are scored again on resumption.
         """
         unfinished = [
             _request_id(group_id, sample)
@@ -115,49 +115,49 @@ class RolloutWorker:
             if sample not in group.responses
         ]
         aborted = self.engine.run(lambda engine: engine.abort(unfinished))
-        stopped = {response.request_id: response for response in [*aborted, *self.engine.take()]}
+        aborted_by_id = {response.request_id: response for response in [*aborted, *self.engine.take()]}
         requests = []
         for group_id, group in self._open.items():
             responses = [
-                group.responses.get(sample) or stopped[_request_id(group_id, sample)]
+                group.responses.get(sample) or aborted_by_id[_request_id(group_id, sample)]
                 for sample in range(group.num_samples)
             ]
             versions = [group.versions(sample, response) for sample, response in enumerate(responses)]
-            begun = replace(group.request, responses=responses, versions=versions)
-            requests.append(begun if begun.num_response_tokens else begun.without_responses())
+            resumed = replace(group.request, responses=responses, versions=versions)
+            requests.append(resumed if resumed.num_response_tokens else resumed.without_responses())
         self._open.clear()
         self._scoring.clear()
         return requests
 
     def sleep(self) -> None:
-        """Give the memory of the engine's device back."""
+        """Free the engine's device memory."""
         self.engine.run(lambda engine: engine.sleep())
 
-    def wake(self, what: Collection[str]) -> None:
-        """Take memory for the engine's weights or its keys and values again."""
-        self.engine.run(lambda engine: engine.wake(what))
+    def wake(self, names: Collection[str]) -> None:
+        """Allocate device memory again for the engine's weights or its KV cache."""
+        self.engine.run(lambda engine: engine.wake(names))
 
     def connect(self, link: Link, plan: WeightPlan) -> None:
-        """Open the way on which weights come; collective with those that meet at the link's address."""
+        """Open the channel for weights; collective with all that meet at the link's address."""
         from dapo_core.weight_transfer.inbox import open_inbox  # torch
 
         device = device_for(self.config.train.device)
 
-        def open_way(engine: Engine) -> None:
+        def open_channel(engine: Engine) -> None:
             engine.inbox = open_inbox(link, plan, device)
 
-        self.engine.run(open_way)
+        self.engine.run(open_channel)
 
     def receive_weights(self, policy_version: int) -> None:
-        """Load the weights that policy ranks send into the engine; groups carry the version from now on."""
+        """Load the weights that policy ranks send; later tokens are recorded with this version."""
         self.engine.run(lambda engine: engine.receive_weights(policy_version))
 
     def loaded_weights(self) -> Loaded:
-        """What the engine's loader took in the last sync."""
+        """Return what the engine's loader took in the last sync."""
         return self.engine.run(lambda engine: engine.loaded)
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
-        """The engine's log-probs of given (prompt_ids, response_ids) pairs at temperature 1."""
+        """Return the engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
         return self.engine.run(lambda engine: engine.log_probs(sequences))
 
     def close(self) -> None:
@@ -186,16 +186,16 @@ class RolloutWorker:
         group.responses[sample] = response
         prompt = group.request.prompt
         self._num_scored += 1
-        key = f"{response.request_id}#{self._num_scored}"  # a stopped response may come a second time
+        key = f"{response.request_id}#{self._num_scored}"  # after a suspend, the same response may come again
         self._scoring[key] = (group_id, sample)
-        answered = prompt.data_source, response.response_ids, prompt.ground_truth, prompt.extra_info
-        self.pool.submit(key, ScoreRequest(*answered, prompt.prompt_ids))
+        fields = prompt.data_source, response.response_ids, prompt.ground_truth, prompt.extra_info
+        self.pool.submit(key, ScoreRequest(*fields, prompt.prompt_ids))
 
     def _take_scores(self) -> list[Group]:
-        """The groups that the scores so far finish."""
+        """Record new scores; returns the groups that they complete."""
         finished = []
         for key, score in self.pool.finished():
-            if key not in self._scoring:  # its group was stopped meanwhile
+            if key not in self._scoring:  # the group was suspended meanwhile
                 continue
             group_id, sample = self._scoring.pop(key)
             group = self._open[group_id]
@@ -236,6 +236,6 @@ def _parse_request_id(request_id: str) -> tuple[int, int]:
 
 
 def sample_seed(run_seed: int, step: int, group_id: int, sample: int) -> int:
-    """A seed in [0, 2**31) for one response, from the step that drew its prompt, its group and its number."""
+    """Return the seed of one response, in [0, 2**31). `step` is the one that drew the prompt."""
     digest = hashlib.sha256(f"{run_seed}/{step}/{group_id}/{sample}".encode()).digest()
     return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF

@@ -1,6 +1,6 @@
-"""Correction for the mismatch between the engine's and the policy's log-probs of the same tokens.
+"""Rollout correction: importance weights and masks for the mismatch between policy and engine.
 
-The ratio of a token is r = exp(clamp(old_log_probs - rollout_log_probs, -20, 20)): policy over engine.
+The ratio of a token is policy over engine, r = exp(clamp(old_log_probs - rollout_log_probs, -20, 20)).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def importance_weights(
     is_stale: torch.Tensor,
     settings: RolloutCorrectionConfig,
 ) -> torch.Tensor | None:
-    """Weights of token losses, detached; None when off.
+    """Return detached weights for the token losses; None if importance=off.
 
     Truncated importance sampling (Yao et al., https://fengyao.notion.site/off-policy-rl): min(r, importance_max).
-    token: r of the token. stale: r of tokens that an older policy sampled, 1 elsewhere. sequence: the product of r
-    over the response's tokens, the same for each of them. With importance_min a ratio outside [importance_min,
-    importance_max] weighs 0 and one inside itself (IcePop, arXiv:2510.18855). With importance_normalize all are
-    then divided by their mean over the tokens under the mask, or over the responses with one under `sequence`.
+    token: r of the token. stale: r for tokens sampled by an older policy, else 1. sequence: the product of r over
+    the response, for each of its tokens. With importance_min, weights are r inside [importance_min,
+    importance_max] and 0 outside (IcePop, arXiv:2510.18855). importance_normalize divides by the mean over
+    unmasked tokens, or with `sequence` over responses that have any.
 
-    Tensors of one shape: [B, R], or packed [M] but for sequence and importance_normalize. Values outside the mask,
-    NaN too, do not matter.
+    All tensors have the same shape: [B, R], or packed [M] except for sequence and importance_normalize. Masked
+    values may be NaN.
     """
     if settings.importance == "off":
         return None
@@ -45,7 +45,7 @@ def importance_weights(
     is_weighed = response_mask & is_stale if settings.importance == "stale" else response_mask
     weights = torch.where(is_weighed, weights, 1.0)
     if settings.importance_normalize:
-        # of a response one weight, its first; all of its tokens have it
+        # with `sequence`, count each response once, by its first unmasked token
         counted = response_mask & (response_mask.cumsum(dim=-1) == 1) if is_whole else response_mask
         mean = weights[counted].mean(dtype=torch.float64)
         weights = torch.where(response_mask & (mean > 0), weights / mean, weights).to(log_ratio.dtype)
@@ -58,16 +58,16 @@ def mask_rollouts(
     response_mask: torch.Tensor,
     settings: RolloutCorrectionConfig,
 ) -> torch.Tensor:
-    """The mask of the tokens that still train: what passes both `mask` and `divergence`.
+    """Return the response mask without the tokens that `mask` or `divergence` removes.
 
-    mask: inside [mask_low, mask_high] stay tokens by r (token), responses by the geometric mean of r (sequence),
-    because a product over 20,000 tokens that differ by noise alone is never inside any useful interval, or by that
-    product.
+    mask keeps ratios inside [mask_low, mask_high]: r of each token (token), the geometric mean of r over the
+    response (sequence), or the product (product). A product over 20,000 tokens leaves any useful interval through
+    noise alone, hence the mean.
 
-    divergence: up to divergence_max stay tokens by k2 = (log r)^2 / 2 or k3 = r - 1 - log r, responses by the sum,
-    the mean or the maximum of those of their tokens.
+    divergence keeps k2 = (log r)^2 / 2 or k3 = r - 1 - log r up to divergence_max: of each token, or as the sum,
+    mean or maximum over the response.
 
-    All tensors [B, R]. Values outside the mask, NaN too, do not matter.
+    All tensors are [B, R]. Masked values may be NaN.
     """
     log_ratio = torch.where(response_mask, old_log_probs - rollout_log_probs, 0.0)
     num_tokens = response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -89,10 +89,10 @@ def mask_rollouts(
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp of the log-ratios, which are clamped to +-20."""
+    """Return exp of the log-ratios, clamped to +-20."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def response_sums(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Sum over each response, in float64, because 20,000 float32 terms lose digits: [B, 1]."""
+    """Return the sum over each response: [B, 1]. In float64, because 20,000 float32 terms lose digits."""
     return log_ratio.sum(dim=-1, keepdim=True, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""Metrics of the difference between the engine and the policy, and of what corrects for it.
+"""Metrics of the mismatch between engine and policy, and of its correction.
 
-rollout/NAME are the project's, rollout_corr/NAME verl's names. Both leave out empty responses.
+rollout/NAME are the project's names, rollout_corr/NAME are verl's. Both leave out empty responses.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SHARED_NAMES = ("kl", "k3_kl", "ppl_ratio", "chi2_token", "chi2_seq")  # the sam
 def correction_metrics(
     log_probs: torch.Tensor, batch: Batch, settings: RolloutCorrectionConfig
 ) -> dict[str, float]:
-    """mismatch_metrics of the batch, what its importance weights are like, and shares of what is dropped.
+    """Return mismatch_metrics, plus metrics of importance weights and of masked tokens.
 
-    rollout/importance_mean: of the weighed tokens' weights, before importance_normalize.
-    rollout/importance_truncated_ratio: share of these that were truncated, or weigh 0. Both are left out without a
-    weighed token. rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction}: share of tokens that are dropped,
-    and of responses of which some are. rollout_corr/rollout_is_NAME: see weight_metrics.
+    rollout/importance_mean: mean weight before importance_normalize, over the tokens that are weighted.
+    rollout/importance_truncated_ratio: share of these weights that were truncated or set to 0. Both are left out
+    if no token is weighted. rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction}: share of masked tokens,
+    and of responses with any. rollout_corr/rollout_is_NAME: see weight_metrics.
 
     log_probs: [B, R], of the policy.
     """
@@ -39,9 +39,9 @@ def correction_metrics(
     compared = log_probs, batch.rollout_log_probs, mask
     if settings.drops:
         is_dropped = mask & ~mask_rollouts(*compared, settings)
-        of_responses = is_dropped.any(dim=-1)[mask.any(dim=-1)]
+        has_dropped = is_dropped.any(dim=-1)[mask.any(dim=-1)]  # per response
         metrics["rollout_corr/rollout_rs_masked_fraction"] = float(is_dropped[mask].double().mean())
-        metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = float(of_responses.double().mean())
+        metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = float(has_dropped.double().mean())
     raw = settings.model_copy(update={"importance_normalize": False})
     weights = importance_weights(*compared, batch.is_stale, raw)
     is_weighed = mask & batch.is_stale if settings.importance == "stale" else mask
@@ -51,7 +51,7 @@ def correction_metrics(
     is_cut = weighed >= settings.importance_max if settings.importance_min is None else weighed == 0
     metrics["rollout/importance_mean"] = float(weighed.mean())
     metrics["rollout/importance_truncated_ratio"] = float(is_cut.double().mean())
-    if settings.importance != "stale":  # which verl does not have
+    if settings.importance != "stale":  # verl has no such setting
         metrics |= weight_metrics(*compared, weights, settings)
     return metrics
 
@@ -59,17 +59,16 @@ def correction_metrics(
 def mismatch_metrics(
     old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, float]:
-    """How far the engine is from the policy over the tokens under the mask; {} when there is none.
+    """Return how far engine and policy differ on unmasked tokens; {} if there are none.
 
     rollout/probs_diff_{mean,max}: of |exp(old) - exp(rollout)|. rollout/kl: mean of rollout - old log-prob (k1).
     rollout/k3_kl: mean of r - 1 - log r. rollout/chi2_token: mean of r^2 - 1. rollout/chi2_seq: mean over
-    responses of (product of r)^2 - 1, the product's log clamped to +-20. rollout/ess: (sum r)^2 / (tokens *
-    sum r^2), 1 when nothing differs. rollout/ppl_ratio: mean over responses of the policy's perplexity over the
-    engine's.
+    responses of (product of r)^2 - 1, with the log of the product clamped to +-20. rollout/ess: (sum r)^2 /
+    (tokens * sum r^2), 1 if nothing differs. rollout/ppl_ratio: mean over responses of policy / engine perplexity.
 
-    rollout_corr/{training,rollout}_{ppl,log_ppl}: means over responses of the policy's and the engine's perplexity
-    of the response, exp(-mean log-prob), and of its logarithm. rollout_corr/log_ppl_{diff,abs_diff}: means of the
-    difference of the logarithms, policy - engine, and of its absolute value; _diff_{max,min}: its extremes.
+    rollout_corr/{training,rollout}_{ppl,log_ppl}: mean over responses of the policy's and the engine's perplexity,
+    exp(-mean log-prob), and of its logarithm. rollout_corr/log_ppl_{diff,abs_diff}: mean difference of the
+    logarithms, policy - engine, and of its absolute value; _diff_{max,min}: its extremes.
     """
     num_tokens = response_mask.sum(dim=-1)
     answered = num_tokens > 0
@@ -113,14 +112,14 @@ def weight_metrics(
     weights: torch.Tensor,
     settings: RolloutCorrectionConfig,
 ) -> dict[str, float]:
-    """rollout_corr/rollout_is_NAME of weights [B, R] of tokens or responses, before importance_normalize.
+    """Return rollout_corr/rollout_is_NAME for token or response weights [B, R], before importance_normalize.
 
-    mean, std, and eff_sample_size = mean^2 / mean of squares, over tokens. max and min: of the weights, with
-    sequence of the ratios. ratio_fraction_{high,low}: share of the ratios, of tokens or of responses, above
-    importance_max and below importance_min, or 1 / importance_max where that is unset. oob_ratio: both, over
-    tokens, only with importance_min. batch_norm_factor: what importance_normalize divides by.
-    seq_{mean,std,max,min,max_deviation}: of the responses' mean weights, and their largest distance from 1.
-    seq_fraction_{high,low}: share of responses with such a mean ratio.
+    mean, std, and eff_sample_size = mean^2 / mean of squares, over tokens. max and min: of the weights; with
+    sequence, of the ratios. ratio_fraction_{high,low}: share of token or response ratios above importance_max and
+    below importance_min (if unset, 1 / importance_max). oob_ratio: both, over tokens, only with importance_min.
+    batch_norm_factor: the divisor of importance_normalize. seq_{mean,std,max,min,max_deviation}: of the mean
+    weight per response, and its largest distance from 1. seq_fraction_{high,low}: share of responses with such a
+    mean ratio.
     """
     answered = response_mask.any(dim=-1)
     num_tokens = response_mask.sum(dim=-1)[answered]
@@ -161,5 +160,5 @@ def weight_metrics(
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
-def _share(chosen: torch.Tensor) -> torch.Tensor:
-    return chosen.double().mean()
+def _share(condition: torch.Tensor) -> torch.Tensor:
+    return condition.double().mean()

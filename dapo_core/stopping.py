@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a request to stop where nothing is lost; a second signal ends a training at once."""
+"""Graceful stop: a first SIGTERM or SIGINT requests a stop at a safe point, a second one ends training at once."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ from dapo_core.errors import DapoError
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-ECHO_SECONDS = 1.0  # in which another signal is the same request: wrappers repeat what the terminal sent
+ECHO_SECONDS = 1.0  # ignore repeats: wrappers forward a signal that the terminal has already sent
 
 
 class StopRequested(Exception):
-    """The training has reached a point where it can stop, as requested."""
+    """Training reached a safe point after a stop request."""
 
 
 class TrainingStopped(DapoError, RuntimeError):
-    """A signal ended the training early; the message says what it continues from."""
+    """A signal ended training early; the message names the checkpoint to resume from."""
 
-    exit_code: int = 143  # of the command: 128 plus the signal's number
+    exit_code: int = 143  # of the command: 128 + signal number
 
 
 class StopRequest:
-    """Listens for SIGTERM and SIGINT inside its `with` block; on leaving, the handlers before it come back.
+    """Handles SIGTERM and SIGINT inside its `with` block; restores the previous handlers on exit.
 
-    A signal raises KeyboardInterrupt. Inside `deferred` the first one is only recorded, and `check` raises. An
-    ignored signal stays ignored, as in what a shell runs in the background. Other threads than the main one do not
-    listen.
+    A signal raises KeyboardInterrupt. Inside `deferred`, the first one is only recorded, and `check` raises.
+    Signals that are ignored, as in shell background jobs, stay ignored. Has no effect outside the main thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.signal: signal.Signals | None = None  # the first one
-        self.is_urgent = False  # a second one came
+        self.signal: signal.Signals | None = None  # the first signal
+        self.is_urgent = False  # a second signal arrived
         self._clock = clock
         self._requested_at = 0.0
         self._is_deferred = False
-        self._last_step = 0  # the step that would get the last checkpoint; 0 for none
+        self._last_step = 0  # step of the final checkpoint on a stop; 0: none
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -61,7 +60,7 @@ class StopRequest:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Record the first signal inside, instead of raising KeyboardInterrupt."""
+        """Record the first signal inside the block instead of raising KeyboardInterrupt."""
         self._is_deferred = True
         try:
             yield
@@ -70,9 +69,9 @@ class StopRequest:
 
     @contextmanager
     def interruptible(self, step: int) -> Iterator[None]:
-        """Raise StopRequested for a request before or inside: training step `step` only waits here.
+        """Raise StopRequested for a request before or inside the block, in which training step `step` only waits.
 
-        The caller calls `check` while it waits. After the block a request waits for the next such block.
+        The caller must call `check` while waiting. A request after the block takes effect in the next such block.
         """
         self._last_step = step - 1
         self.check()
@@ -81,7 +80,7 @@ class StopRequest:
         self._last_step = step
 
     def check(self) -> None:
-        """Raise StopRequested if there is a request."""
+        """Raise StopRequested if a stop was requested."""
         if self.signal is not None:
             raise StopRequested(self.signal.name)
 
@@ -95,20 +94,20 @@ class StopRequest:
         self.signal, self._requested_at = signal.Signals(number), now
         if not self._is_deferred:
             raise KeyboardInterrupt
-        # In a thread: the signal may have interrupted a write to the log's stream.
-        threading.Thread(target=logger.warning, args=(self._outlook(),)).start()
+        # In a thread: the signal may have interrupted a write to the log stream.
+        threading.Thread(target=logger.warning, args=(self._message(),)).start()
 
-    def _outlook(self) -> str:
+    def _message(self) -> str:
         assert self.signal is not None
-        then = "ending without a checkpoint, as no step is done"
+        action = "ending without a checkpoint, because no step is complete"
         if self._last_step:
-            then = f"writing a last checkpoint after step {self._last_step}, then ending"
-        return f"{self.signal.name} received: {then}; another signal ends it at once"
+            action = f"writing a final checkpoint after step {self._last_step}, then ending"
+        return f"{self.signal.name} received: {action}; another signal ends training at once"
 
 
 @contextmanager
 def raising_stopped(stop: StopRequest, continued_from: Callable[[], str | None]) -> Iterator[None]:
-    """Raise TrainingStopped, which names the checkpoint to continue from, where the first signal ends training."""
+    """Turn the end of training by a first signal into TrainingStopped, which names the checkpoint."""
     try:
         yield
     except (StopRequested, KeyboardInterrupt) as error:

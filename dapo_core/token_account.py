@@ -1,4 +1,4 @@
-"""Where a step's groups and tokens went, and whether what is trained is as long as what was drawn."""
+"""Accounting of a step's groups and tokens, and a check that training does not select by length."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 Fate = Literal["kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted"]
 FATES: tuple[Fate, ...] = get_args(Fate)
-NO_SIGNAL: tuple[Fate, ...] = ("all_right", "all_wrong", "all_equal")  # the last: neither of the others
+NO_SIGNAL: tuple[Fate, ...] = ("all_right", "all_wrong", "all_equal")  # all_equal: other equal values
 WASTED: tuple[Fate, ...] = (*NO_SIGNAL, "stale", "aborted")
-MEASURED = ("finished", "kept", "surplus", "aborted")  # sets of responses with a mean length and a share cut
+MEASURED = ("finished", "kept", "surplus", "aborted")  # sets whose response lengths are reported
 WATCHED_STEPS = 10
-MAX_LENGTH_DIFFERENCE = 0.05  # relative, between trained responses and those that could have been
+MAX_LENGTH_DIFFERENCE = 0.05  # relative, between trained responses and all that could have been trained on
 
 
 @dataclass
@@ -30,10 +30,10 @@ class Lengths:
 
     num_responses: int = 0
     num_tokens: int = 0
-    num_cut: int = 0  # ended by the length limit
+    num_cut: int = 0  # by the length limit
 
     def add(self, responses: Iterable[Rollout | Response]) -> None:
-        """Count responses, finished or not."""
+        """Add responses, finished or not."""
         for response in responses:
             self.num_responses += 1
             self.num_tokens += len(response.response_ids)
@@ -44,27 +44,27 @@ class Lengths:
 class TokenAccount:
     """Where a step's groups and response tokens went.
 
-    Over a step, of tokens: generated + carried in = kept + all_right + all_wrong + all_equal + surplus + stale +
-    aborted + carried out; of groups the same with those drawn in place of generated. What is carried in is the
-    surplus and the carried-out part of the step before.
+    Tokens balance over a step: generated + carried in = kept + all_right + all_wrong + all_equal + surplus + stale
+    + aborted + carried out. Groups balance likewise, with drawn in place of generated. Carried in is the previous
+    step's surplus plus its carried out.
     """
 
     groups: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
     tokens: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
     lengths: dict[str, Lengths] = field(default_factory=lambda: {name: Lengths() for name in MEASURED})
-    carried_in_groups: int = 0  # surplus and unfinished groups that waited for this step
+    carried_in_groups: int = 0  # surplus and unfinished groups of earlier steps
     carried_in_tokens: int = 0
-    carried_out_groups: int = 0  # unfinished, to be continued in the next step
-    carried_out_tokens: int = 0  # all their tokens, of whichever step
-    generated_tokens: int = 0  # sampled by the engines in this step, whatever their fate
+    carried_out_groups: int = 0  # unfinished; continued in the next step
+    carried_out_tokens: int = 0  # all their tokens, from any step
+    generated_tokens: int = 0  # sampled in this step, whatever their fate
     finished_groups: int = 0  # in this step
-    num_right: int = 0  # responses, among the groups that finished in this step
-    num_unscored: int = 0  # likewise, without a score
-    scores: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)  # by set: score, and whether right
+    num_right: int = 0  # right responses in the groups that finished in this step
+    num_unscored: int = 0  # responses without a score in these groups
+    scores: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)  # by set: (score, is right)
     reward_seconds: float = 0.0  # engines were idle; only scoring was pending
 
     def add(self, fate: Fate, responses: Sequence[Rollout | Response]) -> None:
-        """Book one group's responses under a fate."""
+        """Account for one group's responses under a fate."""
         self.groups[fate] += 1
         self.tokens[fate] += sum(len(response.response_ids) for response in responses)
         if fate in self.lengths:
@@ -84,36 +84,35 @@ class TokenAccount:
 
     @property
     def num_finished(self) -> int:
-        """Responses of the groups that finished in this step."""
+        """Responses in the groups that finished in this step."""
         return self.lengths["finished"].num_responses
 
     @property
     def without_signal(self) -> str:
-        """Its groups without signal, such as `2 all right, 4 all wrong`; all equal ones where there are any."""
+        """The groups without signal, such as `2 all right, 4 all wrong`; all equal ones only if there are any."""
         fates = NO_SIGNAL if self.groups["all_equal"] else NO_SIGNAL[:2]
         return ", ".join(f"{self.groups[fate]} {fate.replace('_', ' ')}" for fate in fates)
 
     @property
     def waste_ratio(self) -> float:
-        """Share of tokens that no update will learn from, among those of decided fate."""
+        """Share of wasted tokens among wasted and kept tokens."""
         wasted = sum(self.tokens[fate] for fate in WASTED)
         return wasted / max(wasted + self.tokens["kept"], 1)
 
 
 class LengthWatch:
-    """Warns when the responses trained on are shorter or longer than those that could have been.
+    """Warns if trained responses differ in length from all responses that could have been trained on.
 
-    These are the trained ones and, of the same steps, those dropped although their group had signal (stale) or
-    could still have had it (aborted). Groups that still wait are in neither; groups without signal may well have
-    other lengths.
+    The latter are the trained ones plus those dropped as stale or aborted in the same steps. Waiting groups count
+    as neither; groups without signal are left out, because their lengths may differ for good reason.
     """
 
     def __init__(self) -> None:
-        self._kept: deque[list[int]] = deque(maxlen=WATCHED_STEPS)  # lengths, a list for each step
-        self._dropped: deque[list[tuple[int, bool]]] = deque(maxlen=WATCHED_STEPS)  # (tokens so far, is whole)
+        self._kept: deque[list[int]] = deque(maxlen=WATCHED_STEPS)  # lengths, one list per step
+        self._dropped: deque[list[tuple[int, bool]]] = deque(maxlen=WATCHED_STEPS)  # (tokens so far, is complete)
 
     def add_step(self, kept: Iterable[Group], dropped: Iterable[Rollout | Response]) -> None:
-        """Look at a step more; the window begins again after a warning."""
+        """Add a step to the window, which is cleared after a warning."""
         self._kept.append([len(rollout.response_ids) for group in kept for rollout in group.rollouts])
         self._dropped.append([(len(one.response_ids), one.finish_reason != "abort") for one in dropped])
         all_dropped = [one for step in self._dropped for one in step]
@@ -126,9 +125,9 @@ class LengthWatch:
         self._kept.clear()
         self._dropped.clear()
         logger.warning(
-            "the responses of the last %d steps that were trained on have %.0f tokens on average; with those of "
-            "dropped groups it is at least %.0f: which groups are trained depends on their length. "
-            "sampler.order=finish does that, as it keeps the groups that finish first; set sampler.order=stream",
+            "the responses trained on in the last %d steps have %.0f tokens on average; with dropped groups it "
+            "would be at least %.0f. Training selects groups by length, because sampler.order=finish keeps those "
+            "that finish first; set sampler.order=stream",
             WATCHED_STEPS,
             kept_mean,
             all_mean,
@@ -136,15 +135,15 @@ class LengthWatch:
 
 
 def expected_length(responses: Sequence[tuple[int, bool]]) -> float:
-    """Mean length of responses, some of which were stopped before their end: (tokens, whether that is all).
+    """Return the mean length of responses given as (tokens, is complete), some of them cut short.
 
-    The area below the Kaplan-Meier estimate of the share of responses longer than t tokens, up to the longest one
-    seen; so a lower bound where the longest ones were stopped. Without stopped ones the ordinary mean.
+    This is the area under the Kaplan-Meier estimate of the share of responses longer than t tokens, up to the
+    longest one seen: a lower bound if the longest ones are incomplete, the plain mean if none is.
     """
     lengths = np.array([length for length, _ in responses])
-    is_whole = np.array([whole for _, whole in responses])
-    times, places = np.unique(lengths, return_inverse=True)
-    num_ended = np.bincount(places, weights=is_whole)
-    num_at_risk = len(lengths) - np.concatenate([[0], np.cumsum(np.bincount(places))[:-1]])
+    is_complete = np.array([complete for _, complete in responses])
+    times, bins = np.unique(lengths, return_inverse=True)
+    num_ended = np.bincount(bins, weights=is_complete)
+    num_at_risk = len(lengths) - np.concatenate([[0], np.cumsum(np.bincount(bins))[:-1]])
     share_longer = np.cumprod(1 - num_ended / num_at_risk)
     return float(times[0] + (share_longer[:-1] * np.diff(times)).sum())

@@ -1,4 +1,4 @@
-"""Problems as tokenised prompts: a file of them once, on all cores, into a file that training maps into memory."""
+"""Tokenises problems once, on all cores, into a file that training maps into memory."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROMPTS_FOLDER = ".prompts"  # of a training: what its rows became under its tokenizer, removed at its end
+PROMPTS_FOLDER = ".prompts"  # in the training output; removed when training ends
 LENGTHS_FILE = "prompt_lengths.json"
-NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})  # of a chat template
-FORMAT = 2  # of the file; a change makes it again
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})  # for a chat template
+FORMAT = 2  # of the file; increment it to tokenise again
 BATCH_ROWS = 1000
-NUM_BINS = 20  # of the histogram; the last one has the longest 1 % or less
+NUM_BINS = 20  # of the histogram; the last bin has at most the longest 1 %
 QUANTILES = (5, 25, 50, 75, 95, 99)
 
-Tokens = tuple[np.ndarray, np.ndarray]  # of several prompts in a row, and how many each has
+Tokens = tuple[np.ndarray, np.ndarray]  # concatenated token ids of several prompts, and the length of each
 
 
 def tokenize_prompts(
@@ -53,9 +53,9 @@ def tokenize_prompts(
     max_prompt_tokens: int,
     template_kwargs: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> list[Prompt]:
-    """The messages of held-out problems as prompts, through the chat template with the generation prompt added.
+    """Tokenise held-out problems with the chat template and its generation prompt.
 
-    Raises DataError when a prompt is longer than `max_prompt_tokens`, with the count and the longest.
+    Raises DataError if any prompt is longer than `max_prompt_tokens`.
     """
     if not problems:
         return []
@@ -85,11 +85,11 @@ def tokenized_prompts(
     data: PromptsConfig,
     template_kwargs: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> TokenizedPrompts:
-    """The prompts of a file in DAPO-Math-17k's schema, tokenised now or by an earlier attempt in `output_dir`.
+    """Return the tokenised prompts of a file in the DAPO-Math-17k schema, reusing those of an earlier attempt.
 
-    `template_kwargs` are arguments of the chat template. Memory is that of a few batches and of one number a row.
-    prompt_lengths.json is written beside. Raises ProblemsError for a file that cannot be read or has unusable
-    rows, DataError for prompts that are too long, ConfigError for an argument that the template does not read.
+    Needs memory for a few batches and one number per row. Also writes prompt_lengths.json to `output_dir`. Raises
+    ProblemsError for a file that cannot be read or has unusable rows, DataError for prompts that are too long,
+    ConfigError for a chat template argument that the template does not read.
     """
     require_template_reads(tokenizer, template_kwargs)
     folder = output_dir / PROMPTS_FOLDER / _key(path, model_path, template_kwargs)[:16]
@@ -103,17 +103,17 @@ def tokenized_prompts(
 
 
 def remove_prompts(output_dir: Path) -> None:
-    """Remove the tokenised prompts of a training; a process that has them mapped can go on reading."""
+    """Delete a training's tokenised prompts; processes that have them mapped can keep reading."""
     shutil.rmtree(output_dir / PROMPTS_FOLDER, ignore_errors=True)
 
 
 def describe_lengths(lengths: np.ndarray, max_prompt_tokens: int, too_long: TooLong) -> dict[str, Any]:
-    """What the data card shows of prompt lengths in tokens: quantiles, a histogram, and how many are too long.
+    """Return statistics of prompt lengths for the data card: quantiles, histogram, number of too long prompts.
 
-    `counts[i]` prompts have `edges[i]` to below `edges[i + 1]` tokens.
+    `counts[i]` prompts have `edges[i]` to `edges[i + 1]` - 1 tokens.
     """
-    most = np.percentile(lengths, 99, method="inverted_cdf")
-    width = int(most) // (NUM_BINS - 1) + 1
+    percentile_99 = np.percentile(lengths, 99, method="inverted_cdf")
+    width = int(percentile_99) // (NUM_BINS - 1) + 1
     counts = np.bincount(np.minimum(lengths // width, NUM_BINS - 1))
     return {
         "num_prompts": len(lengths),
@@ -133,19 +133,19 @@ def require_template_reads(
     template_kwargs: Mapping[str, Any],
     key: str = "rollout.chat_template_kwargs",
 ) -> None:
-    """Raise ConfigError for an argument that the model's chat template does not read: it would do nothing."""
+    """Raise ConfigError for an argument that the model's chat template does not read."""
     words = set(re.findall(r"[A-Za-z_]\w*", str(tokenizer.get_chat_template()))) if template_kwargs else set()
     for name in template_kwargs:
         if name not in words:
             near = difflib.get_close_matches(name, words, n=1)
             raise ConfigError(
-                f"{key}.{name} changes nothing: the model's chat template does not read it"
+                f"{key}.{name} has no effect: the model's chat template does not read it"
                 + (f" (did you mean {near[0]}?)" if near else "; remove it")
             )
 
 
 def _key(path: Path, model_path: Path, template_kwargs: Mapping[str, Any]) -> str:
-    """A digest of what the tokens follow from: the rows, and the model folder's files but for weights."""
+    """Return a digest of everything the tokens depend on: the rows and the model's non-weight files."""
     parts = [f"{FORMAT}", *(f"{name} {metadata.version(name)}" for name in ("transformers", "tokenizers"))]
     parts.append(json.dumps(dict(template_kwargs), sort_keys=True))
     parts += [file_digest(file) for file in files_of(path)]
@@ -156,7 +156,7 @@ def _key(path: Path, model_path: Path, template_kwargs: Mapping[str, Any]) -> st
 def _tokenize_file(
     path: Path, tokenizer: PreTrainedTokenizerBase, folder: Path, template_kwargs: Mapping[str, Any]
 ) -> None:
-    """Make the folder that TokenizedPrompts reads, with BATCH_ROWS rows in each batch."""
+    """Write the folder that TokenizedPrompts reads, with BATCH_ROWS rows per batch."""
     import pyarrow as pa
 
     started = time.monotonic()
@@ -188,7 +188,7 @@ def _tokenize_file(
 
 
 def _problems(path: Path) -> Iterator[Problem]:
-    """The problems of a file. Raises ProblemsError at its end if rows were unusable."""
+    """Yield the problems of a file. Raises ProblemsError at the end if rows were unusable."""
     faults: dict[str, list[int]] = {}
     number = 0
     for number, _, problem in iterate_problems(path, (CHAT,)):
@@ -207,25 +207,25 @@ def _batches(problems: Iterator[Problem]) -> Iterator[list[Problem]]:
 def _encoded(
     batches: Iterator[list[Problem]], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[list[Problem], Tokens]]:
-    """Each batch with its tokens, in order.
+    """Yield each batch with its tokens, in order.
 
-    A fast tokenizer uses all cores by itself, outside of Python; meanwhile the next batch is read and rendered.
+    A fast tokenizer uses all cores outside of Python; meanwhile the next batch is read and rendered.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
-        before: tuple[list[Problem], Future[Tokens]] | None = None
+        previous: tuple[list[Problem], Future[Tokens]] | None = None
         for problems in batches:
             encoding = thread.submit(_encode, tokenizer, _render(tokenizer, problems, template_kwargs))
-            if before is not None:
-                yield before[0], before[1].result()
-            before = problems, encoding
-        if before is not None:
-            yield before[0], before[1].result()
+            if previous is not None:
+                yield previous[0], previous[1].result()
+            previous = problems, encoding
+        if previous is not None:
+            yield previous[0], previous[1].result()
 
 
 def _render(
     tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], template_kwargs: Mapping[str, Any]
 ) -> list[str]:
-    """The prompts as text. Raises DataError where the chat template refuses one."""
+    """Render prompts as text. Raises DataError if the chat template rejects one."""
     from jinja2 import TemplateError
 
     chats = [[dict(message) for message in problem.messages or ()] for problem in problems]
@@ -235,8 +235,8 @@ def _render(
     except TemplateError as error:
         roles = sorted({" ".join(message["role"] for message in chat) for chat in chats})
         raise DataError(
-            f"the model's chat template refuses messages of these roles ({'; '.join(roles)}): {error}. Correct "
-            "the prompts or data.system_prompt, or set model.chat_template to a template that takes them"
+            f"the model's chat template rejects messages with these roles ({'; '.join(roles)}): {error}. Change "
+            "the prompts or data.system_prompt, or set model.chat_template to a template that accepts them"
         ) from None
 
 

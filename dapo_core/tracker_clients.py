@@ -1,4 +1,4 @@
-"""The trackers' own clients behind one interface: TensorBoard, Weights & Biases, SwanLab and MLflow."""
+"""Experiment tracker clients behind one interface: TensorBoard, Weights & Biases, SwanLab and MLflow."""
 
 from __future__ import annotations
 
@@ -20,66 +20,66 @@ from redaction import redact
 
 logger = logging.getLogger(__name__)
 
-GENERATIONS = "val/generations"  # verl's name of a validation's responses
-MLFLOW_BATCH = 100  # parameters of a request
+GENERATIONS = "val/generations"  # verl's name for validation responses
+MLFLOW_BATCH = 100  # parameters per request
 MLFLOW_VALUE_CHARACTERS = 500
 
-Rows = Sequence[Mapping[str, Any]]  # of a validation's generations file
+Rows = Sequence[Mapping[str, Any]]  # of a generations file
 
 
 @dataclass
 class Record:
-    """A run at a tracker, as trackers.json has it."""
+    """A run in a tracker, as stored in trackers.json."""
 
     name: str  # of the tracker
-    id: str  # of the run, by which a resumed training continues it
+    id: str  # of the run; a resumed training continues it
     url: str | None = None
     path: str | None = None  # on this machine
-    last_step: int = -1  # handed over; a step that is trained again is not sent again
-    num_failed: int = 0  # calls
+    last_step: int = -1  # last step queued; repeated steps are not sent again
+    num_failed: int = 0  # failed calls
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a training is tracked."""
+    """Project, run and local folder of a tracked training."""
 
     project: str
     run: str
-    folder: Path  # of what clients write on this machine
+    folder: Path  # for local files of the clients
 
 
 class Client(ABC):
-    """An open run at a tracker. Its methods raise what the client raises."""
+    """An open run in a tracker. Its methods raise whatever the client raises."""
 
     @abstractmethod
     def __init__(self, place: Place, record: Record, config: Mapping[str, Any]) -> None:
-        """Begin the run, or continue it; the record gets its url or path."""
+        """Start or continue the run; sets the record's url or path."""
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send a step's numbers, all of which are finite."""
+        """Send a step's metrics, which must be finite."""
 
     @abstractmethod
     def log_generations(self, rows: Rows, step: int) -> None:
-        """Send a validation's responses."""
+        """Send validation responses."""
 
     def log_results(self, results: Mapping[str, float], step: int) -> None:
-        """Send what the evaluations found after the last step."""
+        """Send evaluation results, at the last step."""
         self.log(results, step)
 
     @abstractmethod
     def finish(self) -> None:
-        """Send what is left, and end."""
+        """Send pending data and end the run."""
 
 
 class TensorBoard(Client):
-    """Event files in $TENSORBOARD_DIR, else in a folder of the run."""
+    """Event files in $TENSORBOARD_DIR, by default below the tracker folder."""
 
     def __init__(self, place: Place, record: Record, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        named = os.environ.get("TENSORBOARD_DIR") or place.folder / "tensorboard" / place.project
-        path = Path(record.path or Path(named) / f"{place.run}-{record.id}")
+        parent = os.environ.get("TENSORBOARD_DIR") or place.folder / "tensorboard" / place.project
+        path = Path(record.path or Path(parent) / f"{place.run}-{record.id}")
         is_new = record.path is None
         record.path = str(path.absolute())
         self._writer = SummaryWriter(record.path)
@@ -99,7 +99,7 @@ class TensorBoard(Client):
 
 
 class WandB(Client):
-    """A run of wandb, online unless $WANDB_MODE says otherwise or there is no login."""
+    """A wandb run, online unless $WANDB_MODE says otherwise or there is no login."""
 
     def __init__(self, place: Place, record: Record, config: Mapping[str, Any]) -> None:
         import wandb
@@ -107,12 +107,12 @@ class WandB(Client):
         self._wandb = wandb
         folder = Path(os.environ.get("WANDB_DIR") or place.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        # Neither output nor code nor the machine's packages: they may hold secrets, and are in the run's folder.
+        # Do not send output, code or package lists: they may contain secrets, and are in the run folder anyway.
         settings = wandb.Settings(
             console="off", disable_git=True, disable_code=True, x_disable_meta=True, silent=True, quiet=True
         )
-        start = _OnlineOrOffline("wandb", "`wandb sync`", wandb.init)
-        self._run = start(
+        self._run = _online_or_offline(
+            "wandb", wandb.init,
             project=place.project, name=place.run, id=record.id, resume="allow", reinit="create_new",
             dir=str(folder), config=dict(config), settings=settings,
         )  # fmt: skip
@@ -129,14 +129,14 @@ class WandB(Client):
         self._run.log({GENERATIONS: table}, step=step)
 
     def log_results(self, results: Mapping[str, float], step: int) -> None:
-        self._run.summary.update(dict(results))  # a continued run takes no values of an earlier step
+        self._run.summary.update(dict(results))  # a resumed run rejects values for an earlier step
 
     def finish(self) -> None:
         self._run.finish()
 
 
 class SwanLab(Client):
-    """An experiment of SwanLab, online unless $SWANLAB_MODE says otherwise or there is no login."""
+    """A SwanLab experiment, online unless $SWANLAB_MODE says otherwise or there is no login."""
 
     def __init__(self, place: Place, record: Record, config: Mapping[str, Any]) -> None:
         import swanlab
@@ -149,8 +149,8 @@ class SwanLab(Client):
             terminal={"proxy_type": "none"},
             probe={"runtime": False, "requirements": False, "git": False, "monitor": False},
         )
-        start = _OnlineOrOffline("swanlab", "`swanlab sync`", swanlab.init)
-        self._run = start(
+        self._run = _online_or_offline(
+            "swanlab", swanlab.init,
             project=place.project, name=place.run, id=record.id, resume="allow", log_dir=str(folder),
             config=dict(config), settings=settings,
         )  # fmt: skip
@@ -168,7 +168,7 @@ class SwanLab(Client):
 
 
 class MLflow(Client):
-    """A run of MLflow at $MLFLOW_TRACKING_URI, else in a database file."""
+    """An MLflow run at $MLFLOW_TRACKING_URI, by default in a local database file."""
 
     def __init__(self, place: Place, record: Record, config: Mapping[str, Any]) -> None:
         set_defaults(MLFLOW)
@@ -179,12 +179,12 @@ class MLflow(Client):
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{database}"
         self._client = MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name(place.project)
-        # Without a server, artifacts would go to the working directory.
-        own = database.with_name("mlflow-artifacts").as_uri() if uri.startswith("sqlite:") else None
+        # Without a server, MLflow would write artifacts to the working directory.
+        artifacts = database.with_name("mlflow-artifacts").as_uri() if uri.startswith("sqlite:") else None
         experiment_id = (
             experiment.experiment_id
             if experiment is not None
-            else self._client.create_experiment(place.project, own)
+            else self._client.create_experiment(place.project, artifacts)
         )
         if record.path is None and record.url is None:
             record.id = self._client.create_run(experiment_id, run_name=place.run).info.run_id
@@ -221,7 +221,7 @@ class MLflow(Client):
         self._client.set_terminated(self._id)
 
 
-# Name in train.trackers -> its class, the modules that it needs, and what installs them.
+# Name in train.trackers -> (client class, required modules, packages to install).
 CLIENTS: dict[str, tuple[type[Client], tuple[str, ...], str]] = {
     "tensorboard": (TensorBoard, ("tensorboard",), "tensorboard"),
     "wandb": (WandB, ("wandb",), "wandb"),
@@ -230,41 +230,34 @@ CLIENTS: dict[str, tuple[type[Client], tuple[str, ...], str]] = {
 }
 
 
-class _OnlineOrOffline:
-    """Starts a run; one that cannot be reached is written for a later sync instead."""
-
-    def __init__(self, name: str, command: str, start: Any) -> None:
-        self.name, self.command, self.start = name, command, start
-
-    def __call__(self, **arguments: Any) -> Any:
-        try:
-            return self.start(**arguments)
-        except Exception as error:  # noqa: BLE001 - no login, no network, a refusal: each client has its own
-            logger.warning(
-                "%s does not start online (%s): it writes to %s instead, which %s sends later",
-                self.name,
-                redact(str(error)),
-                arguments.get("dir") or arguments.get("log_dir"),
-                self.command,
-            )
-            return self.start(**arguments, mode="offline")
+def _online_or_offline(tracker: str, start: Any, **arguments: Any) -> Any:
+    """Start a run online; if that fails, offline, for a later sync."""
+    try:
+        return start(**arguments)
+    except Exception as error:  # noqa: BLE001 - no login, no network, a refusal: each client has its own
+        folder = arguments.get("dir") or arguments.get("log_dir")
+        logger.warning(
+            "%s cannot start online (%s): it writes to %s instead; send the files later with `%s sync`",
+            *(tracker, redact(str(error)), folder, tracker),
+        )
+        return start(**arguments, mode="offline")
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics without those that are no finite number."""
+    """Return the metrics with finite values."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _mlflow_name(name: str) -> str:
-    """A name that MLflow takes; mean_at_8 for mean@8, as verl writes it."""
+    """Return a valid MLflow name; mean@8 becomes mean_at_8, as in verl."""
     return re.sub(r"[^\w\-./ :]", "_", name.replace("@", "_at_"))
 
 
 def _as_markdown(rows: Rows) -> str:
     parts = []
     for row in rows:
-        about = ", ".join(f"{name} {value}" for name, value in row.items() if name not in ("prompt", "response"))
-        parts += [f"**{about}**", _fenced(str(row["prompt"])), _fenced(str(row["response"]))]
+        header = ", ".join(f"{name} {value}" for name, value in row.items() if name not in ("prompt", "response"))
+        parts += [f"**{header}**", _fenced(str(row["prompt"])), _fenced(str(row["response"]))]
     return "\n\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Trackers of a training: each step, responses of validations and later the results, sent beside the training."""
+"""Sends step metrics, validation responses and evaluation results to experiment trackers, in the background."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRACKERS_FILE = "trackers.json"  # of a training: its runs at trackers
-MAX_WAITING = 10_000  # calls; a tracker further behind loses them
-CLOSE_SECONDS = 60.0  # for what waits when a training ends
+TRACKERS_FILE = "trackers.json"  # in the training output: its runs in the trackers
+MAX_WAITING = 10_000  # queued calls per tracker; more are dropped
+CLOSE_SECONDS = 60.0  # time for queued calls when training ends
 
 Call = Callable[[Client], None]
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError, with the command that installs them, for trackers whose client is not installed."""
+    """Raise ConfigError for trackers whose client is not installed, with the command to install it."""
     missing = [name for name in names if any(importlib.util.find_spec(part) is None for part in CLIENTS[name][1])]
     if missing:
         packages = " ".join(CLIENTS[name][2] for name in missing)
         raise ConfigError(
-            f"train.trackers names {', '.join(missing)}, whose client is not installed here: pip install "
-            f"{packages} (or '.[trackers]' in the project's folder for all), or take it out of train.trackers"
+            f"train.trackers includes {', '.join(missing)}, but the client is not installed: pip install "
+            f"{packages} (or '.[trackers]' in the project folder for all), or remove it from train.trackers"
         )
 
 
 @contextmanager
 def tracking(config: TrainingConfig, folder: Path, is_continued: bool) -> Iterator[Trackers]:
-    """The trackers of train.trackers for a training in `folder`, whose trackers.json has their runs.
+    """Yield the trackers in train.trackers for a training in `folder`; trackers.json stores their runs.
 
-    A continued training goes on with the runs of that file; one from the beginning starts new ones. Their
-    failures are logged once, counted, and end nothing.
+    A resumed training continues the runs in that file; a new one starts new runs. Tracker failures are logged once
+    and counted; they never end training.
     """
     train = config.train
     place = Place(
@@ -65,7 +65,7 @@ def tracking(config: TrainingConfig, folder: Path, is_continued: bool) -> Iterat
 
 
 def send_results(folder: Path, results: Mapping[str, float], step: int) -> None:
-    """Send the results of evaluations to the runs of a finished training in `folder`, which stays as it is."""
+    """Send evaluation results to the runs of a finished training in `folder`, without changing its files."""
     saved = _read(folder)
     trackers = Trackers(saved.place, list(saved.records.values()), {}, None)
     trackers.send(lambda client: client.log_results(finite(results), step))
@@ -73,12 +73,12 @@ def send_results(folder: Path, results: Mapping[str, float], step: int) -> None:
 
 
 def tracked_runs(folder: Path) -> list[str]:
-    """The runs of a training in `folder`, each as the tracker's name and the run's address or path."""
+    """Return the tracked runs of a training in `folder`, each as tracker name and URL or path."""
     return [f"{one.name} {one.url or one.path}" for one in _read(folder).records.values() if one.url or one.path]
 
 
 def tracked_config(config: TrainingConfig) -> dict[str, Any]:
-    """What trackers see of a configuration: the sections of the training, without secrets."""
+    """Return the configuration that trackers receive: the training sections, without secrets."""
     from dapo_core.config.training import TrainingConfig
 
     values = config.model_dump(mode="json")
@@ -99,17 +99,17 @@ def _read(folder: Path) -> _Saved:
     except FileNotFoundError:
         return _Saved(Place("", "", folder), {})
     except (ValueError, KeyError, TypeError) as error:
-        logger.warning("%s cannot be read (%r): trackers start new runs", folder / TRACKERS_FILE, error)
+        logger.warning("%s cannot be read (%r): starting new tracker runs", folder / TRACKERS_FILE, error)
         return _Saved(Place("", "", folder), {})
 
 
 class Trackers:
-    """The runs of a training at its trackers, each fed by a thread of its own."""
+    """The runs of a training in its trackers, each fed by its own thread."""
 
     def __init__(
         self, place: Place, records: Sequence[Record], config: Mapping[str, Any], folder: Path | None
     ) -> None:
-        """`folder` of the training gets trackers.json; None leaves its files as they are."""
+        """trackers.json is written to `folder`, unless it is None."""
         self.place = place
         self.folder = folder
         self._lock = threading.Lock()
@@ -118,12 +118,12 @@ class Trackers:
             (folder / TRACKERS_FILE).unlink(missing_ok=True)  # of an earlier attempt
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand over a step's metrics and the responses of its validation; returns at once."""
+        """Queue a step's metrics and validation responses; returns immediately."""
         assert self.folder is not None
         rows = read_json_lines(generations_file(self.folder, step)) if "validation/accuracy" in metrics else []
         fresh = [feed for feed in self._feeds if feed.record.last_step < step]
         for feed in fresh:
-            feed.record.last_step = step  # saved before it is sent: a kill in between must not send it twice
+            feed.record.last_step = step  # saved before sending, so that a kill in between does not send it twice
         if fresh:
             self._save()
         for feed in fresh:
@@ -132,12 +132,12 @@ class Trackers:
                 feed.put(lambda client: client.log_generations(rows, step))
 
     def send(self, call: Call) -> None:
-        """Hand over a call for every tracker."""
+        """Queue a call for every tracker."""
         for feed in self._feeds:
             feed.put(call)
 
     def close(self) -> None:
-        """Wait for what is still to be sent, CLOSE_SECONDS at most for all trackers together."""
+        """Wait for queued calls, at most CLOSE_SECONDS in total."""
         deadline = time.monotonic() + CLOSE_SECONDS
         for feed in self._feeds:
             feed.end()
@@ -155,12 +155,12 @@ class Trackers:
             text = json.dumps({**place, "trackers": runs}, indent=2) + "\n"
             try:
                 write_atomically(self.folder / TRACKERS_FILE, text)
-            except OSError as error:  # a full disk: the next line of metrics.jsonl ends training with its advice
+            except OSError as error:  # if the disk is full, the next write of metrics.jsonl ends training
                 logger.warning("%s cannot be written: %s", self.folder / TRACKERS_FILE, error)
 
 
 class _Feed:
-    """Calls of one tracker, made one after the other on a thread: its client is opened there, too."""
+    """Calls to one tracker, made in order on its own thread, where its client is also opened."""
 
     def __init__(self, place: Place, record: Record, config: Mapping[str, Any], save: Callable[[], None]) -> None:
         self.record = record
@@ -177,7 +177,7 @@ class _Feed:
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._fail(f"it is {MAX_WAITING} calls behind")
+            self._fail(f"{MAX_WAITING} calls are queued")
 
     def end(self) -> None:
         if self._thread.ident:
@@ -188,7 +188,7 @@ class _Feed:
             return
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._fail(f"it did not take its last {self._calls.qsize()} calls within {CLOSE_SECONDS:.0f} s")
+            self._fail(f"the last {self._calls.qsize()} calls did not finish within {CLOSE_SECONDS:.0f} s")
         if self.record.num_failed:
             logger.warning("%s: %d calls failed", self.record.name, self.record.num_failed)
 
@@ -206,20 +206,20 @@ class _Feed:
 
     def _with_client(self, call: Call) -> None:
         if self._client is None:
-            self._fail("it is not open")
+            self._fail("the client is not open")
         else:
             call(self._client)
 
-    def _try(self, act: Callable[..., None], *arguments: Any) -> None:
+    def _try(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
-            act(*arguments)
-        except Exception as error:  # noqa: BLE001 - a client may raise anything, and training must go on
+            call(*arguments)
+        except Exception as error:  # noqa: BLE001 - a client may raise anything, and training must continue
             self._fail(f"{type(error).__name__}: {error}")
 
-    def _fail(self, why: str) -> None:
-        """Count a failure; the first is logged."""
+    def _fail(self, reason: str) -> None:
+        """Count a failure; the first one is logged."""
         self.record.num_failed += 1
         if not self._is_failing:
             self._is_failing = True
-            message = "tracker %s fails (%s); training goes on, and later failures are only counted"
-            logger.warning(message, self.record.name, redact(why))
+            message = "tracker %s failed (%s); training continues, further failures are only counted"
+            logger.warning(message, self.record.name, redact(reason))

@@ -1,4 +1,4 @@
-"""A training from its input to its last checkpoint: checks, resuming, restarts after a death, stopping."""
+"""Runs a training from input checks to the last checkpoint, with resume, restarts and graceful stop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Where training ended."""
+    """Final state of a training."""
 
     checkpoint: Path
     steps: int
@@ -56,13 +56,12 @@ def train(
     held_out_path: Path | None = None,
     restarts: Restarts | None = None,
 ) -> TrainResult:
-    """Train the model on the parquet's prompts; checkpoints and metrics.jsonl go to `output_dir`.
+    """Train the model on the prompts in `train_path`; writes checkpoints and metrics.jsonl to `output_dir`.
 
-    checkpoint.resume says what it continues from. When a rank or a rollout worker dies, all of them are restarted
-    from the last checkpoint, up to train.max_restarts times; then WorkerDied is raised. `restarts` counts those of
-    earlier processes, too. `held_out_path` is what validations ask. `on_step(step, metrics)` is called after each
-    step. Input is checked before any worker starts. On SIGTERM or SIGINT a last checkpoint is written and
-    TrainingStopped raised; a second signal raises KeyboardInterrupt at once.
+    Checks all input before any worker starts. If a worker dies, all restart from the last checkpoint; after
+    train.max_restarts restarts without a new one, raises WorkerDied. On SIGTERM or SIGINT, writes a final
+    checkpoint and raises TrainingStopped; a second signal raises KeyboardInterrupt immediately. `on_step(step,
+    metrics)` is called after each step; `restarts` also counts restarts by earlier processes.
     """
     folder = output_dir / CHECKPOINTS
     restarts = restarts or Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
@@ -71,13 +70,13 @@ def train(
         config = with_model_sampling(config, model_path)
         if config.algorithm.rollout_correction.importance == "stale" and not config.rollout.samples_among_all:
             logger.warning(
-                "rollout.top_p=%g and rollout.top_k=%d: the engine's log-probs are not the policy's, so "
-                "tokens of older weights train without importance weights",
+                "rollout.top_p=%g and rollout.top_k=%d: engine log-probs are not comparable with the policy's, so "
+                "tokens sampled by older weights train without importance weights",
                 config.rollout.top_p,
                 config.rollout.top_k,
             )
         stream, validation = _read_prompts(config, train_path, model_path, output_dir, held_out_path)
-        identity = training_identity(config, stream, model_path)  # now: a scorer may be edited while training runs
+        identity = training_identity(config, stream.digest, model_path)  # now: a scorer file may change later
         with lock_checkpoints(folder):
             start = find_start(folder, restarts.resume(config.checkpoint.resume), config.checkpoint.on_damage)
             restarts.shared.has_begun = True
@@ -116,7 +115,7 @@ def _read_prompts(
     output_dir: Path,
     held_out_path: Path | None,
 ) -> tuple[PromptStream, Validation]:
-    """The prompts to train on and those to validate with, checked against the model and the scorers."""
+    """Load training and validation prompts, and check all input against the model and the scorers."""
     require_resume(config.checkpoint.resume)
     require_reference(config.algorithm.kl.reference_path, model_path)
     require_trackers(config.train.trackers)
@@ -130,8 +129,8 @@ def _read_prompts(
     if config.validation.every:
         if held_out_path is None:
             raise ConfigError(
-                f"validation.every={config.validation.every} needs a held-out set; name one with --held-out, or "
-                "set validation.every=0"
+                f"validation.every={config.validation.every} needs a held-out set; pass one with --held-out, "
+                "or set validation.every=0"
             )
         held_out = held_out_prompts(held_out_path, tokenizer, config)
     require_scorers(prompts.data_sources, config.reward, config.custom_reward)

@@ -1,4 +1,4 @@
-"""What policy ranks and engines hold on their devices in each phase of a step, and the changes between phases."""
+"""Turns: which state ranks and engines keep on their devices in each phase of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from dapo_core.cluster.policy_group import PolicyGroup
     from dapo_core.cluster.rollout_group import RolloutGroup
-    from dapo_core.config.training import TrainConfig
+    from dapo_core.config.train import TrainConfig
     from dapo_core.metrics import PhaseTimer
 
 Phase = Literal["generate", "anchor", "update", "publish"]
@@ -20,13 +20,13 @@ NOTHING: frozenset[str] = frozenset()
 
 
 class Holding(NamedTuple):
-    """What is on the devices."""
+    """State on the devices."""
 
     ranks: frozenset[str]
     engines: frozenset[str]
 
 
-# The order of a step, where ranks and engines share devices.
+# In the order of a step, if ranks and engines share devices.
 COLOCATED: dict[Phase, Holding] = {
     "generate": Holding(NOTHING, OF_ENGINES),
     "anchor": Holding(frozenset({WEIGHTS}), NOTHING),
@@ -36,16 +36,17 @@ COLOCATED: dict[Phase, Holding] = {
 
 
 def holdings(train: TrainConfig) -> Mapping[Phase, Holding]:
-    """Who holds what in which phase, under the training's placement.
+    """Return what ranks and engines hold in each phase, for the training's placement.
 
-    On devices of their own, engines hold everything all the time, and ranks what no train.offload key sends away.
-    verl's ranks do the same on shared devices, but for gradients, which last no longer than an update.
+    On separate devices, engines always hold everything, and ranks everything that no train.offload key moves away.
+    With another backend, ranks do the same on shared devices, except for gradients, which only exist during an
+    update.
     """
     is_own = train.backend == "own"
     if train.is_colocated and is_own:
         return COLOCATED
     offloaded = {WEIGHTS: train.offload_parameters, OPTIMIZER: train.offload_optimizer, GRADIENTS: not is_own}
-    kept = frozenset(what for what in OF_RANKS if not offloaded[what])
+    kept = frozenset(name for name in OF_RANKS if not offloaded[name])
     return {
         phase: Holding(shared.ranks | kept, shared.engines if train.is_colocated else OF_ENGINES)
         for phase, shared in COLOCATED.items()
@@ -53,45 +54,45 @@ def holdings(train: TrainConfig) -> Mapping[Phase, Holding]:
 
 
 class Turns:
-    """Moves ranks and engines from phase to phase; the first is `generate`, for which engines hold all."""
+    """Moves ranks and engines from phase to phase, starting with `generate`, in which engines hold everything."""
 
     def __init__(self, policy: PolicyGroup, rollouts: RolloutGroup, train: TrainConfig) -> None:
         self._policy = policy
         self._rollouts = rollouts
         self._holdings = holdings(train)
         self._phase: Phase = "generate"
-        self._peaks: dict[str, float] = {}  # of the training so far, by metric
-        self._of_step: dict[str, float] = {}  # likewise, by phase, since the last `memory_metrics`
-        if given := OF_RANKS - self._holdings["generate"].ranks:
-            policy.offload(given)
-        self.memory_metrics()  # of loading, which belongs to no phase
+        self._peaks: dict[str, float] = {}  # by metric, since the start of training
+        self._phase_peaks: dict[str, float] = {}  # by metric and phase, since the last `memory_metrics`
+        if offloaded := OF_RANKS - self._holdings["generate"].ranks:
+            policy.offload(offloaded)
+        self.memory_metrics()  # discards the peaks of loading
 
     def enter(self, phase: Phase, timer: PhaseTimer) -> None:
-        """Have both sides give back what they do not hold in the phase, then take what they do.
+        """Free what is not needed in the phase on both sides, then load what is. Timed as phase `turns`.
 
-        All in-flight groups are suspended before engines give anything back. The time counts as phase `turns`.
+        In-flight groups are suspended before engines free anything.
         """
         with timer.phase("turns"):
             self._record_memory()
             before, after = self._holdings[self._phase], self._holdings[phase]
             if before.engines - after.engines:
                 self._rollouts.sleep()
-            if given := before.ranks - after.ranks:
-                self._policy.offload(given)
-            if taken := after.ranks - before.ranks:
-                self._policy.onload(taken)
+            if offloaded := before.ranks - after.ranks:
+                self._policy.offload(offloaded)
+            if onloaded := after.ranks - before.ranks:
+                self._policy.onload(onloaded)
             if woken := after.engines - before.engines:
                 self._rollouts.wake(woken)
             self._phase = phase
 
     def memory_metrics(self) -> dict[str, float]:
-        """Memory in GiB by metric name, the largest over ranks: in each phase of the step, and so far in all."""
+        """Return memory in GiB by metric name, the maximum over ranks: per phase of the step, and overall."""
         self._record_memory()
-        of_step, self._of_step = self._of_step, {}
-        return {**self._peaks, **of_step}
+        phase_peaks, self._phase_peaks = self._phase_peaks, {}
+        return {**self._peaks, **phase_peaks}
 
     def _record_memory(self) -> None:
         for name, value in self._policy.take_memory().items():
             in_phase = f"{name}/{self._phase}"
-            self._of_step[in_phase] = max(value, self._of_step.get(in_phase, 0.0))
+            self._phase_peaks[in_phase] = max(value, self._phase_peaks.get(in_phase, 0.0))
             self._peaks[name] = max(value, self._peaks.get(name, 0.0)) if "/max_" in name else value

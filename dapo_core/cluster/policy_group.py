@@ -19,8 +19,8 @@ from dapo_core.batch import Batch, Measured, RankShare, mini_batches, random_ord
 from dapo_core.cluster.actors import Actors
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
+from dapo_core.policy.optimizer import Update
 from dapo_core.policy.profiling import PROFILES, trace_name
-from dapo_core.policy.update import Update
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig

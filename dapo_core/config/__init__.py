@@ -1,1 +1,1 @@
-"""How configurations are declared and loaded, and the sections that a training reads."""
+"""Configuration: how sections are declared and loaded, and the sections that training reads."""

@@ -1,4 +1,4 @@
-"""What a configuration means in numbers."""
+"""Quantities that follow from a configuration."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from dapo_core.config.training import TrainingConfig
 
-# "At most": dynamic sampling and responses that end early stay below. Formulas are read from left to right; an
-# operand is a key, its last part where that is unambiguous, or the label of a line above.
+# LABEL | UNIT | FORMULA. "At most" marks an upper bound: dynamic sampling and early stops stay below it. Formulas
+# are evaluated left to right; an operand is a key, the last part of a key, or the label of an earlier line.
 _QUANTITIES = """
 policy | devices | train.num_ranks
 rollouts | devices | rollout.num_workers x rollout.tensor_parallel x rollout.pipeline_parallel
@@ -24,21 +24,21 @@ a training step, at most | tokens | train_prompts x group_size x longest sequenc
 drawn for a step, at most | prompts | sampler.gen_prompts x sampler.max_num_gen_batches
 a training step | optimizer steps | train.train_prompts / train.mini_prompts x train.passes
 the training | optimizer steps | train_prompts / mini_prompts x passes x train.total_steps
-warm-up, of these | optimizer steps | train.warmup_steps
+of these, warm-up | optimizer steps | train.warmup_steps
 the training | prompts | train.train_prompts x train.total_steps
 an optimizer step | responses | train.mini_prompts x rollout.group_size
-an optimizer step, of each data-parallel rank | responses | mini_prompts x group_size / data-parallel ranks
+an optimizer step, per data-parallel rank | responses | mini_prompts x group_size / data-parallel ranks
 a micro-batch on a device, at most | tokens | train.micro_batch_tokens
 a micro-batch of longest sequences | sequences | micro_batch_tokens x sequence_parallel / longest sequence
 decoded at once by all engines, at most | responses | rollout.num_workers x rollout.max_num_seqs
-keys and values to decode them all to the end, an engine | tokens | rollout.max_num_seqs x longest sequence
+KV cache to decode them all to the end, per engine | tokens | rollout.max_num_seqs x longest sequence
 """
-_SHARED = "policy and rollouts, in turns | devices | train.num_ranks"
+_SHARED = "policy and rollouts, taking turns | devices | train.num_ranks"
 _OPERATORS = {"x": operator.mul, "/": operator.floordiv, "+": operator.add}
 
 
 class Quantity(NamedTuple):
-    """A number that follows from keys, and how."""
+    """A number derived from keys, with its formula."""
 
     label: str
     number: int
@@ -47,7 +47,7 @@ class Quantity(NamedTuple):
 
 
 def derive(config: TrainingConfig) -> list[Quantity]:
-    """The quantities that a configuration means; exact, since its checks refuse what does not divide."""
+    """Return the quantities derived from a configuration. All are exact: validation rejects uneven divisions."""
     train = {**dict(config.train), "fsdp_size": config.train.fsdp_size or config.train.num_ranks}
     values: dict[str, Any] = {**dict(config.data), **dict(config.sampler), **dict(config.rollout), **train}
     quantities = []

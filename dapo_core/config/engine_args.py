@@ -1,4 +1,4 @@
-"""Further arguments of vLLM's engine: which of them have a key of their own, and which vLLM has at all."""
+"""Checks of rollout.engine_args: arguments that have their own key, and arguments that vLLM does not know."""
 
 from __future__ import annotations
 
@@ -10,41 +10,39 @@ from pathlib import Path
 
 from dapo_core.errors import ConfigError
 
-# What the engine is given anyway, and the key that decides it.
-KEYS = {
-    "model": "model.path",
-    "dtype": "rollout.dtype",
-    "max_model_len": "data.max_prompt_tokens and rollout.max_response_tokens",
-    "max_num_seqs": "rollout.max_num_seqs",
-    "seed": "run.seed",
-    "trust_remote_code": "model.trust_remote_code",
-    "tensor_parallel_size": "rollout.tensor_parallel",
-    "pipeline_parallel_size": "rollout.pipeline_parallel",
-    "enable_expert_parallel": "rollout.expert_parallel",
-    "gpu_memory_utilization": "rollout.memory_utilization",
-    "kv_cache_memory_bytes": "rollout.memory_gigabytes",
-    "data_parallel_size": "rollout.num_workers, whose engines share no layer",
-    "logprobs_mode": "nothing: training needs the log-probs of what was sampled from",
-    "enable_sleep_mode": "train.placement=colocated, which sets it",
-    "distributed_executor_backend": "nothing: rollout.tensor_parallel and pipeline_parallel start the processes",
-    "weight_transfer_config": "nothing: weights come from the policy's ranks",
-    "disable_log_stats": "nothing: the training has its own metrics",
+# Arguments that the project sets itself, and what to do instead.
+RESERVED = {
+    "model": "use model.path",
+    "dtype": "use rollout.dtype",
+    "max_model_len": "use data.max_prompt_tokens and rollout.max_response_tokens",
+    "max_num_seqs": "use rollout.max_num_seqs",
+    "seed": "use run.seed",
+    "trust_remote_code": "use model.trust_remote_code",
+    "tensor_parallel_size": "use rollout.tensor_parallel",
+    "pipeline_parallel_size": "use rollout.pipeline_parallel",
+    "enable_expert_parallel": "use rollout.expert_parallel",
+    "gpu_memory_utilization": "use rollout.memory_utilization",
+    "kv_cache_memory_bytes": "use rollout.memory_gigabytes",
+    "data_parallel_size": "use rollout.num_workers for more engines",
+    "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
+    "enable_sleep_mode": "use train.placement=colocated, which enables it",
+    "distributed_executor_backend": "rollout.tensor_parallel and rollout.pipeline_parallel start the processes",
+    "weight_transfer_config": "weights always come from the policy ranks",
+    "disable_log_stats": "training has its own metrics",
 }
 
 
 def require_no_own_key(names: Iterable[str]) -> None:
-    """Raise ValueError for an argument that a key of the configuration decides."""
+    """Raise ValueError for an argument that a configuration key sets."""
     for name in names:
-        if name.replace("-", "_") in KEYS:
-            raise ValueError(
-                f"rollout.engine_args.{name} has a place of its own; use {KEYS[name.replace('-', '_')]}"
-            )
+        if (reason := RESERVED.get(name.replace("-", "_"))) is not None:
+            raise ValueError(f"rollout.engine_args.{name} is set by the project: {reason}")
 
 
 def require_known(names: Collection[str]) -> None:
-    """Raise ConfigError for an argument that the installed vLLM does not have; nothing is known without vLLM.
+    """Raise ConfigError for an argument that the installed vLLM does not have; without vLLM, accept all.
 
-    Read from its source, since importing vLLM takes seconds.
+    Parses vLLM's source, because importing it takes seconds.
     """
     spec = importlib.util.find_spec("vllm") if names else None
     if spec is None or not spec.submodule_search_locations:
@@ -60,4 +58,4 @@ def require_known(names: Collection[str]) -> None:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"{source} lists the fields of EngineArgs"
-            raise ConfigError(f"rollout.engine_args.{name} is no argument of the installed vLLM; {hint}")
+            raise ConfigError(f"the installed vLLM has no engine argument {name} (rollout.engine_args); {hint}")

@@ -1,4 +1,4 @@
-"""How a configuration field is declared: with a bound, and with a word on whether it changes the result."""
+"""Declaration of configuration fields: default, description, bounds, and whether the field affects the result."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pydantic.fields import FieldInfo
 
 
 class _Object(dict[str, JsonValue]):
-    """Hashable, as the frozen section that holds it."""
+    """A hashable dict, as frozen sections require."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(json.dumps(self, sort_keys=True))
 
 
-JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_Object)]  # the type of a key that holds fields
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_Object)]  # for keys that hold free-form fields
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration; unknown keys, infinities and NaN are refused."""
+    """A frozen part of the configuration. Rejects unknown keys, infinities and NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -37,9 +37,9 @@ class Section(BaseModel):
 
 
 class Entry(Section):
-    """One entry of a list; an unknown key is refused with those that it may have."""
+    """One entry of a list. An unknown key is rejected with the list of known ones."""
 
-    what: ClassVar[str]  # an entry of which key
+    what: ClassVar[str]  # description for messages
 
     @model_validator(mode="before")
     @classmethod
@@ -51,23 +51,23 @@ class Entry(Section):
 
 
 def key(default: Any, description: str, **bounds: Any) -> Any:
-    """A field that changes the result: it belongs to the cache key of the stages that read it."""
+    """Declare a field that affects the result: it is part of the cache key of the stages that read it."""
     return Field(default, description=description, json_schema_extra={"volatile": False}, **bounds)
 
 
 def volatile(default: Any, description: str, **bounds: Any) -> Any:
-    """A field that changes only how the result is reached: places, waiting times, log levels."""
+    """Declare a field that does not affect the result, such as a path, a timeout or a log level."""
     return Field(default, description=description, json_schema_extra={"volatile": True}, **bounds)
 
 
 def is_volatile(section: type[BaseModel], name: str) -> bool | None:
-    """Whether the field is volatile; None when its declaration does not say (a test refuses that)."""
+    """Return whether the field is volatile, or None if its declaration does not say (a test fails on that)."""
     extra = section.model_fields[name].json_schema_extra
     return extra.get("volatile") if isinstance(extra, dict) else None  # type: ignore[return-value]
 
 
 def result_values(section: BaseModel) -> dict[str, Any]:
-    """The section as plain JSON values without its volatile fields, and without sections of these alone."""
+    """Return the section as plain JSON values, without volatile fields and sections that have only these."""
     values: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)
@@ -80,12 +80,12 @@ def result_values(section: BaseModel) -> dict[str, Any]:
 
 
 def is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
-    """Whether a field holds a section rather than a value."""
+    """Return whether a field holds a section rather than a value."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def known_fields(section: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    """The declaration of every key below a section, by its name `section.key`."""
+    """Return the declaration of every key below a section, by its name `section.key`."""
     fields: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
         if is_section(field.annotation):

@@ -1,4 +1,4 @@
-"""From a YAML file and `--set` overrides to one resolved, checked configuration."""
+"""Loads a YAML file and `--set` overrides into one resolved, validated configuration."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Root = TypeVar("Root", bound=Section)
 _MERGE_TAG = "tag:yaml.org,2002:merge"  # the key <<
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _CHANGING_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
-_ENVIRONMENT = "env"  # the key of environment variables, whose values are text
+_ENVIRONMENT = "env"  # key of environment variables; their values stay text
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}|<[A-Z][A-Z0-9_]+>")
-# What guides and templates leave to be filled in: words in capitals, <NAME>, ${NAME}, "Your ...". Too much for
-# recipes, in which such words may be part of a prompt.
+# Blanks in guides and templates: words in capitals, <NAME>, ${NAME}, "Your ...". Too broad for recipes, where such
+# words may be part of a prompt.
 TEMPLATE_WORDS = re.compile(r"^[A-Z]+( [A-Z]+)+$|^<.*>$|\$\{\w+\}|^(?i:your) |^YOUR[_-]\w+$|^TODO$")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with 1e-6 as a number, off as a word, and a key written twice refused.
+    """YAML loader that reads 1e-6 as a number and off as text, and rejects duplicate keys.
 
-    Numbers and dates under the keys `as_text` stay as they are written: 0022 of an `env` is no 18.
+    Numbers and dates under the keys in `as_text` stay text: `0022` under `env` does not become 18.
     """
 
     def __init__(self, stream: str | TextIO, as_text: Sequence[str], is_text: bool) -> None:
@@ -70,24 +70,23 @@ def _keep_as_written(node: yaml.Node) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML that `_Loader` reads back: the text "1e-6" in quotes."""
+    """YAML dumper whose output `_Loader` reads back: quotes the text "1e-6"."""
 
 
 _FLOAT = re.compile(r"^[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.\d+(?:[eE][-+]?\d+)?)$")
 for _yaml in (_Loader, _Dumper):
     _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
-for _first in "yYnNoO":  # yes, no, on, off: pydantic makes switches of them
+for _first in "yYnNoO":  # yes, no, on, off: pydantic converts them for boolean fields
     _Loader.yaml_implicit_resolvers[_first] = [
         (tag, words) for tag, words in _Loader.yaml_implicit_resolvers[_first] if tag != "tag:yaml.org,2002:bool"
     ]
 
 
 def load(root: type[Root], path: str | Path, overrides: Sequence[str] = ()) -> Root:
-    """The resolved configuration: defaults < the file < overrides of the form `section.key=value`.
+    """Return the resolved configuration: defaults < file < overrides of the form `section.key=value`.
 
-    The file's name is the default of `run.name`, by which runs of one recipe are found. Raises ConfigError, before
-    anything starts, for an unreadable file, an unknown key (with the nearest known one), a value out of bounds, an
-    unresolved placeholder, or keys that contradict each other.
+    `run.name` defaults to the file name. Raises ConfigError for an unreadable file, an unknown key (naming the
+    nearest one), a value out of bounds, an unresolved placeholder, or keys that contradict each other.
     """
     tree = overridden(read_tree(Path(path)), overrides)
     if isinstance(run := tree.get("run") or {}, dict):
@@ -96,9 +95,9 @@ def load(root: type[Root], path: str | Path, overrides: Sequence[str] = ()) -> R
 
 
 def resolve(root: type[Root], tree: Mapping[str, Any]) -> Root:
-    """The checked configuration for a plain tree of sections and keys, `~/` being the user's home folder.
+    """Validate a plain tree of sections and keys; expands a leading `~/`.
 
-    Raises ConfigError with all problems.
+    Raises ConfigError that lists all problems.
     """
     problems = list(placeholders(tree))
     required: dict[str, Any] = {name: {} for name, field in root.model_fields.items() if field.is_required()}
@@ -112,7 +111,7 @@ def resolve(root: type[Root], tree: Mapping[str, Any]) -> Root:
 
 
 def _at_home(value: Any) -> Any:
-    """The value, with every `~/` that begins a text in it as the user's home folder."""
+    """Expand a leading `~/` in every text of the value."""
     if isinstance(value, dict):
         return {name: _at_home(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -121,14 +120,14 @@ def _at_home(value: Any) -> Any:
 
 
 def dump_config(config: Section) -> str:
-    """The resolved tree as YAML that `load` reads back to the same configuration."""
+    """Return the configuration as YAML that `load` reads back unchanged."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_tree(path: Path, what: str = "configuration", as_text: Sequence[str] = (_ENVIRONMENT,)) -> dict[str, Any]:
-    """The sections and keys that a file sets, with numbers under the keys `as_text` as they are written there.
+    """Return the sections and keys that a file sets; numbers under the keys in `as_text` stay text.
 
-    Raises ConfigError when it cannot be read.
+    Raises ConfigError if the file cannot be read.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -139,16 +138,16 @@ def read_tree(path: Path, what: str = "configuration", as_text: Sequence[str] = 
         meant = f" (did you mean {path.with_name(close[0])}?)" if close else ""
         raise ConfigError(f"{what} {path} cannot be read: {error.strerror}{meant}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{what} {path} holds {type(tree).__name__}, not sections with keys")
+        raise ConfigError(f"{what} {path} contains a {type(tree).__name__} instead of sections with keys")
     return tree
 
 
 def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The tree after overrides of the form `section.key=value` in their order."""
+    """Apply overrides of the form `section.key=value` to the tree, in order; returns it."""
     for override in overrides:
         name, separator, text = override.partition("=")
         if not separator or not name.strip():
-            raise ConfigError(f"--set {override!r} is not of the form section.key=value, such as run.seed=2")
+            raise ConfigError(f"--set {override!r} must have the form section.key=value, such as run.seed=2")
         *sections, leaf = name.strip().split(".")
         is_text = _ENVIRONMENT in (*sections, leaf)
         value, node = _parse(text, f"--set {override!r}: the value", is_text=is_text), tree
@@ -180,7 +179,7 @@ def _parse(
 
 
 def nearest(root: type[BaseModel], name: str) -> str:
-    """` (did you mean X?)` for the known key or section nearest in spelling, also in another section."""
+    """Return ` (did you mean X?)` for the most similar key or section, or a pointer to the list of keys."""
     keys = list(known_fields(root))
     sections = sorted({key.rsplit(".", 1)[0] for key in keys} - {name.rsplit(".", 1)[0]})
     by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
@@ -193,7 +192,7 @@ def nearest(root: type[BaseModel], name: str) -> str:
 
 
 def placeholders(value: Any, pattern: re.Pattern[str] = _PLACEHOLDER, name: str = "") -> Iterator[str]:
-    """A sentence for each text in a tree that still has what the pattern finds."""
+    """Yield a sentence for each text in a tree that matches the pattern."""
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for child, child_value in children:
         yield from placeholders(child_value, pattern, f"{name}.{child}" if name else str(child))
@@ -202,7 +201,7 @@ def placeholders(value: Any, pattern: re.Pattern[str] = _PLACEHOLDER, name: str 
 
 
 def _explained(root: type[BaseModel], tree: Mapping[str, Any], errors: Sequence[ErrorDetails]) -> list[str]:
-    """A sentence for each problem; keys of other trainers are answered with ours and the converted value."""
+    """Return a sentence per problem. For keys of other trainers it names ours and the converted value."""
     unknown = {_name(problem): problem["input"] for problem in errors if problem["type"] == "extra_forbidden"}
     foreign: dict[str, str] = {}
     if unknown:
@@ -213,9 +212,9 @@ def _explained(root: type[BaseModel], tree: Mapping[str, Any], errors: Sequence[
     sentences = []
     for problem in errors:
         name = _name(problem)
-        answers = [said for key, said in foreign.items() if key == name or key.startswith(f"{name}.")]
+        answers = [answer for key, answer in foreign.items() if key == name or key.startswith(f"{name}.")]
         sentences += answers if name in unknown and answers else [_explain(root, problem)]
-    hint = ["`dapo import-config FILE` makes a recipe of a whole script or configuration"] if foreign else []
+    hint = ["`dapo import-config FILE` converts a whole script or configuration to a recipe"] if foreign else []
     return list(dict.fromkeys(sentences)) + hint
 
 

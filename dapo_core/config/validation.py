@@ -1,4 +1,4 @@
-"""The section `validation`, and where the sampling of responses is set."""
+"""The `validation` section."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ SamplingSource = Literal["settings", "model"]
 
 
 class ValidationConfig(Section):
-    """Accuracy on the held-out sets during training: one greedy response per prompt unless set otherwise."""
+    """Accuracy on held-out sets during training; by default one greedy response per prompt."""
 
-    every: int = key(0, "Training steps between validations; 0 means never.", ge=0)
-    before_training: bool = key(
-        False, "Validate the model before the first step as well: step 0 of metrics.jsonl."
+    every: int = key(0, "Training steps between validations; 0: never.", ge=0)
+    before_training: bool = key(False, "Also validate before the first step; recorded as step 0 in metrics.jsonl.")
+    num_prompts: int | None = key(
+        None, "Validate on the first prompts of the held-out set only; unset: all.", ge=1
     )
-    num_prompts: int | None = key(None, "Use the first prompts of the held-out set; unset: all.", ge=1)
     num_samples: int = key(1, "Responses per prompt (N of mean@N, best@N and maj@N).", ge=1, le=1024)
     sampling: SamplingSource = key(
         "settings",
-        "settings: temperature, top_p and top_k below; model: those of the model's generation_config.json.",
+        "settings: temperature, top_p and top_k of this section; model: those in generation_config.json.",
     )
-    temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=10)
-    top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
-    top_k: int = key(-1, "Sample among the k likeliest tokens; -1 means all.", ge=-1)
+    temperature: float = key(0.0, "Sampling temperature; 0: greedy.", ge=0, le=10)
+    top_p: float = key(1.0, "Nucleus sampling probability mass.", gt=0, le=1)
+    top_k: int = key(-1, "Sample among the k likeliest tokens; -1: all.", ge=-1)
     num_logged: int = volatile(
         4,
-        "Responses of each validation that are logged as text: file, Prefect's page and trackers.",
+        "Responses per validation that are logged as text: to a file, the Prefect page and trackers.",
         ge=0,
         le=1000,
     )
@@ -39,15 +39,15 @@ class ValidationConfig(Section):
         require_model_alone("validation", self)
         if self.before_training and not self.every:
             raise ValueError(
-                "validation.before_training=true needs validations to compare with, and validation.every=0 means "
-                "none; set validation.every"
+                "validation.before_training=true needs validations to compare with, but validation.every=0 "
+                "disables them; set validation.every"
             )
         if self.sampling == "model" or self.temperature > 0:
             return self
         if self.num_samples > 1:
             raise ValueError(
-                f"validation.num_samples={self.num_samples} at temperature 0 gives {self.num_samples} times the "
-                "same response; set validation.temperature, such as 1.0, or validation.sampling=model"
+                f"validation.num_samples={self.num_samples} at temperature 0 would repeat the same response "
+                f"{self.num_samples} times; set validation.temperature, such as 1.0, or validation.sampling=model"
             )
         if self.top_p < 1 or self.top_k > 0:
             raise ValueError(
@@ -58,7 +58,7 @@ class ValidationConfig(Section):
 
 
 def require_model_alone(name: str, section: Any) -> None:
-    """Raise ValueError when `sampling: model` would ignore values that the section sets."""
+    """Raise ValueError if `sampling: model` would ignore values that the section sets."""
     if section.sampling == "settings":
         return
     fields = type(section).model_fields
@@ -66,6 +66,6 @@ def require_model_alone(name: str, section: Any) -> None:
     ignored = [f"{name}.{each}={value}" for each, value in values.items() if value != fields[each].default]
     if ignored:
         raise ValueError(
-            f"{', '.join(ignored)} would be ignored by {name}.sampling=model, which takes the model's own; remove "
-            f"{'it' if len(ignored) == 1 else 'them'}, or set {name}.sampling=settings"
+            f"{', '.join(ignored)} would be ignored by {name}.sampling=model, which uses the model's values; "
+            f"remove {'it' if len(ignored) == 1 else 'them'}, or set {name}.sampling=settings"
         )

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from dapo_core.memory.rank import layer_bytes
 
 if TYPE_CHECKING:
-    from dapo_core.config.training import TrainConfig, TrainingConfig
+    from dapo_core.config.train import TrainConfig
+    from dapo_core.config.training import TrainingConfig
     from dapo_core.memory.shape import ModelShape
     from interop.render.megatron import Splits
 

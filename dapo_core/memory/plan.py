@@ -14,7 +14,8 @@ from dapo_core.memory.rank import MASTER, MOMENTS, RankMemory, rank_memory
 from dapo_core.turns import GRADIENTS, KV_CACHE, OF_ENGINES, OPTIMIZER, WEIGHTS, Holding, holdings
 
 if TYPE_CHECKING:
-    from dapo_core.config.training import TrainConfig, TrainingConfig
+    from dapo_core.config.train import TrainConfig
+    from dapo_core.config.training import TrainingConfig
     from dapo_core.memory.shape import ModelShape
     from interop.render.megatron import Splits
 

@@ -1,54 +1,58 @@
-"""Attention over a packed row, where each sequence attends only to itself, without a mask of all pairs."""
+"""Attention over a packed row: each sequence attends only to itself, without a full attention mask.
+
+Under Ulysses sequence parallelism (arXiv:2309.14509), ranks exchange slices of the row for attention heads.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from dapo_core.device import device_for
 from dapo_core.errors import ModelError
-from dapo_core.policy.sequence_parallel import heads_to_tokens, repeats_of_key_heads, tokens_to_heads
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-PACKED_ATTENTION = "packed"  # name in transformers' registry, which passes no mask to unknown mask functions
+PACKED_ATTENTION = "packed"  # name in transformers' registry, which builds no mask for unknown names
 
 
 @dataclass(frozen=True)
 class PaddedBlock:
-    """Sequences of similar length that attend as one padded tensor."""
+    """Sequences of similar length, computed as one padded tensor."""
 
     num_sequences: int
-    num_tokens: int  # of the longest
+    num_tokens: int  # of the longest sequence
     tokens: torch.Tensor  # [num_sequences * num_tokens]: positions in the row; padding repeats token 0
 
 
 class Packing:
-    """Where the sequences of a packed row of N tokens are; passed to every attention layer.
+    """Layout of the sequences in a packed row of N tokens; passed to every attention layer.
 
-    Not a dataclass, which mixed precision under FSDP2 would copy with its tensors before every layer.
+    Not a dataclass, because FSDP2's mixed precision would copy one with its tensors before every layer.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device, group: ProcessGroup | None = None) -> None:
-        """The packing of consecutive sequences with the given lengths.
+        """Lay out consecutive sequences with the given lengths.
 
         A sequence shorter than half of a block's longest starts the next block, so at most half of a block is
-        padding. group: the ranks that hold a slice of the row each; None for a whole row.
+        padding. group: the ranks that each hold a slice of the row; None for a whole row.
         """
         self.group = group
-        self.layers: set[int] = set()  # numbers of the layers that attended so far
+        self.layers: set[int] = set()  # indices of the layers that used this packing
         self.blocks: list[PaddedBlock] = []
         counts = np.asarray(lengths, dtype=np.int64)
         starts = np.cumsum(counts) - counts
-        places = np.empty(counts.sum(), dtype=np.int64)
+        positions = np.empty(counts.sum(), dtype=np.int64)
         order = np.argsort(-counts, kind="stable")
         filled = 0
         while len(order):
@@ -57,10 +61,10 @@ class Packing:
             offsets = np.arange(longest)
             is_token = offsets < counts[members, None]
             tokens = np.where(is_token, starts[members, None] + offsets, 0)
-            places[tokens[is_token]] = filled + np.flatnonzero(is_token)
+            positions[tokens[is_token]] = filled + np.flatnonzero(is_token)
             filled += tokens.size
             self.blocks.append(PaddedBlock(len(members), longest, torch.from_numpy(tokens.ravel()).to(device)))
-        self.places = torch.from_numpy(places).to(device)  # [N]: of the tokens of the row in the blocks
+        self.positions = torch.from_numpy(positions).to(device)  # [N]: position of each token in the blocks
 
 
 @torch.compiler.disable
@@ -75,8 +79,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence: [1, n, H, D] from queries, keys and values [1, H, n, D].
 
-    With right padding the causal kernel is exact without a mask. Raises ModelError for architectures that change
-    the scores.
+    With right padding, the causal kernel is exact without a mask. Raises ModelError for architectures that modify
+    attention scores.
     """
     packing, scale, window = (options.get(name) for name in ("packing", "scaling", "sliding_window"))
     if packing is None or any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
@@ -88,7 +92,7 @@ def packed_attention(
         key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
         query, key, value = (tokens_to_heads(states, packing.group) for states in (query, key, value))
     attended = torch.cat([_attend(block, (query, key, value), scale, window, dropout) for block in packing.blocks])
-    attended = attended.index_select(0, packing.places)
+    attended = attended.index_select(0, packing.positions)
     if packing.group is not None:
         attended = heads_to_tokens(attended, packing.group)
     return attended.unsqueeze(0), None
@@ -100,11 +104,11 @@ AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 def _attend(
     block: PaddedBlock, states: Sequence[torch.Tensor], scale: float | None, window: int | None, dropout: float
 ) -> torch.Tensor:
-    """[num_sequences * num_tokens, H, D] from [N, H, D] of the row."""
+    """[N, H, D] of the row -> [num_sequences * num_tokens, H, D]."""
     shape = (block.num_sequences, block.num_tokens)
     query, key, value = (part.index_select(0, block.tokens).unflatten(0, shape).transpose(1, 2) for part in states)
     mask = _band(block.num_tokens, window, query.device) if window and window < block.num_tokens else None
-    # Only flash kernels of accelerators share key heads; others would compute all pairs of scores.
+    # Only flash kernels on accelerators support GQA without materializing all scores.
     is_flash = query.dtype != torch.float32 and mask is None and query.shape[-1] <= 256
     is_flash = is_flash and device_for(query.device.type).shares_key_heads
     if not is_flash:
@@ -124,14 +128,57 @@ def _attend(
 
 
 def _band(num_tokens: int, window: int, device: torch.device) -> torch.Tensor:
-    """Each token sees itself and the `window` - 1 before it: [num_tokens, num_tokens]."""
+    """Return a sliding-window mask over each token and the `window` - 1 before it: [num_tokens, num_tokens]."""
     distance = torch.arange(num_tokens, device=device).unsqueeze(1) - torch.arange(num_tokens, device=device)
     return (distance >= 0) & (distance < window)
 
 
 def _cannot_pack(module: nn.Module) -> ModelError:
     return ModelError(
-        f"{type(module).__name__} changes attention scores (soft cap, sinks or a bias) or does not hand its "
-        "arguments on to the attention function, so sequences cannot be packed; set model.path to a model of "
-        "another architecture"
+        f"{type(module).__name__} modifies attention scores (soft cap, sinks or a bias) or does not pass its "
+        "arguments to the attention function, so sequences cannot be packed; set model.path to a model of another "
+        "architecture"
     )
+
+
+def sequence_group(sequence_parallel: int) -> ProcessGroup | None:
+    """Create this rank's group of `sequence_parallel` consecutive ranks; None for 1. Collective."""
+    if sequence_parallel == 1:
+        return None
+    group, _ = dist.new_subgroups(group_size=sequence_parallel)
+    return group
+
+
+def repeats_of_key_heads(num_key_heads: int, num_ranks: int) -> int:
+    """Return how often each key head must be repeated so that heads divide evenly over the ranks."""
+    return num_ranks // math.gcd(num_key_heads, num_ranks)
+
+
+def tokens_to_heads(states: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """All heads of this rank's tokens, [N / sp, H, D] -> all tokens of its heads, [N, H / sp, D]."""
+    num_ranks = dist.get_world_size(group)
+    blocks = states.unflatten(1, (num_ranks, -1)).transpose(0, 1)  # [sp, N / sp, H / sp, D]
+    return _AllToAll.apply(blocks, group).flatten(0, 1)
+
+
+def heads_to_tokens(states: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """All tokens of this rank's heads, [N, H / sp, D] -> all heads of its tokens, [N / sp, H, D]."""
+    num_ranks = dist.get_world_size(group)
+    blocks = _AllToAll.apply(states.unflatten(0, (num_ranks, -1)), group)  # [sp, N / sp, H / sp, D]
+    return blocks.transpose(0, 1).flatten(1, 2)
+
+
+class _AllToAll(torch.autograd.Function):
+    """All-to-all with autograd: block i goes to rank i; gradients travel back the same way."""
+
+    @staticmethod
+    def forward(context: Any, blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        context.group = group
+        blocks = blocks.contiguous()
+        received = torch.empty_like(blocks)
+        dist.all_to_all_single(received, blocks, group=group)
+        return received
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _AllToAll.apply(gradients[0], context.group), None

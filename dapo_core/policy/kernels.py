@@ -1,4 +1,4 @@
-"""Operations of decoder layers for which a device may have a fused kernel, each beside the same in plain torch."""
+"""Fused kernels for operations of decoder layers, each with a reference implementation in plain torch."""
 
 from __future__ import annotations
 
@@ -15,29 +15,24 @@ from dapo_core.device import Device
 from dapo_core.errors import ConfigError
 
 Operation = Callable[..., torch.Tensor]
-ARCHITECTURES = (
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "llama",
-)  # whose operations are the twins below, in test_kernels.py
-MOST_DIFFERENCE = 0.02  # of the twin's largest number: bfloat16 has 8 bits, and a kernel rounds elsewhere
+ARCHITECTURES = ("qwen2", "qwen3", "qwen3_moe", "llama")  # use exactly these operations; see test_kernels.py
+MAX_DIFFERENCE = 0.02  # relative to the largest value: bfloat16 has 8 bits, and kernels round differently
 
 
 def rms_norm(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """States over their root mean square, in float32, times the weight."""
+    """RMS norm, computed in float32."""
     wide = states.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return weight * wide.to(states.dtype)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """SiLU of the gate, times the other half."""
+    """SiLU(gate) * up."""
     return F.silu(gate) * up
 
 
 def rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Heads [b, H, n, D] turned by the angles of their positions [b, 1, n, D]; a pair is half of D apart."""
+    """Rotary embedding of heads [b, H, n, D] with cos and sin [b, 1, n, D]; pairs are D / 2 apart."""
     half = states.shape[-1] // 2
     return states * cos + torch.cat((-states[..., half:], states[..., :half]), dim=-1) * sin
 
@@ -50,7 +45,7 @@ def _norms(model: nn.Module, operation: Operation) -> int:
 
 
 def _mlps(model: nn.Module, operation: Operation) -> int:
-    """Dense ones; experts, whose weights are one tensor, keep transformers' own products."""
+    """Dense MLPs only; fused experts keep transformers' implementation."""
     mlps: list[Any] = [module for module in model.modules() if type(module).__name__.endswith("MLP")]
     for mlp in mlps:
         mlp.forward = lambda states, mlp=mlp: mlp.down_proj(operation(mlp.gate_proj(states), mlp.up_proj(states)))
@@ -58,7 +53,7 @@ def _mlps(model: nn.Module, operation: Operation) -> int:
 
 
 def _rotations(model: nn.Module, operation: Operation) -> int:
-    """Attention calls a function of its source file: all models of the architecture in the process get it."""
+    """Patches a module-level function, so it affects all models of the architecture in the process."""
 
     def rotate(
         query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
@@ -73,11 +68,11 @@ def _rotations(model: nn.Module, operation: Operation) -> int:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operation: itself in plain torch, how a model is given another, and shapes to compare the two on."""
+    """One replaceable operation."""
 
-    twin: Operation
-    install: Callable[[nn.Module, Operation], int]  # returns in how many places
-    shapes: Sequence[Sequence[int]]
+    reference: Operation  # in plain torch
+    install: Callable[[nn.Module, Operation], int]  # returns the number of replacements
+    shapes: Sequence[Sequence[int]]  # of test inputs
     constants: tuple[float, ...] = ()  # arguments after the tensors
 
 
@@ -86,15 +81,15 @@ KERNELS = {
     "swiglu": Kernel(swiglu, _mlps, [(2, 16, 128)] * 2),
     "rotary": Kernel(rotary, _rotations, [(1, 4, 16, 128), (1, 1, 16, 128), (1, 1, 16, 128)]),
 }
-# Attention has none: scaled_dot_product_attention is a fused kernel on CUDA and NPUs alike.
+# Attention needs none: scaled_dot_product_attention is fused on both CUDA and NPUs.
 
 
 def install_kernels(model: nn.Module, chosen: Sequence[str], device: Device) -> None:
-    """Give a model of transformers, before it is sharded, the operations that train.fused_kernels chooses.
+    """Install the kernels of train.fused_kernels in an unsharded transformers model.
 
-    `auto` is all that the device has kernels for, if the architecture is known. A named operation is its twin
-    where the device has no kernel. Raises ConfigError for a kernel that computes something else than its twin, and
-    for a named one without a place in the model.
+    `auto` installs all kernels of the device if the architecture is known. A named operation without a kernel uses
+    its reference. Raises ConfigError if a kernel differs from its reference, or a named operation is not in the
+    model.
     """
     fused = device.fused_kernels()
     architecture = model.config.model_type  # type: ignore[union-attr]
@@ -103,32 +98,32 @@ def install_kernels(model: nn.Module, chosen: Sequence[str], device: Device) -> 
     for name in found:
         if name in fused:
             require_parity(name, fused[name], device)
-        places = KERNELS[name].install(model, fused.get(name, KERNELS[name].twin)) if is_known else 0
-        if not places and name in chosen:
+        count = KERNELS[name].install(model, fused.get(name, KERNELS[name].reference)) if is_known else 0
+        if not count and name in chosen:
             raise ConfigError(
-                f"train.fused_kernels names {name}, which this {architecture} model has no place for; leave it "
-                f"out (known are {', '.join(ARCHITECTURES)}, with SiLU)"
+                f"train.fused_kernels names {name}, which cannot be replaced in this {architecture} model; remove "
+                f"it (supported: {', '.join(ARCHITECTURES)}, with SiLU)"
             )
 
 
 def require_parity(name: str, fused: Operation, device: Device) -> None:
-    """Raise ConfigError unless values and gradients of a kernel are its twin's, in bfloat16 on the device."""
+    """Raise ConfigError unless a kernel's values and gradients match its reference, in bfloat16 on the device."""
     kernel = KERNELS[name]
-    draw = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, generator=draw).bfloat16() for shape in kernel.shapes]
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator).bfloat16() for shape in kernel.shapes]
     results = []
-    for operation in (fused, kernel.twin):
+    for operation in (fused, kernel.reference):
         arguments = [tensor.to(device.torch_device()).requires_grad_() for tensor in tensors]
         output = operation(*arguments, *kernel.constants)
         output.backward(output.detach())
         gradients = (torch.zeros_like(each) if each.grad is None else each.grad for each in arguments)
         results.append([output.detach(), *gradients])
-    for own, expected in zip(*results, strict=True):
-        difference = float((own.float() - expected.float()).abs().max() / expected.float().abs().max())
-        if not difference <= MOST_DIFFERENCE:
+    for actual, expected in zip(*results, strict=True):
+        difference = float((actual.float() - expected.float()).abs().max() / expected.float().abs().max())
+        if not difference <= MAX_DIFFERENCE:
             others = ",".join(other for other in KERNELS if other != name)
             raise ConfigError(
                 f"the fused kernel {name} of this {device.kind} differs from plain torch by {difference:.2g} "
-                f"of the largest number, more than the {MOST_DIFFERENCE:g} that bfloat16 explains: set "
+                f"of the largest value, more than the {MAX_DIFFERENCE:g} that bfloat16 explains: set "
                 f"train.fused_kernels=[{others}], and report it with the versions of torch_npu and CANN"
             )

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of response tokens from logits in chunks."""
+"""Log-probs and entropy of response tokens, from chunked logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from dapo_core.device import Device
 from dapo_core.errors import ModelError
 from dapo_core.policy.attention import PACKED_ATTENTION
-from dapo_core.policy.model import load_sharded, reshard
+from dapo_core.policy.model import OTHER_MODEL, load_sharded, reshard
 from dapo_core.policy.packing import PackedRow, probe_row
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class TokenLogProbs(nn.Module):
-    """A causal language model whose forward pass returns log-probs; FSDP2's root module.
+    """FSDP2 root module: a causal language model whose forward pass returns log-probs.
 
-    Logits exist for `chunk_tokens` tokens at a time and are recomputed in the backward pass, so memory does not
-    grow with tokens times vocabulary. Without `entropy_gradient` the backward pass leaves the entropy out.
+    Logits are computed for `chunk_tokens` tokens at a time and recomputed in the backward pass, so memory does not
+    grow with tokens x vocabulary. Without `entropy_gradient`, the entropy is detached.
     """
 
     def __init__(self, causal_lm: Any, chunk_tokens: int, entropy_gradient: bool = True) -> None:
@@ -36,7 +36,7 @@ class TokenLogProbs(nn.Module):
         self.entropy_gradient = entropy_gradient
 
     def forward(self, row: PackedRow, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the row's targets and, if requested, the entropy there (else empty): [M] float32 each."""
+        """Return log-probs of the row's targets and, if requested, entropy (else empty): [M] float32 each."""
         hidden = self.causal_lm.base_model(
             input_ids=row.token_ids, position_ids=row.position_ids, use_cache=False, packing=row.packing
         ).last_hidden_state
@@ -70,9 +70,9 @@ def load_token_log_probs(
     group: ProcessGroup | None,
     is_trainable: bool,
 ) -> nn.Module:
-    """The folder's model under FSDP2, inside TokenLogProbs; `group` shares its rows. Collective.
+    """Load the folder's model under FSDP2, inside TokenLogProbs; the ranks of `group` split its rows. Collective.
 
-    Raises ModelError if a probe of two sequences shows a layer that lets them see each other.
+    Raises ModelError if a probe of two sequences shows that a layer does not keep them apart.
     """
     model = load_sharded(
         model_path,
@@ -93,7 +93,6 @@ def load_token_log_probs(
     if len(row.packing.layers) != num_layers:
         raise ModelError(
             f"only {len(row.packing.layers)} of the {num_layers} layers of {model_config.model_type} keep the "
-            "sequences of a packed row apart; set model.path to an architecture such as Qwen2, Qwen3, Qwen3-MoE "
-            "or Llama"
+            f"sequences of a packed row apart; {OTHER_MODEL}"
         )
     return model

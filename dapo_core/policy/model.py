@@ -1,4 +1,4 @@
-"""A folder's causal language model under FSDP2, of which each rank reads only its own rows."""
+"""Loads a causal language model under FSDP2; each rank reads only its own rows of the files."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ from dapo_core.policy.kernels import install_kernels
 from dapo_core.pretrained import empty_causal_lm
 
 if TYPE_CHECKING:
-    from dapo_core.config.training import TrainConfig
+    from dapo_core.config.train import TrainConfig
 
 HOST = torch.device("cpu")
+OTHER_MODEL = "set model.path to a complete folder of an architecture such as Qwen2, Qwen3, Qwen3-MoE or Llama"
 
 
 def load_sharded(
@@ -49,11 +50,11 @@ def load_sharded(
     trainable: bool = True,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """The folder's causal language model under FSDP2, inside `wrap`, which keeps it as its attribute `causal_lm`.
+    """Load the folder's causal language model under FSDP2, inside `wrap`, which stores it as `causal_lm`.
 
-    Each decoder layer is a unit, the wrapper is the root. A trainable model has float32 master weights and
+    Each decoder layer is an FSDP unit; the wrapper is the root. A trainable model has float32 master weights and
     computes in `train.dtype`; others are stored in that dtype. Collective. Raises ModelError if the folder's
-    tensors are not the model's parameters.
+    tensors do not match the model's parameters.
     """
     dtype = device.resolve_dtype(train.dtype)
     causal_lm = empty_causal_lm(model_path, torch.float32 if trainable else dtype, trust_remote_code)
@@ -80,30 +81,29 @@ def load_sharded(
     }
     for layer in layers:
         fully_shard(layer, reshard_after_forward=train.reshard_after_forward, **options)
-    fully_shard(model, reshard_after_forward=False, **options)  # its backward comes at once
+    fully_shard(model, reshard_after_forward=False, **options)  # its backward pass follows at once
     _materialise(model, HOST if train.offload_shards else device.torch_device())
     _fill(causal_lm, files)
     return model
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks of a model that is not sharded yet; raises ModelError if none are found.
+    """Return the transformer blocks of an unsharded model; raises ModelError if there are none.
 
-    Only `_no_split_modules` names their classes in transformers; test_sharded_model.py fails when it moves.
+    transformers names their classes only in the private `_no_split_modules`; test_sharded_model.py guards it.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} does not name its decoder layers (_no_split_modules), so "
-            "it cannot be sharded by layer; set model.path to an architecture such as Qwen2, Qwen3, Qwen3-MoE or "
-            "Llama"
+            f"{type(model).__name__} does not name its decoder layers (_no_split_modules), so it cannot be "
+            f"sharded by layer; {OTHER_MODEL}"
         )
     return layers
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered weights that a forward pass without a backward pass leaves in every unit."""
+    """Free the weights that a forward pass without a backward pass leaves gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -111,7 +111,7 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Give the target the source's weights, in its own precision; both are sharded alike."""
+    """Copy the source's weights to the target, in its precision. Both must be sharded alike."""
     for model in (source, target):
         reshard(model)
     for weight, new in zip(target.parameters(), source.parameters(), strict=True):
@@ -119,45 +119,45 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """This rank's shard of a DTensor; any other tensor as it is."""
+    """Return this rank's shard of a DTensor; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def require_same_shapes(policy: nn.Module, reference: nn.Module, path: str | Path) -> None:
-    """Raise ModelError unless the reference model, of the folder `path`, has the policy's tensors."""
-    own, its = (
+    """Raise ModelError unless the reference model, loaded from `path`, has the policy's tensor shapes."""
+    policy_shapes, reference_shapes = (
         {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for model in (policy, reference)
     )
-    if own != its:
-        name = min(own.items() ^ its.items())[0]
+    if policy_shapes != reference_shapes:
+        name = min(policy_shapes.items() ^ reference_shapes.items())[0]
         raise ModelError(
-            f"the reference model {path} is not of the policy's architecture and sizes: {name} has shape "
-            f"{its.get(name)} there and {own.get(name)} in the policy; name another algorithm.kl.reference_path"
+            f"the reference model {path} does not match the policy's architecture and sizes: {name} has shape "
+            f"{reference_shapes.get(name)} in the reference and {policy_shapes.get(name)} in the policy; set "
+            "another algorithm.kl.reference_path"
         )
 
 
 def _require_same_tensors(model_path: str | Path, causal_lm: nn.Module, files: Mapping[str, Path]) -> None:
-    """Raise ModelError unless the files hold every parameter, tied ones once, and no other weights."""
+    """Raise ModelError unless the files contain every parameter, tied ones once, and no other weights."""
     _, missing, others = match_files(dict(causal_lm.named_parameters()), files)
     tied = tied_names(causal_lm)
-    # Only this name in transformers says which tensors of published files a model leaves out (test_packing.py).
+    # transformers lists the tensors that a model skips only in this private name; test_packing.py guards it.
     ignored = [*(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()), COMPUTED_BUFFERS]
     unexpected = [
         name for name in others if name not in tied and not any(re.search(pattern, name) for pattern in ignored)
     ]
     if missing or unexpected:
         raise ModelError(
-            f"the files of {model_path} and {type(causal_lm).__name__} do not hold the same tensors: "
+            f"the files in {model_path} and {type(causal_lm).__name__} do not have the same tensors: "
             f"{sample_of(missing)} parameters of the model are not in the files, {sample_of(unexpected)} tensors "
-            "of the files are not in the model; the folder is incomplete, or engines and ranks would name this "
-            "architecture's weights differently: set model.path to a complete folder of another one, such as "
-            "Qwen2, Qwen3, Qwen3-MoE or Llama"
+            "in the files are not in the model. Either the folder is incomplete, or engines and ranks name this "
+            f"architecture's weights differently; {OTHER_MODEL}"
         )
 
 
 def _mesh(device: Device, train: TrainConfig) -> DeviceMesh:
-    """One dimension of shards, or copies x shards where `train.fsdp_size` asks for several copies (HSDP)."""
+    """Return a 1D mesh of shards, or 2D of replicas x shards if train.fsdp_size is set (HSDP)."""
     num_ranks = torch.distributed.get_world_size()
     size = train.fsdp_size or num_ranks
     if size == num_ranks:
@@ -165,18 +165,18 @@ def _mesh(device: Device, train: TrainConfig) -> DeviceMesh:
     return init_device_mesh(device.kind, (num_ranks // size, size), mesh_dim_names=("replicate", "shard"))
 
 
-def _materialise(model: nn.Module, place: torch.device) -> None:
-    """Allocate this rank's shards there; buffers keep their values, on the device where fully_shard put them."""
+def _materialise(model: nn.Module, device: torch.device) -> None:
+    """Allocate this rank's shards on the device; buffers keep their values and device."""
     buffers = dict(model.named_buffers())
-    model.to_empty(device=place)
+    model.to_empty(device=device)
     for name, buffer in buffers.items():
-        module, _, own = name.rpartition(".")
-        setattr(model.get_submodule(module), own, buffer)
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, buffer)
 
 
 @torch.no_grad()
 def _fill(causal_lm: nn.Module, files: Mapping[str, Path]) -> None:
-    """Read this rank's rows of every parameter; raises ModelError for a tensor of another shape."""
+    """Read this rank's rows of every parameter; raises ModelError if a shape differs."""
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
         for name, parameter in causal_lm.named_parameters():
@@ -192,28 +192,37 @@ def _fill(causal_lm: nn.Module, files: Mapping[str, Path]) -> None:
 
 
 def _stored(file: Any, name: str, shape: torch.Size, path: Path) -> Any:
-    """The tensor in the open file, before it is read."""
+    """Return a lazy slice of the tensor in the open file."""
     try:
         stored = file.get_slice(name)
     except SafetensorError as error:
         raise ModelError(f"{name} cannot be read from {path}: {error}; fetch the model again") from error
     if tuple(stored.get_shape()) != shape:
         raise ModelError(
-            f"{name} in {path} has shape {stored.get_shape()}, the model needs {list(shape)}: config.json and "
+            f"{name} in {path} has shape {stored.get_shape()}, but the model needs {list(shape)}: config.json and "
             "weights belong to different models; set model.path to an unmodified folder"
         )
     return stored
 
 
+def shard_dim(parameter: DTensor) -> int:
+    """Return the mesh dimension over which the parameter is sharded."""
+    return next(index for index, placement in enumerate(parameter.placements) if placement.is_shard())
+
+
+def shard_rows(parameter: DTensor) -> int:
+    """Return the rows per shard (the last ones may have fewer); FSDP2 splits like torch.chunk."""
+    return -(-parameter.shape[0] // parameter.device_mesh.size(shard_dim(parameter)))
+
+
 def first_row(parameter: DTensor) -> int:
-    """The row of the whole parameter at which this rank's shard starts; FSDP2 splits like torch.chunk."""
-    dim = next(index for index, placement in enumerate(parameter.placements) if placement.is_shard())
-    size = -(-parameter.shape[0] // parameter.device_mesh.size(dim))
-    return min(parameter.device_mesh.get_local_rank(dim) * size, parameter.shape[0])
+    """Return the row of the full parameter at which this rank's shard starts."""
+    rank = parameter.device_mesh.get_local_rank(shard_dim(parameter))
+    return min(rank * shard_rows(parameter), parameter.shape[0])
 
 
 def _copy_rows(piece: FilePiece, stored: Any, local: torch.Tensor, start: int) -> None:
-    """Read into `local`, a shard that starts at row `start`, its rows of the stored tensor."""
+    """Read the rows of the stored tensor that belong to `local`, a shard that starts at row `start`."""
     if piece.expert is None:
         local.copy_(stored[start : start + local.shape[0]])
     elif start <= piece.expert < start + local.shape[0]:

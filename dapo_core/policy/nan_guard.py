@@ -1,4 +1,4 @@
-"""Which module makes the first number that is not finite: a skipped update, run again with hooks."""
+"""NaN guard: reruns a skipped update with hooks to find the first module that produces a non-finite number."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import nn
 
 from dapo_core.policy.model import local_part
 
-MOST_SEARCHES = 3  # of a process, since each takes an update's time
-PREFIX = "causal_lm."  # of names in the policy's model
-ADVICE = "If this goes on, rule out causes: train.fused_kernels=[], train.dtype=float32, train.compile=false"
+MAX_SEARCHES = 3  # per process; each takes as long as an update
+PREFIX = "causal_lm."  # of parameter names in the policy
+ADVICE = "If this continues, rule out causes: train.fused_kernels=[], train.dtype=float32, train.compile=false"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Where the first number that is not finite is in an update of one rank."""
+    """Location of the first non-finite number in one rank's update."""
 
-    order: int  # the earlier in an update the lower: 0 forward, 1 the loss, 2 backward, 3 a weight's gradient
+    order: int  # position in the update: 0 forward, 1 loss, 2 backward, 3 weight gradient, 4 not reproduced
     place: str
-    micro_batch: int = 0  # of the rank's share
+    micro_batch: int = 0  # in the rank's share
     rank: int = 0
 
     def __str__(self) -> str:
@@ -30,12 +30,14 @@ class Fault:
 
 
 class _Watch:
-    """Hooks on all modules that record, in the order of the computation, what is not finite."""
+    """Hooks on all modules that record non-finite numbers in the order of computation."""
 
     def __init__(self, root: nn.Module) -> None:
         self.faults: list[Fault] = []
-        self._gradient: tuple[torch.Tensor, str] | None = None  # the first bad one, and what made its tensor
-        self._readers: list[str] = []  # of that tensor
+        self._gradient: tuple[torch.Tensor, str] | None = (
+            None  # first non-finite one, and the module of its tensor
+        )
+        self._readers: list[str] = []  # modules that read that tensor
         self._handles: list[Any] = []
         for name, module in root.named_modules():
             name = name.removeprefix(PREFIX) or "the policy"
@@ -48,25 +50,24 @@ class _Watch:
             handle.remove()
 
     def first(self) -> list[Fault]:
-        """The first fault, if there is one."""
+        """Return the first fault, if any."""
         if self.faults or self._gradient is None:
             return self.faults[:1]
-        # Of modules inside each other that read it, the innermost.
-        inner = [
+        innermost = [
             name for name in self._readers if not any(other.startswith(f"{name}.") for other in self._readers)
         ]
-        by = (
-            f"the backward pass of {', '.join(inner)}"
-            if inner
-            else f"what reads the output of {self._gradient[1]}"
+        source = (
+            f"the backward pass of {', '.join(innermost)}"
+            if innermost
+            else f"an operation that reads the output of {self._gradient[1]}"
         )
-        return [Fault(2, f"a gradient from {by}")]
+        return [Fault(2, f"a gradient from {source}")]
 
     def _before(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, options: Any) -> None:
             for tensor in _tensors((arguments, options)):
                 if not _is_finite(tensor):
-                    self.faults.append(Fault(0, f"the input of {name}, which no module made"))
+                    self.faults.append(Fault(0, f"the input of {name}, which no module produced"))
                 elif tensor.requires_grad:
                     self._handles.append(tensor.register_hook(self._backward(name, is_reader=True)))
 
@@ -76,8 +77,8 @@ class _Watch:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
             for tensor in _tensors(output):
                 if not _is_finite(tensor):
-                    own = [key for key, weight in module.named_parameters(recurse=False) if not _is_finite(weight)]
-                    self.faults.append(Fault(0, f"{own[0]} of {name}" if own else f"the output of {name}"))
+                    weights = [key for key, one in module.named_parameters(recurse=False) if not _is_finite(one)]
+                    self.faults.append(Fault(0, f"{weights[0]} of {name}" if weights else f"the output of {name}"))
                 elif tensor.requires_grad:
                     self._handles.append(tensor.register_hook(self._backward(name, is_reader=False)))
 
@@ -94,33 +95,33 @@ class _Watch:
 
 
 def find_fault(model: nn.Module, losses: Iterator[torch.Tensor], rank: int) -> Fault:
-    """The first number that is not finite when the micro-batches run again; collective, as they are.
+    """Rerun the micro-batches and return the first non-finite number. Collective.
 
-    Each of `losses` comes from a micro-batch's forward pass. The model's gradients are garbage afterwards.
+    Each item of `losses` runs a micro-batch's forward pass. The model's gradients are garbage afterwards.
     """
     found: list[Fault] = []
     watch = _Watch(model)
     for number, loss in enumerate(losses):
         if not _is_finite(loss):
-            watch.faults.append(Fault(1, "the loss, of finite log-probs"))
+            watch.faults.append(Fault(1, "the loss, although log-probs are finite"))
         loss.backward()
         watch.close()
         found += [replace(fault, micro_batch=number, rank=rank) for fault in watch.first()]
         watch = _Watch(model)
     watch.close()
-    return min(found, key=lambda fault: fault.order, default=_of_weights(model, rank))
+    return min(found, key=lambda fault: fault.order, default=_gradient_fault(model, rank))
 
 
-def _of_weights(model: nn.Module, rank: int) -> Fault:
-    """The first weight whose gradient, summed over ranks and micro-batches, is not finite here."""
+def _gradient_fault(model: nn.Module, rank: int) -> Fault:
+    """Return the first weight with a non-finite gradient after summation over ranks and micro-batches."""
     for name, weight in model.named_parameters():
         if weight.grad is not None and not _is_finite(local_part(weight.grad)):
             return Fault(3, f"the gradient of {name.removeprefix(PREFIX)}, a sum over ranks", rank=rank)
-    return Fault(4, "not there when the update runs again: a kernel or the device gives other numbers each time")
+    return Fault(4, "not reproduced when the update ran again: a kernel or the device is not deterministic")
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Floating tensors in nested arguments or outputs of a module."""
+    """Yield the floating-point tensors in nested module arguments or outputs."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield value

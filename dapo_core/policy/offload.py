@@ -1,26 +1,26 @@
-"""Where a rank keeps weights and optimizer state: on its device, in host memory, or in files."""
+"""Offloading: moves a rank's weights and optimizer state between its device, host memory and files."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import ctypes
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from dapo_core.device import Device
 from dapo_core.policy.model import HOST, local_part, reshard
-from dapo_core.policy.spill import Spill
-from dapo_core.policy.transfers import Transfers
 from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
 
 if TYPE_CHECKING:
-    from dapo_core.config.training import TrainConfig
+    from dapo_core.config.train import TrainConfig
 
 
 class Offloader:
-    """Moves weights, gradients and optimizer state, as named in `turns`, off a rank's device and back."""
+    """Moves weights, gradients and optimizer state, named as in `turns`, off a rank's device and back."""
 
     def __init__(
         self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer, device: Device, train: TrainConfig
@@ -30,92 +30,172 @@ class Offloader:
         self.device = device
         self.train = train
         self.transfers = Transfers(device)
-        self._spills: dict[str, Spill] = {}  # of what is offloaded, where the device is the host
+        self._spills: dict[str, Spill] = {}  # by name; only on a CPU
 
-    def onload(self, what: Collection[str]) -> None:
-        """Bring it back to the device.
+    def onload(self, names: Collection[str]) -> None:
+        """Copy the named state back to the device.
 
-        It is copied beside the computation, which waits for weights at once and for moments where AdamW steps.
+        Computation waits for weights; moments may still be copying until AdamW steps.
         """
-        for name in what:
+        for name in names:
             if name in self._spills:
                 self._spills.pop(name).restore()
         self.transfers.finish()
-        self._move(what, self.device.torch_device())
-        if WEIGHTS in what:
+        self._move(names, self.device.torch_device())
+        if WEIGHTS in names:
             self.transfers.join()
 
-    def offload(self, what: Collection[str]) -> None:
-        """Free gradients, and move weights or the optimizer's state off the device.
+    def offload(self, names: Collection[str]) -> None:
+        """Free gradients, and move weights or optimizer state off the device.
 
-        They go to host memory; where that is the device's own and ranks and engines share it, to a file. Moments
-        of a rank with a device of its own are copied beside the computation, until the next `onload` or a save.
+        The target is host memory, or a file if ranks and engines share a CPU. On a dedicated accelerator, moments
+        are copied in the background until the next `onload` or save.
         """
-        if GRADIENTS in what:
+        if GRADIENTS in names:
             self.optimizer.zero_grad(set_to_none=True)
         if self.device.has_own_memory or not self.train.is_colocated:
-            self._move(what, HOST)
-            if WEIGHTS in what or self.train.is_colocated:
-                self.transfers.give_back()
+            self._move(names, HOST)
+            if WEIGHTS in names or self.train.is_colocated:
+                self.transfers.release()
             return
         for model in self.models:
             reshard(model)
         for name in (WEIGHTS, OPTIMIZER):
-            if name in what and name not in self._spills:
+            if name in names and name not in self._spills:
                 self._spills[name] = Spill(self.local_tensors(name))
 
-    def require_here(self, *what: str) -> None:
-        """Check that none of it is in a file."""
-        away = self._spills.keys() & set(what)
-        assert not away, (
-            f"{', '.join(sorted(away))} of this rank are in a file: the step's phases are out of order"
+    def require_loaded(self, *names: str) -> None:
+        """Assert that none of the named state is in a file."""
+        spilled = self._spills.keys() & set(names)
+        assert not spilled, (
+            f"{', '.join(sorted(spilled))} of this rank are in a file: the step's phases are out of order"
         )
 
     @contextmanager
     def readable(self) -> Iterator[None]:
-        """What is in files, or on its way to the host, is in memory inside the block."""
-        away = list(self._spills)
-        self.onload(away)
+        """Keep all state in memory inside the block: spilled state is restored, pending copies finish."""
+        spilled = list(self._spills)
+        self.onload(spilled)
         yield
-        self.offload(away)
+        self.offload(spilled)
 
-    def local_tensors(self, what: str) -> list[torch.Tensor]:
-        """This rank's shards of all weights, or of the optimizer's state."""
+    def local_tensors(self, name: str) -> list[torch.Tensor]:
+        """Return this rank's shards of all weights, or of the optimizer state."""
         tensors: list[Any] = [parameter for model in self.models for parameter in model.parameters()]
-        if what == OPTIMIZER:
+        if name == OPTIMIZER:
             tensors = [value for state in self.optimizer.state.values() for value in state.values()]
         return [local_part(tensor) for tensor in tensors]
 
-    def _move(self, what: Collection[str], device: torch.device) -> None:
-        if self.train.offload_shards:  # they are in host memory all the time
+    def _move(self, names: Collection[str], device: torch.device) -> None:
+        if self.train.offload_shards:  # always in host memory
             return
-        if OPTIMIZER in what:
+        if OPTIMIZER in names:
             move_optimizer(self.optimizer, device, self.transfers)
-        if WEIGHTS in what:
+        if WEIGHTS in names:
             for model in self.models:
                 move_model(model, device, self.transfers)
 
 
 def move_model(model: nn.Module, device: torch.device, transfers: Transfers) -> None:
-    """Move the shards of an FSDP2 model; its parameters remain the same objects, as the optimizer needs.
+    """Move an FSDP2 model's shards. Parameters stay the same objects, as the optimizer requires.
 
-    On the host they are there at once, on another device when the transfers are joined.
+    Copies to the host are complete on return; copies to a device are complete after `transfers.join()`.
     """
     with transfers.queued():
         moved = {id(parameter): transfers.moved(parameter.detach(), device) for parameter in model.parameters()}
         if device == HOST:
-            transfers.finish()  # FSDP2 copies uneven shards on the host at once, to pad them
+            transfers.finish()  # FSDP2 pads uneven shards on the host right away
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
             return moved.pop(id(tensor)) if id(tensor) in moved else tensor.to(device)
 
-        model._apply(place)  # as model.to(device), by which FSDP2 takes up its shards
+        model._apply(place)  # what model.to(device) calls, so FSDP2 picks up the new shards
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, transfers: Transfers) -> None:
-    """Move AdamW's moments, there when the transfers are joined; step counts stay where they are, on the host."""
+    """Move AdamW's moments; complete after `transfers.join()`. Step counts stay on the host."""
     with transfers.queued():
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[name] = transfers.moved(value, device)
+
+
+class Transfers:
+    """Copies between a device and pinned host memory on a separate stream, overlapping computation.
+
+    Copies start after the work queued so far. Do not read one before `join` or `finish`. On a CPU, nothing moves.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._module: Any = device.module()
+        self._stream = None if self._module is None else self._module.Stream()
+        self._sources: list[torch.Tensor] = []  # kept alive while their copies may still run
+
+    @contextmanager
+    def queued(self) -> Iterator[None]:
+        """Run the operations in the block on the copy stream, after the work queued so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            yield
+
+    def moved(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return the tensor on the device (pinned, if that is the host). Call it inside `queued`."""
+        copy = tensor.to(device, non_blocking=True)
+        if copy is not tensor:
+            self._sources.append(tensor)
+        return copy
+
+    def join(self) -> None:
+        """Make later computation wait for the copies, without blocking the process."""
+        if self._stream is not None:
+            self._module.current_stream().wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Wait for the copies and free their sources."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._sources.clear()
+
+    def release(self) -> None:
+        """Wait for the copies and return free device memory to other processes."""
+        self.finish()
+        if self._module is not None:
+            self._module.empty_cache()
+
+
+class Spill:
+    """Tensors whose memory lives in an unnamed temporary file in TMPDIR, which is deleted with the process.
+
+    Tensors and their views stay the same objects. Their elements must not be accessed until `restore`.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Write the tensors and free their memory, one at a time. Raises OSError if the disk is full."""
+        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open until `restore`
+        self._spilled: list[tuple[torch.UntypedStorage, int]] = []
+        for storage in {tensor.data_ptr(): tensor.untyped_storage() for tensor in tensors}.values():
+            num_bytes = storage.nbytes()
+            if num_bytes:
+                self._file.write(_elements(storage, num_bytes))
+                self._spilled.append((storage, num_bytes))
+                storage.resize_(0)
+        self._file.flush()
+        # malloc keeps freed blocks below its dynamic threshold.
+        ctypes.CDLL(None).malloc_trim(0)
+
+    def restore(self) -> None:
+        """Read the tensors back and delete the file."""
+        self._file.seek(0)
+        for storage, num_bytes in self._spilled:
+            storage.resize_(num_bytes)
+            self._file.readinto(_elements(storage, num_bytes))  # type: ignore[attr-defined]
+        self._file.close()
+
+
+def _elements(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+    """Return the storage's memory as a buffer. A numpy array would make the storage impossible to resize."""
+    return (ctypes.c_char * num_bytes).from_address(storage.data_ptr())

@@ -1,23 +1,28 @@
-"""A micro-batch as one row of sequences without padding, and the positions that predict response tokens."""
+"""Packed rows: micro-batches without padding, and the mapping between their tokens and [B, R] batch fields."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from dapo_core.batch import Batch
+from dapo_core.batch import Batch, Measured, RankShare
+from dapo_core.loss import LossTokens
 from dapo_core.policy.attention import Packing
+from dapo_core.rollout_correction import importance_weights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from dapo_core.config.algorithm import RolloutCorrectionConfig
+
 
 @dataclass(frozen=True)
 class PackedRow:
-    """A rank's n tokens of a packed row, of which M predict a response token.
+    """A rank's n tokens of a packed row, M of which predict a response token.
 
     Example with prompts (5, 6) and (3,), responses (7, 8) and (4,): token_ids [[5, 6, 7, 8, 3, 4]], position_ids
     [[0, 1, 2, 3, 0, 1]], predictors [1, 2, 4], targets [7, 8, 4], cells [0, 1, 2] of a [2, 2] batch.
@@ -27,14 +32,14 @@ class PackedRow:
     position_ids: torch.Tensor  # [1, n], from 0 in each sequence
     packing: Packing
     predictors: torch.Tensor  # [M]: positions in the slice whose logits predict a response token
-    targets: torch.Tensor  # [M]: the tokens predicted
-    cells: torch.Tensor  # [M], on the CPU: where these tokens are in the batch's flattened [b, R] fields
+    targets: torch.Tensor  # [M]: the predicted tokens
+    cells: torch.Tensor  # [M], on the CPU: indices of the targets in the batch's flattened [b, R] fields
 
 
 def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) -> PackedRow:
-    """The batch as one row, or this rank's equal slice of it under sequence parallelism.
+    """Return the batch as one row, or this rank's equal slice of it under sequence parallelism.
 
-    A row that does not divide evenly ends with padding, as a separate sequence.
+    If the row does not divide evenly, padding is appended as a separate sequence.
     """
     num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     counts = batch.prompt_lengths + batch.response_lengths
@@ -44,10 +49,10 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
     token_ids = torch.cat([batch.token_ids[is_token], torch.zeros(num_padding, dtype=torch.int64)])
     positions = torch.cat([columns.expand_as(is_token)[is_token], torch.arange(num_padding)])
 
-    place = torch.arange(batch.response_mask.shape[1])
-    is_response = place < batch.response_lengths.unsqueeze(-1)  # [b, R]
+    offsets = torch.arange(batch.response_mask.shape[1])
+    is_response = batch.is_response  # [b, R]
     starts = counts.cumsum(0) - counts + batch.prompt_lengths
-    responses = (starts.unsqueeze(-1) + place)[is_response]  # [M] positions of response tokens in the row
+    responses = (starts.unsqueeze(-1) + offsets)[is_response]  # [M] positions of response tokens in the row
     cells = torch.arange(is_response.numel()).view_as(is_response)[is_response]
 
     size = len(token_ids) // num_ranks
@@ -65,7 +70,7 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
 
 
 def probe_row(device: torch.device, group: ProcessGroup | None = None) -> PackedRow:
-    """Two sequences of two prompt and two response tokens."""
+    """Return a row of two sequences, each with two prompt and two response tokens."""
     values = torch.zeros(2, 2)
     lengths = torch.full((2,), 2)
     batch = Batch(
@@ -81,3 +86,58 @@ def probe_row(device: torch.device, group: ProcessGroup | None = None) -> Packed
         advantages=values[:, 0],
     )
     return pack(batch, device, group)
+
+
+def loss_tokens(
+    micro: Batch,
+    row: PackedRow,
+    log_probs: torch.Tensor,
+    token_weights: torch.Tensor,
+    correction: RolloutCorrectionConfig,
+) -> LossTokens:
+    """Return the loss inputs at the row's targets, [M] each. `log_probs` replace missing old log-probs."""
+
+    def at_tokens(values: torch.Tensor) -> torch.Tensor:
+        """[b, R] -> [M]."""
+        return values.flatten()[row.cells].to(log_probs.device)
+
+    mask = micro.response_mask
+    optional = (micro.old_log_probs, micro.importance_weights, micro.ref_log_probs)
+    old_log_probs, weights, ref_log_probs = (None if values is None else at_tokens(values) for values in optional)
+    if old_log_probs is None:
+        old_log_probs = log_probs
+        sampled = (at_tokens(micro.rollout_log_probs), at_tokens(mask), at_tokens(micro.is_stale))
+        weights = importance_weights(log_probs, *sampled, correction)
+    return LossTokens(
+        old_log_probs=old_log_probs,
+        advantages=at_tokens(micro.advantages.unsqueeze(-1).expand(mask.shape)),
+        response_mask=at_tokens(mask),
+        weights=at_tokens(token_weights),
+        importance_weights=weights,
+        ref_log_probs=ref_log_probs,
+    )
+
+
+class Measuring:
+    """Collects log-probs and entropy of a rank's share, one micro-batch at a time; 0 until filled in."""
+
+    def __init__(self, share: RankShare) -> None:
+        self.share = share
+        self.values = torch.zeros(len(Measured._fields), *share.batch.response_mask.shape)  # [2, b, R]
+
+    def add(self, number: int, row: PackedRow, values: Sequence[torch.Tensor]) -> None:
+        """Store log-probs and entropy [M] of this rank's slice of micro-batch `number`; entropy may be empty."""
+        indices, micro = self.share.micro_batches[number], self.share.micro_batch(number)
+        part = torch.zeros(len(self.values), micro.response_mask.numel())
+        for field, measured in zip(part, values, strict=True):
+            field[row.cells[: len(measured)]] = measured.detach().cpu()
+        part = part.unflatten(1, micro.response_mask.shape)[:, : len(indices)]
+        self.values[:, torch.tensor(indices), : part.shape[2]] = part
+
+    def read(self, group: ProcessGroup | None, device: torch.device) -> Measured:
+        """Return the whole share's values on every rank of the group: [b, R] float32 each. Collective."""
+        values = self.values
+        if group is not None:  # every rank has its slices of the rows, and 0 elsewhere
+            values = values.to(device)
+            dist.all_reduce(values, group=group)
+        return Measured(*values.cpu())

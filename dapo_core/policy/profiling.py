@@ -1,4 +1,4 @@
-"""Traces of chosen steps: what a rank does, phase by phase, as torch's profiler or torch_npu's writes it."""
+"""Profiler traces of selected steps on a rank, written by torch's or torch_npu's profiler."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any
 
 from dapo_core.device import Device
 
-PROFILES = "profiles"  # folder of the training's output
+PROFILES = "profiles"  # folder in the training output
 
 
 def trace_name(step: int, rank: int) -> str:
-    """The file of one rank's trace of one step, which Perfetto and chrome://tracing open."""
+    """Return the file name of one rank's trace of one step, for Perfetto or chrome://tracing."""
     return f"step_{step:06d}_rank_{rank}.json"
 
 
 class Profiled:
-    """A process that can trace itself between two calls; `device` is its own."""
+    """Mixin for a process that can trace itself between two calls."""
 
     device: Device
     _profiler: Any = None
 
     def begin_profile(self) -> None:
-        """Trace from now on."""
+        """Start tracing."""
         self._profiler = self.device.profiler()
         self._profiler.start()
 
     def end_profile(self, path: str) -> None:
-        """Write the trace. Raises OSError if the path cannot be written."""
+        """Stop tracing and write the trace. Raises OSError if the path cannot be written."""
         self.device.synchronize()
         profiler, self._profiler = self._profiler, None
         profiler.stop()

@@ -1,4 +1,4 @@
-"""One FSDP2 rank of the policy: log-probs, optimizer steps, and its weights for the engines."""
+"""One FSDP2 rank of the policy: log-probs, optimizer steps, checkpoints, and weights for the engines."""
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ from dapo_core.device import Device, device_for
 from dapo_core.environment import DETERMINISTIC, set_defaults
 from dapo_core.loss import LossSums, LossTotals, PolicyLoss, policy_loss
 from dapo_core.model_folder import require_model_folder, weight_names
+from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.log_probs import load_token_log_probs
-from dapo_core.policy.loss_inputs import loss_tokens
-from dapo_core.policy.measuring import Measuring
 from dapo_core.policy.model import copy_weights, require_same_shapes, reshard
-from dapo_core.policy.nan_guard import MOST_SEARCHES, Fault, find_fault
+from dapo_core.policy.nan_guard import MAX_SEARCHES, Fault, find_fault
 from dapo_core.policy.offload import Offloader
-from dapo_core.policy.optimizer import adamw, learning_rate
-from dapo_core.policy.packing import pack
+from dapo_core.policy.optimizer import Update, adamw, learning_rate
+from dapo_core.policy.packing import Measuring, loss_tokens, pack
 from dapo_core.policy.profiling import Profiled
 from dapo_core.policy.requirements import require_trainable
-from dapo_core.policy.sequence_parallel import sequence_group
-from dapo_core.policy.update import Update
 from dapo_core.policy.weight_source import WeightSource
 from dapo_core.pretrained import load_model_config
 from dapo_core.turns import OPTIMIZER, WEIGHTS
@@ -43,10 +40,10 @@ if TYPE_CHECKING:
 
 
 class Policy(Profiled):
-    """One rank of the sharded model with its optimizer, and of the reference model if KL needs one.
+    """One rank of the sharded policy and its optimizer, and of the reference model if KL needs one.
 
-    Collective: all ranks call the same method at the same time. With sp = train.sequence_parallel, ranks r * sp to
-    r * sp + sp - 1 get the same share, and each works on a slice of its rows.
+    Methods are collective unless noted: all ranks must call them together. With sp = train.sequence_parallel,
+    ranks r * sp to r * sp + sp - 1 get the same share, and each processes a slice of its rows.
     """
 
     def __init__(self, model_path: str | Path, config: TrainingConfig) -> None:
@@ -57,18 +54,18 @@ class Policy(Profiled):
         self.temperature = config.rollout.temperature
         self.device: Device = device_for(self.train.device)
         self.num_optimizer_steps = 0
-        self._searches_left = MOST_SEARCHES if self.train.nan_guard else 0
+        self._searches_left = MAX_SEARCHES if self.train.nan_guard else 0
         if config.run.deterministic:
             set_defaults(DETERMINISTIC)
-            torch.use_deterministic_algorithms(True)  # operations without a deterministic kernel raise
+            torch.use_deterministic_algorithms(True)  # raises for operations without a deterministic kernel
         self.group = sequence_group(self.train.sequence_parallel)
         model_config = load_model_config(model_path, config.model.trust_remote_code)
         require_trainable(model_config, self.train.sequence_parallel)
         self.model = load_token_log_probs(model_path, config, self.device, self.group, is_trainable=True)
-        names, place = weight_names(model_path), self.device.torch_device()
-        dtype, num_bytes = self.device.resolve_dtype(config.rollout.dtype), self.train.weight_bucket_bytes
-        self.weights = WeightSource(self._causal_lm(), names, dtype, num_bytes, place)
-        self.outbox: Outbox | None = None  # of rank 0
+        names, torch_device = weight_names(model_path), self.device.torch_device()
+        dtype, max_bytes = self.device.resolve_dtype(config.rollout.dtype), self.train.weight_bucket_bytes
+        self.weights = WeightSource(self._causal_lm(), names, dtype, max_bytes, torch_device)
+        self.outbox: Outbox | None = None  # only on rank 0
         self.reference: nn.Module | None = None
         if self.algorithm.kl.place != "off":
             path = self.algorithm.kl.reference_path or model_path
@@ -77,38 +74,38 @@ class Policy(Profiled):
         self.optimizer = adamw(self.model.parameters(), self.train)
         is_offloaded = self.train.offload_optimizer or self.train.offload_shards or self.train.is_colocated
         is_refreshed = self.reference is not None and self.algorithm.kl.refresh_every > 0
-        changing: Any = self.reference.causal_lm if is_refreshed else None  # type: ignore[union-attr]
+        saved_reference: Any = self.reference.causal_lm if is_refreshed else None  # type: ignore[union-attr]
         self.shards = Shards(
-            self._causal_lm(), self.optimizer, self.device, is_offloaded, config.run.seed, changing
+            self._causal_lm(), self.optimizer, self.device, is_offloaded, config.run.seed, saved_reference
         )
         models = [self.model] if self.reference is None else [self.model, self.reference]
         self.offloader = Offloader(models, self.optimizer, self.device, self.train)
 
     @record_function("old_log_prob")
     def log_probs(self, share: RankShare, temperature: float | None = None) -> Measured:
-        """Log-probs of the share's response tokens and the policy's entropy there: [b, R] float32 each.
+        """Return log-probs and entropy at the share's response tokens, else 0: [b, R] float32 each.
 
-        At the sampling temperature by default; 0 beyond each response.
+        The temperature defaults to the sampling temperature.
         """
         return self._score(self.model, share, temperature or self.temperature, with_entropy=True)
 
     @record_function("ref")
     def ref_log_probs(self, share: RankShare) -> torch.Tensor:
-        """Log-probs of the share's response tokens under the reference model: [b, R] float32."""
-        assert self.reference is not None, "algorithm.kl.place is off, so no reference model was loaded"
+        """Return log-probs of the share's response tokens under the reference model: [b, R] float32."""
+        assert self.reference is not None, "algorithm.kl.place=off loads no reference model"
         return self._score(self.reference, share, self.temperature, with_entropy=False).log_probs
 
     @record_function("update_actor")
     def update(self, share: RankShare, totals: LossTotals, measures: bool = False) -> Update:
-        """One optimizer step on a mini-batch of which `share` is this rank's part.
+        """Run one optimizer step on a mini-batch; `share` is this rank's part.
 
-        Without old log-probs the pass's own are the anchor: before a batch's only step they are the same. With
-        `measures` the update has the share's log-probs and entropy of that pass.
+        If the share has no old log-probs, the forward pass's own are the anchor: in a batch's only step, both are
+        the same. With `measures`, the update includes log-probs and entropy from that pass.
 
-        Gradients are summed, not averaged, over ranks and micro-batches: `totals` already holds the denominator.
-        A gradient norm that is not finite leaves weights and optimizer state unchanged.
+        Gradients are summed, not averaged, over ranks and micro-batches, because `totals` holds the denominator. A
+        non-finite gradient norm skips the step: weights and optimizer state stay unchanged.
         """
-        self.offloader.require_here(WEIGHTS, OPTIMIZER)
+        self.offloader.require_loaded(WEIGHTS, OPTIMIZER)
         rate = learning_rate(self.num_optimizer_steps + 1, self.train)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate
@@ -119,9 +116,10 @@ class Policy(Profiled):
         for loss in self._losses(share, totals, measuring, parts):
             with record_function("backward"):
                 loss.backward()
-        grad_norm = _full(nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)).item()
+        norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
+        grad_norm = norm.full_tensor().item()
         is_skipped = not math.isfinite(grad_norm)
-        self.offloader.transfers.join()  # moments may be on their way until here
+        self.offloader.transfers.join()  # moments may still be copying until here
         if not is_skipped:
             with record_function("optimizer"):
                 self.optimizer.step()
@@ -138,88 +136,88 @@ class Policy(Profiled):
         )
 
     def refresh_reference(self) -> None:
-        """Give the reference model the policy's weights, in its own precision, on the device or off it."""
-        assert self.reference is not None, "algorithm.kl.place is off, so no reference model was loaded"
+        """Copy the policy's weights to the reference model, in its precision."""
+        assert self.reference is not None, "algorithm.kl.place=off loads no reference model"
         with self.offloader.readable():
             copy_weights(self.model, self.reference)
 
     @record_function("save_checkpoint")
     def save(self, folder: str, asynchronous: bool) -> None:
-        """Write this rank's part of parameters, optimizer and random generators into the folder. Collective.
+        """Write this rank's parameters, optimizer state and random generators to the folder.
 
-        Asynchronous: returns once they are copied to host memory and continues to write; see is_saved. Raises
+        If asynchronous, returns once they are copied to host memory and keeps writing; see is_saved. Raises
         OSError with its errno if a rank cannot write, else CheckpointError, on every rank.
         """
         with self.offloader.readable():
             self.shards.save(folder, self.num_optimizer_steps, asynchronous)
 
     def is_saved(self) -> bool:
-        """True if no asynchronous save is unfinished; raises its error once. Not collective."""
+        """Return whether no asynchronous save is pending; raises its error once. Not collective."""
         return self.shards.is_saved()
 
     def end_save(self) -> None:
-        """Wait for an unfinished asynchronous save and ignore its outcome. Not collective."""
+        """Wait for a pending asynchronous save and ignore its outcome. Not collective."""
         self.shards.end_save()
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of this rank's parameters and optimizer state in a checkpoint; copies count once."""
+        """Return the bytes of this rank's part of a checkpoint; HSDP copies count once."""
         return self.shards.num_bytes()
 
     def load(self, folder: str) -> None:
-        """Load shards that any number of ranks wrote; weights and optimizer are on the device. Collective."""
-        self.offloader.require_here(WEIGHTS, OPTIMIZER)
+        """Load a checkpoint written by any number of ranks; weights and optimizer must be on the device."""
+        self.offloader.require_loaded(WEIGHTS, OPTIMIZER)
         self.offloader.transfers.join()
         self.num_optimizer_steps = self.shards.load(folder)
 
     def weight_plan(self) -> WeightPlan:
-        """Which tensors the engines get, and in which buckets; the same on all ranks."""
+        """Return which tensors the engines receive, and in which buckets; the same on all ranks."""
         return self.weights.plan
 
     def open_outbox(self, num_local: int, on_device: bool) -> str:
-        """Let weights leave this rank; returns where `num_local` processes of its node or device can read them."""
+        """Create rank 0's outbox; returns the address at which `num_local` processes on its node can read it."""
         self.outbox = Outbox(self.weights.plan, self.device, num_local, on_device)
         return self.outbox.address
 
     def join_receivers(self, address: str, size: int) -> None:
-        """Meet the engines' processes on other nodes. Collective with them."""
+        """Connect to the engine processes on other nodes. Collective with them."""
         assert self.outbox is not None
         self.outbox.join(address, size, self.device.backend)
 
     @record_function("weight_sync")
     def send_weights(self) -> dict[str, dict[int, int]]:
-        """Send all weights through rank 0; returns the checksums of this rank's rows. Collective.
+        """Send all weights through rank 0; returns the checksums of this rank's rows.
 
-        Returns once every process of every engine has taken every bucket.
+        Returns once every engine process has taken every bucket.
         """
-        self.offloader.require_here(WEIGHTS)
+        self.offloader.require_loaded(WEIGHTS)
         reshard(self.model)
         return self.weights.send(self.outbox)
 
     @record_function("onload")
-    def onload(self, what: Collection[str]) -> None:
-        """Bring weights or the optimizer's state, as named in `turns`, back to the device."""
-        self.offloader.onload(what)
+    def onload(self, names: Collection[str]) -> None:
+        """Copy weights or optimizer state, named as in `turns`, back to the device."""
+        self.offloader.onload(names)
 
     @record_function("offload")
-    def offload(self, what: Collection[str]) -> None:
-        """Free gradients, and move weights or the optimizer's state off the device, as named in `turns`."""
-        self.offloader.offload(what)
+    def offload(self, names: Collection[str]) -> None:
+        """Free gradients, and move weights or optimizer state, named as in `turns`, off the device."""
+        self.offloader.offload(names)
 
     def device_name(self) -> str:
-        """The vendor's name of this rank's device."""
+        """Return the vendor's name of this rank's device."""
         return self.device.name()
 
     def take_memory(self) -> dict[str, float]:
-        """Memory of this rank since the last call, and of its node, in GiB by metric name."""
+        """Return this rank's peak memory since the last call, and its node's use, in GiB by metric name."""
         return self.device.take_memory()
 
     def _causal_lm(self) -> nn.Module:
-        """The model inside the FSDP2 root; its parameters have the names that checkpoints use."""
+        """Return the model inside the FSDP2 root, whose parameter names match those in checkpoints."""
         return self.model.causal_lm  # type: ignore[return-value]
 
     def _score(self, model: nn.Module, share: RankShare, temperature: float, with_entropy: bool) -> Measured:
-        """Log-probs of the whole share and, if requested, entropy (else 0), without gradient: [b, R] float32."""
-        self.offloader.require_here(WEIGHTS)
+        """Return log-probs and, if requested, entropy (else 0) of the share, without gradient: [b, R] float32."""
+        self.offloader.require_loaded(WEIGHTS)
         device = self.device.torch_device()
         measuring = Measuring(share)
         model.eval()
@@ -227,17 +225,17 @@ class Policy(Profiled):
             for number in range(len(share.micro_batches)):
                 row = pack(share.micro_batch(number), device, self.group)
                 measuring.add(number, row, model(row, temperature, with_entropy))
-        reshard(model)  # without a backward pass the root stays gathered
+        reshard(model)  # without a backward pass, the root stays gathered
         return measuring.read(self.group, device)
 
     def _losses(
         self, share: RankShare, totals: LossTotals, measuring: Measuring | None, parts: list[LossSums]
     ) -> Iterator[torch.Tensor]:
-        """Losses of the micro-batches, each to be followed by its backward pass; their sums go to `parts`."""
+        """Yield the loss of each micro-batch, for its backward pass; the sums are appended to `parts`."""
         last = len(share.micro_batches) - 1
         for number in range(last + 1):
-            # Each backward pass reduces gradients to shards: whole ones are as large as the float32 model. Copies
-            # of the weights (HSDP) sum theirs once, after the last.
+            # Every backward pass reduce-scatters gradients, because unsharded ones are as large as the float32
+            # model. HSDP copies all-reduce theirs once, after the last.
             self.model.set_requires_all_reduce(number == last)  # type: ignore[operator]
             with record_function("forward"):
                 loss, sums = self._micro_loss(share, number, totals, measuring)
@@ -245,7 +243,7 @@ class Policy(Profiled):
             yield loss * torch.distributed.get_world_size()  # FSDP2 averages over ranks
 
     def _fault(self, share: RankShare, totals: LossTotals) -> Fault:
-        """What is not finite in the skipped update; leaves no gradients."""
+        """Find the first non-finite number of the skipped update; leaves no gradients."""
         self._searches_left -= 1
         self.optimizer.zero_grad(set_to_none=True)
         fault = find_fault(self.model, self._losses(share, totals, None, []), torch.distributed.get_rank())
@@ -255,7 +253,7 @@ class Policy(Profiled):
     def _micro_loss(
         self, share: RankShare, number: int, totals: LossTotals, measuring: Measuring | None
     ) -> PolicyLoss:
-        """The loss of this rank's slice of a micro-batch."""
+        """Return the loss of this rank's slice of a micro-batch."""
         device, micro = self.device.torch_device(), share.micro_batch(number)
         row = pack(micro, device, self.group)
         has_bonus = self.algorithm.entropy_coefficient > 0
@@ -266,8 +264,3 @@ class Policy(Profiled):
         weights = totals.token_weights(micro.response_mask, self.algorithm, share.batch.num_responses)
         tokens = loss_tokens(micro, row, log_probs.detach(), weights, self.rollout_correction)
         return policy_loss(log_probs, entropy if has_bonus else None, tokens, self.algorithm)
-
-
-def _full(tensor: Any) -> torch.Tensor:
-    """The whole tensor of a DTensor (collective); any other tensor as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

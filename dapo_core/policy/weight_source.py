@@ -1,4 +1,4 @@
-"""One rank's shards as the tensors of the model's files, gathered bucket by bucket on the rank that sends them."""
+"""Gathers a rank's shards into the tensors of the model files, bucket by bucket, on the sending rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dapo_core.parameter_names import FilePiece, file_pieces
-from dapo_core.policy.model import first_row
+from dapo_core.policy.model import first_row, shard_dim, shard_rows
 from dapo_core.weight_transfer.plan import PlannedTensor, WeightPlan, bucket_numel, plan_buckets
 from dapo_core.weight_transfer.proof import checksum
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 class _Part:
     """The rows of a tensor that one rank holds."""
 
-    number: int  # among the tensor's parts
-    rank: int  # of the default group
-    first_row: int  # in the tensor of the files
+    number: int  # index among the tensor's parts
+    rank: int  # in the default group
+    first_row: int  # in the file's tensor
     num_rows: int
 
 
 class WeightSource:
-    """The model's parameters by their names in the files, in the engines' dtype.
+    """The model's parameters under their file names, in the engines' dtype.
 
-    Rank 0 sends. Others copy their rows straight into its slot, so that a rank holds no more than its own part of
-    a bucket beside its shards.
+    Rank 0 sends; the others copy their rows directly into its slot. So beside its shards, a rank holds only its
+    own part of a bucket.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class WeightSource:
         max_bytes: int,
         device: torch.device,
     ) -> None:
-        """file_names: the tensors of the model's files; device: of slots, and of shards that are not offloaded."""
+        """file_names: tensors in the model files; device: where slots and non-offloaded shards are."""
         self._device = device
         self._causal_lm = causal_lm
         parameters: dict[str, Any] = dict(causal_lm.named_parameters())
@@ -72,7 +72,7 @@ class WeightSource:
     def _gather(
         self, bucket: Sequence[PlannedTensor], parameters: Mapping[str, DTensor], slot: torch.Tensor | None
     ) -> dict[str, dict[int, int]]:
-        """Fill rank 0's slot; returns checksums of this rank's rows."""
+        """Fill rank 0's slot with a bucket; returns the checksums of this rank's rows."""
         rank = torch.distributed.get_rank()
         sent: dict[str, dict[int, int]] = {}
         transfers = []
@@ -99,22 +99,13 @@ class WeightSource:
         for file_name, (name, piece) in self._pieces.items():
             parameter = parameters[name]
             shape = tuple(piece.view(torch.empty(parameter.shape, device="meta")).shape)
-            yield PlannedTensor(file_name, shape, shape[0] if piece.expert is not None else _shard_rows(parameter))
-
-
-def _shard_dim(parameter: DTensor) -> int:
-    return next(index for index, placement in enumerate(parameter.placements) if placement.is_shard())
-
-
-def _shard_rows(parameter: DTensor) -> int:
-    """Rows of each rank's shard but for the last ones; FSDP2 splits like torch.chunk."""
-    return -(-parameter.shape[0] // parameter.device_mesh.size(_shard_dim(parameter)))
+            yield PlannedTensor(file_name, shape, shape[0] if piece.expert is not None else shard_rows(parameter))
 
 
 def _parts(parameter: DTensor, piece: FilePiece, planned: PlannedTensor) -> Iterator[_Part]:
-    """The parts of the piece, on the ranks of the copy of the weights that rank 0 has a part of."""
-    size = _shard_rows(parameter)
-    dim = _shard_dim(parameter)
+    """Yield the parts of the piece, on the ranks of rank 0's replica."""
+    size = shard_rows(parameter)
+    dim = shard_dim(parameter)
     mesh = parameter.device_mesh.mesh.movedim(dim, -1)
     ranks = mesh.reshape(-1, mesh.shape[-1])[0].tolist()
     if piece.expert is not None:
@@ -125,6 +116,6 @@ def _parts(parameter: DTensor, piece: FilePiece, planned: PlannedTensor) -> Iter
 
 
 def _own_rows(parameter: DTensor, piece: FilePiece) -> torch.Tensor:
-    """This rank's rows of the piece."""
+    """Return this rank's rows of the piece."""
     local = parameter.to_local()
     return local if piece.expert is None else piece.view(local, first_row(parameter))

@@ -41,7 +41,7 @@ def checksum(tensor: torch.Tensor) -> int:
     """
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
-        # A numpy array of it would make the shard's memory one that cannot be given back (policy.spill).
+        # A numpy array of it would make the shard's memory one that cannot be given back (policy.offload).
         return xxhash.xxh3_64_intdigest((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
     return weighted_sum(flat)
 

@@ -15,7 +15,6 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -230,17 +229,12 @@ def _continued_from(folder: Path, total: int) -> str | None:
     return f"; its newest checkpoint is {newest.path} of {total} steps; the same command resumes from there"
 
 
-@dataclass(frozen=True)
-class _Rows:
-    digest: str
-
-
 def identity_of(config: ChainConfig, inputs: Inputs) -> dict[str, Any]:
     """The values shared by all attempts of one training: those of our own training, and the trainer's."""
     external = config.external
     rows = {name: getattr(external, name) for name in ("train_rows", "held_out_rows")}
     return {
-        **training_identity(config, _Rows(file_digest(inputs.data)), inputs.model),
+        **training_identity(config, file_digest(inputs.data), inputs.model),
         "external.strategy": external.strategy,
         "external.overrides": list(external.overrides),
         **{f"external.{name}": _content(Path(path)) for name, path in rows.items() if path is not None},

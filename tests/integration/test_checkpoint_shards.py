@@ -27,8 +27,8 @@ from dapo_core.cluster.start import _PolicyRank
 from dapo_core.device import Cpu
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
+from dapo_core.policy.optimizer import Update
 from dapo_core.policy.rank import Policy
-from dapo_core.policy.update import Update
 from dapo_core.turns import OF_RANKS
 from flows.config import Config
 from tests.batches import random_batch
@@ -41,7 +41,7 @@ TwoRanks = tuple[Path, Any, Any, Any]  # folder; what _save, _fail and _away ret
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH = random_batch(num_groups=4, group_size=2)
 BATCH = replace(BATCH, old_log_probs=torch.full_like(BATCH.rollout_log_probs, -3.0))
-TOTALS = LossTotals(BATCH.num_loss_tokens, BATCH.num_loss_responses)
+TOTALS = LossTotals.of(BATCH)
 LEARN = {"learning_rate": 1e-2, "warmup_steps": 4}
 SMALL_FILE = 8192  # bytes; less than a rank's shards
 

@@ -121,7 +121,7 @@ def test_restarts_inside_the_driver_count_towards_the_limit(tmp_path: Path) -> N
     exit_code, output = command.end()
     assert (exit_code, len(command.drivers())) == (1, 2)
     assert "a rank died; training restarts in 0 s" in output
-    assert "given up after 2 restarts without a new checkpoint" in output
+    assert "giving up after 2 restarts without a new checkpoint" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -222,7 +222,7 @@ def test_pickled_weights_are_converted_if_allowed(
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     torch.save({"a.weight": tensors["a.weight"], "b": Runs()}, tmp_path / "w.bin")
     hub.model().commit({**bare, "pytorch_model.bin": (tmp_path / "w.bin").read_bytes()})
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin is no file of tensors alone, so it is not read"):
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin contains more than tensors, so it is not loaded"):
         fetch_model_files(allowed, tmp_path / "evil")
     assert not (tmp_path / "it_ran").exists()
 

@@ -1,4 +1,4 @@
-"""Trainings on a task whose long responses are wrong: what they learn from, and what the next step gets."""
+"""Trainings on a task with wrong long responses: which groups they train on, and what carries over."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass
 class Seen:
-    """What a training drew, and how each step ended."""
+    """The draws of a training, and how each step ended."""
 
     draws: list[Draw] = field(default_factory=list)
     finished: list[Group] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Seen:
 
 
 def _train(world: World, folder: Path, order: str, calls: Sequence[int]) -> Seen:
-    """Train to each of the numbers of steps by a call of its own, with weights that hardly change."""
+    """Train to each number of steps in a separate call, with weights that hardly change."""
     (folder / "scorer.py").write_text(SCORER)
     seen = Seen()
     draw, record = Sampler.draw, Sampler._record
@@ -93,9 +93,7 @@ def _has_signal(group: Group) -> bool:
     return len({rollout.acc for rollout in group.rollouts}) == 2
 
 
-def test_trained_groups_are_as_long_as_those_with_signal_unless_the_first_to_finish_are_taken(
-    stream: Seen, world: World, tmp_path: Path
-) -> None:
+def test_only_finishing_order_selects_by_length(stream: Seen, world: World, tmp_path: Path) -> None:
     with_signal = sorted(
         (group for group in stream.finished if _has_signal(group)), key=lambda group: group.group_id
     )
@@ -110,7 +108,7 @@ def test_trained_groups_are_as_long_as_those_with_signal_unless_the_first_to_fin
     assert sum(line["sampler/aborted_groups"] for line in finish.metrics) > 0
 
 
-def test_unfinished_groups_go_on_from_where_they_were_with_the_version_of_each_token(stream: Seen) -> None:
+def test_unfinished_groups_resume_with_the_version_of_each_token(stream: Seen) -> None:
     num_continued = 0
     for before, after in zip(stream.states, stream.draws[1:], strict=False):
         begun = {request.group_id: request for _, request in before.unfinished if request.num_response_tokens}
@@ -129,7 +127,7 @@ def test_unfinished_groups_go_on_from_where_they_were_with_the_version_of_each_t
     assert 0 < max(staleness) <= 2  # one optimizer step a training step; max_staleness is 2
 
 
-def test_every_token_is_booked_across_steps_and_processes(stream: Seen) -> None:
+def test_every_token_is_accounted_for_across_steps(stream: Seen) -> None:
     carried_in = 0
     for metrics, state in zip(stream.metrics, stream.states, strict=True):
         fates = sum(metrics[f"sampler/{fate}_tokens"] for fate in FATES)

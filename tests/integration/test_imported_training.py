@@ -38,7 +38,7 @@ ALLOWED = {"235B": 19, "MindSpeed-MM": 1}  # keys of Megatron and of images, whi
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_imported_script_trains(name: str, world: World, tmp_path: Path) -> None:
+def test_an_imported_guide_script_trains(name: str, world: World, tmp_path: Path) -> None:
     """Their algorithm on our smallest model; the scorer is the script's REWARD_PATH."""
     scorer, recipe = tmp_path / "reward_score.py", tmp_path / "tiny.yaml"
     scorer.write_text(SCORER)

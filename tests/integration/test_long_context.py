@@ -1,4 +1,4 @@
-"""A sequence of the recipes' length, 2,048 + 20,480 tokens, through an update on two ranks that share it."""
+"""An update on one sequence of full length, 2,048 + 20,480 tokens, split over two ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dapo_core.batch import Batch, build_batch, split_batch
 from dapo_core.loss import LossTotals
 from dapo_core.memory.rank import rank_memory
 from dapo_core.memory.shape import shape_of
+from dapo_core.policy.optimizer import Update
 from dapo_core.policy.rank import Policy
-from dapo_core.policy.update import Update
 from flows.config import Config
 from tests.batches import make_group
 from tests.configs import make_config
@@ -47,7 +47,7 @@ def _resident(field: str) -> int:
 
 
 def _peak_of_an_update(rank: int, config: Config) -> tuple[int, Update]:
-    """Bytes that the update of the long sequence holds at most, after one of a short sequence."""
+    """Return the peak bytes of an update on the long sequence, after one on a short sequence."""
     libc = ctypes.CDLL(None)
     for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):  # what is freed is returned
         libc.mallopt(parameter, 65_536)
@@ -61,7 +61,7 @@ def _peak_of_an_update(rank: int, config: Config) -> tuple[int, Update]:
     return _resident("VmHWM") - before, update
 
 
-def test_an_update_on_22528_tokens_takes_the_planned_memory(tmp_path: Path) -> None:
+def test_an_update_on_22528_tokens_fits_the_planned_memory(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(MODEL).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     config: Any = make_config(

@@ -60,7 +60,7 @@ def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -
     batch = random_batch(num_groups=4, group_size=2)
     shares, indices = split_batch(batch, num_ranks, 4096)
     before = replace(batch, old_log_probs=torch.full_like(batch.rollout_log_probs, -3.0))
-    totals = LossTotals(batch.num_loss_tokens, batch.num_loss_responses)
+    totals = LossTotals.of(batch)
     policy.update(split_batch(before, num_ranks, 4096)[0][rank], totals)
     policy.save(str(folder), asynchronous=False)
     log_probs, _ = policy.log_probs(shares[rank])

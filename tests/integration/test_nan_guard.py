@@ -1,4 +1,4 @@
-"""A number that is not finite in an update: the guard names the module that made it, over two ranks."""
+"""The NaN guard names the module that produced the first non-finite number, on two ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dapo_core.batch import Batch, Measured, split_batch
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.loss import LossSums, LossTotals
-from dapo_core.policy.nan_guard import MOST_SEARCHES, Fault
+from dapo_core.policy.nan_guard import MAX_SEARCHES, Fault
+from dapo_core.policy.optimizer import Update
 from dapo_core.policy.rank import Policy
-from dapo_core.policy.update import Update
 from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config
@@ -53,19 +53,19 @@ def _searched(rank: int, config: Config, batch: Batch) -> dict[str, Any]:
     with torch.no_grad():
         weight.to_local()[0, 0] = float("nan")
     found["weight"] = policy.update(share, totals)
-    policy._searches_left = MOST_SEARCHES
-    found["searches"] = [policy.update(share, totals).fault is not None for _ in range(MOST_SEARCHES + 1)]
+    policy._searches_left = MAX_SEARCHES
+    found["searches"] = [policy.update(share, totals).fault is not None for _ in range(MAX_SEARCHES + 1)]
     return found
 
 
-def test_the_guard_names_the_module_the_rank_and_the_micro_batch(tmp_path: Path) -> None:
+def test_the_nan_guard_names_module_rank_and_micro_batch(tmp_path: Path) -> None:
     train = {"num_ranks": 2}
     config = make_config(build_tiny(tmp_path / "model", "qwen3"), train=train, rollout={"group_size": 4})
     ranks = run_ranks(2, _searched, config, random_batch(6, 4, seed=1))
     for found in ranks:
         assert (found["sound"].is_skipped, found["sound"].fault) == (False, None)
         assert all(found[name].is_skipped for name in ("forward", "backward", "weight"))
-        assert found["searches"] == [True] * MOST_SEARCHES + [False]
+        assert found["searches"] == [True] * MAX_SEARCHES + [False]
     faults = {name: [str(found[name].fault) for found in ranks] for name in ("forward", "backward", "weight")}
     # The other rank's numbers are sound until gradients are summed: the lower order is where it began.
     assert [found["forward"].fault.order for found in ranks] == [3, 0]
@@ -75,7 +75,7 @@ def test_the_guard_names_the_module_the_rank_and_the_micro_batch(tmp_path: Path)
     assert faults["weight"][0] == "weight of model.layers.1.mlp.down_proj (rank 0, micro-batch 0)"
 
 
-def test_a_warning_names_the_step_and_what_to_try(
+def test_the_nan_warning_names_the_step_and_what_to_try(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second of two optimizer steps of training step 7 is skipped."""
@@ -92,7 +92,7 @@ def test_a_warning_names_the_step_and_what_to_try(
     group.learn(batch, Measured(batch.rollout_log_probs, batch.rollout_log_probs), step=7)
     (said,) = caplog.messages
     assert said.startswith(
-        "step 7: the gradient's norm is nan, so optimizer step 14 is skipped. The first number that is not finite "
-        "is the output of model.layers.1.mlp (rank 5, micro-batch 2). If this goes on, rule out causes: "
+        "step 7: the gradient norm is nan, so optimizer step 14 is skipped. First non-finite number: "
+        "the output of model.layers.1.mlp (rank 5, micro-batch 2). If this continues, rule out causes: "
     )
     assert "train.fused_kernels=[]" in said

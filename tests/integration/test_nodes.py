@@ -21,7 +21,7 @@ from dapo_core.cluster import shrink
 from dapo_core.cluster.connection import AUTH_TOKEN, connected_to_ray, private_token
 from dapo_core.cluster.placement import Demand, place_roles, reserve
 from dapo_core.cluster.shared_files import require_shared
-from dapo_core.config.training import TrainConfig
+from dapo_core.config.train import TrainConfig
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
 from dapo_core.training import train

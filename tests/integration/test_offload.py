@@ -1,4 +1,4 @@
-"""Offloading, with the meta device in place of an accelerator."""
+"""Offloading, with the meta device standing in for an accelerator."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dapo_core.batch import split_batch
-from dapo_core.config.training import TrainConfig
+from dapo_core.config.train import TrainConfig
 from dapo_core.device import Device, device_for
 from dapo_core.loss import LossTotals
 from dapo_core.policy.model import load_sharded
-from dapo_core.policy.offload import move_model, move_optimizer
+from dapo_core.policy.offload import Transfers, move_model, move_optimizer
+from dapo_core.policy.optimizer import Update
 from dapo_core.policy.rank import Policy
-from dapo_core.policy.transfers import Transfers
-from dapo_core.policy.update import Update
 from dapo_core.pretrained import load_model_config
 from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
 from flows.config import Config
@@ -40,7 +39,7 @@ def _moments(optimizer: torch.optim.AdamW) -> Iterator[tuple[torch.Tensor, DTens
 
 
 def _move_away(rank: int, path: Path, num_ranks: int) -> dict[str, bool]:
-    """What holds once weights and moments are on the meta device."""
+    """Move weights and moments to the meta device; returns facts that must hold."""
     model: Any = load_sharded(path, TrainConfig(num_ranks=num_ranks), device_for("cpu"), Logits)
     optimizer = torch.optim.AdamW(model.parameters())
     model(IDS).logsumexp(-1).mean().backward()
@@ -80,7 +79,7 @@ def _updated(rank: int, config: Config) -> tuple[Update, dict[str, torch.Tensor]
 
 
 def _updated_elsewhere(rank: int, config: Config) -> Any:
-    """With a list in place of the host's memory; inputs of layers are overwritten where they were."""
+    """Use a list as host memory, and overwrite the layer inputs on the device."""
     saved: list[torch.Tensor] = []
 
     @contextmanager
@@ -103,8 +102,8 @@ def _updated_elsewhere(rank: int, config: Config) -> Any:
         return _updated(rank, config), [tuple(tensor.shape) for tensor in saved]
 
 
-def test_offloaded_activations_give_the_same_gradients_to_the_bit(tmp_path: Path) -> None:
-    """Each layer's input leaves, and no weight does; several micro-batches on two ranks."""
+def test_offloaded_activations_give_the_same_gradients_bit_for_bit(tmp_path: Path) -> None:
+    """Every layer's input is offloaded, and no weight; several micro-batches on two ranks."""
     build_tiny(tmp_path, "qwen3_moe", seed=9)
     model = load_model_config(tmp_path, False)
     train = {"num_ranks": 2, "train_prompts": 2, "mini_prompts": 2}
@@ -122,7 +121,7 @@ def test_offloaded_activations_give_the_same_gradients_to_the_bit(tmp_path: Path
 
 
 def _two_updates(rank: int, config: Config) -> Any:
-    """Two optimizer steps with a checkpoint between them, and where things are."""
+    """Run two optimizer steps with a checkpoint in between; returns updates, weights and offload policies."""
     policy = Policy(config.model.path or "", config)
     batch = random_batch(num_groups=2, group_size=3)
     shares, _ = split_batch(batch, config.train.num_ranks, 30)
@@ -138,8 +137,8 @@ def _two_updates(rank: int, config: Config) -> Any:
     return updates, {name: parameter.to_local() for name, parameter in parameters}, policies
 
 
-def test_shards_in_host_memory_learn_the_same(tmp_path: Path) -> None:
-    """On a CPU, host and device are one: the same bits, and torch's policy for offloading in every unit."""
+def test_offloaded_shards_train_to_the_same_bits(tmp_path: Path) -> None:
+    """On a CPU, results are identical to the bit, and every FSDP unit uses torch's CPUOffloadPolicy."""
     build_tiny(tmp_path / "model", "qwen3", seed=9)
     train = {"num_ranks": 2, "train_prompts": 2, "mini_prompts": 2}
     results = {
@@ -161,7 +160,7 @@ def test_shards_in_host_memory_learn_the_same(tmp_path: Path) -> None:
 
 
 class _LateCopies(Transfers):
-    """Copies that hold nothing before they are waited for, and sources that hold nothing afterwards."""
+    """Copies that contain NaN until awaited, and sources that contain NaN afterwards."""
 
     def __init__(self) -> None:
         super().__init__(device_for("cpu"))
@@ -192,7 +191,7 @@ class _LateCopies(Transfers):
 
 
 def _step_with_offloading(rank: int, config: Config, is_offloaded: bool) -> dict[str, Any]:
-    """Two updates with a checkpoint and log-probs between them."""
+    """Run two updates with a checkpoint and log-probs in between."""
     policy = Policy(config.model.path or "", config)
     transfers = policy.offloader.transfers = _LateCopies()
     batch = random_batch(num_groups=2, group_size=3)
@@ -201,7 +200,7 @@ def _step_with_offloading(rank: int, config: Config, is_offloaded: bool) -> dict
     updates = [policy.update(shares[rank], totals)]
     if is_offloaded:
         policy.offload([GRADIENTS, OPTIMIZER])
-        assert transfers.pending  # moments travel while weights are published
+        assert transfers.pending  # moments are copied while weights are published
     folder = f"{config.store.path}_{is_offloaded}"
     policy.save(folder, asynchronous=False)
     if is_offloaded:
@@ -227,8 +226,8 @@ def _step_with_offloading(rank: int, config: Config, is_offloaded: bool) -> dict
     return {**found, "updates": updates}
 
 
-def test_copies_beside_the_computation_are_read_only_when_they_are_there(tmp_path: Path) -> None:
-    """With uneven shards, which FSDP2 pads: 5 experts on 2 ranks."""
+def test_background_copies_are_never_read_early(tmp_path: Path) -> None:
+    """Also with uneven shards, which FSDP2 pads: 5 experts on 2 ranks."""
     build_tiny(tmp_path / "model", "qwen3_moe", seed=9)
     config = make_config(
         tmp_path / "model",
@@ -242,7 +241,7 @@ def test_copies_beside_the_computation_are_read_only_when_they_are_there(tmp_pat
         assert not [name for name, value in one.items() if value.isnan().any()]
 
 
-def test_weights_and_moments_move_and_remain_the_same_parameters_and_shards(tmp_path: Path) -> None:
+def test_moved_weights_stay_the_same_parameters(tmp_path: Path) -> None:
     build_tiny(tmp_path, "qwen3_moe", seed=9)
     for facts in run_ranks(3, _move_away, tmp_path, 3):
         assert [fact for fact, holds in facts.items() if not holds] == []

@@ -105,7 +105,7 @@ def test_checkpoints_of_another_training_are_not_resumed(place: Path, tmp_path: 
     files = inputs(place, tmp_path / "t")
     train_with_other(config_of(place, tmp_path), files)
     slower = {**TRAIN, "total_steps": 8, "learning_rate": 5e-7}
-    changed = r"global_step_6 belongs to another training \(train\.learning_rate 1e-06 -> 5e-07\); "
+    changed = r"global_step_6 belongs to another training \(train\.learning_rate 1e-06 -> 5e-07\), "
     with pytest.raises(CheckpointError, match=changed):
         train_with_other(config_of(place, tmp_path, train=slower), files)
     overridden = config_of(place, tmp_path, external={"overrides": ["+a=b"]})

@@ -1,4 +1,4 @@
-"""FSDP2 ranks over gloo: log-probs, gradients and weights do not depend on how the work is split."""
+"""FSDP2 ranks over gloo: log-probs, gradients and weights do not depend on the split."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEMPERATURE = 0.8
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Model folders by architecture; those of `untied` have an output head of their own."""
+    """Model folders by architecture, with tied and untied output heads."""
     folder = tmp_path_factory.mktemp("models")
     paths = {name: build_tiny(folder / name, name, seed=3) for name in ("qwen3", "qwen3_moe")}
     for name in ("llama", "qwen2"):
@@ -52,7 +52,7 @@ def _config(model_path: Path, train: dict[str, Any] | None = None, **sections: d
 
 
 def _batch() -> Batch:
-    """18 responses, one of them empty and one outside the loss, with old and reference log-probs."""
+    """18 responses, one empty and one masked, with old and reference log-probs."""
     batch = random_batch(num_groups=6, group_size=3, seed=1)
     batch.response_lengths[4] = 0
     batch.response_mask[4], batch.response_mask[7] = False, False
@@ -63,7 +63,7 @@ def _batch() -> Batch:
 
 
 def _update(rank: int, config: Config, batch: Batch, max_tokens: int) -> dict[str, Any]:
-    """Anchor, then one update: log-probs before, sums, norm, and weights after."""
+    """Measure log-probs, then run one update; returns log-probs, the update, and the weights after it."""
     torch.compile = partial(torch.compile, backend="eager")  # inductor takes 40 s
     policy = Policy(config.model.path or "", config)
     shares, indices = split_batch(batch, config.train.num_data_ranks, max_tokens)
@@ -81,7 +81,7 @@ def _update(rank: int, config: Config, batch: Batch, max_tokens: int) -> dict[st
 
 
 def _expected(config: Config, batch: Batch) -> dict[str, Any]:
-    """The same update in one process without FSDP: one sequence at a time, whole logits."""
+    """Run the same update in one process without FSDP: one sequence at a time, full logits."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.learning_rate, weight_decay=0.0)
     log_probs, entropy = (torch.zeros(batch.response_mask.shape) for _ in range(2))
@@ -126,7 +126,7 @@ def _require_equal(ranks: list[dict[str, Any]], expected: dict[str, Any], batch:
         assert rank["update"].grad_norm == pytest.approx(expected["norm"], rel=1e-4)
     assert sum(rank["update"].sums.pg_loss for rank in ranks) == pytest.approx(expected["pg_loss"], rel=1e-5)
     assert sum(rank["update"].sums.kl_loss for rank in ranks) == pytest.approx(expected["kl_loss"], rel=1e-5)
-    assert sum(rank["update"].sums.num_tokens for rank in ranks) == batch.num_loss_tokens
+    assert sum(rank["update"].sums.num_tokens for rank in ranks) == int(batch.response_mask.sum())
     weights = ranks[0]["weights"]
     assert set(weights) == set(expected["weights"])
     for name, weight in weights.items():
@@ -137,7 +137,7 @@ def _require_equal(ranks: list[dict[str, Any]], expected: dict[str, Any], batch:
 
 
 def _gradients_between(rank: int, config: Config, batch: Batch) -> list[set[type]]:
-    """Types of the parameters' gradients before each micro-batch after the first."""
+    """Return the gradient types before each micro-batch after the first."""
     policy = Policy(config.model.path or "", config)
     shares, _ = split_batch(batch, config.train.num_data_ranks, 30)
     micro_loss, found = policy._micro_loss, []
@@ -151,14 +151,14 @@ def _gradients_between(rank: int, config: Config, batch: Batch) -> list[set[type
     return found[1:]
 
 
-def test_no_rank_keeps_whole_gradients_between_micro_batches(models: dict[str, Path]) -> None:
-    """A gradient that is not reduced yet is not in `grad`."""
+def test_gradients_are_sharded_after_every_micro_batch(models: dict[str, Path]) -> None:
+    """Unreduced gradients would not be in `grad`."""
     for found in run_ranks(4, _gradients_between, _config(models["qwen3"], {"num_ranks": 4}), _batch()):
         assert found == [{DTensor}] * len(found) != []
 
 
 def _anchored_or_not(rank: int, config: Config, batch: Batch, max_tokens: int) -> list[Any]:
-    """[measured, update, weights] of a step that is anchored by a pass of its own, and of one that is not."""
+    """Return [measured, update, weights] of a step with a separate anchor pass, and of one without."""
     found = []
     for is_anchored in (True, False):
         policy = Policy(config.model.path or "", config)
@@ -194,7 +194,7 @@ KL_AND_ENTROPY = {"kl": {"place": "loss", "coefficient": 0.5}, "entropy_coeffici
         ("qwen2", {"num_ranks": 2, "sequence_parallel": 2}, 64, {}),
     ],
 )
-def test_update_equals_the_plain_single_process_update(
+def test_an_update_equals_the_plain_single_process_update(
     models: dict[str, Path], architecture: str, train: dict[str, Any], max_tokens: int, algorithm: dict[str, Any]
 ) -> None:
     config, batch = _config(models[architecture], train, algorithm=algorithm), _batch()
@@ -212,10 +212,10 @@ def test_update_equals_the_plain_single_process_update(
         ("qwen3_moe", {"num_ranks": 2}, 64, KL_AND_ENTROPY),
     ],
 )
-def test_the_only_update_of_a_step_needs_no_pass_before_it(
+def test_a_single_update_needs_no_anchor_pass(
     models: dict[str, Path], architecture: str, train: dict[str, Any], max_tokens: int, algorithm: dict[str, Any]
 ) -> None:
-    """Weights, sums, norm, log-probs and entropy are the same bits as after an anchoring pass."""
+    """Weights, sums, norm, log-probs and entropy have the same bits as with an anchor pass."""
     config, batch = _config(models[architecture], train, algorithm=algorithm), _batch()
     draw = torch.Generator().manual_seed(1)
     sampled = torch.rand(batch.response_mask.shape, generator=draw) * 2 - 6.5
@@ -238,10 +238,10 @@ def test_the_only_update_of_a_step_needs_no_pass_before_it(
 
 
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(4, 4096), (2, 21)])
-def test_a_rank_without_work_adds_nothing_to_the_gradient(
+def test_a_rank_without_work_does_not_change_the_gradient(
     models: dict[str, Path], num_ranks: int, max_tokens: int
 ) -> None:
-    """Three responses on four ranks, or in more micro-batches on one rank than on the other."""
+    """Three responses on four ranks, or one rank with more micro-batches than the other."""
     batch = _batch().select([0, 1, 6])
     shares, _ = split_batch(batch, num_ranks, max_tokens)
     assert any(len(indices) == 0 for share in shares for indices in share.micro_batches)
@@ -249,7 +249,7 @@ def test_a_rank_without_work_adds_nothing_to_the_gradient(
     _require_equal(run_ranks(num_ranks, _update, config, batch, max_tokens), _expected(config, batch), batch)
 
 
-def test_half_precision_gives_the_same_within_its_precision(models: dict[str, Path]) -> None:
+def test_bfloat16_gives_the_same_within_its_precision(models: dict[str, Path]) -> None:
     batch = _batch()
     config = _config(models["qwen3"], {"num_ranks": 2, "sequence_parallel": 2, "dtype": "bfloat16"})
     expected = _expected(config, batch)
@@ -287,7 +287,7 @@ def _infinite_loss(rank: int, config: Config, batch: Batch) -> Any:
     return before, sent_weights(policy), update
 
 
-def test_a_norm_that_is_not_finite_changes_nothing_and_is_counted(models: dict[str, Path]) -> None:
+def test_a_non_finite_norm_skips_the_update(models: dict[str, Path]) -> None:
     batch = random_batch(num_groups=2, group_size=2)
     batch = replace(batch, old_log_probs=torch.full_like(batch.rollout_log_probs, -2.0))
     batch.advantages[1] = float("inf")
@@ -315,7 +315,7 @@ def _load(rank: int, config: Config) -> str:
     return str(raised.value)
 
 
-def test_a_model_that_cannot_be_trained_is_refused_at_the_start(models: dict[str, Path], tmp_path: Path) -> None:
+def test_an_unsupported_model_is_refused_at_the_start(models: dict[str, Path], tmp_path: Path) -> None:
     message = run_ranks(4, _load, _config(models["qwen3"], {"num_ranks": 4, "sequence_parallel": 4}))[0]
     assert "qwen3 has 2 attention heads" in message
     assert "train.sequence_parallel=4" in message

@@ -20,7 +20,7 @@ import pytest
 import ray
 
 from dapo_core.cluster.connection import AUTH_MODE, AUTH_TOKEN, connected_to_ray, private_token
-from dapo_core.config.training import TrainConfig
+from dapo_core.config.train import TrainConfig
 from tasks.processes.supervisor import descendants
 
 # Joins the cluster and prints what a task there returns, or the error.
@@ -28,7 +28,7 @@ STRANGER = """
 import sys
 import ray
 from dapo_core.cluster.connection import connected_to_ray
-from dapo_core.config.training import TrainConfig
+from dapo_core.config.train import TrainConfig
 
 try:
     with connected_to_ray(TrainConfig(ray_address=sys.argv[1]), num_cpus=0):

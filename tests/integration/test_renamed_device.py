@@ -1,4 +1,4 @@
-"""The policy on an `npu` that is the CPU by another name: no other device is named, values are the CPU's."""
+"""The policy on a CPU renamed to `npu`: it names no other device, and results equal the CPU's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _trained(rank: int, library: Path, folder: Path, configs: dict[str, Config], batch: Batch) -> Any:
-    """What two steps of a policy give, by the device; the CPU comes first."""
+    """Results of two policy steps by device, the CPU first."""
     install(library)  # before any backward pass: autograd counts the devices at the first
     found = {"cpu": _steps(rank, folder, configs["cpu"], batch)}
     torch.distributed.destroy_process_group()
@@ -51,7 +51,7 @@ def _trained(rank: int, library: Path, folder: Path, configs: dict[str, Config],
 
 
 def _steps(rank: int, folder: Path, config: Config, batch: Batch) -> dict[str, Any]:
-    """Two updates, with a save in between and the policy's state out of the device's memory and back."""
+    """Run two updates, with a save and an offload in between."""
     policy = Policy(config.model.path or "", config)
     place = "cpu" if config.train.offload_shards else config.train.device
     assert {parameter.device.type for parameter in policy.model.parameters()} == {place}
@@ -74,9 +74,7 @@ def _steps(rank: int, folder: Path, config: Config, batch: Batch) -> dict[str, A
 
 
 @pytest.mark.parametrize("train", [ON_DEVICE, ON_HOST], ids=["on_device", "on_host"])
-def test_the_policy_trains_on_a_device_that_is_the_cpu_renamed(
-    train: dict[str, Any], library: Path, tmp_path: Path
-) -> None:
+def test_the_policy_names_no_device_but_its_own(train: dict[str, Any], library: Path, tmp_path: Path) -> None:
     model, batch = build_tiny(tmp_path / "model", "qwen3", seed=3), random_batch(6, 3, seed=1)
     batch = replace(batch, ref_log_probs=torch.full(batch.response_mask.shape, -5.5))
     both = {"dtype": "float32", "num_ranks": 2, "learning_rate": 1e-3, "warmup_steps": 0} | train

@@ -1,4 +1,4 @@
-"""Ulysses over gloo: ranks that hold a slice of each row compute what one rank computes on the whole row."""
+"""Ulysses over gloo: ranks with slices of a row compute the same as one rank with the whole row."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dapo_core.batch import Batch
+from dapo_core.policy.attention import sequence_group
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.packing import pack
-from dapo_core.policy.sequence_parallel import sequence_group
 from tests.batches import random_batch
 from tests.ranks import run_ranks
 
@@ -42,7 +42,7 @@ def _whole_and_slice(rank: int, *case: Any) -> tuple[dict[str, Any], dict[str, A
 def _slice(
     family: str, num_heads: int, num_key_heads: int, batch: Batch, sequence_parallel: int
 ) -> dict[str, Any]:
-    """This rank's log-probs and their cells, and the gradients summed over the ranks of the row."""
+    """Return this rank's log-probs and their cells, and gradients summed over the row's ranks."""
     model = _model(family, num_heads, num_key_heads)
     if sequence_parallel > 1:
         model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -72,7 +72,7 @@ def _slice(
         ("mistral", 4, 4, 4),  # with a window of 5 tokens
     ],
 )
-def test_slices_give_the_log_probs_and_gradients_of_the_whole_row(
+def test_sequence_parallel_ranks_compute_the_same_as_one_rank(
     family: str, num_heads: int, num_key_heads: int, sequence_parallel: int
 ) -> None:
     batch = random_batch(num_groups=3, group_size=3, seed=5)

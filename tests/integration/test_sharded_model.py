@@ -1,4 +1,4 @@
-"""Real FSDP2 ranks load a model: every weight arrives, and no rank ever holds more than its own rows."""
+"""Real FSDP2 ranks load a model: every weight arrives, and no rank ever loads more than its rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from dapo_core.config.training import TrainConfig
+from dapo_core.config.train import TrainConfig
 from dapo_core.device import device_for
 from dapo_core.errors import ModelError
 from dapo_core.merge.writer import shard_name
@@ -40,7 +40,7 @@ class Logits(nn.Module):
 
 
 def _load(rank: int, path: Path, train: TrainConfig) -> dict[str, Any]:
-    """Weights, logits and gradients of the sharded model, whole."""
+    """Return the full weights, logits and gradients of the sharded model."""
     model = load_sharded(path, train, CPU, Logits)
     parameters = dict(model.causal_lm.named_parameters())
     weights = {name: parameter.full_tensor().detach().clone() for name, parameter in parameters.items()}
@@ -52,7 +52,7 @@ def _load(rank: int, path: Path, train: TrainConfig) -> dict[str, Any]:
 
 
 def _require_equal(rank: dict[str, Any], path: Path) -> None:
-    """The rank's whole model is the one that transformers loads from the folder."""
+    """Assert that the full model equals the one that transformers loads from the folder."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     logits = model(IDS).logits
     logits.logsumexp(-1).sum().backward()
@@ -70,8 +70,8 @@ def _load_each(rank: int, cases: list[tuple[Path, TrainConfig]]) -> list[dict[st
     return [_load(rank, *case) for case in cases]
 
 
-def test_every_architecture_loads_as_transformers_loads_it(tmp_path: Path) -> None:
-    """Tied or not, of one file or several; what saves time or memory changes nothing."""
+def test_every_architecture_loads_as_in_transformers(tmp_path: Path) -> None:
+    """Tied or not, in one file or several; options that save time or memory change nothing."""
     plain, folder = TrainConfig(num_ranks=2), tmp_path
     cases = [
         (build_tiny(folder / f"{name}-{is_tied}", name, seed=3, tie_word_embeddings=is_tied), plain)
@@ -87,7 +87,7 @@ def test_every_architecture_loads_as_transformers_loads_it(tmp_path: Path) -> No
 
 
 def _in_bfloat16_files(path: Path) -> Path:
-    """The folder with its weights in bfloat16, cut into two files behind an index."""
+    """Convert the folder's weights to bfloat16, in two files with an index."""
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(path / SINGLE_FILE).items()}
     (path / SINGLE_FILE).unlink()
     names = sorted(tensors)
@@ -109,7 +109,7 @@ def _in_bfloat16_files(path: Path) -> Path:
         (2, 1, (2, 1)),  # every rank a copy
     ],
 )
-def test_ranks_and_copies_make_the_same_model(
+def test_sharding_and_replicas_do_not_change_the_model(
     tmp_path: Path, num_ranks: int, fsdp_size: int | None, mesh: tuple[int, ...]
 ) -> None:
     build_tiny(tmp_path, "qwen3_moe", seed=4)
@@ -119,7 +119,7 @@ def test_ranks_and_copies_make_the_same_model(
         _require_equal(rank, tmp_path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_weight_file_is_refused_with_its_name(tmp_path: Path) -> None:
     _in_bfloat16_files(build_tiny(tmp_path, "qwen3", seed=6))
     (tmp_path / shard_name(2, 2)).unlink()
     with pytest.raises(ModelError, match=r"lacks 1 of the 2 files .* such as model-00002-of-00002\.safetensors"):
@@ -127,7 +127,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the largest tensor that any operation fills.
+    """Records the largest tensor that any operation fills.
 
     What takes no memory is passed over: views, among them those of the mapped files, and tensors still empty,
     which transformers' constructors make whole.
@@ -145,14 +145,14 @@ class LargestTensor(TorchDispatchMode):
 
 
 def _largest(rank: int, path: Path, num_ranks: int) -> tuple[int, int]:
-    """Bytes of the largest tensor while loading, and of all that the rank holds afterwards."""
+    """Return the bytes of the largest tensor while loading, and of all tensors afterwards."""
     with LargestTensor() as largest:
         model = load_sharded(path, TrainConfig(num_ranks=num_ranks), CPU, Logits)
     held = sum(parameter.to_local().untyped_storage().nbytes() for parameter in model.parameters())
     return largest.num_bytes, held
 
 
-def test_a_rank_holds_its_rows_and_never_more(tmp_path: Path) -> None:
+def test_a_rank_never_loads_more_than_its_rows(tmp_path: Path) -> None:
     build_tiny(tmp_path, "qwen3", seed=7)
     tensors = load_file(tmp_path / SINGLE_FILE)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -200,21 +200,19 @@ UP = "model.layers.1.mlp.experts.3.up_proj.weight"
         ),
         (
             lambda tensors: tensors.update({UP: torch.zeros(2, 2)}),
-            r"up_proj\.weight in .* has shape \[2, 2\], the m",
+            r"up_proj\.weight in .* has shape \[2, 2\], but the m",
         ),
     ],
     ids=["missing", "unexpected", "expert", "shape"],
 )
-def test_files_that_are_not_the_models_are_refused(
-    tmp_path: Path, one_rank: None, change: Any, message: str
-) -> None:
+def test_files_of_another_model_are_refused(tmp_path: Path, one_rank: None, change: Any, message: str) -> None:
     build_tiny(tmp_path, "qwen3_moe")
     _change(tmp_path, change)
     with pytest.raises(ModelError, match=message):
         load_sharded(tmp_path, TrainConfig(), CPU, Logits)
 
 
-def test_copies_and_computed_tensors_in_the_files_are_passed_over(tmp_path: Path, one_rank: None) -> None:
+def test_tied_and_computed_tensors_in_the_files_are_ignored(tmp_path: Path, one_rank: None) -> None:
     build_tiny(tmp_path, "llama", tie_word_embeddings=True)
     embedding = load_file(tmp_path / SINGLE_FILE)["model.embed_tokens.weight"]
     copies = {"lm_head.weight": embedding.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
@@ -224,7 +222,7 @@ def test_copies_and_computed_tensors_in_the_files_are_passed_over(tmp_path: Path
     assert torch.equal(model.lm_head.weight.full_tensor(), embedding)
 
 
-def test_a_reference_model_learns_nothing(tmp_path: Path, one_rank: None) -> None:
+def test_a_reference_model_is_not_trained(tmp_path: Path, one_rank: None) -> None:
     build_tiny(tmp_path, "qwen3_moe", seed=8)
     model = load_sharded(tmp_path, TrainConfig(dtype="bfloat16"), CPU, Logits, trainable=False)
     assert not model.training

@@ -1,4 +1,4 @@
-"""What trackers wrote, read with readers of their own: begun, continued after a stop, and sent the results."""
+"""Output of real trackers, read with their own readers: started, resumed after a stop, with results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def metrics(step: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What `track` wrote with all trackers, wandb and SwanLab offline."""
+    """Output of `track` with all trackers; wandb and SwanLab are offline."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("TENSORBOARD_DIR", "MLFLOW_TRACKING_URI", "WANDB_DIR", "SWANLAB_LOG_DIR"):
             patch.delenv(name, raising=False)
@@ -35,7 +35,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def track(folder: Path, names: tuple[str, ...]) -> Path:
-    """The folder of a training tracked at steps 0 to 2, continued from 2 to 4, and its results."""
+    """Track a training at steps 0 to 2, resume it to step 4, and send results; returns its folder."""
     output = folder / "training"
     keys = {"trackers": names, "tracker_project": "proj", "tracker_folder": str(folder / "local")}
     config = make_config(train=keys, run={"name": "my run"})
@@ -78,7 +78,7 @@ def test_tensorboard(tracked: Path) -> None:
 
 
 def test_wandb(tracked: Path) -> None:
-    """Each attempt has a folder of the same run, which `wandb sync` sends to it; within one second, NAME-1."""
+    """Each attempt has a folder of the same run for `wandb sync`; a second one within a second is named NAME-1."""
     from swanlab.converter.wb.wbdatastore import WBDataStoreReader  # wandb has none in Python
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -122,7 +122,7 @@ def test_swanlab(tracked: Path) -> None:
 
 
 def test_swanlab_on_the_board_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the pages of `swanlab watch` ask for: each attempt is an experiment of the project."""
+    """Data that `swanlab watch` requests: each attempt is an experiment of the project."""
     monkeypatch.setenv("SWANLAB_MODE", "local")
     monkeypatch.setenv("SWANLAB_LOG_DIR", str(tmp_path / "board"))
     found = record(track(tmp_path, ("swanlab",)), "swanlab")

@@ -33,9 +33,8 @@ from tests.trainings import NUM_PROBLEMS, World, config_of, settings
 SAMPLING = {"temperature": 0.9}  # the probe after each sync compares at 1
 TOTAL_STEPS = 8
 OPTIMIZER_STEPS = 2  # per training step: train_prompts / mini_prompts
-# What every step that trains writes. Not among them are KL's and
-# the reference model's (test_training_options.py), perf/mfu/actor, which needs a device whose peak is known,
-# the memory of accelerators, and timing_s/testing, as no evaluation takes place between steps.
+# Metrics of every training step, except those of KL and the reference model (test_training_options.py), of
+# accelerators (perf/mfu/actor and memory), and timing_s/testing, because these steps do not validate.
 METRIC_NAMES = expand("""
 step wall_time policy_version training/{global_step,epoch} train/num_gen_batches critic/score/{mean,max,min}
 critic/rewards/{mean,max,min} critic/advantages/{mean,max,min} critic/returns/{mean,max,min}
@@ -68,7 +67,7 @@ NOT_OF_THE_RESULT = (
 
 @dataclass(frozen=True)
 class Run:
-    """A training's output, its metrics, and what the caller saw on the way."""
+    """Output and metrics of a training, and what `on_step` saw."""
 
     folder: Path
     result: TrainResult
@@ -83,7 +82,7 @@ def checkpoint_names(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Eight steps, which are saved before the next one begins."""
+    """Eight steps with synchronous checkpoints."""
     folder = tmp_path_factory.mktemp("run")
     checkpoints: list[list[str]] = []
     positions: list[int] = []
@@ -101,7 +100,7 @@ def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory
     return Run(folder, result, read_json_lines(folder / METRICS_FILE), checkpoints, positions)
 
 
-def test_chosen_ranks_trace_the_phases_of_chosen_steps(run: Run) -> None:
+def test_selected_ranks_trace_selected_steps(run: Run) -> None:
     traces = {path.name: json.loads(path.read_bytes()) for path in (run.folder / PROFILES).iterdir()}
     assert set(traces) == {"step_000002_rank_1.json", "step_000003_rank_1.json"}
     for trace in traces.values():
@@ -110,7 +109,7 @@ def test_chosen_ranks_trace_the_phases_of_chosen_steps(run: Run) -> None:
         assert spans["update_actor"] == spans["optimizer"] == OPTIMIZER_STEPS
 
 
-def test_every_metric_is_written_and_no_unknown_one(run: Run) -> None:
+def test_exactly_the_documented_metrics_are_written(run: Run) -> None:
     for line in run.metrics:
         has_stale = line["sampler/staleness/token_ratio"] > 0
         assert has_stale == (line["step"] > 1)
@@ -118,14 +117,14 @@ def test_every_metric_is_written_and_no_unknown_one(run: Run) -> None:
         assert None not in line.values()
 
 
-def test_phases_add_up_to_the_step(run: Run) -> None:
+def test_phase_times_add_up_to_the_step(run: Run) -> None:
     phases = [name for name in METRIC_NAMES if name.startswith("timing_s/") and name != "timing_s/step"]
-    shares = []  # of each step's time that no phase accounts for
+    shares = []  # of each step's time outside all phases
     for line in run.metrics:
         spent = sum(line[phase] for phase in phases)
         assert spent <= line["timing_s/step"]
         shares.append(1 - spent / line["timing_s/step"])
-    # The rest is bookkeeping. Other processes may delay it in one step; a missing phase would show in all.
+    # The rest is bookkeeping. Other processes may delay one step; a missing phase would show in all.
     assert min(shares) < 0.02, shares
 
 
@@ -157,17 +156,17 @@ def test_engine_and_policy_agree_after_every_step(run: Run) -> None:
     assert max(line["weight_sync/probe_difference"] for line in run.metrics) < 1e-4
 
 
-def test_the_last_checkpoints_are_kept(run: Run) -> None:
+def test_the_latest_checkpoints_are_kept(run: Run) -> None:
     assert run.checkpoints[:3] == [
         ["latest", "lock", "step_000001"],
         ["latest", "lock", "step_000001", "step_000002"],
         ["latest", "lock", "step_000002", "step_000003"],
     ]
-    # a finished output holds one, whatever checkpoint.keep_last says
+    # a finished output keeps one, whatever checkpoint.keep_last is
     assert checkpoint_names(run.folder) == ["latest", "step_000008"]
 
 
-def test_rate_and_position_follow_the_steps(run: Run) -> None:
+def test_learning_rate_and_position_follow_the_steps(run: Run) -> None:
     assert (run.result.steps, run.result.policy_version) == (TOTAL_STEPS, TOTAL_STEPS * OPTIMIZER_STEPS)
     assert run.result.checkpoint.name == "step_000008"
     # 1/6 of the rate per optimizer step of warm-up: steps 2, 4, 6 end training steps 1 to 3
@@ -178,10 +177,8 @@ def test_rate_and_position_follow_the_steps(run: Run) -> None:
     assert epochs == pytest.approx([position / NUM_PROBLEMS for position in run.positions])
 
 
-def test_placement_changes_no_number(run: Run, world: World, ray_address: str, tmp_path: Path) -> None:
-    """Two ranks share each sequence and hold all weights each, instead of half of both; two engines generate, on
-    the ranks' devices.
-    """
+def test_placement_does_not_change_results(run: Run, world: World, ray_address: str, tmp_path: Path) -> None:
+    """Sequence parallelism, replicated weights and two colocated engines, instead of two sharded ranks."""
     train(
         config_of(
             rollout={"num_workers": 2, **SAMPLING},
@@ -211,22 +208,22 @@ def test_placement_changes_no_number(run: Run, world: World, ray_address: str, t
 
 
 def started_since(before: dict[int, str]) -> Callable[[], bool]:
-    """A check that is true once every process is gone that started below this one since `before`."""
+    """Return a check that all descendant processes started since `before` have ended."""
     started = {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
     return lambda: all(start_time_of(pid) != at for pid, at in started.items())
 
 
-def test_killed_it_ends_with_the_same_bits(
+def test_a_killed_training_ends_with_the_same_bits(
     run: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`dapo train` as a stage runs it: it restarts a rank or a worker itself, and the command is run again."""
+    """`dapo train` restarts a dead rank or worker itself; a killed command is run again, as its stage does."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     crash = importlib.import_module("crash")
     recipe, chance = tmp_path / "recipe.yaml", random.Random(os.getpid())
     train = {"total_steps": TOTAL_STEPS, "restart_delay_seconds": 0.0}
     recipe.write_text(yaml.safe_dump(settings(train=train, rollout=SAMPLING)))
     training = crash.Training(recipe, world.data, world.model, tmp_path / "killed")
-    role = chance.choice(["rank", "worker"])  # each start of Ray and four processes takes a while
+    role = chance.choice(["rank", "worker"])  # only one, because each restart of Ray takes a while
     moments = [crash.Moment(role, 1, chance.uniform(0, 0.2)), crash.Moment("group", 4, chance.uniform(0, 0.2))]
     assert crash.train_through_kills(training, moments) == len(moments)
     log = training.log_path.read_text(errors="replace")
@@ -238,20 +235,20 @@ def test_killed_it_ends_with_the_same_bits(
     assert len(crash.read_tensors(run.result.checkpoint)) > 50
 
 
-def test_too_little_signal_names_what_to_change(world: World, tmp_path: Path) -> None:
+def test_too_little_signal_fails_with_the_keys_to_change(world: World, tmp_path: Path) -> None:
     """The barely trained model gets every answer wrong."""
     config = config_of(
         sampler={"dynamic": True, "max_num_gen_batches": 2}, train={"total_steps": 1, "num_ranks": 1}
     )
     with (
-        pytest.raises(NotEnoughSignal, match=r"^12 drawn prompts .* gave 0 groups .* and 12 all wrong"),
+        pytest.raises(NotEnoughSignal, match=r"^12 new prompts .* gave 0 of 4 groups .* and 12 all wrong"),
         without_ray(),
     ):
         train(config, world.data, world.model, tmp_path)
     assert read_json_lines(tmp_path / METRICS_FILE) == []
 
 
-def test_a_step_without_a_finished_group_ends_in_time_with_every_process(world: World, tmp_path: Path) -> None:
+def test_a_stalled_step_ends_in_time_with_every_process(world: World, tmp_path: Path) -> None:
     """The scorer never answers, and its own time limit is longer."""
     before = supervisor.descendants(os.getpid())
     scorer = tmp_path / "scorer.py"
@@ -268,13 +265,11 @@ def test_a_step_without_a_finished_group_ends_in_time_with_every_process(world: 
     assert "no group was kept for" in message
     assert "6 groups with" in message
     assert "6 groups with 0 response tokens" not in message  # they are generated and wait for scores
-    assert "no group finished" in message
+    assert "No group finished" in message
     wait_until(started_since(before), "every process is gone")
 
 
-def test_an_error_of_a_worker_keeps_its_type_and_message_and_ends_every_process(
-    world: World, tmp_path: Path
-) -> None:
+def test_a_worker_error_keeps_its_type_and_ends_every_process(world: World, tmp_path: Path) -> None:
     before = supervisor.descendants(os.getpid())
     config = config_of(rollout={"memory_gigabytes": 1e-6}, train={"total_steps": 1, "num_ranks": 1})
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The effect of training options, seen in the metrics of one or two steps."""
+"""Effects of training options on the metrics of one or two steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.trainings import World, config_of
 RECIPES = Path(__file__).resolve().parents[2] / "configs"
 NUM_RESPONSES = 16  # 4 prompts x 4 responses
 LIMIT = 24  # tokens of a response
-# No scorer finds a right answer in what the barely trained model says, and equal rewards teach nothing.
+# The barely trained model gives no right answers, and equal rewards give no signal: score by length.
 LENGTH_SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str) % 3, "acc": 0}
@@ -36,9 +36,9 @@ Start = Callable[..., list[dict[str, float]]]
 
 @pytest.fixture
 def start(world: World, request: pytest.FixtureRequest, tmp_path: Path) -> Start:
-    """Train with the given keys, by section; returns the lines of metrics.jsonl. Only several ranks use Ray.
+    """Train with the given keys, by section; returns the lines of metrics.jsonl. A single rank runs without Ray.
 
-    `scorer` is the source of a file for custom_reward.path, `name` the output's.
+    `scorer` is the source code for custom_reward.path, `name` the output folder.
     """
 
     def run(scorer: str | None = None, name: str = "run", **changes: dict[str, Any]) -> list[dict[str, float]]:
@@ -57,7 +57,7 @@ def start(world: World, request: pytest.FixtureRequest, tmp_path: Path) -> Start
 
 
 def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """With leave-one-out advantages, and losses divided by a constant length."""
+    """With leave-one-out advantages and a constant loss divisor."""
     caplog.set_level(logging.INFO, "dapo_core.trainer")
     first, second = lines = start(
         LENGTH_SCORER,
@@ -95,7 +95,7 @@ def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_kl_in_the_reward_with_an_adaptive_coefficient(start: Start) -> None:
-    """Responses of one token, so that a response's KL sum is its mean."""
+    """Responses have one token, so the KL sum of a response is its mean."""
     adaptive = {"controller": "adaptive", "target": 0.1, "horizon": 32.0}
     lines = start(
         LENGTH_SCORER,
@@ -118,7 +118,7 @@ def test_kl_in_the_reward_with_an_adaptive_coefficient(start: Start) -> None:
         coefficient *= 1 + error * NUM_RESPONSES / 32  # Ziegler et al., section 2.2
 
 
-def test_rollout_correction_on_a_partial_step(start: Start) -> None:
+def test_rollout_correction_applies_to_a_partial_step(start: Start) -> None:
     """The engine computes in bfloat16; groups with an even answer give no signal."""
     (line,) = start(
         LENGTH_SCORER.replace("len(solution_str)", "(int(ground_truth) % 2) * len(solution_str)"),
@@ -153,7 +153,7 @@ def test_rollout_correction_on_a_partial_step(start: Start) -> None:
 
 
 def test_icepop_with_normalized_weights_and_a_divergence(start: Start) -> None:
-    """The engine computes in bfloat16: some tokens' ratios are outside of a narrow interval."""
+    """The engine computes in bfloat16, so some ratios are outside a narrow interval."""
     (line,) = start(
         LENGTH_SCORER,
         algorithm={
@@ -185,10 +185,10 @@ def test_icepop_with_normalized_weights_and_a_divergence(start: Start) -> None:
     assert line["actor/entropy"] > num_tokens * 0.1
 
 
-def test_a_step_of_one_update_loses_no_metric_without_a_pass_before_it(
+def test_a_single_update_step_reports_all_metrics_without_an_extra_pass(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps, the later ones with tokens of older weights; then once more with the pass."""
+    """Three steps, the later ones with stale tokens; then the same with the pass."""
     settings: dict[str, Any] = {
         "run": {"deterministic": True},
         "reward": NO_OVERLONG,
@@ -216,8 +216,8 @@ def test_a_step_of_one_update_loses_no_metric_without_a_pass_before_it(
         assert 0 <= line["rollout/importance_truncated_ratio"] < 1
 
 
-def test_the_engines_log_probs_as_the_anchor(start: Start) -> None:
-    """Two updates without a pass before them; the engine computes in bfloat16."""
+def test_engine_log_probs_can_be_the_anchor(start: Start) -> None:
+    """Two updates without a separate pass; the engine computes in bfloat16."""
     (line,) = start(
         LENGTH_SCORER,
         algorithm={"old_log_probs": "engine"},
@@ -234,8 +234,8 @@ def test_the_engines_log_probs_as_the_anchor(start: Start) -> None:
     assert line["actor/ppo_kl"] == pytest.approx(line["rollout/kl"], rel=1e-4)
 
 
-def test_responses_far_from_the_engine_are_dropped_with_its_log_probs_as_the_anchor(start: Start) -> None:
-    """By the ratio of the policy before the updates, for which it makes a pass."""
+def test_masks_work_with_engine_log_probs_as_the_anchor(start: Start) -> None:
+    """Masks use the ratio of the policy before the updates, which takes a pass."""
     (line,) = start(
         LENGTH_SCORER,
         algorithm={
@@ -254,8 +254,8 @@ def test_responses_far_from_the_engine_are_dropped_with_its_log_probs_as_the_anc
     assert 1e-6 < abs(line["actor/ppo_kl"]) < 5e-4
 
 
-def test_grpo(start: Start) -> None:
-    """What the recipe sets apart from DAPO, with two optimizer steps and a scorer from a file."""
+def test_the_grpo_recipe_trains(start: Start) -> None:
+    """The recipe's differences from DAPO, with two optimizer steps and a custom scorer."""
     recipe = load_config(RECIPES / "grpo_qwen3_8b_math.yaml")
     (line,) = start(
         LENGTH_SCORER,
@@ -276,7 +276,7 @@ def test_grpo(start: Start) -> None:
     assert line["actor/pg_clipfrac"] > 0
 
 
-def test_equal_rewards_leave_the_gradient_to_the_entropy_bonus(start: Start) -> None:
+def test_equal_rewards_give_only_the_entropy_gradient(start: Start) -> None:
     first, second = start(
         "def compute_score(**_):\n    return -1.4\n",
         algorithm={"entropy_coefficient": 1.0},
@@ -289,8 +289,8 @@ def test_equal_rewards_leave_the_gradient_to_the_entropy_bonus(start: Start) -> 
     assert second["actor/entropy"] > first["actor/entropy"] + 0.01
 
 
-def test_compat_verl_learns_from_the_rounding_of_equal_rewards_on_two_ranks(start: Start) -> None:
-    """Seven times -1.4 have a standard deviation of 2e-16 in float64, so the filter keeps the group."""
+def test_compat_verl_trains_on_rounding_noise_on_two_ranks(start: Start) -> None:
+    """Seven rewards of -1.4 have a std of 2e-16 in float64, so verl's filter keeps the group."""
     (line,) = start(
         "def compute_score(**_):\n    return -1.4\n",
         algorithm={"compat": "verl"},
@@ -308,7 +308,7 @@ def test_compat_verl_learns_from_the_rounding_of_equal_rewards_on_two_ranks(star
     assert line["actor/grad_norm"] > 0.01
 
 
-def test_a_skipped_step_advances_the_data_and_not_the_policy(start: Start, tmp_path: Path) -> None:
+def test_a_skipped_step_advances_the_data_but_not_the_policy(start: Start, tmp_path: Path) -> None:
     (line,) = start(sampler={"dynamic": True, "max_num_gen_batches": 1, "on_exhausted": "skip_step"})
     assert (line["sampler/all_wrong_groups"], line["sampler/kept_groups"]) == (6, 0)
     assert line["policy_version"] == 0

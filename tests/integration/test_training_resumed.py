@@ -1,4 +1,4 @@
-"""Validation, the best checkpoint, training from another training's checkpoint, and stopping."""
+"""Validation, best checkpoints, starting from another training's checkpoint, and stopping."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True)
 class Begun:
-    """A training of four steps on one rank in this process, validated before them and after each."""
+    """A training of four steps on one rank in this process, validated before training and after each step."""
 
     output: Path
     scorer: Path
     validated: dict[int, float]  # step -> accuracy
 
     def hold(self, output: Path, step: int) -> Path:
-        """Make a training wait in the draw after the step; returns the file that appears once it does."""
+        """Make a training wait in the draw after the step; returns a file that appears when it waits."""
         held = self.scorer.with_name("held")
         held.unlink(missing_ok=True)
         text = json.dumps([str(output / METRICS_FILE), step])
@@ -71,7 +71,7 @@ class Begun:
         self.scorer.with_name("hold").unlink()
 
     def config(self, **changes: dict[str, Any]) -> Config:
-        """Its configuration with other keys."""
+        """Return its configuration with changed keys."""
         sections = {
             "custom_reward": {"path": str(self.scorer)},
             "reward": {"timeout_seconds": FAR},
@@ -106,7 +106,7 @@ def begun(world: World, tmp_path_factory: pytest.TempPathFactory) -> Begun:
     return begun
 
 
-def test_validation_is_reported_and_decides_which_checkpoint_is_kept(begun: Begun) -> None:
+def test_validation_decides_which_checkpoint_is_kept(begun: Begun) -> None:
     lines = read_json_lines(begun.output / METRICS_FILE)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     for line in lines:
@@ -128,10 +128,10 @@ def test_validation_is_reported_and_decides_which_checkpoint_is_kept(begun: Begu
     assert read_step_metrics(kept)["validation/accuracy"] == begun.validated[best]
 
 
-def test_a_finished_training_starts_nothing(
+def test_a_finished_training_starts_no_worker(
     begun: Begun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one killed at its end, with the last step unreported and a checkpoint too many."""
+    """As if killed at its end: the last step is unreported, and there is one checkpoint too many."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     output = tmp_path / "ended"
     shutil.copytree(begun.output, output)
@@ -146,7 +146,7 @@ def test_a_finished_training_starts_nothing(
     assert not list(checkpoints.glob("*.partial"))
 
 
-def test_another_training_starts_from_its_checkpoint_with_allowed_changes(
+def test_a_training_can_start_from_another_ones_checkpoint_with_allowed_changes(
     begun: Begun, world: World, ray_address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On two ranks instead of one, at another rate; other changes are refused before anything starts."""
@@ -181,12 +181,12 @@ def test_another_training_starts_from_its_checkpoint_with_allowed_changes(
 
 
 def test_validation_without_a_held_out_set_is_refused(begun: Begun, world: World, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"validation\.every=1 needs a held-out set; name one with --held-out"):
+    with pytest.raises(ConfigError, match=r"validation\.every=1 needs a held-out set; pass one with --held-out"):
         train(begun.config(), world.data, world.model, tmp_path)
 
 
 def stopped_by(number: signal.Signals, step: int, begun: Begun, world: World, output: Path) -> TrainingStopped:
-    """The error of a training that gets this signal in the draw after the step."""
+    """Return the error of a training that gets this signal in the draw after the step."""
     held = begun.hold(output, step)
 
     def send() -> None:
@@ -201,7 +201,7 @@ def stopped_by(number: signal.Signals, step: int, begun: Begun, world: World, ou
     return caught.value
 
 
-def test_a_stopped_and_continued_training_ends_with_the_same_bits(
+def test_a_stopped_and_resumed_training_ends_with_the_same_bits(
     begun: Begun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only the last step is due to be saved: each stop leaves the checkpoint that the next one continues from.
@@ -215,10 +215,10 @@ def test_a_stopped_and_continued_training_ends_with_the_same_bits(
         stopped = stopped_by(number, step, begun, world, output)
         assert str(stopped) == (
             f"training was stopped after step {step} of 4; its checkpoint is {checkpoints / f'step_{step:06d}'}; "
-            "the same command continues"
+            "the same command resumes it"
         )
         assert stopped.exit_code == 128 + number
-        said = f"{number.name} received: writing a last checkpoint after step {step}, then ending"
+        said = f"{number.name} received: writing a final checkpoint after step {step}, then ending"
         wait_until(lambda said=said: said in caplog.text, said)  # a thread logs it
         assert signal.getsignal(number) == handler
         assert latest_checkpoint(checkpoints) == checkpoints / f"step_{step:06d}"

@@ -1,4 +1,4 @@
-"""Passes, AdamW's settings, schedules and reference models in real updates: against plain loops, and resumed."""
+"""Passes, AdamW settings, schedules and reference models in real updates, against plain loops and resumed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _learned(rank: int, config: Config, batch: Batch) -> dict[str, Any]:
 
 
 def _plain(config: Config, batch: Batch, old: torch.Tensor) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of a loop over passes and mini-batches with torch's AdamW and rates by hand."""
+    """Return losses and weights of a plain loop over passes and mini-batches, with hand-computed rates."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.7, 0.9), eps=1e-3, weight_decay=0.3)
     losses = []
@@ -95,7 +95,7 @@ def _plain(config: Config, batch: Batch, old: torch.Tensor) -> tuple[list[float]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_passes_equal_a_plain_loop(tmp_path: Path, shuffle: bool) -> None:
+def test_several_passes_equal_a_plain_loop(tmp_path: Path, shuffle: bool) -> None:
     """The anchor of both passes is the policy before the first update."""
     path = build_tiny(tmp_path / "model", "qwen3", seed=3)
     config = make_config(path, train={**TRAIN, "shuffle_passes": shuffle}, rollout={"group_size": 3})
@@ -113,7 +113,7 @@ def test_passes_equal_a_plain_loop(tmp_path: Path, shuffle: bool) -> None:
         torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=2e-5)
 
 
-def test_a_training_made_longer_continues_its_schedule_and_passes(world: World, tmp_path: Path) -> None:
+def test_an_extended_training_continues_its_schedule(world: World, tmp_path: Path) -> None:
     def run(name: str, total_steps: int) -> list[dict[str, float]]:
         with without_ray():
             keys = {"num_ranks": 1, "total_steps": total_steps, "passes": 2, "warmup_steps": 2}
@@ -139,7 +139,7 @@ def test_a_training_made_longer_continues_its_schedule_and_passes(world: World, 
 
 
 def _refreshed(rank: int, config: Config, batch: Batch, folder: str) -> dict[str, torch.Tensor]:
-    """Log-probs under the policy and the reference, before and after it is refreshed, and as others load it."""
+    """Return log-probs of policy and reference, before and after a refresh, and after loading."""
     policy = Policy(config.model.path or "", config)
     shares, indices = split_batch(batch, config.train.num_data_ranks, 4096)
     share, found = shares[rank], {"indices": torch.from_numpy(indices[rank])}
@@ -166,7 +166,7 @@ def _refreshed(rank: int, config: Config, batch: Batch, folder: str) -> dict[str
     return found
 
 
-def test_a_reference_of_another_folder_is_refreshed_and_saved(tmp_path: Path) -> None:
+def test_another_reference_model_is_refreshed_and_saved(tmp_path: Path) -> None:
     path, other = (build_tiny(tmp_path / name, "qwen3", seed=seed) for name, seed in (("policy", 3), ("other", 4)))
     kl = {"place": "loss", "reference_path": str(other), "refresh_every": 2}
     config = make_config(path, train={**TRAIN, "num_ranks": 2}, rollout={"group_size": 3}, algorithm={"kl": kl})
@@ -200,12 +200,12 @@ def _loaded(rank: int, config: Config) -> None:
     Policy(config.model.path or "", config)
 
 
-def test_a_reference_of_other_sizes_is_refused(tmp_path: Path) -> None:
+def test_a_reference_with_other_sizes_is_refused(tmp_path: Path) -> None:
     path = build_tiny(tmp_path / "policy", "qwen3", seed=3)
     other = build_tiny(tmp_path / "other", "qwen3", seed=3, intermediate_size=32)
     config = make_config(path, algorithm={"kl": {"place": "loss", "reference_path": str(other)}})
     with pytest.raises(
-        Exception, match=r"other is not of the policy's architecture .* algorithm\.kl\.reference_pa"
+        Exception, match=r"other does not match the policy's architecture .* algorithm\.kl\.reference_pa"
     ):
         run_ranks(1, _loaded, config)
 

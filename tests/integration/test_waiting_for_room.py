@@ -15,7 +15,7 @@ WAIT = """
 import logging, sys
 from dapo_core.cluster import placement
 from dapo_core.cluster.connection import connected_to_ray
-from dapo_core.config.training import TrainConfig
+from dapo_core.config.train import TrainConfig
 from dapo_core.stopping import StopRequest
 
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)

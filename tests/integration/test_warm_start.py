@@ -1,4 +1,4 @@
-"""The small model of the default recipe, built for real: it learns, reproduces, loads, generates and stops."""
+"""The small model of the default recipe, really built: it learns, reproduces, loads, generates and stops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_short_warm_start_lowers_the_loss(built: tuple[Path, dict[str, Any]]) 
     assert metrics["final_loss"] < metrics["first_loss"] / 2
 
 
-def test_plain_sums_are_shown_stepwise_and_word_problems_mostly_in_one_go() -> None:
+def test_word_problems_are_mostly_solved_in_one_step() -> None:
     rows = generate_problems(3000, 1, 3, seed=0)[0]
     torch.manual_seed(0)
     solutions = warm_start._slanted_solutions(rows)
@@ -55,7 +55,7 @@ def test_plain_sums_are_shown_stepwise_and_word_problems_mostly_in_one_go() -> N
     assert abs(num_stepwise_words / num_words - 0.2) < 0.042
 
 
-def test_the_same_seed_gives_the_same_files_and_leaves_the_callers_random_state(
+def test_the_same_seed_gives_the_same_model(
     built: tuple[Path, dict[str, Any]], train_rows: list[Row], tmp_path: Path
 ) -> None:
     before, num_threads = torch.get_rng_state(), torch.get_num_threads()
@@ -69,12 +69,12 @@ def test_the_same_seed_gives_the_same_files_and_leaves_the_callers_random_state(
 @pytest.mark.parametrize(
     "text", ["47 + 85 = ?", "", "  two\t tabs\n\n", "Größe: 12½ €, 漢字 🙂", "<|im_end|>1<|im_start|>", "\x00\x7f"]
 )
-def test_any_text_survives_the_tokenizer(built: tuple[Path, dict[str, Any]], text: str) -> None:
+def test_any_text_round_trips_through_the_tokenizer(built: tuple[Path, dict[str, Any]], text: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(built[0])
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_folder_holds_float32_weights_a_token_for_each_digit_and_a_chat_template(
+def test_the_folder_has_float32_weights_digit_tokens_and_a_chat_template(
     built: tuple[Path, dict[str, Any]],
 ) -> None:
     tensors = load_file(built[0] / "model.safetensors")
@@ -89,7 +89,7 @@ def test_the_folder_holds_float32_weights_a_token_for_each_digit_and_a_chat_temp
     )
 
 
-def test_the_end_token_of_the_generation_config_stops_generation(
+def test_the_end_token_stops_generation(
     built: tuple[Path, dict[str, Any]],
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(built[0])
@@ -104,7 +104,7 @@ def test_the_end_token_of_the_generation_config_stops_generation(
     assert generated[0, input_ids.shape[1] :].tolist() == [tokenizer.eos_token_id]
 
 
-def test_rows_without_solutions_are_left_out_and_nothing_else_is_refused(
+def test_rows_without_solutions_are_skipped_and_no_others_is_refused(
     train_rows: list[Row], tmp_path: Path
 ) -> None:
     """In a mixture that was read from parquet, every row has the columns of all."""

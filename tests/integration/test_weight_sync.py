@@ -185,7 +185,7 @@ def test_an_engine_with_old_weights_is_detected(cluster: Any) -> None:
     with pytest.raises(RolloutError) as caught:
         _difference(cluster)
     message = str(caught.value)
-    assert "the engine does not hold the policy's weights" in message
+    assert "the engine does not have the policy's weights" in message
     assert "more than the 0.001 that float32 explains" in message
     assert "rollout.dtype=float32" in message
     cluster.weights.send(1)

@@ -1,4 +1,4 @@
-"""Group advantages: worked by hand, exactly zero without signal, blind to the order of groups."""
+"""Group advantages: hand-computed values, exactly zero without signal, independent of row order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _one_group(rewards: list[float] | np.ndarray) -> np.ndarray:
     return np.zeros(len(rewards), dtype=np.int64)
 
 
-def test_one_right_of_sixteen() -> None:
+def test_one_right_of_sixteen_gives_the_papers_advantages() -> None:
     # mean (1 - 15) / 16 = -0.875; deviations 1.875 and -0.125; unbiased variance (1.875^2 + 15 * 0.125^2) / 15
     # = 3.75 / 15 = 0.25; std 0.5; in float32 0.5 + 1e-6 = 0.500001013, 1.875 / that = 3.7499923706
     rewards = np.array([1.0] + [-1.0] * 15)
@@ -42,7 +42,7 @@ def test_one_right_of_sixteen() -> None:
 )
 @pytest.mark.parametrize("normalize_by_std", [True, False])
 @pytest.mark.parametrize("baseline", ["group-mean", "leave-one-out"])
-def test_a_group_without_two_rewards_gets_exactly_zero(
+def test_a_group_with_equal_rewards_or_one_response_gets_exactly_zero(
     rewards: np.ndarray, normalize_by_std: bool, baseline: str
 ) -> None:
     algorithm = _algorithm(normalize_by_std=normalize_by_std, baseline=baseline)
@@ -71,7 +71,7 @@ def test_baselines_with_and_without_the_std(
     assert advantages.tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_compat_verl_keeps_the_float_noise_of_equal_rewards() -> None:
+def test_compat_verl_keeps_rounding_noise_of_equal_rewards() -> None:
     # float32: the mean of eight -1.3 is -1.3000001, so the deviation is 2^-23 = 1.1920929e-7 and
     # the std 1.2744e-7 = 2^-23 * sqrt(8 / 7): 1.1920929e-7 / (1.2744e-7 + 1e-6) = 0.1057
     rewards = np.full(8, -1.3, dtype=np.float32)
@@ -89,7 +89,7 @@ def test_compat_verl_gives_a_group_of_one_its_reward(baseline: str) -> None:
     assert float(raw[1]) == pytest.approx(0.7, abs=1e-7)
 
 
-def test_each_group_is_measured_against_itself_wherever_its_members_stand() -> None:
+def test_advantages_do_not_depend_on_row_order() -> None:
     # group 3: 1, -1 -> mean 0, std sqrt(2); group 7: 5, 3 -> mean 4, std sqrt(2): 1 / 1.4142146 = 0.7071063
     rewards, group_ids = np.array([1.0, 5.0, -1.0, 3.0]), np.array([3, 7, 3, 7])
     advantages = group_advantages(rewards, group_ids, DAPO)
@@ -99,7 +99,7 @@ def test_each_group_is_measured_against_itself_wherever_its_members_stand() -> N
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_reward_that_is_not_finite_is_refused_and_counted(bad: float) -> None:
+def test_non_finite_rewards_are_refused_and_counted(bad: float) -> None:
     rewards = np.array([1.0, bad, bad, -1.0])
     with pytest.raises(ValueError, match="2 of 4 rewards are not finite"):
         group_advantages(rewards, _one_group(rewards), DAPO)
@@ -109,9 +109,7 @@ def test_a_reward_that_is_not_finite_is_refused_and_counted(bad: float) -> None:
     ("baseline", "compat"), [("group-mean", "none"), ("leave-one-out", "none"), ("group-mean", "verl")]
 )
 @pytest.mark.parametrize("normalize_by_std", [True, False])
-def test_a_response_that_does_not_count_moves_no_sibling(
-    baseline: str, compat: str, normalize_by_std: bool
-) -> None:
+def test_uncounted_responses_do_not_affect_siblings(baseline: str, compat: str, normalize_by_std: bool) -> None:
     algorithm = _algorithm(baseline=baseline, compat=compat, normalize_by_std=normalize_by_std)
     # 1, -1, -1 and their mean -1/3 for the one without a score: as a fourth sibling it would leave the mean alone,
     # but make the std sqrt(8/9) instead of sqrt(4/3), and the leave-one-out baseline of the first -7/9, not -1
@@ -123,7 +121,7 @@ def test_a_response_that_does_not_count_moves_no_sibling(
     assert group_advantages(rewards, _one_group(rewards), algorithm, ~np.isfinite(rewards)).tolist() == [0.0] * 4
 
 
-def test_a_response_without_a_score_is_no_sibling() -> None:
+def test_unscored_responses_are_left_out_of_their_group() -> None:
     batch = build_batch([make_group([1.0, UNSCORED, -1.0])], mask_truncated=False)
     batch = replace(batch, rewards=torch.tensor([1.0, 0.6, -1.0], dtype=torch.float64))
     config = make_config(algorithm={"normalize_by_std": False})

@@ -120,7 +120,7 @@ MASKS = [
     ],
     ids=str,
 )
-def test_rollout_correction_and_its_metrics(
+def test_rollout_correction_and_its_metrics_equal_verls(
     verl: dict[str, ModuleType], theirs: dict[str, Any], ours: dict[str, Any]
 ) -> None:
     weights, mask, metrics = verl["rollout_corr_helper"].compute_rollout_correction_and_rejection_mask(
@@ -150,7 +150,7 @@ def test_rollout_correction_and_its_metrics(
     ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
 )
 @pytest.mark.parametrize("dual", [3.0, 10.0])
-def test_the_loss_of_a_mini_batch(verl: dict[str, ModuleType], aggregation: str, dual: float) -> None:
+def test_the_mini_batch_loss_equals_verls(verl: dict[str, ModuleType], aggregation: str, dual: float) -> None:
     norm = {"loss_norm_tokens": 9} if aggregation.endswith("norm") else {}
     algorithm = AlgorithmConfig.model_validate(
         {"loss_aggregation": aggregation, "clip_ratio_dual": dual, "clip_ratio_high": 0.28, **norm}

@@ -53,7 +53,7 @@ def test_the_seed_determines_the_bytes(tmp_path: Path) -> None:
     assert contents[0] != contents[2]
 
 
-def test_parquet_has_the_columns_and_types_of_dapo_math_17k(tmp_path: Path) -> None:
+def test_parquet_has_the_dapo_math_17k_schema(tmp_path: Path) -> None:
     train_rows, _ = arithmetic.generate_problems(40, 1, 5, seed=0)
     write_parquet(train_rows, tmp_path / "train.parquet")
     table = pq.read_table(tmp_path / "train.parquet")
@@ -91,7 +91,7 @@ def test_ground_truth_follows_from_the_text() -> None:
     assert 912 < num_checked < 1088
 
 
-def test_word_problems_name_their_operands_in_order() -> None:
+def test_word_problems_contain_their_operands_in_order() -> None:
     train_rows, _ = arithmetic.generate_problems(500, 1, 5, seed=1)
     for row in train_rows:
         numbers = [int(number) for number in re.findall(r"\d+", row["prompt"][0]["content"])]
@@ -126,7 +126,7 @@ def _independent_answer(subject: str, operands: tuple[int, ...]) -> int:
     return sum(sign * operand for sign, operand in zip(signs, operands, strict=True))
 
 
-def test_solutions_by_hand() -> None:
+def test_solutions_match_hand_worked_examples() -> None:
     # 47 + 85: units 7+5 = 12, tens 4+8 and the carried 1 = 13, together 132.
     assert arithmetic.worked_solution("addition", (47, 85)) == "7+5=12\n4+8+1=13\n\\boxed{132}"
     # 52 - 17: 2 is short of 7, so 12-7 = 5; tens 5-1 less the borrowed 1 = 3.
@@ -146,5 +146,5 @@ def test_an_exhausted_or_invalid_level_is_reported(monkeypatch: pytest.MonkeyPat
         DataError, match=r"of level 1 after \d+ rows.*lower data.arithmetic.num_train or data.arithmetic.num_eval"
     ):
         arithmetic.generate_problems(0, 40_000, 1, seed=0)
-    with pytest.raises(DataError, match=r"max_level is 6.*levels are 1 to 5"):
+    with pytest.raises(DataError, match=r"max_level=6 is out of range; set it to 1 to 5"):
         arithmetic.generate_problems(1, 1, 6, seed=0)

@@ -1,4 +1,4 @@
-"""Balancing: nothing is lost, caps hold, ranks and micro-batches cost nearly the same."""
+"""Balancing: nothing is lost, limits hold, ranks and micro-batches cost nearly the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_workload_counts_matrices_and_causal_attention() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 3000), max_size=60), st.integers(1, 9))
-def test_balance_gives_every_index_to_exactly_one_rank(costs: list[int], num_ranks: int) -> None:
+def test_balancing_assigns_every_index_to_exactly_one_rank(costs: list[int], num_ranks: int) -> None:
     parts = balance_over_ranks(np.array(costs, dtype=np.float64), num_ranks)
     assert len(parts) == num_ranks
     assert sorted(index for part in parts for index in part.tolist()) == list(range(len(costs)))
@@ -27,7 +27,7 @@ def test_balance_gives_every_index_to_exactly_one_rank(costs: list[int], num_ran
 
 
 @pytest.mark.parametrize("shape", ["uniform", "lognormal", "one in ten at the limit"])
-def test_balance_is_even_for_a_large_batch(shape: str) -> None:
+def test_a_large_batch_is_balanced_evenly(shape: str) -> None:
     draw = np.random.default_rng(1)
     lengths = {
         "uniform": draw.integers(50, 20_000, size=16_384),
@@ -41,7 +41,7 @@ def test_balance_is_even_for_a_large_batch(shape: str) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 300), st.integers(1, 9))
-def test_micro_batches_hold_everything_once_within_the_cap(
+def test_micro_batches_contain_every_sequence_once_within_the_limit(
     lengths: list[int], max_tokens: int, at_least: int
 ) -> None:
     tokens = np.array(lengths)
@@ -53,7 +53,7 @@ def test_micro_batches_hold_everything_once_within_the_cap(
     assert len(parts) <= max(at_least, 2 * tokens.sum() / max_tokens + 1)
 
 
-def test_micro_batches_are_few_and_then_even() -> None:
+def test_micro_batches_are_few_and_balanced() -> None:
     lengths = np.array([2, 9, 7, 2, 8, 1])
     costs = workload(lengths, 1)  # T^2 + 12 T: [28, 189, 133, 28, 160, 13]
     # 29 tokens fill two sets of 16. Longest first to the cheaper: 9 | 8, then 7 to 8 (15 tokens, cost 293), both

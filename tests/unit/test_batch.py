@@ -1,4 +1,4 @@
-"""Batches: the layout by hand, and splits that lose nothing and keep their cap."""
+"""Batches: their layout, and splits that lose nothing and respect the token limit."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from dapo_core.data import Prompt
 from dapo_core.engines.base import FinishReason
 from dapo_core.errors import DataError
 from dapo_core.groups import Group, Rollout
+from dapo_core.loss import LossTotals
 from tests.batches import UNSCORED, make_group, random_batch
 
 
@@ -37,7 +38,7 @@ def _groups() -> list[Group]:
     ]
 
 
-def test_layout() -> None:
+def test_layout_matches_the_documented_example() -> None:
     batch = replace(build_batch(_groups(), mask_truncated=False), advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]))
     # the widest row is 2 + 4 = 6 tokens, the longest response 4
     assert batch.token_ids.tolist() == [
@@ -58,14 +59,14 @@ def test_layout() -> None:
     assert batch.old_log_probs is None
     assert not batch.is_stale.any()
     assert batch.advantages.tolist() == [1.0, -1.0, 0.5, -0.5]
-    assert (batch.num_responses, batch.num_loss_tokens, batch.num_loss_responses) == (4, 8, 3)
+    assert (batch.num_responses, LossTotals.of(batch)) == (4, LossTotals(8, 3))
     assert batch.lengths.tolist() == [5, 6, 4, 3]
 
 
-def test_truncated_responses_can_be_left_out_of_the_loss() -> None:
+def test_mask_truncated_excludes_truncated_responses_from_the_loss() -> None:
     batch = build_batch(_groups(), mask_truncated=True)
     assert batch.response_mask.int().tolist() == [[1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert (batch.num_loss_tokens, batch.num_loss_responses) == (4, 2)
+    assert LossTotals.of(batch) == LossTotals(4, 2)
 
 
 def test_select_orders_and_trims() -> None:
@@ -87,7 +88,7 @@ def test_select_orders_and_trims() -> None:
     assert (empty.ref_log_probs, empty.importance_weights) == (None, None)
 
 
-def test_a_sequence_that_fits_no_micro_batch_is_named_with_the_key() -> None:
+def test_a_sequence_longer_than_a_micro_batch_is_refused_with_the_key() -> None:
     group = make_group([1.0] * 3, num_response_tokens=[2, 13, 1], num_prompt_tokens=4)
     batch = build_batch([group], mask_truncated=False)
     with pytest.raises(
@@ -98,7 +99,7 @@ def test_a_sequence_that_fits_no_micro_batch_is_named_with_the_key() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.integers(22, 90), st.integers(0, 50))
-def test_every_rank_gets_as_many_micro_batches_and_each_response_once(
+def test_ranks_get_equally_many_micro_batches_and_every_response_once(
     num_groups: int, group_size: int, num_ranks: int, max_tokens: int, seed: int
 ) -> None:
     batch = random_batch(num_groups, group_size, seed)
@@ -116,7 +117,7 @@ def test_every_rank_gets_as_many_micro_batches_and_each_response_once(
             assert share.batch.lengths[part].sum() <= max_tokens
 
 
-def test_more_ranks_than_responses() -> None:
+def test_ranks_without_responses_still_take_part() -> None:
     batch = random_batch(num_groups=1, group_size=2)
     shares, indices = split_batch(batch, 5, 4096)
     assert [len(rows) for rows in indices].count(1) == 2
@@ -125,7 +126,7 @@ def test_more_ranks_than_responses() -> None:
     assert all(share.batch.num_responses == 1 for share in shares)  # something to run the forward pass on
 
 
-def test_siblings_share_a_group_and_responses_without_a_score_train_no_token() -> None:
+def test_unscored_responses_are_masked() -> None:
     batch = build_batch([make_group([1.0, UNSCORED]), make_group([-1.0])], mask_truncated=False)
     assert batch.group_ids.tolist() == [0, 0, 1]
     assert batch.rewards.tolist() == [1.0, 0.0, -1.0]
@@ -134,8 +135,8 @@ def test_siblings_share_a_group_and_responses_without_a_score_train_no_token() -
     assert batch.select([2]).rewards.tolist() == [-1.0]
 
 
-def test_mini_batches_do_not_sort_groups_by_how_soon_they_finished() -> None:
-    """A mini-batch of the shortest responses would give each of their tokens more weight than long ones have."""
+def test_mini_batches_are_not_ordered_by_finishing_time() -> None:
+    """A mini-batch of the shortest responses would weight their tokens more than those of long ones."""
     as_finished = [make_group([1.0, -1.0], number, num_response_tokens=number + 1) for number in range(64)]
     groups = shuffled(as_finished, seed=3, step=1)
     assert sorted(group.prompt.index for group in groups) == list(range(64))
@@ -143,11 +144,11 @@ def test_mini_batches_do_not_sort_groups_by_how_soon_they_finished() -> None:
     # 4 mini-batches of 16: as finished they have 272, 784, 1296 and 1808 tokens, at random 1040 +- 129
     assert tokens.min() > 1040 - 3 * 129
     assert tokens.max() < 1040 + 3 * 129
-    assert shuffled(as_finished, seed=3, step=1) == groups  # a step continued from a checkpoint is the same
+    assert shuffled(as_finished, seed=3, step=1) == groups  # a resumed step is the same
     assert shuffled(as_finished, seed=3, step=2) != groups
 
 
-def test_mini_batches_take_every_response_once_in_order() -> None:
+def test_mini_batches_contain_every_response_once() -> None:
     batch = random_batch(num_groups=5, group_size=2)
     parts = [batch.select(rows) for rows in mini_batches(batch, 2)]
     assert [part.num_responses for part in parts] == [4, 4, 2]
@@ -156,7 +157,7 @@ def test_mini_batches_take_every_response_once_in_order() -> None:
     assert whole.tolist() == list(range(10))
 
 
-def test_mini_batches_take_whole_groups_in_a_given_order() -> None:
+def test_mini_batches_keep_groups_whole() -> None:
     batch = random_batch(num_groups=5, group_size=2)
     rows = mini_batches(batch, 2, [3, 0, 4, 1, 2])
     assert [each.tolist() for each in rows] == [[6, 7, 0, 1], [8, 9, 2, 3], [4, 5]]
@@ -164,8 +165,8 @@ def test_mini_batches_take_whole_groups_in_a_given_order() -> None:
     assert random_order(64, 3, 1, 1).tolist() == random_order(64, 3, 1, 1).tolist()
 
 
-def test_an_empty_micro_batch_is_a_row_that_trains_nothing() -> None:
+def test_an_empty_micro_batch_is_a_masked_row() -> None:
     share = RankShare(random_batch(1, 2), [np.array([1]), np.array([], dtype=np.int64)])
-    assert share.micro_batch(0).num_loss_tokens > 0
+    assert share.micro_batch(0).response_mask.any()
     empty = share.micro_batch(1)
-    assert (empty.num_responses, empty.num_loss_tokens) == (1, 0)
+    assert (empty.num_responses, empty.response_mask.any()) == (1, False)

@@ -1,4 +1,4 @@
-"""What bench/learning.py says about its trainings: the interval, the verdict, and the page."""
+"""bench/learning.py: intervals, verdicts, and the page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ([0.0, 0.0, 0.0], 0.0, 0.0, "within noise"),
     ],
 )
-def test_a_difference_is_judged_by_its_paired_interval(
+def test_verdicts_follow_the_paired_interval(
     page: ModuleType, differences: list[float], mean: float, half_width: float, verdict: str
 ) -> None:
     comparison = page.Comparison(differences)
@@ -41,7 +41,7 @@ def test_a_difference_is_judged_by_its_paired_interval(
     assert comparison.half_width == pytest.approx(half_width, abs=1e-4)
     assert comparison.verdict == verdict
     one_seed = page.Comparison([-20.0])
-    assert (one_seed.half_width, one_seed.verdict) == (None, "one seed: no word on noise")
+    assert (one_seed.half_width, one_seed.verdict) == (None, "one seed: noise unknown")
 
 
 def outcomes(page: ModuleType, accuracies: dict[str | None, list[float]]) -> list[object]:
@@ -61,7 +61,7 @@ def outcomes(page: ModuleType, accuracies: dict[str | None, list[float]]) -> lis
     ]
 
 
-def test_the_page_has_the_figures_and_a_plain_word_for_each_comparison(page: ModuleType) -> None:
+def test_the_page_shows_figures_and_a_verdict_per_comparison(page: ModuleType) -> None:
     accuracies: dict[str | None, list[float]] = {
         None: [0.3, 0.4, 0.5],
         "full": [0.60, 0.70, 0.80],
@@ -77,7 +77,7 @@ def test_the_page_has_the_figures_and_a_plain_word_for_each_comparison(page: Mod
     assert re.search(r"\*\*Clip-higher\*\* .*: \+0\.0 points without it, \*\*within noise\*\*", text)
     assert re.search(r"\*\*Token-mean\*\* .*: -4\.0 points without it, \*\*worse\*\* .*\(-6\.5 to -1\.5\)", text)
     assert "Before training: 40.0 (30.0..50.0) %" in text
-    assert "in about 10 of 100 such pages" in text  # 1 - 0.95^2 = 0.0975
+    assert "about 10 of 100 such pages" in text  # 1 - 0.95^2 = 0.0975
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_the_plot_is_drawn(page: ModuleType, tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_each_variant_changes_the_recipe_in_the_keys_it_names(page: ModuleType) -> None:
+def test_each_variant_changes_only_its_keys(page: ModuleType) -> None:
     recipe = ROOT / "configs" / "arith_cpu.yaml"
     configs = {name: load_config(recipe, keys) for name, keys in page.VARIANTS.items()}
     assert len(set(configs.values())) == len(configs) == 5

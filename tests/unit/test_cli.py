@@ -101,7 +101,7 @@ def test_config_show_prints_derived_numbers_to_stderr() -> None:
     ("words", "message"),
     [
         (["config", "show", CONFIG, "--set", "train.totl_steps=3"], "did you mean train.total_steps?"),
-        (["plan", CONFIG, "--set", "train.num_ranks=3"], "do not divide over train.num_ranks=3"),
+        (["plan", CONFIG, "--set", "train.num_ranks=3"], "do not divide evenly over train.num_ranks=3"),
         (["plan", "no/such.yaml"], "configuration no/such.yaml cannot be read: No such file or directory"),
         (["plan", CONFIG, "--set", "custom_reward.path=no/such.py"], "path=no/such.py cannot be read"),
         (["plan", CONFIG, "--set", "evaluate.prompt=nosuch.txt"], "prompt=nosuch.txt is neither"),

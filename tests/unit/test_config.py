@@ -1,4 +1,4 @@
-"""Configuration: precedence, a message for each mistake, a lossless dump, and no key that nothing reads."""
+"""Configuration: precedence, a message for each mistake, a lossless dump, and no unused key."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _leaves(
 LEAVES = {key: (section, field) for key, section, field in _leaves()}
 
 
-def test_overrides_go_before_the_file_and_the_file_before_defaults(recipe: Path) -> None:
+def test_overrides_take_precedence_over_the_file_and_the_file_over_defaults(recipe: Path) -> None:
     config = load_config(recipe, ["train.warmup_steps=7", "rollout.group_size=4", "rollout.group_size=8"])
     assert config.train.warmup_steps == 7  # --set over the file
     assert config.train.learning_rate == 1e-5  # the file over the default
@@ -101,7 +101,7 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             r"store\.path = '\$\{STORE\}' still holds a placeholder; put the real value there",
         ),
         ('serve.extra_args=[a, "${X}"]', r"serve\.extra_args\.1 = '\$\{X\}' still holds a placeholder"),
-        ("train.total_steps", r"'train\.total_steps' is not of the form section\.key=value, such as run\.seed"),
+        ("train.total_steps", r"'train\.total_steps' must have the form section\.key=value, such as run\.seed"),
         ("train=", r"--set 'train=' would replace a whole section; set its keys: train\.KEY=VALUE"),
         ("train={total_steps: 3}", r"would replace a whole section"),
         ("train=5", r"train is a section with keys, not the value 5"),
@@ -113,7 +113,7 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("run.name=2024-13-01", r"--set 'run\.name=2024-13-01': the value is not valid YAML: month must be"),
         (
             "train.mini_prompts=30",
-            r"train\.train_prompts=512 is not a multiple of train\.mini_prompts=30; .*2 prompts",
+            r"train\.train_prompts=512 is not a multiple of train\.mini_prompts=30: .*2 prompts",
         ),
         (
             "train.num_ranks=7",
@@ -158,10 +158,10 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             "evaluate.checkpoints=20",
             r"evaluate\.checkpoints=20 is neither a list of steps, such as \[20",
         ),
-        ("evaluate.checkpoints=[30]", r"names step 30, and checkpoint\.save_every=20 saves none there; set .*=10"),
-        ("evaluate.checkpoints=every 7", r"names step 7, and checkpoint\.save_every=20 saves none there"),
-        ("evaluate.checkpoints=[100000]", r"names step 100000, and train\.total_steps is \d+; name steps 1"),
-        ("checkpoint.keep_steps=[30]", r"checkpoint\.keep_steps names step 30, and checkpoint\.save_every=20"),
+        ("evaluate.checkpoints=[30]", r"lists step 30, but checkpoint\.save_every=20 does not save it; set .*=10"),
+        ("evaluate.checkpoints=every 7", r"lists step 7, but checkpoint\.save_every=20 does not save it"),
+        ("evaluate.checkpoints=[100000]", r"lists step 100000, but train\.total_steps=\d+; use steps 1"),
+        ("checkpoint.keep_steps=[30]", r"checkpoint\.keep_steps lists step 30, but checkpoint\.save_every=20"),
         ("model.source=path", r"model\.source is path, but model\.path is not set"),
         ("model.path=qwen", r"model\.path=qwen would be ignored by model\.source=recipe; set model\.source=path"),
         (
@@ -181,12 +181,12 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("serve.max_model_len=22527", r"= 22528 is above serve\.max_model_len=22527.*raise serve\.max_model_len"),
     ],
 )
-def test_bad_input_is_named_with_its_value_and_the_fix(recipe: Path, override: str, message: str) -> None:
+def test_bad_input_is_refused_with_its_value_and_the_fix(recipe: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(recipe, [override])
 
 
-def test_references_of_a_model_are_checked_as_they_are_read() -> None:
+def test_model_references_are_validated() -> None:
     for model, said in (
         ({"source": "huggingface", "id": "qwen"}, r"model\.id=qwen is not of the form ORG/NAME"),
         ({"source": "url", "urls": ["https://a.org/b"]}, r"https://a\.org/b is not pinned: append #sha256="),
@@ -216,7 +216,7 @@ def test_references_of_a_model_are_checked_as_they_are_read() -> None:
         ),
         (
             ["custom_reward.path=score.py", "reward.scorers=[mine=choice]"],
-            r"reward\.scorers=\['mine=choice'\] would be ignored by custom_reward\.path=score\.py",
+            r"reward\.scorers=\['mine=choice'\] would be ignored, because custom_reward\.path=score\.py",
         ),
         (
             ["train.offload_activations=true", "train.gradient_checkpointing=false"],
@@ -225,7 +225,7 @@ def test_references_of_a_model_are_checked_as_they_are_read() -> None:
         (["custom_reward.name=mine"], r"custom_reward\.name=mine would be ignored without custom_reward\.path"),
         (  # 512 x 16 = 8192 responses, 5 x 1638 = 8190
             ["algorithm.kl.place=reward", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=1638"],
-            r"algorithm\.kl\.horizon=1638 is passed 5\.0 times .* raise algorithm\.kl\.horizon, .* 32768",
+            r"are 5\.0 times algorithm\.kl\.horizon=1638; .* Raise algorithm\.kl\.horizon, .* 32768",
         ),
     ],
 )
@@ -234,7 +234,7 @@ def test_contradicting_keys_are_refused(recipe: Path, overrides: list[str], mess
         load_config(recipe, overrides)
 
 
-def test_all_problems_come_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as unknown:
         _resolve(train={"total_stepz": 1}, run={"name": "${NAME}"}, rollouts={})
     assert len(str(unknown.value).splitlines()) == 3
@@ -247,7 +247,7 @@ def test_all_problems_come_at_once() -> None:
     ("text", "message"),
     [
         ("train: [1", r"configuration .*bad\.yaml is not valid YAML"),
-        ("- a\n- b\n", r"configuration .*bad\.yaml holds list, not sections with keys"),
+        ("- a\n- b\n", r"configuration .*bad\.yaml contains a list instead of sections with keys"),
         (BASE + "train: 5\n", r"train is a section with keys, not the value 5"),
         (
             "run:\n  seed: 1\n  seed: 2\n",
@@ -257,14 +257,14 @@ def test_all_problems_come_at_once() -> None:
         (BASE + "1: 2\n", "unknown key 1 = 2"),
     ],
 )
-def test_a_bad_file_is_named_with_the_place(tmp_path: Path, text: str, message: str) -> None:
+def test_a_bad_file_is_refused_with_the_location(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         load_config(path)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml cannot be read: No such file or directory"):
         load_config(tmp_path / "absent.yaml")
     (tmp_path / "latin.yaml").write_bytes("run:\n  name: é\n".encode("latin-1"))
@@ -272,7 +272,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_config(tmp_path / "latin.yaml")
 
 
-def test_empty_sections_and_empty_files_are_the_defaults(tmp_path: Path) -> None:
+def test_empty_sections_and_files_mean_defaults(tmp_path: Path) -> None:
     path = tmp_path / "dapo.yaml"  # the file's name is that of the run
     path.write_text(BASE + "train:\nreward:\n  overlong:\nrun:\n", encoding="utf-8")
     assert load_config(path) == _resolve()
@@ -330,7 +330,7 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 
 @pytest.mark.parametrize("key", LEAVES)
-def test_every_key_says_what_it_is_within_which_bounds_and_whether_it_changes_the_result(key: str) -> None:
+def test_every_key_declares_a_description_bounds_and_volatility(key: str) -> None:
     section, field = LEAVES[key]
     assert is_volatile(section, key.rsplit(".", 1)[-1]) in (True, False)
     assert field.description is not None
@@ -341,7 +341,7 @@ def test_every_key_says_what_it_is_within_which_bounds_and_whether_it_changes_th
         assert any(isinstance(bound, bounds) for bound in field.metadata)
 
 
-def test_result_values_drop_volatile_keys_only() -> None:
+def test_result_values_omit_only_volatile_keys() -> None:
     values = result_values(_resolve())
     for key, (section, _) in LEAVES.items():
         *sections, name = key.split(".")
@@ -380,7 +380,7 @@ def test_every_key_is_read_somewhere() -> None:
     assert not unread
 
 
-def test_a_benchmark_has_a_name_and_the_sections_values_where_it_sets_none() -> None:
+def test_benchmarks_inherit_unset_values_from_the_section() -> None:
     sampled = {"set": "aime24", "num_samples": 4, "temperature": 0.6}
     sets = ["math500", sampled, "hf:you/geometry-set@main/", "own/held.parquet"]
     evaluate = _resolve(evaluate={"benchmarks": sets, "gates": ["math500 >= before - 1"]}).evaluate

@@ -1,4 +1,4 @@
-"""The order of training prompts, which resumes anywhere, and the tokenizers that are refused."""
+"""The order of training prompts, which can resume anywhere, and tokenizers that are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _order(stream: PromptStream, count: int) -> list[int]:
     return [prompt.index for prompt in stream.take(count)]
 
 
-def test_epochs_are_permutations_that_differ_and_the_seed_alone_decides_them() -> None:
+def test_each_epoch_is_a_different_permutation_decided_by_the_seed() -> None:
     stream = PromptStream(PROMPTS * 4, seed=3, shuffle=True)
     epochs = [_order(stream, 20) for _ in range(3)]
     assert (stream.position, stream.epoch) == (60, 3.0)
@@ -44,7 +44,7 @@ def test_without_shuffling_the_file_order_repeats() -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 40), st.lists(st.integers(0, 13), max_size=6), st.booleans())
-def test_a_stream_resumed_at_any_position_gives_the_uninterrupted_order(
+def test_a_stream_resumed_at_any_position_continues_the_same_order(
     position: int, takes: list[int], shuffle: bool
 ) -> None:
     whole = _order(PromptStream(PROMPTS, 7, shuffle), position + sum(takes))
@@ -53,7 +53,7 @@ def test_a_stream_resumed_at_any_position_gives_the_uninterrupted_order(
     assert resumed.position == position + sum(takes)
 
 
-def test_a_tokenizer_without_chat_template_or_none_at_all_is_refused(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_or_chat_template_is_refused(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "good")
     assert load_tokenizer(tmp_path / "good").chat_template == tokenizer.chat_template
@@ -66,7 +66,7 @@ def test_a_tokenizer_without_chat_template_or_none_at_all_is_refused(tmp_path: P
         load_tokenizer(tmp_path / "empty")
 
 
-def test_a_mixture_takes_by_weight_and_continues_where_it_was() -> None:
+def test_a_mixture_follows_its_weights_and_resumes() -> None:
     prompts = [replace(PROMPTS[0], index=n, dataset="ab"[n >= 40]) for n in range(50)]
     sets = [(3.0, np.arange(40)), (1.0, np.arange(40, 50))]
     whole = PromptStream(prompts, 5, True, sets=sets).take(5000)
@@ -83,7 +83,7 @@ def test_a_mixture_takes_by_weight_and_continues_where_it_was() -> None:
     assert one.take(200) == PromptStream(prompts, 5, True).take(200)
 
 
-def test_turns_are_by_weight_and_every_set_has_one() -> None:
+def test_turns_follow_weights_and_every_set_gets_one() -> None:
     assert interleave([2, 1]).tolist()[:6] == [0, 1, 0, 0, 1, 0]
     assert np.bincount(interleave([1, 1, 1])).tolist() == [333, 333, 333]
     assert np.bincount(interleave([1.0, 1e-6])).tolist() == [1000, 1]

@@ -1,4 +1,4 @@
-"""Digests of files by parts: they cover every byte, and a merge's are those that a reader takes."""
+"""Digests of files by parts cover every byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from dapo_core.digests import CHUNK_BYTES, content_part, digest_of, file_digest, file_parts, safetensors_sizes
 
 
-def test_the_parts_of_a_safetensors_file_are_its_header_and_its_tensors(tmp_path: Path) -> None:
+def test_a_safetensors_file_is_hashed_by_header_and_tensor(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = {"a": torch.arange(3.0), "b": torch.zeros(0), "c": torch.ones(5, dtype=torch.uint8)}
     save_file(tensors, path)
@@ -29,7 +29,7 @@ def test_the_parts_of_a_safetensors_file_are_its_header_and_its_tensors(tmp_path
 @pytest.mark.parametrize(
     "entry", [{"data_offsets": [0, 10**9]}, {"data_offsets": "x"}, {}, [], "x", {"data_offsets": [0, 3]}]
 )
-def test_every_byte_counts_whatever_the_header_says(tmp_path: Path, entry: object) -> None:
+def test_every_byte_changes_the_digest_whatever_the_header_says(tmp_path: Path, entry: object) -> None:
     path = tmp_path / "model.safetensors"
     header = json.dumps({"a": entry}).encode()
     content = len(header).to_bytes(8, "little") + header + b"0123456789"
@@ -43,7 +43,7 @@ def test_every_byte_counts_whatever_the_header_says(tmp_path: Path, entry: objec
     assert file_digest(path) != digest
 
 
-def test_other_files_are_one_part_and_a_lacking_byte_is_seen(tmp_path: Path) -> None:
+def test_a_missing_byte_in_any_file_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "file"
     content = bytes(range(256)) * (CHUNK_BYTES // 128)
     path.write_bytes(content)

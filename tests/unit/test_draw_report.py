@@ -1,4 +1,4 @@
-"""What a draw says while it lasts: a line every 10 s with its end, and a hint when nothing has signal."""
+"""Messages of a draw: a progress line every 10 s, and a hint if no group has signal."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def account(
     return count
 
 
-def test_a_line_every_ten_seconds_with_pace_and_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged_every_ten_seconds_with_rate_and_time_left(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     clock = Clock()
     progress = DrawProgress(16, clock)
-    progress.begin(3, num_waiting=2)
+    progress.begin(3, num_carried=2)
     for _ in range(25):
         clock.now += 1
         seen = account(wrong=9, right=20, finished=39)
         seen.generated_tokens = int(clock.now - 100) * 50  # and 30 a second of groups in flight
         progress.show(seen, 96, num_ready=10, num_open_tokens=int(clock.now - 100) * 30)
     assert caplog.messages == [  # 8 groups in 10 s: 7.5 s for the 6 that are left
-        f"training step 3 draws: 96 groups drawn, 39 finished, 10 of 16 kept, 20 all right, 9 all wrong; "
+        f"training step 3: 96 groups drawn, 39 finished, 10 of 16 kept, 20 all right, 9 all wrong; "
         f"80 tokens/s, about {seconds} s left"
         for seconds in (8, 15)
     ]
@@ -43,12 +43,15 @@ def test_a_line_every_ten_seconds_with_pace_and_end(caplog: pytest.LogCaptureFix
     ("seen", "advice"),
     [
         (account(wrong=4, right=96), "too easy for the model"),
-        (account(wrong=100), "another form than the scorer reads"),
-        (account(right=1, equal=99), "0 all wrong, 99 all equal (mean accuracy 1.0%). The model answers in"),
+        (account(wrong=100), "answer format is not the one that the scorer reads"),
+        (
+            account(right=1, equal=99),
+            "0 all wrong, 99 all equal (mean accuracy 1.0%). Either the model's answer format",
+        ),
         (account(wrong=99, right=1, cut=150), "75% of the responses are cut by rollout.max_response_tokens"),
     ],
 )
-def test_a_hundred_groups_without_signal_give_one_hint(
+def test_a_hundred_groups_without_signal_log_one_hint(
     caplog: pytest.LogCaptureFixture, seen: TokenAccount, advice: str
 ) -> None:
     progress = DrawProgress(16, Clock())
@@ -62,8 +65,8 @@ def test_a_hundred_groups_without_signal_give_one_hint(
     assert advice in message
 
 
-def test_a_draw_that_waits_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """The sampler itself calls it, until its own limit on silence."""
+def test_a_waiting_draw_logs_progress(caplog: pytest.LogCaptureFixture) -> None:
+    """The sampler logs progress until its time limit."""
     caplog.set_level("INFO")
     clock = Clock()
     source = ScriptedSource([[0.0, 0.0]] * 50, burst=0)
@@ -72,7 +75,7 @@ def test_a_draw_that_waits_says_so(caplog: pytest.LogCaptureFixture) -> None:
     sampler.while_waiting = lambda: setattr(clock, "now", clock.now + 1)
     with pytest.raises((RolloutError, NotEnoughSignal)):
         sampler.draw(step=1)
-    lines = [message for message in caplog.messages if message.startswith("training step 1 draws: ")]
+    lines = [message for message in caplog.messages if message.startswith("training step 1: ")]
     assert len(lines) == 2
     assert "4 groups drawn, 0 finished, 0 of 2 kept" in lines[0]
-    assert lines[0].endswith("no end to be seen: no group with signal finished yet")
+    assert lines[0].endswith("time left unknown: no group with signal has finished yet")

@@ -1,4 +1,4 @@
-"""Further arguments of vLLM's engine, and devices that share one: what is refused before anything starts."""
+"""vLLM engine arguments and parallel sizes: what is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from tests.trainings import settings
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"engine_args": {"seed": 3}}, r"rollout\.engine_args\.seed has a place of its own; use run\.seed"),
+        ({"engine_args": {"seed": 3}}, r"rollout\.engine_args\.seed is set by the project: use run\.seed"),
         ({"engine_args": {"tensor-parallel-size": 2}}, r"use rollout\.tensor_parallel"),
-        ({"engine": "hf", "tensor_parallel": 2}, r"rollout\.tensor_parallel=2, .* are for rollout\.engine=vllm"),
+        ({"engine": "hf", "tensor_parallel": 2}, r"rollout\.tensor_parallel=2, .* need rollout\.engine=vllm"),
         ({"engine_args": {"pipeline_parallel_size": 2}}, r"use rollout\.pipeline_parallel"),
         ({"engine_args": {"enable_expert_parallel": True}}, r"use rollout\.expert_parallel"),
         (
             {"engine": "hf", "pipeline_parallel": 2},
-            r"rollout\.pipeline_parallel=2 .* are for rollout\.engine=vllm",
+            r"rollout\.pipeline_parallel=2 .* need rollout\.engine=vllm",
         ),
-        ({"expert_parallel": True}, r"expert_parallel=true with rollout\.tensor_parallel=1 leaves all experts"),
+        ({"expert_parallel": True}, r"expert_parallel=true has no effect with rollout\.tensor_parallel=1; set"),
         (
             {"expert_parallel": True, "tensor_parallel": 2},
-            r"expert_parallel=true with train\.device=cpu: .* crashes",
+            r"expert_parallel=true with train\.device=cpu crashes: vLLM",
         ),
         (
             {"engine": "hf", "engine_args": {"enforce_eager": True}},
-            r"\['enforce_eager'\] are for rollout\.engine=",
+            r"\['enforce_eager'\] need rollout\.engine=",
         ),
     ],
 )
-def test_what_a_key_decides_or_an_engine_lacks_is_refused(keys: dict[str, object], said: str) -> None:
+def test_reserved_or_unsupported_engine_arguments_are_refused(keys: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         resolve_config(settings(rollout={"engine": "vllm", **keys}))
 
 
-def test_parts_that_a_model_cannot_give_are_found_beforehand(tmp_path: Path) -> None:
+def test_impossible_parallel_sizes_are_found_before_starting(tmp_path: Path) -> None:
     build_tiny(tmp_path / "model", "qwen3")  # two layers, no experts
     model = {"source": "path", "path": str(tmp_path / "model"), "recipe": {}}
     for keys, said in (
@@ -66,15 +66,16 @@ def test_parts_that_a_model_cannot_give_are_found_beforehand(tmp_path: Path) -> 
         assert said in f"{failed}"
 
 
-def test_arguments_are_those_of_the_installed_engine() -> None:
+def test_unknown_engine_arguments_are_refused_with_the_nearest_name() -> None:
     require_known(["enforce_eager", "kv_cache_dtype", "max_num_batched_tokens"])
     with pytest.raises(
-        ConfigError, match=r"engine_args\.enforce_eagr is no argument .* did you mean enforce_eager\?"
+        ConfigError,
+        match=r"has no engine argument enforce_eagr \(rollout\.engine_args\); did you mean enforce_eager\?",
     ):
         require_known(["enforce_eagr"])
 
 
-def test_each_kind_of_device_gets_what_reinforcement_learning_needs() -> None:
+def test_each_device_type_gets_its_engine_arguments() -> None:
     settings = tiny_engine_settings()  # 8 sequences of 96 tokens
     kinds = {device: device_arguments(device, settings, 96) for device in ("cpu", "cuda", "npu")}
     for arguments in kinds.values():
@@ -97,7 +98,7 @@ def test_each_kind_of_device_gets_what_reinforcement_learning_needs() -> None:
 
 
 @pytest.mark.parametrize("section", ["rollout", "serve"])
-def test_devices_that_cannot_share_the_heads_are_found_beforehand(tmp_path: Path, section: str) -> None:
+def test_indivisible_heads_are_found_before_starting(tmp_path: Path, section: str) -> None:
     build_tiny(tmp_path / "model", "qwen3")  # two heads
     model = {"source": "path", "path": str(tmp_path / "model"), "recipe": {}}
     changes = {"rollout": {"engine": "vllm"}, section: {"engine": "vllm"} if section == "rollout" else {}}
@@ -111,7 +112,7 @@ def test_devices_that_cannot_share_the_heads_are_found_beforehand(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_heads_that_vllm_has_no_kernel_for_on_a_cpu_are_found_beforehand(tmp_path: Path) -> None:
+def test_head_sizes_without_a_cpu_kernel_are_found_before_starting(tmp_path: Path) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert set(CPUAttentionBackend.get_supported_head_sizes()) <= set(CPU_HEAD_WIDTHS)
@@ -123,7 +124,7 @@ def test_heads_that_vllm_has_no_kernel_for_on_a_cpu_are_found_beforehand(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_sampler_that_was_built_without_the_mode_gives_log_probs_of_what_it_draws_from() -> None:
+def test_log_probs_are_of_the_sampled_distribution_whatever_sampler_was_built() -> None:
     """As vllm-ascend builds its own, which is vLLM's with other kernels."""
     from vllm.v1.sample.sampler import Sampler
 

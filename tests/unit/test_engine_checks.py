@@ -1,4 +1,4 @@
-"""Weights in buckets with checksums, and a probe that no engine with other weights passes."""
+"""Weight buckets with checksums, and a probe that detects engines with wrong weights."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ def _sampled(difference: float, is_stale: bool = False, **keys: Any) -> None:
     require_sampled_alike(batch.rollout_log_probs + difference, batch, config, [torch.float32])
 
 
-def test_tokens_that_were_drawn_from_another_distribution_end_the_training() -> None:
+def test_tokens_sampled_from_another_distribution_end_training() -> None:
     _sampled(1e-4)
     with pytest.raises(RolloutError) as caught:
         _sampled(0.1, rollout={"temperature": 0.5})
-    assert "for the 3 tokens they sampled differ" in str(caught.value)
+    assert "of the 3 tokens they sampled differ" in str(caught.value)
     assert "rollout.temperature=0.5 by 0.1 nats per token, more than the 0.002 that float32" in str(caught.value)
     with pytest.raises(RolloutError, match="3 of the policy's 3 log-probs are not finite"):
         _sampled(NAN)
 
 
-def test_what_cannot_be_compared_is_not() -> None:
+def test_incomparable_log_probs_are_not_checked() -> None:
     _sampled(0.1, is_stale=True)
     _sampled(0.1, rollout={"top_p": 0.9})
     _sampled(0.1, algorithm={"old_log_probs": "engine"})
@@ -83,7 +83,7 @@ def _names(plan: WeightPlan) -> list[list[str]]:
     return [[planned.name for planned in bucket] for bucket in plan.buckets]
 
 
-def test_buckets_keep_the_order_and_the_bound() -> None:
+def test_buckets_keep_tensor_order_and_size_limit() -> None:
     tensors = _planned(a=4, b=4, c=3, d=8, e=1, f=9)
     plan = plan_buckets(tensors, torch.bfloat16, max_bytes=20)  # 10 elements
     assert _names(plan) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
@@ -93,7 +93,7 @@ def test_buckets_keep_the_order_and_the_bound() -> None:
     assert plan_buckets([], torch.bfloat16, max_bytes=20).slot_numel == 0
 
 
-def test_a_checksum_depends_on_every_bit_and_its_place() -> None:
+def test_a_checksum_depends_on_every_bit_and_its_position() -> None:
     values = torch.arange(6, dtype=torch.bfloat16)
     swapped, negated = values[[1, 0, 2, 3, 4, 5]], values.clone()
     negated[0] = -0.0  # equal to 0, and other bits
@@ -130,7 +130,7 @@ def test_each_engine_is_compared_with_what_the_ranks_sent() -> None:
             require_arrived(plan, sent, {"first": sound, "second": wrong}, 7)
 
 
-def test_shared_memory_is_counted_and_given_back() -> None:
+def test_shared_memory_is_counted_and_freed() -> None:
     memory = SharedMemory.create(2, 1000, torch.float32, 2)
     reader = SharedMemory.open(memory.address, 2, 1000, torch.float32, 2)
     memory.slots[1][:] = 3.0
@@ -150,7 +150,7 @@ def test_shared_memory_is_counted_and_given_back() -> None:
         SharedMemory.open("/proc/self/fd/9999", 2, 1000, torch.float32, 2)
 
 
-def test_slots_that_no_process_maps_are_in_huge_pages() -> None:
+def test_unmapped_slots_use_huge_pages() -> None:
     plan = plan_buckets(_planned(a=2**20, b=2**20), torch.float32, 2**22)
     outbox, device = Outbox(plan, device_for("cpu"), 0), torch.device("cpu")
     for slot in (outbox.slot(), *new_slots(plan, device)):
@@ -169,13 +169,13 @@ def _memory_flags(address: int) -> list[str]:
     raise AssertionError(f"nothing is at {address:x}")
 
 
-def test_a_wait_for_weights_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_weights_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "STALL_SECONDS", 0.01)
     with pytest.raises(RolloutError, match=r"^waited 0 s for a bucket: a process of the training hangs"):
         links.wait_until(lambda: False, "a bucket")
 
 
-def test_the_worst_engine_counts_and_its_precision_is_the_limit() -> None:
+def test_the_worst_engine_decides_within_its_precision() -> None:
     # first engine: (0 + 0 + 0.0003) / 3 = 0.0001; second: (0.0003 + 0.0006 + 0) / 3 = 0.0003
     engines = [[[-1.0, -2.0], [-3.0003]], [[-1.0003, -1.9994], [-3.0]]]
     assert _probe(engines) == pytest.approx(3e-4, rel=1e-3)
@@ -188,10 +188,10 @@ def test_the_worst_engine_counts_and_its_precision_is_the_limit() -> None:
         ([[[-1.0, -2.0], [-3.3]]], r"differ from the policy's by 0\.1 nats per token, more than the 0\.001"),
         ([[[NAN, -2.0], [-3.0]]], "by nan nats per token"),
         ([[[-1.0, -2.0], [-3.0]], [[-1.0, NAN], [-3.0]]], "by nan nats per token"),
-        ([[[], []]], "gave 0 log-probs for a probe of 3 response tokens"),
-        ([[[-1.0], [-3.0]]], "gave 2 log-probs for a probe of 3 response tokens"),
+        ([[[], []]], "returned 0 log-probs for a probe of 3 response tokens"),
+        ([[[-1.0], [-3.0]]], "returned 2 log-probs for a probe of 3 response tokens"),
     ],
 )
-def test_an_engine_with_other_weights_is_refused(engines: list[list[list[float]]], message: str) -> None:
+def test_an_engine_with_wrong_weights_is_refused(engines: list[list[list[float]]], message: str) -> None:
     with pytest.raises(RolloutError, match=message):
         _probe(engines)

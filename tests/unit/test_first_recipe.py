@@ -71,7 +71,7 @@ def test_recipes_for_other_model_families_plan_clean(folder: Path, architecture:
 
 def test_a_base_model_needs_a_chat_template(folder: Path) -> None:
     template = Path("models/small/chat_template.jinja").rename("chat.jinja")
-    with pytest.raises(PreflightError, match=r"has no chat template; .* \(of dapo init: --chat-template\)"):
+    with pytest.raises(PreflightError, match=r"has no chat template; .* \(dapo init: --chat-template\)"):
         first_recipe(Path("b/c/b.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
     assert {path.name for path in Path().iterdir()} == {"data", "models", "chat.jinja"}  # nothing of the recipe
     text = first_recipe(Path("b.yaml"), model_keys("models/small", template), "data/questions.csv", None, CPU)

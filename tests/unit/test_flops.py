@@ -1,4 +1,4 @@
-"""Operations of a training step against those that PyTorch counts, peaks of devices, and utilisation."""
+"""FLOPs of a training step against PyTorch's counter, device peaks, and utilization."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def flops(config: PretrainedConfig, lengths: list[int], num_logits: int) -> floa
     return number
 
 
-def test_by_hand() -> None:
+def test_matches_hand_computed_values() -> None:
     # Qwen3, weights a token meets: 3 x (q 24 x 40 + k, v 2 x 24 x 20 + out 40 x 24 + MLP 3 x 24 x 40) = 17,280
     # pairs of lengths 2 and 3: 3 + 6 = 9, each 3 layers x 4 heads x 10 wide x 2 products = 240: 2,160
     # head of 4 positions: 4 x 24 x 50 = 4,800; 3 passes x 2 x (17,280 x 5 + 2,160 + 4,800) = 560,160
@@ -93,7 +93,7 @@ def test_a_backward_pass_costs_two_forward_passes(config: PretrainedConfig) -> N
     assert needed == flops(config, [length], length)
 
 
-def test_an_architecture_of_other_products_has_no_number() -> None:
+def test_unknown_architectures_have_no_flops() -> None:
     assert training_flops(GPT2Config(), np.array([4]), 4) is None
     window = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=2)
     assert training_flops(window, np.array([4]), 4) is None
@@ -116,11 +116,11 @@ def test_an_architecture_of_other_products_has_no_number() -> None:
         ("cpu", None),
     ],
 )
-def test_peaks(name: str, peak: float | None) -> None:
+def test_known_devices_have_their_vendors_peak(name: str, peak: float | None) -> None:
     assert peak_flops(name) == (None if peak is None else pytest.approx(peak, rel=1e-12))
 
 
-def test_utilisation(caplog: pytest.LogCaptureFixture) -> None:
+def test_mfu_is_flops_over_time_and_peak(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         meter = ActorUtilization(CONFIGS["qwen3"], "NVIDIA A100-SXM4-80GB", torch.bfloat16, num_devices=4)
     assert caplog.messages == []
@@ -137,24 +137,24 @@ def test_utilisation(caplog: pytest.LogCaptureFixture) -> None:
             CONFIGS["qwen3"],
             "NVIDIA H200",
             torch.float32,
-            "peaks are known for torch.bfloat16 and the policy computes in torch.float32",
+            "peak FLOP/s are known for torch.bfloat16, but the policy computes in torch.float32",
         ),
         (
             GPT2Config(),
             "NVIDIA H200",
             torch.bfloat16,
-            "operations of the architecture gpt2 as configured are unknown",
+            "unknown FLOPs of architecture gpt2 as configured",
         ),
     ],
 )
-def test_what_is_unknown_is_said_once_and_left_out(
+def test_unknown_mfu_is_logged_once_and_omitted(
     config: PretrainedConfig, device: str, dtype: torch.dtype, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
         meter = ActorUtilization(config, device, dtype, num_devices=2)
         found = [meter.metrics(BATCH, 1.0) for _ in range(3)]
     assert found == [{}, {}, {}]
-    assert caplog.messages == [f"{reason}: perf/mfu/actor is left out"]
+    assert caplog.messages == [f"{reason}: perf/mfu/actor is not reported"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a checkpoint is bound to, and what a person may change on the way."""
+"""Identity of a training: what a checkpoint is bound to, and what may be changed midway."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dapo_core.config.fields import is_volatile, known_fields
-from dapo_core.config.training import TrainConfig
+from dapo_core.config.train import TrainConfig
 from dapo_core.data import Prompt, PromptStream
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.identity import refuse_other_training, training_identity
@@ -32,7 +32,7 @@ def model_path(tmp_path: Path) -> Path:
 
 def _identity(model_path: Path, answer: str = "1", **sections: dict) -> dict:
     stream = PromptStream([Prompt(0, (3, 4), "arithmetic", answer)], seed=0, shuffle=True)
-    return training_identity(make_config(model_path, **sections), stream, model_path)
+    return training_identity(make_config(model_path, **sections), stream.digest, model_path)
 
 
 def _changed(before: dict, now: dict) -> set[str]:
@@ -57,7 +57,7 @@ def _changed(before: dict, now: dict) -> set[str]:
         ({"store": {"path": "elsewhere"}, "serve": {"port": 8000}, "evaluate": {"seed": 5}}, set()),
     ],
 )
-def test_what_alters_the_training_is_bound(
+def test_settings_that_change_the_training_are_in_its_identity(
     model_path: Path, tmp_path: Path, sections: dict[str, dict], changed: set[str]
 ) -> None:
     if "custom_reward" in sections:
@@ -67,7 +67,7 @@ def test_what_alters_the_training_is_bound(
     assert _changed(_identity(model_path), _identity(model_path, **sections)) == changed
 
 
-def test_the_reference_model_is_bound_by_its_content(model_path: Path, tmp_path: Path) -> None:
+def test_the_reference_model_is_identified_by_content(model_path: Path, tmp_path: Path) -> None:
     (tmp_path / "moved").mkdir()
     (tmp_path / "moved" / "config.json").write_text("{}", encoding="utf-8")
     kl = {"place": "loss", "reference_path": str(model_path)}
@@ -78,7 +78,7 @@ def test_the_reference_model_is_bound_by_its_content(model_path: Path, tmp_path:
     assert _changed(first, other) == {"algorithm.kl.reference_path"}
 
 
-def test_a_training_whose_rate_falls_until_its_end_cannot_become_longer(model_path: Path) -> None:
+def test_a_schedule_that_decays_to_the_end_forbids_more_steps(model_path: Path) -> None:
     def identities(**schedule: object) -> list[dict]:
         return [_identity(model_path, train={"total_steps": steps, **schedule}) for steps in (100, 200)]
 
@@ -86,7 +86,7 @@ def test_a_training_whose_rate_falls_until_its_end_cannot_become_longer(model_pa
     assert _changed(*identities(schedule="cosine", schedule_steps=3200)) == set()
 
 
-def test_keys_are_those_of_the_configuration_and_none_is_volatile(model_path: Path) -> None:
+def test_the_identity_contains_known_non_volatile_keys(model_path: Path) -> None:
     identity = _identity(model_path)
     assert set(identity) - {"prompts", "model"} <= set(known_fields(Config))
     trained = {name.removeprefix("train.") for name in identity if name.startswith("train.")}
@@ -95,7 +95,7 @@ def test_keys_are_those_of_the_configuration_and_none_is_volatile(model_path: Pa
     assert json.loads(json.dumps(identity)) == identity  # as a checkpoint gives it back
 
 
-def test_content_counts_and_not_its_place(model_path: Path, tmp_path: Path) -> None:
+def test_files_are_identified_by_content_not_path(model_path: Path, tmp_path: Path) -> None:
     before = _identity(model_path)
     assert _changed(before, _identity(model_path.rename(tmp_path / "moved"))) == set()
     assert _changed(before, _identity(tmp_path / "moved", answer="2")) == {"prompts"}
@@ -109,12 +109,12 @@ def test_content_counts_and_not_its_place(model_path: Path, tmp_path: Path) -> N
     assert digests == [hashlib.sha256(text).hexdigest() for text in (b"x", b"x", b"y")]
 
 
-def test_another_training_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_resuming_another_training_is_refused_with_the_differences(tmp_path: Path) -> None:
     assert refuse_other_training(tmp_path, BEFORE, dict(BEFORE)) == []
     assert refuse_other_training(tmp_path, BEFORE, dict(BEFORE), allowed=["run.seed"]) == []
     with pytest.raises(
         CheckpointError,
-        match=r"belongs to another training \(prompts 'ab' -> 'cd', run\.seed 3 -> 4\); .* a new --output, .*"
+        match=r"belongs to another training \(prompts 'ab' -> 'cd', run\.seed 3 -> 4\), .* a new --output, .*"
         r"--set 'checkpoint\.allow_changed=\[prompts, run\.seed\]'",
     ):
         refuse_other_training(tmp_path, BEFORE, NOW)
@@ -123,14 +123,14 @@ def test_another_training_is_refused_with_what_differs(tmp_path: Path) -> None:
         refuse_other_training(tmp_path, BEFORE, now)
 
 
-def test_allowed_changes_are_named_and_others_refused(tmp_path: Path) -> None:
+def test_allowed_changes_are_reported_and_others_refused(tmp_path: Path) -> None:
     assert refuse_other_training(tmp_path, BEFORE, NOW, allowed=("run.seed", "prompts")) == [
         "prompts 'ab' -> 'cd'",
         "run.seed 3 -> 4",
     ]
     with pytest.raises(
         CheckpointError,
-        match=r"training \(run\.seed 3 -> 4\); .*allow_changed=\[prompts, train\.weight_decay, run\.seed\]",
+        match=r"training \(run\.seed 3 -> 4\), .*allow_changed=\[prompts, train\.weight_decay, run\.seed\]",
     ):
         refuse_other_training(tmp_path, BEFORE, NOW, allowed=("train.weight_decay", "prompts"))
 
@@ -139,15 +139,15 @@ def test_allowed_changes_are_named_and_others_refused(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("train.learnig_rate", r"names train\.learnig_rate, .* \(did you mean train\.learning_rate\?\)"),
-        ("train.num_ranks", r"names train\.num_ranks, which no checkpoint is bound to; remove it"),
+        ("train.num_ranks", r"names train\.num_ranks, which is not part of a checkpoint's identity; remove it"),
     ],
 )
-def test_an_allowed_key_that_is_not_bound_is_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_an_unknown_key_in_allow_changed_is_refused(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         refuse_other_training(tmp_path, BEFORE, NOW, allowed=(name, "prompts"))
 
 
-def test_attempts_share_whatever_the_cache_key_says_changes_the_training(model_path: Path) -> None:
+def test_the_identity_covers_the_stages_cache_key(model_path: Path) -> None:
     def names(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
         for name, value in values.items():
             if isinstance(value, dict):

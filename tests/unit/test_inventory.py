@@ -66,7 +66,7 @@ def test_the_command_that_runs_a_line_on_a_host(tmp_path: Path, text: str, comma
     ("text", "message"),
     [
         ("", "nodes.yaml: hosts is not set: list the machines, such as [node1, node2]"),
-        ("[a, b]", "nodes.yaml holds list, not sections with keys"),
+        ("[a, b]", "nodes.yaml contains a list instead of sections with keys"),
         ("hosts: []\ndevices: 1", "hosts = [] is invalid: "),
         ("hosts: node1\ndevices: 1", "hosts = 'node1' is invalid: it must be a list, such as [node1, node2]"),
         ("hosts: [a]", "devices is not set for a: set the number per host, such as 16"),

@@ -1,4 +1,4 @@
-"""Operations with fused kernels: their twins are transformers' own, other kernels are refused."""
+"""Fused kernels: references equal transformers, and kernels that differ are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _results(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
-def test_twins_are_transformers_modules_bit_for_bit(
+def test_reference_operations_equal_transformers_bit_for_bit(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = _results(_loaded(folder, monkeypatch))
@@ -60,7 +60,7 @@ def test_twins_are_transformers_modules_bit_for_bit(
 
     def twin(*arguments: Any) -> torch.Tensor:
         counted.append(name)
-        return KERNELS[name].twin(*arguments)
+        return KERNELS[name].reference(*arguments)
 
     monkeypatch.setattr(kernels, "require_parity", lambda *_: None)
     install_kernels(model, ("auto",), _Fused(**{name: twin}))
@@ -70,7 +70,9 @@ def test_twins_are_transformers_modules_bit_for_bit(
     assert len(counted) == (calls if has_dense else 0)
 
 
-def test_a_name_takes_the_twin_and_needs_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_operation_uses_its_reference_and_fails_if_the_model_lacks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = _loaded(build_tiny(tmp_path / "dense", "qwen2"), monkeypatch)
     own = model.model.norm.forward
     install_kernels(model, ("auto",), Cpu())
@@ -78,18 +80,18 @@ def test_a_name_takes_the_twin_and_needs_a_place(tmp_path: Path, monkeypatch: py
     install_kernels(model, ("rms_norm",), Cpu())
     assert model.model.norm.forward != own
     experts = _loaded(build_tiny(tmp_path / "experts", "qwen3_moe"), monkeypatch)
-    with pytest.raises(ConfigError, match="names swiglu, which this qwen3_moe model has no place for"):
+    with pytest.raises(ConfigError, match="names swiglu, which cannot be replaced in this qwen3_moe model"):
         install_kernels(experts, ("swiglu",), Cpu())
     model.config.model_type = "gemma3"
-    install_kernels(model, ("auto",), _Fused(rms_norm=KERNELS["rms_norm"].twin))
-    with pytest.raises(ConfigError, match="names rotary, which this gemma3 model"):
+    install_kernels(model, ("auto",), _Fused(rms_norm=KERNELS["rms_norm"].reference))
+    with pytest.raises(ConfigError, match="names rotary, which cannot be replaced in this gemma3 model"):
         install_kernels(model, ("rotary",), Cpu())
 
 
-def test_a_kernel_is_compared_with_its_twin() -> None:
+def test_a_kernel_that_differs_from_its_reference_is_refused() -> None:
     def wide(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Rounds once, at the end, as fused kernels do."""
-        return KERNELS["rms_norm"].twin(states.double(), weight.double(), epsilon).to(states.dtype)
+        return KERNELS["rms_norm"].reference(states.double(), weight.double(), epsilon).to(states.dtype)
 
     require_parity("rms_norm", wide, Cpu())
     with pytest.raises(ConfigError) as caught:
@@ -97,8 +99,10 @@ def test_a_kernel_is_compared_with_its_twin() -> None:
     said = str(caught.value)
     assert "more than the 0.02 that bfloat16 explains: set train.fused_kernels=[swiglu,rotary]" in said
     with pytest.raises(ConfigError, match="fused kernel swiglu"):  # the halves the wrong way round
-        require_parity("swiglu", lambda gate, up: KERNELS["swiglu"].twin(up, gate), Cpu())
+        require_parity("swiglu", lambda gate, up: KERNELS["swiglu"].reference(up, gate), Cpu())
     with pytest.raises(ConfigError, match="fused kernel rotary"):  # right values without a gradient
-        require_parity("rotary", lambda states, *angles: KERNELS["rotary"].twin(states.detach(), *angles), Cpu())
+        require_parity(
+            "rotary", lambda states, *angles: KERNELS["rotary"].reference(states.detach(), *angles), Cpu()
+        )
     with pytest.raises(ConfigError, match="differs from plain torch by nan"):
         require_parity("swiglu", lambda gate, up: gate * up * torch.nan, Cpu())

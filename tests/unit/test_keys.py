@@ -21,7 +21,7 @@ def test_docs_keys_is_current_and_complete() -> None:
 def test_explain_shows_default_bounds_meaning_and_affected_stages() -> None:
     (key,) = explain("sampler.max_staleness")
     assert (key.default, key.values, key.stages) == ("2", "a whole number, >= 0, <= 64", "train_policy")
-    assert key.meaning.startswith("Training steps that a group may wait")
+    assert key.meaning.startswith("Maximum training steps between sampling a group")
     assert explain("serve.port")[0].stages == "nothing"
     assert explain("run.seed")[0].stages == "prepare_data, fetch_model, train_policy"
     assert explain("model.path")[0].stages == "fetch_model"

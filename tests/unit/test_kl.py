@@ -1,4 +1,4 @@
-"""KL to the reference: estimators and their gradients, the penalty of the reward, and the adaptive coefficient."""
+"""KL to the reference model: estimators and gradients, the reward penalty, and the adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LOGITS, REFERENCE = (0.3, -0.2, 1.1), (0.5, 0.3, 0.2)
 
 
 def _mean_gradient(estimator: str | None) -> torch.Tensor:
-    """Gradient by the logits of a three-token policy, exact in expectation; of the KL itself for None."""
+    """Return the expected gradient with respect to a three-token policy's logits; for None, that of KL itself."""
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     log_probs = logits.log_softmax(0)
     ref_log_probs = torch.tensor(REFERENCE, dtype=torch.float64).log()
@@ -62,11 +62,11 @@ def _mean_gradient(estimator: str | None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("estimator", ["mse", *(f"{name}+" for name in ESTIMATORS)])
-def test_the_mean_gradient_of_k2_and_of_the_plus_forms_is_that_of_the_kl(estimator: str) -> None:
+def test_the_mean_gradient_of_k2_and_plus_estimators_is_that_of_kl(estimator: str) -> None:
     torch.testing.assert_close(_mean_gradient(estimator), _mean_gradient(None))
 
 
-def test_the_mean_gradient_of_k1_is_nothing_and_of_k3_that_of_the_kl_the_other_way_round() -> None:
+def test_the_mean_gradients_of_k1_and_k3_are_zero_and_reverse_kl() -> None:
     # sum p dlog p = d sum p = 0; and the gradient of KL(reference || policy) by the logits is p - reference
     policy = torch.tensor(LOGITS, dtype=torch.float64).softmax(0)
     torch.testing.assert_close(_mean_gradient("kl"), torch.zeros_like(policy))
@@ -114,7 +114,7 @@ def test_the_adaptive_coefficient(kl_per_token: float, num_responses: int, facto
     assert controller.coefficient == pytest.approx(0.01 * factor, rel=1e-12)
 
 
-def test_the_coefficient_compounds_and_continues_from_where_it_was_set() -> None:
+def test_the_adaptive_coefficient_compounds_and_resumes() -> None:
     first, second = _adaptive(), _adaptive()
     first.update(0.5, 1000)
     second.coefficient = first.coefficient
@@ -126,7 +126,7 @@ def test_the_coefficient_compounds_and_continues_from_where_it_was_set() -> None
     assert fixed.coefficient == 0.01
 
 
-def test_a_response_that_trains_nothing_loses_its_kl_like_its_siblings() -> None:
+def test_masked_responses_are_penalised_like_their_siblings() -> None:
     group = make_group([1.0, -1.0], num_response_tokens=[3, 2])
     group.rollouts[1] = replace(group.rollouts[1], finish_reason="length")
     batch = build_batch([group], mask_truncated=True)
@@ -140,6 +140,8 @@ def test_a_response_that_trains_nothing_loses_its_kl_like_its_siblings() -> None
 
 
 @pytest.mark.parametrize("unused", [{"refresh_every": 5}, {"reference_path": "elsewhere"}])
-def test_a_reference_that_nothing_loads_is_refused(unused: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"with algorithm\.kl\.place=off there is none; set algorithm\.kl\.place"):
+def test_reference_keys_without_kl_are_refused(unused: dict[str, object]) -> None:
+    with pytest.raises(
+        ValueError, match=r"algorithm\.kl\.place=off loads no reference model; set algorithm\.kl\.place"
+    ):
         KLConfig.model_validate(unused)

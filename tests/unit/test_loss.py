@@ -1,4 +1,4 @@
-"""The policy loss worked by hand: clips, aggregations, entropy bonus, KL, importance weights, and the mask."""
+"""Policy loss against hand-computed values: clips, aggregation, entropy bonus, KL, importance weights, mask."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _tokens(
 def _one_token(
     log_ratio: float, advantage: float, algorithm: AlgorithmConfig = DAPO, **more: Any
 ) -> tuple[PolicyLoss, float]:
-    """The loss of one token whose old log-prob is 0, and its derivative by the log-prob."""
+    """Return the loss of one token with old log-prob 0, and its derivative with respect to the log-prob."""
     log_probs = torch.tensor([[log_ratio]], dtype=torch.float64, requires_grad=True)
     mask = torch.ones(1, 1, dtype=torch.bool)
     weights = LossTotals(1, 1).token_weights(mask, algorithm)
@@ -66,7 +66,7 @@ def _one_token(
         (11.0, -2.0, 20.0, 0.0, False, True),  # min(20, 22)
     ],
 )
-def test_one_token(
+def test_one_token_loss_matches_hand_computed_values(
     ratio: float, advantage: float, value: float, gradient: float, is_clipped: bool, is_dual: bool
 ) -> None:
     loss, slope = _one_token(math.log(ratio), advantage)
@@ -121,7 +121,7 @@ def test_token_weights(aggregation: str, weights: list[list[float]]) -> None:
     ],
 )
 @pytest.mark.parametrize("compat", ["none", "verl"])
-def test_token_mean_is_of_the_mini_batch_and_with_compat_verl_of_micro_batches(
+def test_token_mean_is_per_mini_batch_and_with_compat_verl_per_micro_batch(
     compat: str, ranks: list[list[list[int]]], verl: float
 ) -> None:
     mask = torch.arange(9) < torch.tensor([1, 2, 9]).unsqueeze(-1)
@@ -139,7 +139,7 @@ def test_token_mean_is_of_the_mini_batch_and_with_compat_verl_of_micro_batches(
 
 @pytest.mark.parametrize("compat", ["none", "verl"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_what_stands_under_the_mask_changes_neither_value_nor_gradient(aggregation: str, compat: str) -> None:
+def test_masked_values_change_neither_loss_nor_gradient(aggregation: str, compat: str) -> None:
     mask = torch.tensor([[True, True, False, False], [True, False, False, False], [False] * 4])
     clean = torch.tensor([[-1.0, -2.0, 0.0, 0.0], [-0.5, 0.0, 0.0, 0.0], [0.0] * 4])
     old = torch.tensor([[-1.2, -1.7, 0.0, 0.0], [-0.4, 0.0, 0.0, 0.0], [0.0] * 4])
@@ -177,7 +177,7 @@ def test_what_stands_under_the_mask_changes_neither_value_nor_gradient(aggregati
 @pytest.mark.parametrize("compat", ["none", "verl"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("totals", [LossTotals(10, 2), LossTotals(0, 0)])
-def test_a_part_without_trained_tokens_adds_nothing(aggregation: str, compat: str, totals: LossTotals) -> None:
+def test_a_part_without_trained_tokens_contributes_zero(aggregation: str, compat: str, totals: LossTotals) -> None:
     log_probs = torch.full((2, 3), NAN, requires_grad=True)
     mask = torch.zeros(2, 3, dtype=torch.bool)
     algorithm = _algorithm(aggregation, compat=compat)
@@ -189,7 +189,7 @@ def test_a_part_without_trained_tokens_adds_nothing(aggregation: str, compat: st
     assert log_probs.grad.tolist() == [[0.0] * 3] * 2
 
 
-def test_the_entropy_bonus_lowers_the_loss_by_the_mean_entropy() -> None:
+def test_the_entropy_bonus_subtracts_the_mean_entropy() -> None:
     # ratios 1, A = -1 and -3: policy loss (1 + 3) / 2 = 2; entropy (0.4 + 0.8) / 2 = 0.6; 2 - 0.05 * 0.6 = 1.97
     mask = torch.ones(2, 1, dtype=torch.bool)
     entropy = torch.tensor([[0.4], [0.8]], requires_grad=True)
@@ -233,13 +233,13 @@ def test_a_term_whose_input_was_not_computed_is_refused(values: dict[str, Any], 
 
 
 @pytest.mark.parametrize("place", ["off", "reward"])
-def test_kl_elsewhere_is_no_part_of_the_loss(place: str) -> None:
+def test_kl_outside_the_loss_does_not_change_it(place: str) -> None:
     algorithm = _algorithm(kl={"place": place, "coefficient": 2.0})
     loss, slope = _one_token(0.0, 3.0, algorithm, ref_log_probs=torch.full((1, 1), -5.0, dtype=torch.float64))
     assert (loss.loss.item(), loss.sums.kl_loss, slope) == (-3.0, 0.0, -3.0)
 
 
-def test_an_importance_weight_multiplies_the_policy_loss_alone_and_takes_no_gradient() -> None:
+def test_importance_weights_scale_only_the_policy_loss_without_gradient() -> None:
     # A = -2, r = 1.1, weight 0.5: policy loss 0.5 * 2.2 = 1.1 with the same derivative;
     # entropy 0.7 * -0.1 and KL 0.3 * (0.5 * ln(1.1)^2) = 0.3 * 0.00454201 stay as they are: loss 1.0313626
     importance = torch.full((1, 1), 0.5, dtype=torch.float64, requires_grad=True)

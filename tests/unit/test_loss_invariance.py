@@ -1,6 +1,6 @@
-"""The loss of a mini-batch is the same however it is split, ordered, padded or packed: values and gradients.
+"""Loss and gradients of a mini-batch do not depend on how it is split, ordered, padded or packed.
 
-Every property runs in float32 with the entropy bonus, KL in the loss and importance weights on.
+All properties are tested in float32 with entropy bonus, KL in the loss and importance weights.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _cut(rows: list[int], num_parts: int, shuffler: Random) -> list[list[int]]:
     is_packed=st.booleans(),
     shuffler=st.randoms(use_true_random=False),
 )
-def test_ranks_micro_batches_order_padding_and_packing_change_nothing(
+def test_loss_and_gradient_do_not_depend_on_the_split(
     batch: MiniBatch, algorithm: AlgorithmConfig, num_ranks: int, more: int, is_packed: bool, shuffler: Random
 ) -> None:
     def widen(values: torch.Tensor) -> torch.Tensor:

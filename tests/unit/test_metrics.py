@@ -1,4 +1,4 @@
-"""A step's metrics from hand-made batches."""
+"""Metrics of a step, from hand-made batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dapo_core.metrics import (
     seqlen_metrics,
     update_metrics,
 )
-from dapo_core.policy.update import Update
+from dapo_core.policy.optimizer import Update
 from dapo_core.reward.scorers import Verdict
 from dapo_core.sampler import Draw
 from dapo_core.token_account import TokenAccount
@@ -46,7 +46,7 @@ def _groups() -> list[Group]:
     ]
 
 
-def test_responses() -> None:
+def test_response_metrics_match_hand_computed_values() -> None:
     rewards = torch.tensor(
         [1.0, -1.75, -1.25, -9.0]
     )  # scores + overlong - KL; of the empty response it says nothing
@@ -81,14 +81,14 @@ def test_responses() -> None:
     )
 
 
-def test_the_clip_ratio_is_of_the_finish_reason_not_of_the_longest() -> None:
+def test_the_clip_ratio_counts_responses_stopped_at_the_limit() -> None:
     longest = make_group([1.0, -1.0, 1.0, 1.0], num_response_tokens=[9, 2, 9, 1])
     assert response_metrics([longest], torch.zeros(4), 9)["response_length/clip_ratio"] == 0.0
     cut = replace(longest, rollouts=[replace(longest.rollouts[0], finish_reason="length"), *longest.rollouts[1:]])
     assert response_metrics([cut], torch.zeros(4), 9)["response_length/clip_ratio"] == 0.25
 
 
-def test_a_response_without_a_score_is_in_no_mean_of_scores() -> None:
+def test_unscored_responses_do_not_enter_score_means() -> None:
     group = make_group([1.0, UNSCORED, 0.5])
     metrics = response_metrics(
         [group], torch.tensor([rollout.reward for rollout in group.rollouts]), max_prompt_tokens=9
@@ -100,7 +100,7 @@ def test_a_response_without_a_score_is_in_no_mean_of_scores() -> None:
     assert metrics["reward/error_ratio"] == metrics["reward/timeout_ratio"] == pytest.approx(1 / 3)
 
 
-def test_only_empty_responses_have_no_score() -> None:
+def test_empty_responses_do_not_enter_score_means() -> None:
     metrics = response_metrics([make_group([1.0, 1.0], num_response_tokens=0)], torch.zeros(2), 9)
     assert metrics["response/aborted_ratio"] == 1.0
     assert not [name for name in metrics if name.startswith(("critic/", "response_length_non_aborted/"))]
@@ -120,7 +120,7 @@ def _two_responses() -> Batch:
         ([[1 / 4, 1 / 4], [1 / 2, 0.0]], 2.25),  # seq-mean-token-mean: (1.5 + 3) / 2
     ],
 )
-def test_batch(token_weights: list[list[float]], entropy: float) -> None:
+def test_batch_metrics_match_hand_computed_values(token_weights: list[list[float]], entropy: float) -> None:
     entropies = torch.tensor([[1.0, 2.0], [3.0, float("nan")]])
     assert batch_metrics(_two_responses(), entropies, torch.tensor(token_weights)) == pytest.approx(
         {
@@ -138,7 +138,7 @@ def test_batch(token_weights: list[list[float]], entropy: float) -> None:
     )
 
 
-def test_tokens_outside_the_mask_are_not_trained() -> None:
+def test_masked_tokens_do_not_count_as_trained() -> None:
     batch = _two_responses()
     weights = torch.ones(2, 2)
     cut = replace(batch, response_mask=torch.tensor([[False, False], [True, False]]))
@@ -149,7 +149,7 @@ def test_tokens_outside_the_mask_are_not_trained() -> None:
     assert batch_metrics(masked, torch.ones(2, 2), weights) == {"perf/trained_response_tokens": 0.0}
 
 
-def test_sequence_lengths_before_and_after_balancing() -> None:
+def test_load_balance_is_reported_with_and_without_balancing() -> None:
     # B = 6 rows on D = 2 ranks in mini-batches of 4 and 2: 9 | 1 1 1 and 4 | 8
     lengths = np.array([9, 1, 1, 1, 4, 8])
     metrics = seqlen_metrics(lengths, [_update(0.0, 1, 1.0, rank_tokens=tokens) for tokens in ((9, 3), (4, 8))])
@@ -183,7 +183,7 @@ def _update(
     return Update(sums, grad_norm, is_skipped, learning_rate, 1, rank_tokens)
 
 
-def test_updates_are_weighted_by_tokens() -> None:
+def test_clip_shares_are_weighted_by_tokens() -> None:
     expected = {
         "actor/pg_loss": 0.3,  # mean over mini-batches
         "actor/pg_clipfrac": 0.1,  # (1 + 3) / 40
@@ -199,7 +199,7 @@ def test_updates_are_weighted_by_tokens() -> None:
     assert update_metrics(updates, KL_IN_LOSS) == pytest.approx(with_kl)
 
 
-def test_skipped_updates_are_counted_and_leave_the_rest_finite() -> None:
+def test_skipped_updates_are_counted_and_do_not_spoil_the_means() -> None:
     nan = float("nan")
     overflown = _update(0.4, 30, float("inf"), is_skipped=True)
     broken = _update(nan, 30, nan, is_skipped=True, learning_rate=0.002)
@@ -221,7 +221,7 @@ def test_skipped_updates_are_counted_and_leave_the_rest_finite() -> None:
     assert update_metrics([broken], NO_KL) == {"actor/skipped_updates": 1.0, "actor/lr": 0.002}
 
 
-def test_updates_on_no_token_have_no_shares() -> None:
+def test_updates_without_tokens_have_no_shares() -> None:
     empty = Update(LossSums(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, False, 0.5, 1)
     assert update_metrics([empty, empty], NO_KL) == {
         "actor/grad_norm": 0.0,
@@ -231,7 +231,7 @@ def test_updates_on_no_token_have_no_shares() -> None:
     }
 
 
-def test_the_account_of_a_draw() -> None:
+def test_draw_metrics_match_the_account() -> None:
     def rollouts(*lengths: int, finish: FinishReason = "stop") -> list[Rollout]:
         return [_rollout(length, 1.0, "right" if length == 10 else "wrong", finish, 0.0) for length in lengths]
 

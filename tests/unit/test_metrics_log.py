@@ -1,4 +1,4 @@
-"""Phases and speeds of a step, the console line, and metrics.jsonl across a resume."""
+"""Phase times and throughput, the console line, and metrics.jsonl across a resume."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _fail_after(seconds: float, clock: Clock) -> None:
     raise ValueError("no room")
 
 
-def test_phases_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phase_times_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     timer = PhaseTimer()
@@ -75,7 +75,7 @@ def test_phases_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(seconds.values()) == [4.0, 3.0, 7.0]  # nothing happens outside the phases
 
 
-def test_scoring_takes_its_seconds_from_generation() -> None:
+def test_scoring_time_is_moved_out_of_generation() -> None:
     timer = PhaseTimer()
     timer.seconds = {"gen": 4.0, "adv": 1.0}
     timer.attribute(1.5, "gen", "reward")
@@ -84,7 +84,7 @@ def test_scoring_takes_its_seconds_from_generation() -> None:
     assert timer.seconds == {"gen": 0.0, "adv": 1.0, "reward": 4.0}
 
 
-def test_one_pattern_reads_our_line_and_the_fields() -> None:
+def test_verl_log_parsers_read_our_console_line() -> None:
     fields = dict(NAME_VALUE.findall(EXAMPLE_LINE))
     assert len(fields) == EXAMPLE_LINE.count(" - ") + 1 == 22
     assert (fields["step"], fields["actor/ppo_kl"]) == ("1", "-3.158243763815941e-05")
@@ -100,7 +100,7 @@ def test_one_pattern_reads_our_line_and_the_fields() -> None:
     assert {name: float(value) for name, value in NAME_VALUE.findall(line)} == {"step": 12.0, **values}
 
 
-def test_the_log_forgets_later_steps_and_a_torn_line_on_resume(tmp_path: Path) -> None:
+def test_a_resume_truncates_metrics_to_the_checkpoint(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, last_step=0)
     for step in (1, 2, 3):
         log.append(step, step * 2, {"timing_s/step": 0.5 + step})
@@ -117,7 +117,7 @@ def test_the_log_forgets_later_steps_and_a_torn_line_on_resume(tmp_path: Path) -
     assert read_json_lines(MetricsLog(tmp_path, last_step=0).path) == []  # a new run begins with an empty one
 
 
-def test_numbers_that_are_not_finite_stay_readable_as_json(tmp_path: Path) -> None:
+def test_non_finite_metrics_are_written_as_null(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 0)
     log.append(1, 1, {"actor/pg_loss": float("nan"), "rollout/ess": float("inf"), "actor/lr": 0.5})
 
@@ -128,7 +128,7 @@ def test_numbers_that_are_not_finite_stay_readable_as_json(tmp_path: Path) -> No
     assert (line["actor/pg_loss"], line["rollout/ess"], line["actor/lr"]) == (None, None, 0.5)
 
 
-def test_a_full_disk_is_reported_and_the_lines_there_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_without_losing_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = MetricsLog(tmp_path, 0)
     log.append(1, 2, {"timing_s/step": 0.5})
 
@@ -136,7 +136,7 @@ def test_a_full_disk_is_reported_and_the_lines_there_stay(tmp_path: Path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    refused = rf"{log.path} cannot be written: .*No space left on device; make room, or take an --output"
+    refused = rf"{log.path} cannot be written: .*No space left on device; free disk space, or move --output"
     with pytest.raises(CheckpointError, match=refused):
         MetricsLog(tmp_path, 0)
     assert [line["step"] for line in read_json_lines(log.path)] == [1]

@@ -1,4 +1,4 @@
-"""Which file holds which tensor of a model folder."""
+"""Files of a model folder: locating tensors, links, fetching, and incomplete models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _save(path: Path, *names: str) -> None:
     save_file({name: torch.zeros(1) for name in names}, path)
 
 
-def test_an_index_or_the_headers_say_where_tensors_are(tmp_path: Path) -> None:
+def test_tensors_are_located_by_index_or_headers(tmp_path: Path) -> None:
     _save(tmp_path / "one.safetensors", "a")
     _save(tmp_path / "two.safetensors", "b", "c")
     assert weight_names(tmp_path) == {"a", "b", "c"}
@@ -45,18 +45,18 @@ def test_an_index_or_the_headers_say_where_tensors_are(tmp_path: Path) -> None:
     ("index", "message"),
     [
         ('{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}', "lacks 2 of the 2 files .* such as x"),
-        ("{}", r"is no index of weights \(KeyError"),
-        ("<html>", "is no index of weights"),
+        ("{}", r"is not a weight index \(KeyError"),
+        ("<html>", "is not a weight index"),
         ('{"weight_map": {"a": "../x.safetensors"}}', r"names \.\./x\.safetensors, which is not a file name"),
     ],
 )
-def test_an_index_that_does_not_hold_is_refused(tmp_path: Path, index: str, message: str) -> None:
+def test_a_broken_index_is_refused(tmp_path: Path, index: str, message: str) -> None:
     (tmp_path / INDEX_FILE).write_text(index)
     with pytest.raises(ModelError, match=message):
         weight_files(tmp_path)
 
 
-def test_a_fingerprint_tells_models_apart_and_not_folders(tmp_path: Path) -> None:
+def test_a_fingerprint_depends_on_the_model_not_the_folder(tmp_path: Path) -> None:
     folders = [build_tiny_qwen3(tmp_path / name, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
     prints = [model_fingerprint(folder) for folder in folders]
     assert prints[0] == prints[1] != prints[2]
@@ -64,7 +64,7 @@ def test_a_fingerprint_tells_models_apart_and_not_folders(tmp_path: Path) -> Non
     assert model_fingerprint(folders[1]) != prints[0]
 
 
-def test_links_may_lead_to_the_blobs_of_a_cache_and_nowhere_else(tmp_path: Path) -> None:
+def test_links_may_only_lead_to_the_blobs_of_a_cache(tmp_path: Path) -> None:
     """As in a Hugging Face cache: models--x/snapshots/REVISION/config.json -> ../../blobs/DIGEST."""
     cache, target = tmp_path / "models--x", tmp_path / "copy"
     snapshot = build_tiny_qwen3(cache / "snapshots" / "1a2b")
@@ -80,9 +80,7 @@ def test_links_may_lead_to_the_blobs_of_a_cache_and_nowhere_else(tmp_path: Path)
     link.unlink()
     link.symlink_to(secret)
     for refuse in (require_model_folder, lambda folder: copy_model_files(folder, tmp_path / "stolen")):
-        with pytest.raises(
-            ModelError, match=rf"generation_config\.json is a link to {secret}, outside of the model"
-        ):
+        with pytest.raises(ModelError, match=rf"generation_config\.json is a link to {secret}, outside the model"):
             refuse(snapshot)
     assert not (tmp_path / "stolen").exists()
     link.unlink()
@@ -93,12 +91,12 @@ def test_links_may_lead_to_the_blobs_of_a_cache_and_nowhere_else(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "notes", "model.safetensors"])
-def test_links_in_a_circle_are_named(tmp_path: Path, name: str) -> None:
+def test_circular_links_are_refused(tmp_path: Path, name: str) -> None:
     folder = build_tiny_qwen3(tmp_path / "model")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("other")
     (folder / "other").symlink_to(name)
-    with pytest.raises(ModelError, match=rf"{name} is a link to other, which leads back to it; replace it"):
+    with pytest.raises(ModelError, match=rf"{name} is a circular link to other; replace it"):
         require_own_files(folder)
 
 
@@ -121,7 +119,7 @@ SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
         (["model.safetensors", "modeling_x.py", "figures/plot.png", "model-q4.gguf"], ["model.safetensors"]),
     ],
 )
-def test_of_a_repository_only_what_is_read_is_fetched(others: list[str], kept: list[str] | None) -> None:
+def test_only_files_in_use_are_fetched_from_a_repository(others: list[str], kept: list[str] | None) -> None:
     assert files_to_fetch([*SMALL, *others]) == sorted([*SMALL, *(others if kept is None else kept)])
 
 
@@ -132,8 +130,8 @@ def test_of_a_repository_only_what_is_read_is_fetched(others: list[str], kept: l
             [*SMALL, "pytorch_model.bin"],
             r"its weights are pickled \(pytorch_model\.bin\).*model\.allow_pickle=true",
         ),
-        ([*SMALL, "model-q4.gguf"], r"it has no safetensors, but weights as \.gguf; name a repository"),
-        (["adapter_config.json", "adapter_model.safetensors"], r"it holds an adapter, not a model: merge it"),
+        ([*SMALL, "model-q4.gguf"], r"it has no safetensors, only weights as \.gguf; use a repository"),
+        (["adapter_config.json", "adapter_model.safetensors"], r"it contains an adapter, not a model: merge it"),
         ([*SMALL[1:], "model.safetensors"], r"it lacks config\.json"),
         (
             ["config.json", "model.safetensors"],
@@ -146,7 +144,7 @@ def test_a_repository_without_a_model_is_refused_with_the_reason(paths: list[str
         files_to_fetch(paths)
 
 
-def test_pickles_come_with_their_index_and_code_with_leave() -> None:
+def test_pickles_and_code_are_fetched_only_if_allowed() -> None:
     pickles = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)] + ["pytorch_model.bin.index.json"]
     code = ["modeling_x.py", "parts/rope.py"]
     paths = [*SMALL, *pickles, *code, "training_args.bin"]
@@ -154,7 +152,7 @@ def test_pickles_come_with_their_index_and_code_with_leave() -> None:
     assert files_to_fetch(paths, allow_pickle=True, with_code=True) == sorted([*SMALL, *pickles, *code])
 
 
-def test_a_reference_model_has_the_policys_sizes(tmp_path: Path) -> None:
+def test_a_reference_model_with_other_sizes_is_refused(tmp_path: Path) -> None:
     policy, same = (build_tiny_qwen3(tmp_path / name) for name in ("policy", "same"))
     require_reference(None, policy)
     require_reference(str(same), policy)
@@ -162,7 +160,7 @@ def test_a_reference_model_has_the_policys_sizes(tmp_path: Path) -> None:
     config = json.loads((same / "config.json").read_text())
     (same / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 7}))
     with pytest.raises(
-        ModelError, match=r"same has num_hidden_layers 7 and the policy 2: .* algorithm\.kl\.refer"
+        ModelError, match=r"same has num_hidden_layers 7, but the policy has 2: .* algorithm\.kl\.refer"
     ):
         require_reference(str(same), policy)
     (same / "config.json").write_text("{")
@@ -175,13 +173,13 @@ def test_a_reference_model_has_the_policys_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("adapter_config.json", r"lacks config\.json .* folder \(it holds a LoRA adapter: merge it into"),
-        ("model-Q4_K_M.gguf", r"lacks config\.json .* folder \(it holds a GGUF file, which is quantized"),
+        ("adapter_config.json", r"lacks config\.json .* folder \(it contains a LoRA adapter: merge it into"),
+        ("model-Q4_K_M.gguf", r"lacks config\.json .* folder \(it contains a GGUF file, which is quantized"),
     ],
 )
-def test_other_forms_of_a_model_are_named(tmp_path: Path, file: str, said: str) -> None:
+def test_adapters_and_gguf_files_are_named_in_the_error(tmp_path: Path, file: str, said: str) -> None:
     (tmp_path / file).touch()
     with pytest.raises(ModelError, match=said):
         require_model_folder(tmp_path)
-    with pytest.raises(ModelError, match=rf"{file} is a file, and a model is a whole folder; set model\.path to"):
+    with pytest.raises(ModelError, match=rf"{file} is a file, not a model folder; set model\.path to"):
         require_model_folder(tmp_path / file)

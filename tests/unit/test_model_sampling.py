@@ -1,4 +1,4 @@
-"""sampling: model, for rollouts and validations: what generation_config.json gives, and what it contradicts."""
+"""sampling: model, for rollouts and validation: values from generation_config.json, and contradictions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model(folder: Path, **values: Any) -> Path:
     return folder
 
 
-def test_what_a_file_leaves_out_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_generation_config_values_are_neutral(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert read_sampling(model(tmp_path, **QWEN3)) == Sampling(0.6, 0.95, 20)
     assert read_sampling(model(tmp_path, top_p=0.8, top_k=0)) == Sampling(1.0, 0.8, -1)
     assert read_sampling(model(tmp_path, do_sample=False)) == GREEDY
@@ -29,14 +29,14 @@ def test_what_a_file_leaves_out_changes_nothing(tmp_path: Path, caplog: pytest.L
     assert caplog.text == ""
     read_sampling(model(tmp_path, temperature=0.7, repetition_penalty=1.05))
     assert "recommends {'repetition_penalty': 1.05}, which training does not apply" in caplog.text
-    with pytest.raises(ModelError, match=r"recommends no temperature, top_p or top_k.*set rollout\.sampling"):
+    with pytest.raises(ModelError, match=r"has no temperature, top_p or top_k .*set rollout\.sampling"):
         read_sampling(model(tmp_path, eos_token_id=1))
     (tmp_path / GENERATION_CONFIG).write_text("{")
     with pytest.raises(ModelError, match="is not JSON"):
         read_sampling(tmp_path)
 
 
-def test_sections_that_ask_for_it_take_the_models_values(tmp_path: Path) -> None:
+def test_sampling_model_uses_the_models_values(tmp_path: Path) -> None:
     model(tmp_path, **QWEN3)
     plain = make_config(rollout={"temperature": 0.8})
     assert with_model_sampling(plain, tmp_path) is plain
@@ -49,7 +49,7 @@ def test_sections_that_ask_for_it_take_the_models_values(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"rollout\.top_p=0\.95, rollout\.top_k=20 would correct for the trunc"):
         with_model_sampling(make_config(rollout={"sampling": "model"}, algorithm=corrected), tmp_path)
     model(tmp_path, do_sample=False)
-    with pytest.raises(ConfigError, match="is greedy, which gives 16 times the same response"):
+    with pytest.raises(ConfigError, match="is greedy, which would repeat the same response 16 times"):
         with_model_sampling(make_config(rollout={"sampling": "model"}), tmp_path)
     with pytest.raises(ConfigError, match=r"validation\.num_samples=4 at temperature 0"):
         with_model_sampling(make_config(validation=sampled), tmp_path)
@@ -66,15 +66,18 @@ def test_sections_that_ask_for_it_take_the_models_values(tmp_path: Path) -> None
             {"validation": {"sampling": "model", "top_p": 0.5, "top_k": 3}},
             r"validation\.top_p=0\.5, validation\.top_k=3 would be ignored .*remove them",
         ),
-        ({"validation": {"every": 1, "num_samples": 4}}, r"num_samples=4 at temperature 0 gives 4 times the same"),
+        (
+            {"validation": {"every": 1, "num_samples": 4}},
+            r"num_samples=4 at temperature 0 would repeat the same response 4 times",
+        ),
         ({"validation": {"every": 1, "top_k": 4}}, r"validation\.top_k=4 would be ignored at temperature 0"),
         ({"validation": {"before_training": True}}, r"before_training=true needs validations.*validation\.every"),
         (
             {"rollout": {"chat_template_kwargs": {"tokenize": True}}},
-            r"rollout\.chat_template_kwargs\.tokenize is the project's own to set",
+            r"rollout\.chat_template_kwargs\.tokenize is set by the project",
         ),
     ],
 )
-def test_keys_that_would_do_nothing_are_refused(sections: dict[str, Any], said: str) -> None:
+def test_keys_without_effect_are_refused(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make_config(**sections)

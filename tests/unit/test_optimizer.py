@@ -1,4 +1,4 @@
-"""Learning rates of optimizer steps by hand, and against the schedules of transformers."""
+"""Learning rate schedules, checked by hand and against transformers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-from dapo_core.config.updates import UpdatesConfig
+from dapo_core.config.train import TrainConfig
 from dapo_core.policy.optimizer import learning_rate
 
 
-def _train(**values: Any) -> UpdatesConfig:
+def _train(**values: Any) -> TrainConfig:
     steps = {"total_steps": 6, "train_prompts": 4, "mini_prompts": 2, "warmup_steps": 2, "learning_rate": 1.0}
-    return UpdatesConfig.model_validate({**steps, **values})
+    return TrainConfig.model_validate({**steps, **values})
 
 
-def _rates(train: UpdatesConfig, steps: range = range(1, 15)) -> list[float]:
+def _rates(train: TrainConfig, steps: range = range(1, 15)) -> list[float]:
     return [learning_rate(step, train) for step in steps]
 
 
@@ -51,13 +51,13 @@ def _rates(train: UpdatesConfig, steps: range = range(1, 15)) -> list[float]:
         ({"schedule": "linear", "passes": 2, "warmup_steps": 2}, [0.5, *[1 - n / 22 for n in range(13)]]),
     ],
 )
-def test_rates_by_hand(values: dict[str, Any], rates: list[float]) -> None:
+def test_rates_match_hand_computed_values(values: dict[str, Any], rates: list[float]) -> None:
     assert _rates(_train(**values)) == pytest.approx(rates, abs=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_rates_are_those_of_transformers_one_step_ahead(schedule: str) -> None:
-    """Their first step has rate 0, which moves nothing; ours is their second one."""
+def test_rates_equal_transformers_schedules_one_step_later(schedule: str) -> None:
+    """transformers starts at rate 0, which changes nothing; our first step is its second."""
     builders = {"constant": get_constant_schedule_with_warmup, "linear": get_linear_schedule_with_warmup}
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-5)
     total = {} if schedule == "constant" else {"num_training_steps": 40}
@@ -74,11 +74,11 @@ def test_rates_are_those_of_transformers_one_step_ahead(schedule: str) -> None:
     [
         (
             {"schedule": "cosine", "warmup_steps": 12},
-            r"warmup_steps=12 leaves .*cosine nothing of its 12 .*total_s",
+            r"warmup_steps=12 leaves none of the 12 optimizer .*schedule=cosine; .*total_s",
         ),
         (
             {"schedule": "wsd", "schedule_steps": 2},
-            r"nothing of its 2 optimizer steps .* raise train\.schedule_steps",
+            r"leaves none of the 2 optimizer steps .* raise train\.schedule_steps",
         ),
         (
             {"min_learning_rate_ratio": 0.1},
@@ -89,6 +89,6 @@ def test_rates_are_those_of_transformers_one_step_ahead(schedule: str) -> None:
         ({"train_prompts": 5}, r"train_prompts=5 is not a multiple of train\.mini_prompts=2"),
     ],
 )
-def test_a_schedule_without_room_or_with_keys_it_ignores_is_refused(values: dict[str, Any], message: str) -> None:
+def test_schedules_with_no_room_or_ignored_keys_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _train(**values)

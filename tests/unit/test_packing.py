@@ -1,4 +1,4 @@
-"""Packed rows: their layout, and log-probs that do not depend on the other sequences of a row."""
+"""Packed rows: their layout, and log-probs that do not depend on other sequences in the row."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def test_layout() -> None:
+def test_layout_matches_the_documented_example() -> None:
     """The example of PackedRow, with an empty response between."""
     sizes = [(2, 2), (3, 0), (1, 1)]  # of prompt and response
     groups = [make_group([1.0], number, response, prompt) for number, (prompt, response) in enumerate(sizes)]
@@ -84,7 +84,7 @@ def test_layout() -> None:
     assert row.cells.tolist() == [0, 1, 4]  # of [3, 2]: row 0 both, row 2 the first
 
 
-def test_blocks_hold_sequences_at_least_half_as_long_as_their_first() -> None:
+def test_at_most_half_of_an_attention_block_is_padding() -> None:
     packing = Packing([3, 7, 1, 4], CPU)
     # 7 and 4 (2 * 4 >= 7) share a lane, 3 (6 < 7) begins the next, 1 (2 < 3) a third
     assert [(block.num_sequences, block.num_tokens) for block in packing.blocks] == [(2, 7), (1, 3), (1, 1)]
@@ -92,12 +92,12 @@ def test_blocks_hold_sequences_at_least_half_as_long_as_their_first() -> None:
     assert packing.blocks[1].tokens.tolist() == [0, 1, 2]
     assert packing.blocks[2].tokens.tolist() == [10]
     # the row's tokens 0-2 are in the second lane, which begins at 14; token 10 is in the third at 17
-    assert packing.places.tolist() == [14, 15, 16, 0, 1, 2, 3, 4, 5, 6, 17, 7, 8, 9, 10]
+    assert packing.positions.tolist() == [14, 15, 16, 0, 1, 2, 3, 4, 5, 6, 17, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_of_a_packed_batch_are_those_of_each_sequence_alone(family: str, is_tied: bool) -> None:
+def test_packing_does_not_change_log_probs(family: str, is_tied: bool) -> None:
     batch = random_batch(num_groups=4, group_size=3, seed=2)
     plain, packed = _model(family, is_tied), TokenLogProbs(_model(family, is_tied), chunk_tokens=7)
     log_probs, entropy = packed(pack(batch, CPU), 0.8, True)
@@ -146,7 +146,7 @@ def _peak_bytes(num_tokens: int, vocabulary: int, chunk_tokens: int) -> int:
 
 
 @pytest.mark.slow
-def test_key_heads_that_a_device_shares_give_what_repeated_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_query_attention_equals_repeated_key_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight query heads a key head, as in Qwen3-32B; accelerators share, and here torch's own kernel does."""
     lengths = [7, 5, 2]
     draw = torch.Generator().manual_seed(0)
@@ -177,37 +177,39 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("option", ["softcap", "s_aux", "position_bias", None])
-def test_attention_that_adds_to_the_scores_is_refused(option: str | None) -> None:
+def test_attention_that_modifies_scores_is_refused(option: str | None) -> None:
     states = torch.zeros(1, 2, 4, 8)
     options = {"packing": Packing([4], CPU), option: 1.0} if option else {}
-    with pytest.raises(ModelError, match="Linear changes attention scores"):
+    with pytest.raises(ModelError, match="Linear modifies attention scores"):
         packed_attention(torch.nn.Linear(1, 1), states, states, states, None, **options)
 
 
 @pytest.mark.parametrize(
     ("family", "keys", "message"),
     [
-        ("bloom", {}, "bloom does not let attention be replaced"),
+        ("bloom", {}, "bloom does not support custom attention"),
         ("qwen3_next", {}, "qwen3_next has layers of type linear_attention"),
-        ("gemma2", {}, r"gemma2 changes logits after the output head \(final_logit_softcapping=30.0\)"),
+        ("gemma2", {}, r"gemma2 modifies logits after the output head \(final_logit_softcapping=30.0\)"),
         ("granite", {"logits_scaling": 8.0}, r"granite .* \(logits_scaling=8.0\)"),
         ("cohere", {}, r"cohere .* \(logit_scale=0.0625\)"),
-        ("t5", {}, "t5 is no causal language model"),
+        ("t5", {}, "t5 is not a causal language model"),
         ("qwen3", {"num_attention_heads": 6}, "qwen3 has 6 attention heads, .* train.sequence_parallel=4"),
     ],
 )
-def test_what_cannot_be_packed_is_named(family: str, keys: dict[str, Any], message: str) -> None:
+def test_unsupported_architectures_are_refused_with_the_reason(
+    family: str, keys: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
         require_trainable(AutoConfig.for_model(family, **keys), sequence_parallel=4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sequence_parallel", [1, 2, 4])
-def test_what_can_be_trained_is_not_refused(family: str, sequence_parallel: int) -> None:
+def test_supported_architectures_are_accepted(family: str, sequence_parallel: int) -> None:
     require_trainable(_config(family), sequence_parallel)
 
 
-def test_transformers_still_names_layers_and_ignored_tensors_as_we_read_them() -> None:
+def test_private_names_in_transformers_still_exist() -> None:
     """No public way: policy/model.py would shard no layer, and refuse published files with extra heads."""
     from transformers import Glm4MoeForCausalLM, Qwen3ForCausalLM
 

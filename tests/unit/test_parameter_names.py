@@ -1,4 +1,4 @@
-"""Parameters of transformers and tensors of the files: which part of the one is which of the other."""
+"""Mapping between transformers parameters and file tensors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FILES = {f"{EXPERTS}.{expert}.{part}_proj.weight" for expert in range(2) for par
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", f"{EXPERTS}.gate_up_proj"])
-def test_a_parameter_the_files_hold_is_itself(name: str) -> None:
+def test_a_parameter_with_the_same_name_maps_to_itself(name: str) -> None:
     whole = torch.zeros(2, 4, 3)
     views = file_views(name, whole, {name, "lm_head.weight"})
     assert list(views) == [name]
     assert views[name] is whole
 
 
-def test_fused_experts_are_matrices_of_each_expert() -> None:
+def test_fused_experts_map_to_one_matrix_per_expert() -> None:
     # 2 experts, I = 2, H = 3: [2, 2I, H] holds gate rows 0-1 and up rows 2-3, so expert 1's gate begins at 12
     gate_up = torch.arange(24.0).view(2, 4, 3)
     views = file_views(f"{EXPERTS}.gate_up_proj", gate_up, FILES)
@@ -46,7 +46,7 @@ def test_views_share_the_parameters_memory() -> None:
     assert gate_up[:, :, 0].tolist() == [[1, 1, 2, 2], [3, 3, 4, 4]]
 
 
-def test_a_shard_is_addressed_from_its_first_expert() -> None:
+def test_a_shard_starts_at_its_first_expert() -> None:
     last = file_pieces(f"{EXPERTS}.down_proj", (2, 3, 2), FILES)[-1]
     shard = torch.arange(6.0).view(1, 3, 2)  # expert 1 alone
     assert torch.equal(last.view(shard, first_expert=1), shard[0])
@@ -61,7 +61,7 @@ def test_a_shard_is_addressed_from_its_first_expert() -> None:
         ("model.norm.weight", (4,), {"norm.weight"}),
     ],
 )
-def test_a_parameter_the_files_cannot_make_is_refused(name: str, shape: tuple[int, ...], files: set[str]) -> None:
+def test_a_parameter_missing_in_the_files_is_refused(name: str, shape: tuple[int, ...], files: set[str]) -> None:
     assert file_pieces(name, shape, files) == []
     with pytest.raises(ModelError, match=rf"parameter {name} .* is not among the {len(files)} tensors"):
         file_views(name, torch.zeros(shape), files)

@@ -155,9 +155,9 @@ def test_the_longest_benchmark_with_its_answer_must_fit(tmp_path: Path, model: P
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}, "images"),
+        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}, "multimodal"),
         ({"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}, "model.trust_remote_code=true"),
-        ({"model_type": "gpt_neox_japanese"}, "does not let attention be replaced"),
+        ({"model_type": "gpt_neox_japanese"}, "does not support custom attention"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused(
@@ -273,7 +273,7 @@ def test_a_tracker_without_its_client_is_reported(
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     (finding,) = found(recipe(tmp_path, model, train={"trackers": ["wandb"]}), FAIL)
-    assert "names wandb, whose client is not installed here: pip install wandb" in finding.found
+    assert "includes wandb, but the client is not installed: pip install wandb" in finding.found
 
 
 @pytest.mark.slow

@@ -95,19 +95,19 @@ DERIVED = {  # in table order
         320,  # drawn for a step, at most: prompts, 32 x 10
         2,  # a training step: optimizer steps, 16 / 8
         120,  # the training: optimizer steps, 2 x 60
-        10,  # warm-up, of these: optimizer steps
+        10,  # of these, warm-up: optimizer steps
         960,  # the training: prompts, 16 x 60
         64,  # an optimizer step: responses, 8 x 8
-        32,  # an optimizer step, of each data-parallel rank: responses, 64 / 2
+        32,  # an optimizer step, per data-parallel rank: responses, 64 / 2
         16_384,  # a micro-batch on a device, at most: tokens
         136,  # a micro-batch of longest sequences: sequences, 16,384 / 120 = 136.5
         256,  # decoded at once by all engines, at most: responses, 1 x 256
-        30_720,  # keys and values to decode them all to the end, an engine: tokens, 256 x 120
+        30_720,  # KV cache to decode them all to the end, per engine: tokens, 256 x 120
     ],
     "dapo_qwen2_5_32b_math": [
         128,  # policy: devices
         128,  # rollouts: devices, 32 engines x 4
-        128,  # policy and rollouts, in turns: devices, 16 nodes x 8
+        128,  # policy and rollouts, taking turns: devices, 16 nodes x 8
         16,  # data-parallel ranks: ranks, 128 / 8
         1,  # copies of the trained weights: copies
         22_528,  # longest sequence: tokens, 2,048 + 16,384 + 4,096
@@ -118,14 +118,14 @@ DERIVED = {  # in table order
         15_360,  # drawn for a step, at most: prompts, 1,536 x 10
         16,  # a training step: optimizer steps, 512 / 32: the paper's 16 gradient updates for each rollout step
         3_200,  # the training: optimizer steps, 16 x 200
-        320,  # warm-up, of these: optimizer steps, the paper's 20 rollout steps x 16
+        320,  # of these, warm-up: optimizer steps, the paper's 20 rollout steps x 16
         102_400,  # the training: prompts, 512 x 200
         512,  # an optimizer step: responses, 32 x 16: the paper's mini-batch
-        32,  # an optimizer step, of each data-parallel rank: responses, 512 / 16
+        32,  # an optimizer step, per data-parallel rank: responses, 512 / 16
         22_528,  # a micro-batch on a device, at most: tokens
         8,  # a micro-batch of longest sequences: sequences, 22,528 x 8 / 22,528
         8_192,  # decoded at once by all engines, at most: responses, 32 x 256
-        5_767_168,  # keys and values to decode them all to the end, an engine: tokens, 256 x 22,528
+        5_767_168,  # KV cache to decode them all to the end, per engine: tokens, 256 x 22,528
     ],
     "dapo_qwen3_32b_math": [
         *(64, 64, 64, 8, 1, 22_528, 64, 1_024, 20_971_520, 23_068_672, 1_920),

@@ -1,4 +1,4 @@
-"""One rollout worker, for real: the Hugging Face engine on a tiny model, and its scoring processes."""
+"""A real rollout worker: the Hugging Face engine on a tiny model, and its scoring processes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def shared_worker(model_path: Path) -> Iterator[RolloutWorker]:
 
 @pytest.fixture
 def worker(shared_worker: RolloutWorker, model_path: Path) -> Iterator[RolloutWorker]:
-    """The shared worker, with nothing in flight and version 0."""
+    """The shared worker; afterwards, nothing is in flight and the version is 0 again."""
     yield shared_worker
     shared_worker.suspend()
     _publish(shared_worker, model_path, 0)
@@ -74,7 +74,7 @@ def worker(shared_worker: RolloutWorker, model_path: Path) -> Iterator[RolloutWo
 
 @pytest.fixture(scope="module")
 def whole(shared_worker: RolloutWorker) -> dict[int, Group]:
-    """All groups, uninterrupted."""
+    """All groups, sampled without interruption."""
     shared_worker.submit(REQUESTS)
     return _finish(shared_worker, NUM_GROUPS)
 
@@ -95,7 +95,7 @@ def _finish(worker: RolloutWorker, count: int) -> dict[int, Group]:
 
 @contextmanager
 def _steps(worker: RolloutWorker, count: int) -> Iterator[None]:
-    """Requests that are submitted inside get `count` steps of the engine, after which none may have ended."""
+    """Let the engine run `count` steps on the requests submitted inside, after which none may have finished."""
     engine, left, done = worker.engine.run(lambda engine: engine), count, threading.Event()
     step = engine.step
 
@@ -117,7 +117,7 @@ def _steps(worker: RolloutWorker, count: int) -> Iterator[None]:
 
 
 def _generate(worker: RolloutWorker, requests: Sequence[GenerationRequest]) -> dict[str, list[int]]:
-    """Response ids of the requests, in the engine without the worker."""
+    """Return the response ids of requests sent directly to the engine."""
     worker.engine.submit(requests)
     responses: dict[str, list[int]] = {}
     deadline = time.monotonic() + FAR
@@ -132,7 +132,7 @@ def _tokens(groups: Sequence[Group]) -> list[list[list[int]]]:
     return [[rollout.response_ids for rollout in group.rollouts] for group in groups]
 
 
-def test_groups_hold_what_the_engine_sampled_and_what_the_scorer_said(
+def test_groups_contain_sampled_tokens_and_their_scores(
     whole: dict[int, Group], worker: RolloutWorker, model_path: Path
 ) -> None:
     assert sorted(whole) == [request.group_id for request in REQUESTS]
@@ -158,14 +158,14 @@ def test_groups_hold_what_the_engine_sampled_and_what_the_scorer_said(
     assert [alone[str(sample)] for sample in range(GROUP_SIZE)] == _tokens([whole[107]])[0]
 
 
-def test_groups_are_scored_while_the_engine_goes_on(
+def test_scoring_does_not_stop_the_engine(
     whole: dict[int, Group], worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, may_end = worker.engine.run(lambda engine: engine), threading.Event()
     step, held = engine.step, []
 
     def hold_back() -> list[Response]:
-        """The engine's step, with the second group's responses coming late."""
+        """Run a step, but hold back the second group's responses."""
         responses = [*held, *step()]
         held[:] = [one for one in responses if one.request_id.startswith("101/") and not may_end.is_set()]
         return [response for response in responses if response not in held]
@@ -182,7 +182,7 @@ def test_groups_are_scored_while_the_engine_goes_on(
     assert _finish(worker, 1) == {101: whole[101]}
 
 
-def test_the_engine_decodes_while_the_worker_is_not_asked(whole: dict[int, Group], worker: RolloutWorker) -> None:
+def test_the_engine_decodes_between_polls(whole: dict[int, Group], worker: RolloutWorker) -> None:
     worker.submit(REQUESTS[:2])
     wait_until(lambda: worker.engine.num_unfinished() == 0, "the responses")
     worker.submit(REQUESTS[2:3])  # beside finished ones that are not yet collected
@@ -190,7 +190,7 @@ def test_the_engine_decodes_while_the_worker_is_not_asked(whole: dict[int, Group
     assert all(_tokens([groups[group_id]]) == _tokens([whole[group_id]]) for group_id in (100, 101, 102))
 
 
-def test_requests_enter_and_leave_between_two_steps(
+def test_requests_are_added_and_aborted_between_decoding_steps(
     whole: dict[int, Group], worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = worker.engine.run(lambda engine: engine)
@@ -207,7 +207,7 @@ def test_requests_enter_and_leave_between_two_steps(
     assert all(_tokens([groups[group_id]]) == _tokens([whole[group_id]]) for group_id in range(100, 108))
 
 
-def test_an_error_of_the_engine_reaches_every_later_call(
+def test_engine_errors_reach_every_later_call(
     model_path: Path, shared_worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build_engine("hf", model_path, SETTINGS, seed=0)
@@ -225,7 +225,7 @@ def test_an_error_of_the_engine_reaches_every_later_call(
 
 
 @pytest.mark.parametrize("num_steps", [1, 9])
-def test_suspended_groups_go_on_to_what_they_would_have_been(
+def test_suspended_groups_resume_to_the_same_result(
     whole: dict[int, Group], worker: RolloutWorker, model_path: Path, num_steps: int
 ) -> None:
     with _steps(worker, num_steps):
@@ -255,7 +255,7 @@ def test_suspended_groups_go_on_to_what_they_would_have_been(
         ]
 
 
-def test_a_finished_sibling_waits_for_the_one_that_goes_on(whole: dict[int, Group], worker: RolloutWorker) -> None:
+def test_finished_siblings_are_kept_across_a_suspend(whole: dict[int, Group], worker: RolloutWorker) -> None:
     first, second = whole[103].rollouts
     begun = [
         Response("103/0", first.response_ids, first.rollout_log_probs, first.finish_reason),
@@ -273,9 +273,7 @@ def test_a_finished_sibling_waits_for_the_one_that_goes_on(whole: dict[int, Grou
     ]
 
 
-def test_greedy_groups_have_one_response_and_leave_sampled_ones_as_they_were(
-    whole: dict[int, Group], worker: RolloutWorker
-) -> None:
+def test_greedy_validation_does_not_change_sampled_groups(whole: dict[int, Group], worker: RolloutWorker) -> None:
     greedy = [GroupRequest(-1 - index, PROMPTS[index], STEP, sampling=GREEDY, num_samples=1) for index in range(3)]
     worker.submit([greedy[0], REQUESTS[0], greedy[1], REQUESTS[1], greedy[2]])
     groups = _finish(worker, 5)
@@ -298,7 +296,7 @@ def test_greedy_groups_have_one_response_and_leave_sampled_ones_as_they_were(
     assert _tokens([again[-2], again[-3]]) == _tokens([groups[-2], groups[-3]])
 
 
-def test_a_seed_depends_on_all_that_names_a_response() -> None:
+def test_a_sample_seed_depends_on_run_step_group_and_sample() -> None:
     keys = list(itertools.product((1, 11, 111), repeat=4))  # also where digits would run together
     seeds = {sample_seed(*key) for key in keys}
     assert len(seeds) == len(keys)
@@ -306,7 +304,7 @@ def test_a_seed_depends_on_all_that_names_a_response() -> None:
 
 
 @pytest.mark.slow
-def test_waiting_for_scores_alone_is_timed(worker: RolloutWorker) -> None:
+def test_time_spent_only_on_scoring_is_reported(worker: RolloutWorker) -> None:
     slow = Prompt(0, (5, 9), "anything", "0", {"seconds": 0.3})
     worker.submit([GroupRequest(104, slow, STEP)])
     wait_until(lambda: worker.engine.num_unfinished() == 0, "the responses")
@@ -317,7 +315,7 @@ def test_waiting_for_scores_alone_is_timed(worker: RolloutWorker) -> None:
     assert progress.num_open_tokens == 0
 
 
-def test_scores_of_what_was_stopped_are_passed_over(whole: dict[int, Group], worker: RolloutWorker) -> None:
+def test_scores_of_suspended_responses_are_ignored(whole: dict[int, Group], worker: RolloutWorker) -> None:
     rollout = whole[105].rollouts[0]
     finished = Response("105/0", rollout.response_ids, rollout.rollout_log_probs, rollout.finish_reason)
     responses = [finished, Response("105/1", [], [], "abort")]
@@ -330,7 +328,7 @@ def test_scores_of_what_was_stopped_are_passed_over(whole: dict[int, Group], wor
     assert worker.poll(0.01).groups == []
 
 
-def test_a_scorer_that_fails_is_a_verdict(worker: RolloutWorker) -> None:
+def test_a_failing_scorer_gives_an_error_verdict(worker: RolloutWorker) -> None:
     broken = Prompt(0, (5, 9), "anything", "0", {"broken": True})
     worker.submit([GroupRequest(200, broken, STEP), GroupRequest(201, PROMPTS[1], STEP)])
     groups = _finish(worker, 2)

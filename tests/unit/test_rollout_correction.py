@@ -1,4 +1,4 @@
-"""Importance weights, masks and mismatch metrics of the engine's log-probs, worked by hand."""
+"""Importance weights, masks and mismatch metrics, checked against hand-computed values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OFF = _settings(importance="off")
 
 
 def _log_ratios(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(old, rollout, mask) of full rows with the given log-ratios."""
+    """Return (old, rollout, mask) of full rows with the given log-ratios."""
     old = torch.tensor(rows)
     return old, torch.zeros_like(old), torch.ones_like(old, dtype=torch.bool)
 
@@ -74,7 +74,7 @@ def test_importance_weights(importance: str, importance_max: float, expected: li
     torch.testing.assert_close(weights, torch.tensor(expected))
 
 
-def test_metrics_of_weights_are_over_the_weighed_tokens() -> None:
+def test_weight_metrics_cover_only_weighted_tokens() -> None:
     # A response of 4 tokens at version 5, one of 2 at 3 and 3 at 5. Ratios: 3 and 1 of stale ones, 0.5 elsewhere
     group = make_group([1.0, -1.0], num_response_tokens=[4, 5], policy_version=5)
     group.rollouts[1].versions[:] = [(3, 2), (5, 3)]
@@ -99,7 +99,7 @@ def test_metrics_of_weights_are_over_the_weighed_tokens() -> None:
 
 
 def _of_verl(settings: RolloutCorrectionConfig) -> dict[str, float]:
-    """Its metrics of weights and of what is dropped, of ratios 0.5, 3 | 2 and an empty response."""
+    """verl's weight and rejection metrics for ratios 0.5, 3 | 2 and an empty response."""
     batch = replace(random_batch(1, 3), rollout_log_probs=ROLLOUT, response_mask=MASK, is_stale=STALE)
     metrics = correction_metrics(OLD, batch, settings)
     prefix = "rollout_corr/rollout_"
@@ -110,7 +110,7 @@ def _of_verl(settings: RolloutCorrectionConfig) -> dict[str, float]:
     }
 
 
-def test_verls_metrics_of_token_weights() -> None:
+def test_verls_token_weight_metrics_match_hand_computed_values() -> None:
     # 0.5, 2.5 | 2: sum 5, squares 0.25 + 6.25 + 4; means of responses 1.5 and 2, of ratios 1.75 and 2
     assert _of_verl(_settings(importance="token", importance_max=2.5, importance_normalize=True)) == pytest.approx(
         {
@@ -134,7 +134,7 @@ def test_verls_metrics_of_token_weights() -> None:
     )
 
 
-def test_verls_metrics_of_response_weights_and_of_what_is_dropped() -> None:
+def test_verls_response_weight_and_rejection_metrics_match_hand_computed_values() -> None:
     # products 1.5 and 2, of which 2 is outside of [1.2, 1.75]: weights 1.5, 1.5 | 0
     settings = _settings(
         importance="sequence",
@@ -171,7 +171,7 @@ def test_verls_metrics_of_response_weights_and_of_what_is_dropped() -> None:
 @pytest.mark.parametrize(
     ("importance", "low", "high", "expected"),
     [
-        # ratios 0.5, 3 | 2: what is outside of the interval weighs 0, and is neither truncated nor dropped
+        # ratios 0.5, 3 | 2: ratios outside the interval get weight 0; they are neither truncated nor masked
         ("token", 0.4, 2.5, [[0.5, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
         ("token", 0.5, 2.0, [[0.5, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # the bounds are inside
         ("token", 0.6, 3.5, [[0.0, 3.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
@@ -179,7 +179,7 @@ def test_verls_metrics_of_response_weights_and_of_what_is_dropped() -> None:
         ("stale", 0.6, 2.5, [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # only the second token is stale
     ],
 )
-def test_icepop_weighs_ratios_outside_of_an_interval_with_nothing(
+def test_icepop_sets_weights_outside_the_interval_to_zero(
     importance: str, low: float, high: float, expected: list[list[float]]
 ) -> None:
     settings = _settings(importance=importance, importance_min=low, importance_max=high)
@@ -195,7 +195,7 @@ def test_icepop_weighs_ratios_outside_of_an_interval_with_nothing(
         ("stale", (1.0 + 2.5 + 1.0) / 3, [1.0, 2.5, 1.0]),
     ],
 )
-def test_normalized_weights_have_the_mean_one(importance: str, mean: float, weights: list[float]) -> None:
+def test_normalized_weights_have_mean_one(importance: str, mean: float, weights: list[float]) -> None:
     settings = _settings(importance=importance, importance_max=2.5, importance_normalize=True)
     found = _weights((OLD, ROLLOUT, MASK), settings, STALE)[MASK]
     assert found.tolist() == pytest.approx([weight / mean for weight in weights], rel=1e-6)
@@ -203,11 +203,11 @@ def test_normalized_weights_have_the_mean_one(importance: str, mean: float, weig
     assert _weights((OLD, ROLLOUT, MASK), settings)[MASK].tolist() == [0.0, 0.0, 0.0]  # no mean to divide by
 
 
-def test_weights_and_intervals_that_contradict_each_other_are_refused() -> None:
+def test_contradictory_weight_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"importance_min=2\.0 is not below importance_max=2\.0"):
         _settings(importance="token", importance_min=2.0)
     for ignored in ({"importance_min": 0.5}, {"importance_normalize": True}):
-        with pytest.raises(ValueError, match=r"importance=off has none; remove them"):
+        with pytest.raises(ValueError, match=r"have no effect with importance=off; remove them"):
             _settings(importance="off", **ignored)
 
 
@@ -260,9 +260,7 @@ LN2, LN3 = math.log(2), math.log(3)
         ("max-k3", [2 - LN3, 2 - LN3, 1 - LN2]),
     ],
 )
-def test_what_is_farther_from_the_engine_than_divergence_max_is_dropped(
-    divergence: str, of_tokens: list[float]
-) -> None:
+def test_divergence_masks_tokens_or_responses_above_the_limit(divergence: str, of_tokens: list[float]) -> None:
     for limit in sorted(of_tokens):
         for bound in (limit * 0.9999, limit * 1.0001):
             kept = mask_rollouts(OLD, ROLLOUT, MASK, _settings(divergence=divergence, divergence_max=bound))
@@ -270,13 +268,13 @@ def test_what_is_farther_from_the_engine_than_divergence_max_is_dropped(
             assert not kept[~MASK].any()
 
 
-def test_mask_and_divergence_drop_what_either_drops() -> None:
+def test_mask_and_divergence_combine() -> None:
     # ratios 0.5, 3 | 2: the mask drops 3; mean k3 of the second response is 0.307, of the first 0.547
     settings = _settings(mask="token", mask_low=0.4, mask_high=2.5, divergence="mean-k3", divergence_max=0.4)
     assert mask_rollouts(OLD, ROLLOUT, MASK, settings).tolist() == [[False] * 3, [True, False, False], [False] * 3]
 
 
-def test_a_ratio_on_the_bound_trains() -> None:
+def test_a_ratio_on_the_bound_is_kept() -> None:
     # exp of a float32 0 is exactly 1
     for mask in ("token", "sequence"):
         for low, high in ((1.0, 2.0), (0.5, 1.0)):
@@ -284,22 +282,15 @@ def test_a_ratio_on_the_bound_trains() -> None:
             assert mask_rollouts(*_log_ratios([[0.0, 0.0]]), settings).tolist() == [[True, True]]
 
 
-def test_a_long_response_is_judged_by_its_mean_not_by_its_product() -> None:
+def test_sequence_masks_use_the_geometric_mean() -> None:
     # 20,000 tokens with log-ratio 0.001: the product is e^20, the geometric mean 1.001
     old, rollout, mask = _log_ratios([[0.001] * 20_000])
     assert mask_rollouts(old, rollout, mask, _settings(mask="sequence")).all()
 
 
-def test_the_weight_of_a_response_is_that_of_all_its_tokens_also_those_masked_out() -> None:
-    # ratios 0.5 and 3; the mask leaves out 3; the product stays 1.5
-    settings = _settings(importance="sequence", mask="token", mask_low=0.4, mask_high=2.5)
-    assert _weights((OLD, ROLLOUT, MASK), settings)[0, 0].item() == pytest.approx(1.5, rel=1e-6)
-    assert mask_rollouts(OLD, ROLLOUT, MASK, settings)[0].tolist() == [True, False, False]
-
-
 @pytest.mark.parametrize("level", ["token", "sequence", "stale"])
 @pytest.mark.parametrize("junk", [NAN, INF, -INF])
-def test_what_stands_under_the_mask_does_not_matter(level: str, junk: float) -> None:
+def test_masked_values_do_not_affect_correction(level: str, junk: float) -> None:
     settings = _settings(importance=level, mask=level.replace("stale", "token"))
     filler = torch.tensor(junk)
     noisy = (*(torch.where(MASK, values, filler) for values in (OLD, ROLLOUT)), MASK)
@@ -346,16 +337,13 @@ def test_mismatch_metrics() -> None:
     )
 
 
-def test_a_product_out_of_range_leaves_the_metrics_finite() -> None:
+def test_an_overflowing_product_leaves_metrics_finite() -> None:
     # 100 tokens of log-ratio 1: product e^100 clamped to e^20; chi2_seq e^40 - 1
     metrics = mismatch_metrics(*_log_ratios([[1.0] * 100]))
     assert metrics["rollout/chi2_seq"] == pytest.approx(math.exp(40), rel=1e-9)
     assert metrics["rollout/kl"] == pytest.approx(-1.0)
     assert metrics["rollout/ppl_ratio"] == pytest.approx(math.exp(-1))
-
-
-def test_without_a_token_there_are_no_metrics() -> None:
-    assert mismatch_metrics(OLD, ROLLOUT, torch.zeros_like(MASK)) == {}
+    assert mismatch_metrics(OLD, ROLLOUT, torch.zeros_like(MASK)) == {}  # without tokens
 
 
 @pytest.mark.parametrize(
@@ -370,7 +358,9 @@ def test_without_a_token_there_are_no_metrics() -> None:
         ({"algorithm": {"compat": "verl", "rollout_correction": {"importance": "token"}}}, "token"),
     ],
 )
-def test_stale_tokens_are_weighed_where_their_log_probs_compare(sections: dict[str, Any], importance: str) -> None:
+def test_stale_weighting_is_off_where_log_probs_are_not_comparable(
+    sections: dict[str, Any], importance: str
+) -> None:
     config = make_config(**sections)
     assert config.rollout_correction.importance == importance
     untouched = {"importance"}
@@ -394,5 +384,7 @@ def test_stale_tokens_are_weighed_where_their_log_probs_compare(sections: dict[s
         ({"rollout_correction": {"importance_normalize": True}}, True),  # needs the whole batch
     ],
 )
-def test_what_reads_old_log_probs_before_an_update(algorithm: dict[str, Any], is_needed: bool) -> None:
+def test_old_log_probs_are_computed_before_updates_only_if_needed(
+    algorithm: dict[str, Any], is_needed: bool
+) -> None:
     assert make_config(algorithm=algorithm).anchors_before_updates == is_needed

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dapo_core.groups import Rollout
-from dapo_core.sample_metrics import sample_metrics
+from dapo_core.validation import sample_metrics
 from tests.batches import make_group
 
 TEMPLATE = make_group([1.0]).rollouts[0]
@@ -24,7 +24,7 @@ def rollouts(accs: Sequence[float], answers: Sequence[str | None] | None = None)
     ]
 
 
-def test_names_are_verls() -> None:
+def test_metric_names_are_verls() -> None:
     one = sample_metrics("gsm8k", [rollouts([1.0])], 1)
     assert set(one) == {
         "val-core/gsm8k/acc/mean@1", "val-aux/gsm8k/score/mean@1", "val-aux/gsm8k/reward/mean@1",
@@ -41,7 +41,7 @@ def test_names_are_verls() -> None:
     assert names == expected
 
 
-def test_by_hand() -> None:
+def test_matches_hand_computed_values() -> None:
     """Two prompts: one right of four, and all right."""
     metrics = sample_metrics("set", [rollouts([0.0, 1.0, 0.0, 0.0]), rollouts([1.0] * 4)], 4)
     assert metrics["val-core/set/acc/mean@4"] == 0.625
@@ -64,7 +64,7 @@ def drawn(values: Sequence[float], n: int, choose: Callable[[list[int]], int]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4, 8, 11])
-def test_as_drawn_with_replacement(n: int) -> None:
+def test_best_and_worst_equal_many_random_draws(n: int) -> None:
     accs = [0.0, 0.25, 1.0, 0.5, 0.0, 1.0, 0.0, 0.0, 0.75, 0.0, 0.1]
     answers = ["7", "8", "9", "8", "7", "9", None, None, "8", None, None]
 
@@ -88,7 +88,7 @@ def test_as_drawn_with_replacement(n: int) -> None:
         assert metrics[f"{section}/set/acc/{name}@{n}/std"] == pytest.approx(std, abs=close)
 
 
-def test_the_majority_is_the_same_each_time_and_needs_answers() -> None:
+def test_majority_voting_is_deterministic_and_needs_answers() -> None:
     asked = [rollouts([1.0, 0.0, 0.0, 1.0], ["1", "2", "3", "1"]), rollouts([0.0] * 3, ["1", "2", "3"])]
     metrics = sample_metrics("set", asked, 4)
     assert metrics == sample_metrics("set", asked, 4)

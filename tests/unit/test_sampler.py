@@ -1,4 +1,4 @@
-"""Dynamic sampling against a scripted source: what carries signal, what is refused, and what is booked."""
+"""Dynamic sampling with a scripted source: which groups have signal, errors, and token accounting."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.sources import (
 
 
 @pytest.mark.parametrize("order", ["stream", "finish"])
-def test_only_mixed_groups_are_kept_and_the_rest_is_booked(order: str) -> None:
+def test_only_groups_with_signal_are_kept_and_the_rest_is_accounted_for(order: str) -> None:
     source = ScriptedSource([RIGHT, MIXED, WRONG, MIXED], burst=4)
     draw = make_sampler(source, train_prompts=4, order=order).draw(step=1)
     # eight prompts give 4 mixed, 2 all right, 2 all wrong: 4 right + 4 * 1 right of 16 responses
@@ -47,13 +47,13 @@ def test_only_mixed_groups_are_kept_and_the_rest_is_booked(order: str) -> None:
     assert draw.account.reward_seconds == 0.5
 
 
-def test_exhausted_raises_with_counts_accuracy_and_keys() -> None:
+def test_exhausted_draws_fail_with_counts_accuracy_and_keys() -> None:
     source = ScriptedSource([RIGHT, WRONG, WRONG, MIXED], burst=4)
     with pytest.raises(NotEnoughSignal) as caught:
         make_sampler(source, train_prompts=3, max_num_gen_batches=2).draw(step=1)
     message = str(caught.value)
     # 2 all right, 4 all wrong, 2 mixed: 4 + 2 of 16 responses are right
-    assert "8 drawn prompts and the groups that waited gave 2 groups with signal, 3 are needed" in message
+    assert "8 new prompts and the groups carried over gave 2 of 3 groups with signal" in message
     assert (
         "of 8 finished groups 2 were all right and 4 all wrong, 25.0% had signal (mean accuracy 37.5%)" in message
     )
@@ -67,7 +67,7 @@ def test_exhausted_raises_with_counts_accuracy_and_keys() -> None:
 
 
 @pytest.mark.parametrize("order", ["stream", "finish"])
-def test_without_a_bound_a_step_draws_until_it_is_full(order: str) -> None:
+def test_without_a_draw_limit_a_step_draws_until_it_is_full(order: str) -> None:
     source = ScriptedSource([WRONG] * 6 + [MIXED], burst=4)  # of 7 prompts one has signal
     draw = make_sampler(source, train_prompts=4, order=order, max_num_gen_batches=0).draw(step=1)
     assert len(draw.groups) == 4
@@ -76,7 +76,7 @@ def test_without_a_bound_a_step_draws_until_it_is_full(order: str) -> None:
 
 
 @pytest.mark.parametrize(("on_exhausted", "num_trained"), [("train_partial", 2), ("skip_step", 0)])
-def test_without_a_bound_an_epoch_without_signal_ends_the_step(on_exhausted: str, num_trained: int) -> None:
+def test_without_a_draw_limit_an_epoch_without_signal_ends_the_step(on_exhausted: str, num_trained: int) -> None:
     script = [MIXED, RIGHT, MIXED, *[WRONG] * 60]
 
     def sampler(way: str) -> Sampler:
@@ -85,9 +85,9 @@ def test_without_a_bound_an_epoch_without_signal_ends_the_step(on_exhausted: str
     with pytest.raises(NotEnoughSignal) as caught:
         sampler("raise").draw(1)
     # the third prompt was the last with signal; when 7 more have finished, up to 3 are still in flight
-    assert "2 groups with signal, 3 are needed" in str(caught.value)
+    assert "2 of 3 groups with signal" in str(caught.value)
     assert re.search(
-        r"The last (7|8|9|10) groups had no signal, and the data has 7 prompts: drawing on would not end "
+        r"The last (7|8|9|10) groups had no signal, and the data has 7 prompts: drawing more would never end "
         r"\(sampler\.max_num_gen_batches=0\)\. Use .* raise rollout\.group_size, lower train\.train_prompts",
         str(caught.value),
     )
@@ -102,13 +102,13 @@ def test_without_a_bound_an_epoch_without_signal_ends_the_step(on_exhausted: str
             "train_partial",
             [1, 3, 5, 0],  # the eighth prompt drawn is the first of the next epoch
             {"kept": 4, "all_wrong": 4},
-            "4 groups with signal, 5",
+            "4 of 5 groups with signal",
         ),
         ([WRONG, MIXED], "skip_step", [], {"all_wrong": 4, "surplus": 4}, "Skipping the step"),
         ([WRONG], "train_partial", [], {"all_wrong": 8}, "Skipping the step (sampler.on_exhausted=train_partial)"),
     ],
 )
-def test_a_used_up_draw_trains_on_what_there_is_or_skips_the_step(
+def test_exhausted_draws_train_partially_or_skip_the_step(
     caplog: pytest.LogCaptureFixture,
     script: list[list[float]],
     on_exhausted: str,
@@ -127,15 +127,15 @@ def test_a_used_up_draw_trains_on_what_there_is_or_skips_the_step(
 
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("on_exhausted", ["raise", "train_partial", "skip_step"])
-def test_a_scorer_that_always_fails_is_no_weak_model(dynamic: bool, on_exhausted: str) -> None:
+def test_a_scorer_that_always_fails_ends_training(dynamic: bool, on_exhausted: str) -> None:
     source = ScriptedSource([[UNSCORED, UNSCORED]], burst=4)
     sampler = make_sampler(source, 4, gen_prompts=4, dynamic=dynamic, on_exhausted=on_exhausted)
-    with pytest.raises(RewardError, match=r"ran out of time on all 8 responses .* custom_reward\.path"):
+    with pytest.raises(RewardError, match=r"timed out on all 8 responses .* custom_reward\.path"):
         sampler.draw(step=1)
     assert len(source.fresh) == 4  # no second draw
 
 
-def test_one_prompt_without_a_score_does_not_end_a_training() -> None:
+def test_one_unscored_prompt_does_not_end_training() -> None:
     source = ScriptedSource([MIXED, [UNSCORED, UNSCORED], MIXED, MIXED], burst=1)
     sampler = make_sampler(source, train_prompts=1)
     assert [group.group_id for group in sampler.draw(step=1).groups] == [0]
@@ -152,7 +152,7 @@ def test_without_dynamic_sampling_every_group_is_kept() -> None:
 
 
 @pytest.mark.parametrize(("metric", "num_kept"), [("acc", 0), ("score", 2)])
-def test_the_metric_decides_what_differs(metric: str, num_kept: int) -> None:
+def test_the_filter_metric_decides_which_groups_have_signal(metric: str, num_kept: int) -> None:
     source = ScriptedSource([[-1.0, -0.5]], burst=4)  # both wrong, scored differently
     draw = make_sampler(
         source, 2, gen_prompts=2, max_num_gen_batches=1, metric=metric, on_exhausted="train_partial"
@@ -160,7 +160,7 @@ def test_the_metric_decides_what_differs(metric: str, num_kept: int) -> None:
     assert len(draw.groups) == num_kept
 
 
-def test_float_noise_and_a_group_of_one_have_signal_for_verl_only() -> None:
+def test_rounding_noise_and_groups_of_one_have_signal_only_for_verl() -> None:
     # [0.1] * 3 has a numpy standard deviation of 1.4e-17
     source = ScriptedSource([[0.1] * 3, [1.0] * 3], burst=4)
     ours = make_sampler(source, 2, metric="score", max_num_gen_batches=1, on_exhausted="train_partial").draw(1)
@@ -173,8 +173,8 @@ def test_float_noise_and_a_group_of_one_have_signal_for_verl_only() -> None:
     assert booked(make_sampler(alone, 4, compat=VERL).draw(1)) == {"kept": 4}
 
 
-def test_an_accuracy_above_one_is_right() -> None:
-    """As of a user's scorer that gives points and no `acc`."""
+def test_an_accuracy_above_one_counts_as_right() -> None:
+    """A custom scorer that returns points, but no `acc`."""
 
     class Points(ScriptedSource):
         def finished(self) -> list[Group]:
@@ -190,8 +190,8 @@ def test_an_accuracy_above_one_is_right() -> None:
 
 
 @pytest.mark.parametrize("accs", [[0.5, 0.5], [1.0, 0.0]])
-def test_equal_scores_that_are_neither_all_right_nor_all_wrong_are_booked_apart(accs: list[float]) -> None:
-    """A scorer's partial marks, and scores that are equal where `acc` is not."""
+def test_equal_partial_scores_are_accounted_for_separately(accs: list[float]) -> None:
+    """Partial credit, and equal scores with different `acc`."""
 
     def marked(rollouts: Sequence[Rollout]) -> list[Rollout]:
         return [replace(rollout, acc=acc) for rollout, acc in zip(rollouts, accs, strict=True)]
@@ -211,7 +211,7 @@ def test_equal_scores_that_are_neither_all_right_nor_all_wrong_are_booked_apart(
     assert draw.account.waste_ratio == 1.0
 
 
-def test_responses_without_a_score_make_no_signal() -> None:
+def test_unscored_responses_give_no_signal() -> None:
     script = [[1.0, 1.0, UNSCORED], [-1.0, UNSCORED], [UNSCORED, UNSCORED], [1.0, -1.0, UNSCORED]]
     for compat in (OURS, VERL):
         draw = make_sampler(ScriptedSource(script, burst=4), 1, compat=compat).draw(1)
@@ -228,9 +228,9 @@ def test_responses_without_a_score_make_no_signal() -> None:
             10_000,
             30.0,
             RolloutError,
-            "no group was kept for 31 s of training step 3. 4 drawn prompts and the groups that waited gave 0 "
-            "groups with signal, 2 are needed: of 0 finished groups|4 groups with 0 response tokens are in flight|"
-            "no group finished",
+            "no group was kept for 31 s of training step 3. 4 new prompts and the groups carried over gave 0 "
+            "of 2 groups with signal: of 0 finished groups|4 groups with 0 response tokens are in flight|"
+            "No group finished",
         ),
         (  # after 12 s six groups have come: two all right, four all wrong; three others are in flight
             [RIGHT, WRONG, WRONG],
@@ -242,7 +242,7 @@ def test_responses_without_a_score_make_no_signal() -> None:
         ),
     ],
 )
-def test_a_draw_to_which_nothing_useful_comes_ends_with_what_was_seen(
+def test_a_draw_without_signal_ends_with_a_report(
     script: list[list[float]], pause: int, max_seconds: float, error: type[Exception], seen: str
 ) -> None:
     clock = Clock()
@@ -254,7 +254,7 @@ def test_a_draw_to_which_nothing_useful_comes_ends_with_what_was_seen(
         assert words in str(caught.value)
 
 
-def test_each_kept_group_gives_the_next_its_full_time() -> None:
+def test_every_kept_group_restarts_the_time_limit() -> None:
     clock = Clock()
     source = SlowSource([MIXED], clock, seconds=1.0, pause=9)
     draw = make_sampler(source, 4, clock=clock, max_seconds_without_kept=9.5).draw(step=1)
@@ -262,11 +262,11 @@ def test_each_kept_group_gives_the_next_its_full_time() -> None:
     assert clock.now == 100.0 + 4 * 9
 
 
-def test_engines_that_fall_silent_after_a_kept_group_are_noticed() -> None:
+def test_engines_that_stop_responding_are_detected() -> None:
     clock = Clock()
     source = SlowSource([MIXED], clock, seconds=1.0, pause=1)
     source.waits = itertools.chain([True], itertools.repeat(False))  # type: ignore[assignment]
-    with pytest.raises(RolloutError, match=r"gave 1 groups with signal, 2 .* no group finished"):
+    with pytest.raises(RolloutError, match=r"gave 1 of 2 groups with signal: .* No group finished"):
         make_sampler(source, 2, clock=clock, max_seconds_without_kept=5.0).draw(step=1)
 
 
@@ -283,7 +283,7 @@ def test_engines_that_fall_silent_after_a_kept_group_are_noticed() -> None:
     dynamic=st.booleans(),
     order=st.sampled_from(ORDERS),
 )
-def test_the_account_balances_in_every_step(
+def test_token_accounts_balance_in_every_step(
     script: list[list[float]],
     burst: int,
     num_late: int,

@@ -1,4 +1,4 @@
-"""Which groups fill a step, over several steps: in prompt order or as they finish, what waits, and resuming."""
+"""Which groups fill a step in stream and finishing order, over several steps and across a resume."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _ids(groups: list[Group]) -> list[int]:
         ("finish", [[1, 2], [5, 6], [8, 9], [12, 13]]),  # 0 and 4 are dropped, with what was in flight beside them
     ],
 )
-def test_a_long_group_is_trained_in_its_turn_or_dropped_in_finishing_order(
+def test_long_groups_are_trained_in_stream_order_and_dropped_in_finishing_order(
     order: str, kept: list[list[int]]
 ) -> None:
     sampler = make_sampler(LateSource([MIXED], late={0, 4}, partial_tokens=2), 2, order=order)
@@ -61,7 +61,7 @@ def test_a_long_group_is_trained_in_its_turn_or_dropped_in_finishing_order(
     gen_prompts=st.integers(1, 14),
     max_staleness=st.integers(0, 3),
 )
-def test_in_stream_order_every_group_with_signal_is_trained_in_turn_and_none_gets_too_old(
+def test_stream_order_trains_every_group_with_signal_within_max_staleness(
     script: list[list[float]],
     burst: int,
     num_late: int,
@@ -88,7 +88,7 @@ def test_in_stream_order_every_group_with_signal_is_trained_in_turn_and_none_get
     assert kept == with_signal[: 6 * train_prompts]
 
 
-def test_prompts_are_drawn_as_others_are_decided_up_to_the_bound() -> None:
+def test_prompts_are_drawn_up_to_the_open_limit() -> None:
     source = ScriptedSource([MIXED, WRONG, MIXED, MIXED], burst=1, partial_tokens=1)
     sampler = make_sampler(source, train_prompts=2, gen_prompts=100, max_staleness=1)
     first = sampler.draw(step=1)
@@ -100,7 +100,7 @@ def test_prompts_are_drawn_as_others_are_decided_up_to_the_bound() -> None:
     assert sampler.draw(step=3).num_drawn == 3  # two for the groups of step 2, and one for 5, which has no signal
 
 
-def test_in_finishing_order_a_draw_is_due_when_the_groups_in_flight_cannot_fill_the_step() -> None:
+def test_finishing_order_draws_when_open_groups_cannot_fill_the_step() -> None:
     for script, num_drawn in (
         ([WRONG, MIXED, MIXED, MIXED], 4),  # after the first, three in flight may still fill the step
         ([WRONG, MIXED, WRONG, MIXED, MIXED], 8),  # after the third, one in flight and one with signal cannot
@@ -112,7 +112,7 @@ def test_in_finishing_order_a_draw_is_due_when_the_groups_in_flight_cannot_fill_
 
 
 @pytest.mark.parametrize("order", ["stream", "finish"])
-def test_surplus_comes_before_fresh_groups(order: str) -> None:
+def test_surplus_is_used_before_new_groups(order: str) -> None:
     source = ScriptedSource([MIXED], burst=4)
     sampler = make_sampler(source, train_prompts=3, order=order)
     first = sampler.draw(step=1)
@@ -125,7 +125,7 @@ def test_surplus_comes_before_fresh_groups(order: str) -> None:
     assert booked(second) == {"kept": 3, "surplus": num_drawn - 2}
 
 
-def test_in_finishing_order_surplus_beyond_the_staleness_bound_is_dropped_and_counted() -> None:
+def test_finishing_order_drops_and_counts_stale_surplus() -> None:
     source = ScriptedSource([MIXED], burst=8)
     sampler = make_sampler(source, train_prompts=2, gen_prompts=8, max_staleness=2, order="finish")
     # 6 left after step 1, 4 after step 2, 2 after step 3, which are 3 steps old in step 4
@@ -136,7 +136,7 @@ def test_in_finishing_order_surplus_beyond_the_staleness_bound_is_dropped_and_co
 
 
 @pytest.mark.parametrize("order", ["stream", "finish"])
-def test_groups_that_finish_while_the_others_are_stopped_become_surplus(order: str) -> None:
+def test_groups_that_finish_during_suspension_become_surplus(order: str) -> None:
     source = ScriptedSource([MIXED, MIXED, MIXED, RIGHT, MIXED, MIXED], burst=2, num_late=2, partial_tokens=1)
     sampler = make_sampler(source, train_prompts=2, gen_prompts=6, max_staleness=2, order=order)
     draw = sampler.draw(step=1)
@@ -146,7 +146,7 @@ def test_groups_that_finish_while_the_others_are_stopped_become_surplus(order: s
     assert [group.group_id for _, group in sampler.surplus] == [2]
 
 
-def test_unfinished_groups_are_continued_before_fresh_prompts() -> None:
+def test_unfinished_groups_resume_before_new_prompts() -> None:
     source = ScriptedSource([MIXED], burst=1, partial_tokens=4)
     sampler = make_sampler(source, train_prompts=2)
     first = sampler.draw(step=1)
@@ -163,7 +163,7 @@ def test_unfinished_groups_are_continued_before_fresh_prompts() -> None:
     assert second.account.tokens["kept"] == 2 * TOKENS_PER_GROUP
 
 
-def test_in_finishing_order_a_group_is_as_old_as_its_oldest_token() -> None:
+def test_finishing_order_dates_a_group_by_its_oldest_token() -> None:
     source = ScriptedSource([MIXED], burst=1, partial_tokens=1)
     sampler = make_sampler(source, 1, order="finish", in_flight="carry_over")
     # each step keeps one group; the others begin in step 1 and are two steps old in step 3
@@ -188,7 +188,7 @@ def test_a_group_without_a_token_does_not_age() -> None:
 
 
 @pytest.mark.parametrize("order", ["stream", "finish"])
-def test_a_step_that_surplus_fills_samples_nothing(order: str) -> None:
+def test_a_step_filled_by_surplus_samples_nothing(order: str) -> None:
     source = ScriptedSource([MIXED], burst=3, partial_tokens=2)
     sampler = make_sampler(source, 1, order=order, in_flight="carry_over", max_staleness=3)
     assert booked(sampler.draw(step=1)) == {"kept": 1, "surplus": 2}
@@ -201,7 +201,7 @@ def test_a_step_that_surplus_fills_samples_nothing(order: str) -> None:
 
 @pytest.mark.parametrize("on_exhausted", ["raise", "train_partial", "skip_step"])
 @pytest.mark.parametrize("order", ["stream", "finish"])
-def test_draws_are_used_up_only_when_continued_groups_came_back_too(order: str, on_exhausted: str) -> None:
+def test_draws_are_exhausted_only_after_continued_groups_return(order: str, on_exhausted: str) -> None:
     script = [MIXED, MIXED, WRONG, MIXED, *[WRONG] * 4]
     sampler = make_sampler(
         ScriptedSource(script, burst=1, partial_tokens=1),
@@ -213,7 +213,7 @@ def test_draws_are_used_up_only_when_continued_groups_came_back_too(order: str, 
     )
     sampler.draw(step=1)
     if on_exhausted == "raise":
-        with pytest.raises(NotEnoughSignal, match=r"^4 drawn .* gave 1 groups with signal, 2 .* of 6 finished"):
+        with pytest.raises(NotEnoughSignal, match=r"^4 new .* gave 1 of 2 groups with signal.* of 6 finished"):
             sampler.draw(step=2)
         return
     draw = sampler.draw(step=2)
@@ -226,7 +226,7 @@ def test_draws_are_used_up_only_when_continued_groups_came_back_too(order: str, 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(script=SCRIPTS, burst=st.integers(1, 9), seed=st.integers(0, 1000), order=st.sampled_from(ORDERS))
-def test_under_deterministic_speed_decides_nothing(
+def test_deterministic_draws_do_not_depend_on_timing(
     script: list[list[float]], burst: int, seed: int, order: tuple[str, str]
 ) -> None:
     values = {"gen_prompts": 5, "on_exhausted": "train_partial", "order": order[0], "in_flight": order[1]}
@@ -263,7 +263,7 @@ def _through_a_checkpoint(sampler: Sampler, folder: Path) -> tuple[int, list, li
     ("gen_prompts", "shuffle"),
     [(7, True), (7, False), (3, True), (10, True)],  # 7 prompts: at each epoch's end, and across it
 )
-def test_a_run_resumed_after_every_step_is_the_uninterrupted_one(
+def test_a_run_resumed_after_every_step_equals_the_uninterrupted_one(
     order: tuple[str, str], gen_prompts: int, shuffle: bool, tmp_path: Path
 ) -> None:
     def make(position: int = 0) -> Sampler:

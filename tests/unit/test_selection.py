@@ -1,4 +1,4 @@
-"""Whether a group's length decides that it is trained on: the sampler over simulated engines, and its warning."""
+"""The sampler on simulated engines does not select groups by length, or warns about it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
-def test_kept_groups_are_as_long_as_those_with_signal(
+def test_stream_order_does_not_select_by_length(
     selection: ModuleType, max_staleness: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = simulate(selection, max_staleness=max_staleness)
@@ -47,13 +47,13 @@ def test_kept_groups_are_as_long_as_those_with_signal(
 
 
 @pytest.mark.slow
-def test_the_default_is_no_slower_than_dropping_what_is_late(selection: ModuleType) -> None:
+def test_stream_order_is_as_fast_as_finishing_order(selection: ModuleType) -> None:
     stream, finish = simulate(selection), simulate(selection, order="finish")
     assert stream.ticks_per_step < finish.ticks_per_step
     assert stream.waste_ratio < finish.waste_ratio / 2
 
 
-def test_groups_that_finish_first_are_short_and_that_is_said(
+def test_finishing_order_selects_short_groups_and_warns(
     selection: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = simulate(selection, order="finish")
@@ -74,7 +74,7 @@ def test_groups_that_finish_first_are_short_and_that_is_said(
         ([(0, False), (0, False), (5, True), (7, True)], 6.0),  # those without a token say nothing
     ],
 )
-def test_the_mean_length_with_stopped_responses(responses: list[tuple[int, bool]], mean: float) -> None:
+def test_mean_length_accounts_for_aborted_responses(responses: list[tuple[int, bool]], mean: float) -> None:
     assert expected_length(responses) == pytest.approx(mean)
 
 
@@ -89,7 +89,7 @@ def test_the_mean_length_with_stopped_responses(responses: list[tuple[int, bool]
         ([Response("", [7] * 13, [], "stop")], True),  # 11
     ],
 )
-def test_a_difference_over_ten_steps_is_said(
+def test_a_length_difference_over_ten_steps_is_logged(
     dropped: list[Response], is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = LengthWatch()

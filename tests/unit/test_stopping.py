@@ -1,4 +1,4 @@
-"""Signals as a request to stop: what they raise and when, what is said, and whose handlers stay."""
+"""Graceful stop by signals: when they raise, what is logged, and which handlers remain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.sources import Clock
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    """Whatever a test does to them."""
+    """Restore the signal handlers after each test."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in before.items():
@@ -27,13 +27,13 @@ def _handlers() -> Iterator[None]:
 
 
 def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the thread of a request has logged; it may take a moment."""
+    """Return the messages of the logging thread, which may take a moment."""
     wait_until(lambda: bool(caplog.messages), "the message")
     return caplog.messages
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_may_be_interrupted_is_so_at_once_and_handlers_come_back(number: signal.Signals) -> None:
+def test_a_signal_interrupts_and_handlers_are_restored(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopRequest() as stop:
         with pytest.raises(KeyboardInterrupt):
@@ -42,8 +42,8 @@ def test_what_may_be_interrupted_is_so_at_once_and_handlers_come_back(number: si
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize(("step", "then"), [(8, "a last checkpoint after step 8, then ending"), (1, "step 1,")])
-def test_a_request_during_the_work_of_a_step_waits_for_its_end(
+@pytest.mark.parametrize(("step", "then"), [(8, "a final checkpoint after step 8, then ending"), (1, "step 1,")])
+def test_a_stop_request_during_a_step_waits_for_its_end(
     caplog: pytest.LogCaptureFixture, step: int, then: str
 ) -> None:
     with StopRequest() as stop, stop.deferred():
@@ -61,13 +61,16 @@ def test_a_request_during_the_work_of_a_step_waits_for_its_end(
 
 @pytest.mark.parametrize(
     ("step", "then"),
-    [(8, "a last checkpoint after step 7, then ending"), (1, "without a checkpoint, as no step is done")],
+    [
+        (8, "a final checkpoint after step 7, then ending"),
+        (1, "without a checkpoint, because no step is complete"),
+    ],
 )
 @pytest.mark.parametrize("looks", [True, False])
-def test_a_request_while_groups_are_waited_for_ends_that(
+def test_a_stop_request_ends_waiting_for_groups(
     caplog: pytest.LogCaptureFixture, step: int, then: str, looks: bool
 ) -> None:
-    """At the next look, or, when they came meanwhile, before anything is learned from them."""
+    """Either at the next check or, if the groups arrived meanwhile, before they are trained on."""
     with StopRequest() as stop, stop.deferred():
 
         def wait() -> None:
@@ -83,7 +86,7 @@ def test_a_request_while_groups_are_waited_for_ends_that(
     assert then in message
 
 
-def test_a_second_signal_ends_at_once_unless_it_is_the_first_one_s_echo() -> None:
+def test_a_second_signal_ends_at_once_unless_it_is_an_echo() -> None:
     clock = Clock()
     with StopRequest(clock) as stop, stop.deferred():
         signal.raise_signal(signal.SIGINT)
@@ -106,8 +109,8 @@ def test_an_ignored_signal_stays_ignored() -> None:
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
-def test_another_thread_listens_to_nothing() -> None:
-    """Where Python would refuse to set a handler."""
+def test_other_threads_do_not_install_handlers() -> None:
+    """Python refuses to set a handler outside the main thread."""
     seen: list[object] = []
 
     def listen() -> None:
@@ -121,8 +124,8 @@ def test_another_thread_listens_to_nothing() -> None:
     assert seen == [None, before]
 
 
-def test_a_signal_while_ray_starts_is_ours_and_so_is_the_handler_afterwards() -> None:
-    """Ray puts a handler of its own in place, which ends the process; the request must not become that."""
+def test_a_signal_during_ray_start_is_not_lost() -> None:
+    """Ray installs its own handler, which ends the process; a stop request must not trigger it."""
     before = signal.getsignal(signal.SIGTERM)
 
     def start(is_signalled: bool) -> None:
@@ -141,7 +144,7 @@ def test_a_signal_while_ray_starts_is_ours_and_so_is_the_handler_afterwards() ->
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_ray_still_starts_its_processes_through_the_part_that_is_patched() -> None:
+def test_ray_still_uses_the_patched_start_function() -> None:
     with _keep_signal_handling() as processes:
         services.ConsolePopen(["true"]).wait()
         assert len(processes) == 1

@@ -1,4 +1,4 @@
-"""Trackers with clients of the test's own: what is sent once, what failures do, and what is kept from them."""
+"""Trackers with fake clients: what is sent once, how failures are handled, and what is never sent."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def config(**train: Any) -> Config:
     return make_config(train={"trackers": ["wandb"], **train}, run={"name": "mine"})
 
 
-def test_a_continued_training_goes_on_with_its_run_and_sends_no_step_twice(
+def test_a_resumed_training_continues_its_tracker_run_without_repeats(
     recording: type[Recording], tmp_path: Path
 ) -> None:
     row = {"prompt": "1 + 1", "response": "2"}
@@ -125,8 +125,8 @@ def test_a_continued_training_goes_on_with_its_run_and_sends_no_step_twice(
 @pytest.mark.parametrize(
     ("fails", "num_failed", "said"),
     [
-        ("open", 4, "tracker wandb fails (ConnectionError: no answer, key [redacted] refused); training goes on"),
-        ("log 1", 1, "tracker wandb fails (ValueError: step 1 is refused); training goes on"),
+        ("open", 4, "tracker wandb failed (ConnectionError: no answer, key [redacted] refused); training cont"),
+        ("log 1", 1, "tracker wandb failed (ValueError: step 1 is refused); training continues"),
     ],
 )
 def test_failures_are_logged_once_and_counted(
@@ -143,14 +143,14 @@ def test_failures_are_logged_once_and_counted(
     with tracking(config(), tmp_path, False) as tracked:
         for step in (1, 2, 3):
             tracked.on_step(step, {"critic/score/mean": 1.0})
-    assert caplog.text.count("fails (") == 1
+    assert caplog.text.count("failed (") == 1
     assert said in caplog.text
     assert f"wandb: {num_failed} calls failed" in caplog.text
     assert json.loads((tmp_path / TRACKERS_FILE).read_text())["trackers"][0]["num_failed"] == num_failed
     assert "SECRET-TRACKER-KEY" not in caplog.text + (tmp_path / TRACKERS_FILE).read_text()
 
 
-def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
+def test_a_hanging_tracker_delays_neither_steps_nor_the_end(
     recording: type[Recording], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
@@ -160,12 +160,12 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
         for step in range(20):
             tracked.on_step(step, {"critic/score/mean": 1.0})
         wait_until(lambda: bool(recording.calls), "the tracker to be opened")
-    assert "it is 5 calls behind" in caplog.text
+    assert "5 calls are queued" in caplog.text
     assert json.loads((tmp_path / TRACKERS_FILE).read_text())["trackers"][0]["num_failed"] >= 10
     assert recording.calls == [("open", "dapo-pipeline", "mine", recording.calls[0][3], None)]
 
 
-def test_a_full_disk_is_not_the_trackers_to_report(
+def test_a_full_disk_does_not_fail_the_trackers(
     recording: type[Recording], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, text: str) -> None:
@@ -178,16 +178,16 @@ def test_a_full_disk_is_not_the_trackers_to_report(
     assert "trackers.json cannot be written: [Errno 28] No space left" in caplog.text
 
 
-def test_a_missing_client_is_an_error_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_client_is_refused_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None if name == "alembic" else name)
     require_trackers(["tensorboard", "wandb", "swanlab"])
     with pytest.raises(
-        ConfigError, match=r"names mlflow, whose .*pip install mlflow-skinny sqlalchemy alembic \("
+        ConfigError, match=r"includes mlflow, but .*pip install mlflow-skinny sqlalchemy alembic \("
     ):
         require_trackers(["tensorboard", "mlflow"])
 
 
-def test_trackers_see_the_training_without_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_trackers_receive_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HUB_TOKEN", "hub-token-of-mine")
     settings = make_config(
         "models/hub-token-of-mine", custom_reward={"path": "scorer.py"}, flow={"webhook": {"url": "http://x/abc"}}
@@ -216,7 +216,7 @@ def test_results_of_one_benchmark_and_of_a_suite() -> None:
     assert {name.split("/")[1] for name in results} == {"gsm8k", "pooled"}
 
 
-def test_a_run_sends_its_results_unless_all_is_cached(recording: type[Recording], tmp_path: Path) -> None:
+def test_a_run_sends_results_unless_everything_is_cached(recording: type[Recording], tmp_path: Path) -> None:
     run = record_run(small_config(tmp_path / "store"))
     (tmp_path / TRACKERS_FILE).write_text(
         json.dumps(

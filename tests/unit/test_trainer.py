@@ -1,4 +1,4 @@
-"""A trainer without ranks and engines: what it takes over from a checkpoint, and how it ends."""
+"""A trainer without ranks and engines: what it restores from a checkpoint, and how it ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPTS = [Prompt(index, (index + 5,), "arithmetic", "1") for index in range(7)]
 
 
 class AskedShards(FileShards):
-    """Raises the error when asked whether an asynchronous save has ended."""
+    """Raises the error when polled for an asynchronous save."""
 
     error: BaseException | None = None
 
@@ -51,20 +51,20 @@ class AskedShards(FileShards):
 def _trainer(
     model_path: Path, output: Path, shards: FileShards | None = None, **sections: dict[str, Any]
 ) -> Trainer:
-    """Of ranks that have nothing to load and no weights to hand out."""
+    """A trainer whose ranks load nothing and send no weights."""
     config = make_config(model_path, **sections)
     policy: Any = shards or FileShards()
     policy.device_name, policy.load, policy.take_memory = lambda: "cpu", lambda folder: None, dict
     weights = SimpleNamespace(send=lambda version: None)
     cluster: Any = SimpleNamespace(policy=policy, rollouts=SimpleNamespace(), weights=weights)
     stream = PromptStream(PROMPTS, config.run.seed, config.data.shuffle)
-    identity = training_identity(config, stream, model_path)
+    identity = training_identity(config, stream.digest, model_path)
     (output / "checkpoints").mkdir(parents=True, exist_ok=True)
     validation: Any = SimpleNamespace(begin=lambda: None)
     return Trainer(config, cluster, stream, model_path, output, identity, validation)
 
 
-def test_all_of_a_state_is_taken_over(model_path: Path, tmp_path: Path) -> None:
+def test_a_resume_restores_the_whole_state(model_path: Path, tmp_path: Path) -> None:
     trainer = _trainer(model_path, tmp_path)
     state = replace(make_state(20), identity=trainer.identity, kl_coefficient=0.25)
     trainer.resume(write_state(tmp_path / "checkpoints", state))
@@ -76,12 +76,12 @@ def test_all_of_a_state_is_taken_over(model_path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "coefficient"),
     [
-        ({"rollout": {"group_size": 8}}, 0.25),  # the groups that wait are of 16
-        ({"algorithm": {"kl": {"target": 0.5}}}, 0.25),  # adapted so far, and from here on to another target
-        ({"algorithm": {"kl": {"coefficient": 0.5}}}, 0.5),  # what a person set counts
+        ({"rollout": {"group_size": 8}}, 0.25),  # the waiting groups have 16 responses
+        ({"algorithm": {"kl": {"target": 0.5}}}, 0.25),  # adapted so far, from now on to another target
+        ({"algorithm": {"kl": {"coefficient": 0.5}}}, 0.5),  # an explicit change wins
     ],
 )
-def test_a_training_changed_on_its_way_samples_waiting_prompts_again_and_takes_a_new_kl_coefficient(
+def test_a_changed_training_resamples_waiting_prompts_and_uses_the_new_kl_coefficient(
     model_path: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -97,12 +97,12 @@ def test_a_training_changed_on_its_way_samples_waiting_prompts_again_and_takes_a
         (4, 4, []), (9, 9, []), (12, 7, []), (13, 8, []),
     ]  # fmt: skip
     assert trainer.sampler.surplus == []
-    assert "4 groups sampled before the change are not trained on" in caplog.text
+    assert "discarding 4 groups sampled before the change" in caplog.text
     assert trainer.kl.coefficient == coefficient
 
 
-def test_lines_of_another_training_are_no_part_of_one_begun_from_a_path(model_path: Path, tmp_path: Path) -> None:
-    """Of one that was begun here and killed before its first checkpoint; the own lines stay."""
+def test_metrics_of_another_training_are_not_mixed_in(model_path: Path, tmp_path: Path) -> None:
+    """The folder has lines of a training that was killed before its first checkpoint; its own lines stay."""
     trainer = _trainer(model_path, tmp_path / "new")
     state = replace(make_state(3), identity=trainer.identity)
     log = MetricsLog(tmp_path / "new", 0)
@@ -116,10 +116,10 @@ def test_lines_of_another_training_are_no_part_of_one_begun_from_a_path(model_pa
 
 
 @pytest.mark.parametrize(("step", "is_own", "is_refused"), [(4, True, False), (5, True, True), (4, False, True)])
-def test_a_checkpoint_without_a_step_to_follow_is_refused(
+def test_a_checkpoint_beyond_total_steps_is_refused(
     model_path: Path, tmp_path: Path, step: int, is_own: bool, is_refused: bool
 ) -> None:
-    """Where 4 steps are asked for; a finished training started again has nothing to do, which is no error."""
+    """With 4 steps requested; restarting a finished training is not an error."""
     trainer = _trainer(model_path, tmp_path, train={"total_steps": 4})
     folder = tmp_path / ("checkpoints" if is_own else "other")
     start = write_state(folder, replace(make_state(step), identity=trainer.identity))
@@ -138,7 +138,7 @@ def test_a_checkpoint_without_a_step_to_follow_is_refused(
 
 @pytest.mark.parametrize("reason", [StopRequested(), NotEnoughSignal("few groups")])
 @pytest.mark.parametrize("failure", [None, WorkerDied("rank 1"), CheckpointError("disk full")])
-def test_the_reason_a_training_ended_survives_a_failing_checkpoint(
+def test_the_reason_for_ending_survives_a_failing_checkpoint(
     model_path: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -146,7 +146,7 @@ def test_the_reason_a_training_ended_survives_a_failing_checkpoint(
     reason: BaseException,
     failure: BaseException | None,
 ) -> None:
-    """Above all, an interrupted training whose ranks are gone as well must not be started again."""
+    """In particular, an interrupted training whose ranks died as well must not be restarted."""
     shards = AskedShards()
     trainer = _trainer(model_path, tmp_path, shards)
 
@@ -165,10 +165,10 @@ def test_the_reason_a_training_ended_survives_a_failing_checkpoint(
     assert all(str(failure) in error for error in errors)
 
 
-def test_a_checkpoint_is_published_while_groups_are_waited_for(
+def test_a_checkpoint_is_published_while_waiting_for_groups(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step's draw may take half an hour: a kill in it must not cost a checkpoint whose shards are all there."""
+    """A draw may take half an hour; a kill during it must not lose a checkpoint that is already written."""
     monkeypatch.setattr(writer, "POLL_SECONDS", 0.0)
     trainer = _trainer(model_path, tmp_path, train={"train_prompts": 1, "mini_prompts": 1})
     trainer.checkpoints.begin(make_state(5))
@@ -181,12 +181,12 @@ def test_a_checkpoint_is_published_while_groups_are_waited_for(
 
     trainer.sampler.source = Source([MIXED], Clock(), seconds=1.0, pause=4)
     trainer.sampler.draw(1)
-    assert named == [None, None, *[tmp_path / "checkpoints" / "step_000005"] * 2]  # written at the second question
+    assert named == [None, None, *[tmp_path / "checkpoints" / "step_000005"] * 2]  # written after the second poll
     assert trainer.checkpoints.take_polled_seconds() > 0
 
 
 class StoppingSource(SlowSource):
-    """Brings a group at once, and with it the request to stop."""
+    """Returns a group immediately, and requests a stop."""
 
     def __init__(self, stop: StopRequest) -> None:
         super().__init__([MIXED], Clock(), seconds=1.0, pause=1)
@@ -200,7 +200,7 @@ class StoppingSource(SlowSource):
 def _stopped_in_its_draw(
     model_path: Path, output: Path, before: Callable[[Trainer, TrainerState], object]
 ) -> tuple[Path | None, TrainerState]:
-    """The latest checkpoint of a training stopped in the draw after step 3, which took groups and prompts."""
+    """Stop a training in the draw after step 3; returns its latest checkpoint and the state after step 3."""
     stop = StopRequest()
     trainer = _trainer(model_path, output, train={"train_prompts": 4, "mini_prompts": 1})
     state = replace(make_state(3), identity=trainer.identity)
@@ -215,12 +215,12 @@ def _stopped_in_its_draw(
     before(trainer, trainer._state(state.metrics))
     with pytest.raises(StopRequested):
         trainer.run(stop=stop)
-    assert trainer.sampler.source.in_flight  # it was in the midst of it
+    assert trainer.sampler.source.in_flight  # in the middle of the draw
     assert trainer.sampler.surplus == []
     return latest_checkpoint(output / "checkpoints"), state
 
 
-def test_a_training_stopped_in_a_draw_saves_what_was_before_it(model_path: Path, tmp_path: Path) -> None:
+def test_a_stop_during_a_draw_saves_the_previous_step(model_path: Path, tmp_path: Path) -> None:
     saved, state = _stopped_in_its_draw(
         model_path, tmp_path, lambda trainer, own: trainer.checkpoints.keep(own, is_due=False)
     )
@@ -229,10 +229,10 @@ def test_a_training_stopped_in_a_draw_saves_what_was_before_it(model_path: Path,
 
 
 @pytest.mark.parametrize("is_on_disk", [True, False])
-def test_a_stopped_training_writes_no_second_checkpoint_of_a_step(
+def test_a_stop_does_not_write_a_step_twice(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_on_disk: bool
 ) -> None:
-    """Neither of one in flight nor of one that is there."""
+    """Whether the step's checkpoint is still being written or already on disk."""
     caplog.set_level(logging.INFO)
 
     def keep(trainer: Trainer, state: TrainerState) -> None:
@@ -246,12 +246,12 @@ def test_a_stopped_training_writes_no_second_checkpoint_of_a_step(
     assert [text.split(":")[0] for text in caplog.messages if "bytes" in text] == ["checkpoint step_000003"]
 
 
-def test_what_is_stopped_before_its_first_step_saves_nothing(model_path: Path, tmp_path: Path) -> None:
+def test_a_stop_before_the_first_step_saves_nothing(model_path: Path, tmp_path: Path) -> None:
     assert _stopped_in_its_draw(model_path, tmp_path, lambda trainer, state: None)[0] is None
 
 
 @pytest.mark.parametrize(("total_steps", "is_stopped"), [(4, True), (2, False)])
-def test_a_request_during_a_step_is_met_after_it_and_in_the_last_step_changes_nothing(
+def test_a_stop_request_takes_effect_after_the_step_and_not_after_the_last(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total_steps: int, is_stopped: bool
 ) -> None:
     stop = StopRequest()
@@ -270,16 +270,16 @@ def test_a_request_during_a_step_is_met_after_it_and_in_the_last_step_changes_no
 
 
 @pytest.mark.parametrize(("step", "every", "due"), [(4, 2, True), (3, 2, False), (7, 2, True), (7, 0, False)])
-def test_what_is_due_every_few_steps_is_due_on_the_last(step: int, every: int, due: bool) -> None:
+def test_periodic_work_is_also_due_on_the_last_step(step: int, every: int, due: bool) -> None:
     assert is_due(step, every, total_steps=7) == due
 
 
-def test_the_step_is_a_table_of_contents() -> None:
-    """No arithmetic, no `try`, no branch but on whether there are groups and what is due."""
+def test_the_training_step_reads_as_a_table_of_contents() -> None:
+    """No arithmetic, no `try`, no branch except on whether there are groups."""
     lines = textwrap.dedent(inspect.getsource(Trainer.step))
     nodes = list(ast.walk(ast.parse(lines)))
-    assert len(lines.splitlines()) <= 60
+    assert len(lines.splitlines()) <= 40
     assert not [node for node in nodes if isinstance(node, ast.Try | ast.BinOp)]
     assert {type(node.op) for node in nodes if isinstance(node, ast.AugAssign)} == {ast.BitOr}
     branches = [ast.unparse(node.test).partition("(")[0] for node in nodes if isinstance(node, ast.If)]
-    assert branches == ["draw.groups", "is_due"]
+    assert branches == ["draw.groups"]

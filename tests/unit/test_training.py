@@ -1,10 +1,11 @@
-"""Around the steps: restarts after a dead process, and what a stopped training says."""
+"""Restarts after a process dies, and the message of a stopped training."""
 
 from __future__ import annotations
 
 import logging
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,10 +25,10 @@ FIRST, SECOND = Path("run/step_000010"), Path("run/step_000020")
     [
         (5.0, [5, 10, 20, 40, 60, 60]),  # 5 * 2**n, of which 80 and 160 are more than a minute
         (0.0, [0, 0, 0, 0, 0, 0]),
-        (90.0, [90, 90, 90, 90, 90, 90]),  # asked for, and not cut to a minute
+        (90.0, [90, 90, 90, 90, 90, 90]),  # configured, so not limited to a minute
     ],
 )
-def test_pauses_double_up_to_a_minute(delay_seconds: float, expected: list[float]) -> None:
+def test_restart_delays_double_up_to_a_minute(delay_seconds: float, expected: list[float]) -> None:
     pauses: list[float] = []
     restarts = Restarts(6, delay_seconds, pauses.append)
     for _ in expected:
@@ -35,7 +36,7 @@ def test_pauses_double_up_to_a_minute(delay_seconds: float, expected: list[float
     assert pauses == expected
 
 
-def test_a_new_checkpoint_resets_the_count_and_only_that() -> None:
+def test_only_a_new_checkpoint_resets_the_restart_count() -> None:
     pauses: list[float] = []
     restarts = Restarts(2, 1.0, pauses.append)
     for latest in (None, None, FIRST, FIRST, SECOND, SECOND):
@@ -43,15 +44,15 @@ def test_a_new_checkpoint_resets_the_count_and_only_that() -> None:
     assert pauses == [1, 2, 1, 2, 1, 2]
     with pytest.raises(WorkerDied) as caught:
         restarts.pause(DEATH, SECOND)
-    assert str(caught.value).startswith(f"{DEATH}; given up after 2 restarts without a new checkpoint: ")
+    assert str(caught.value).startswith(f"{DEATH}; giving up after 2 restarts without a new checkpoint: ")
     assert "raise train.max_restarts" in str(caught.value)
     assert caught.value.__cause__ is DEATH
     assert len(pauses) == 6  # no wait before giving up
-    with pytest.raises(WorkerDied, match="given up after 0 restarts"):
+    with pytest.raises(WorkerDied, match="giving up after 0 restarts"):
         Restarts(0, 1.0, pytest.fail).pause(DEATH, FIRST)
 
 
-def test_what_happened_and_where_training_goes_on_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_restarts_log_the_error_and_the_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
     restarts = Restarts(3, 0.5, lambda seconds: None)
     restarts.pause(DEATH, None)
     restarts.pause(DEATH, None)
@@ -74,7 +75,7 @@ def _die_first(starts: list[Path | None]) -> int:
     return len(starts)
 
 
-def test_attempts_begin_where_the_one_before_left_a_checkpoint(tmp_path: Path) -> None:
+def test_a_restart_begins_at_the_latest_checkpoint(tmp_path: Path) -> None:
     starts: list[Path | None] = []
 
     def attempt(start: Path | None) -> int:
@@ -88,10 +89,10 @@ def test_attempts_begin_where_the_one_before_left_a_checkpoint(tmp_path: Path) -
         assert starts == [FIRST, own.pop(0) or FIRST]
 
 
-def test_what_dies_once_training_is_told_to_stop_is_not_started_again(
+def test_workers_that_die_after_a_stop_request_are_not_restarted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who ends a machine's work sends its signal to all processes, ranks too."""
+    """A shutdown signals all processes of a machine, including ranks."""
     stop, starts = StopRequest(), list[Path | None]()
 
     def attempt(start: Path | None) -> int:
@@ -108,13 +109,13 @@ def test_what_dies_once_training_is_told_to_stop_is_not_started_again(
 @pytest.mark.parametrize(
     ("resume", "step", "said"),
     [
-        ("auto", 7, "after step 7 of 40; its checkpoint is {folder}/step_000007; the same command continues"),
-        ("never", 7, "the same command with --set checkpoint.resume=auto continues"),
+        ("auto", 7, "after step 7 of 40; its checkpoint is {folder}/step_000007; the same command resumes it"),
+        ("never", 7, "the same command with --set checkpoint.resume=auto resumes it"),
         ("auto", None, "before its first checkpoint; the same command starts from the beginning"),
     ],
 )
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_stopped_training_says_what_it_continues_from(
+def test_a_stopped_training_names_the_checkpoint_to_resume(
     tmp_path: Path,
     resume: str,
     step: int | None,
@@ -143,7 +144,7 @@ def test_a_checkpoint_is_verified_before_ray_starts(
     model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
     write(make_writer(folder, model_path), make_state(5), make_state(10))
     (folder / "step_000010" / "__0_0.distcp").write_text("shard of step_000005\n")  # copied from another step
-    monkeypatch.setattr(training, "_read_prompts", lambda *_: (None, []))
+    monkeypatch.setattr(training, "_read_prompts", lambda *_: (SimpleNamespace(digest="ab"), []))
     monkeypatch.setattr(training, "training_identity", lambda *_: make_state(5).identity)
 
     def start_cluster(*_: object) -> None:
@@ -159,10 +160,8 @@ def test_a_checkpoint_is_verified_before_ray_starts(
     assert [name for name in names_in(folder) if not name.endswith(".damaged")] == left
 
 
-def test_a_restart_begins_from_a_checkpoint_that_is_still_sound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk that killed a worker may have damaged the checkpoint that the run began from."""
+def test_a_restart_skips_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk failure that killed a worker may have damaged the checkpoint that the run started from."""
     model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
     write(make_writer(folder, model_path), make_state(5), make_state(10))
     latest: list[str] = []
@@ -176,7 +175,7 @@ def test_a_restart_begins_from_a_checkpoint_that_is_still_sound(
         (folder / "step_000010" / "__0_0.distcp").write_text("torn\n")
         raise DEATH
 
-    monkeypatch.setattr(training, "_read_prompts", lambda *_: (None, []))
+    monkeypatch.setattr(training, "_read_prompts", lambda *_: (SimpleNamespace(digest="ab"), []))
     monkeypatch.setattr(training, "training_identity", lambda *_: make_state(5).identity)
     monkeypatch.setattr(training, "start_cluster", start_cluster)
     config = make_config(model_path, train={"total_steps": 40, "restart_delay_seconds": 0.0})

@@ -1,4 +1,4 @@
-"""The order in which copies, computation and the process wait for each other, with a recorded accelerator."""
+"""The order in which copies, computation and the process wait for each other, on a fake accelerator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dapo_core.device import device_for
-from dapo_core.policy.transfers import Transfers
+from dapo_core.policy.offload import Transfers
 
 HOST = torch.device("cpu")
 
@@ -27,7 +27,7 @@ class _Stream:
 
 
 class _Accelerator:
-    """Stands for torch.cuda or torch.npu, and for the Device that has it."""
+    """Fake of torch.cuda or torch.npu, and of its Device."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -49,10 +49,10 @@ class _Accelerator:
         self.current = before
 
     def empty_cache(self) -> None:
-        self.calls.append("free memory is given back")
+        self.calls.append("free memory is released")
 
 
-def test_copies_run_beside_the_computation_and_are_waited_for() -> None:
+def test_copies_overlap_computation_and_are_awaited() -> None:
     accelerator: Any = _Accelerator()
     transfers = Transfers(accelerator)
     source = torch.ones(3)
@@ -70,8 +70,8 @@ def test_copies_run_beside_the_computation_and_are_waited_for() -> None:
     transfers.finish()
     assert alive() is None
     assert accelerator.calls[1:] == ["the process waits for copies"]
-    transfers.give_back()
-    assert accelerator.calls[2:] == ["the process waits for copies", "free memory is given back"]
+    transfers.release()
+    assert accelerator.calls[2:] == ["the process waits for copies", "free memory is released"]
 
 
 def test_on_a_cpu_nothing_is_copied_or_kept() -> None:

