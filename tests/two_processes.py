@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dapo_core.engines.base import EnginePart, EngineSettings
-from dapo_core.engines.tensor_parallel import TensorParallelEngine
+from dapo_core.engines.vllm_engine import TensorParallelEngine
 from dapo_core.errors import RolloutError
 
 

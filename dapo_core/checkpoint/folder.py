@@ -29,7 +29,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from dapo_core.checkpoint.state import read_step_metrics
+from dapo_core.checkpoint.state import read_state_without_groups
 from dapo_core.errors import CheckpointError
 from durable import sync
 
@@ -134,7 +134,7 @@ def remove(path: Path) -> None:
 
 def _accuracy(checkpoint: Path) -> float | None:
     try:
-        return accuracy_of(read_step_metrics(checkpoint))
+        return accuracy_of(read_state_without_groups(checkpoint).metrics)
     except CheckpointError as error:
         logger.warning("not counted among the best: %s", error)
         return None

@@ -82,16 +82,6 @@ def read_state_without_groups(checkpoint: Path) -> TrainerState:
     return _read(checkpoint / STATE_FILE, lambda text: TrainerState(surplus=[], unfinished=[], **json.loads(text)))
 
 
-def read_step_metrics(checkpoint: Path) -> dict[str, float]:
-    """Metrics of a checkpoint's step; raises CheckpointError when they cannot be read."""
-    return _read(checkpoint / STATE_FILE, lambda text: dict(json.loads(text)["metrics"]))
-
-
-def read_step(checkpoint: Path) -> int:
-    """Training steps done at a checkpoint; raises CheckpointError when that cannot be read."""
-    return _read(checkpoint / STATE_FILE, lambda text: int(json.loads(text)["step"]))
-
-
 def _read(path: Path, parse: Callable[[bytes], Parsed]) -> Parsed:
     try:
         return parse(path.read_bytes())

@@ -29,7 +29,7 @@ from dapo_core.checkpoint.folder import (
     tidy,
 )
 from dapo_core.checkpoint.manifest import training_id, write_manifest
-from dapo_core.checkpoint.state import TrainerState, read_step_metrics, state_files
+from dapo_core.checkpoint.state import TrainerState, read_state_without_groups, state_files
 from dapo_core.config.loading import dump_config
 from dapo_core.digests import Part, content_part
 from dapo_core.errors import CheckpointError, DapoError, WorkerDied
@@ -157,7 +157,8 @@ class CheckpointWriter:
     def _is_among_best(self, accuracy: float) -> bool:
         """Whether a checkpoint with this validation accuracy would be kept as one of the best."""
         keep_best = self.config.checkpoint.keep_best
-        rivals = [accuracy_of(read_step_metrics(path)) for path in best_checkpoints(self.folder, keep_best)]
+        best = best_checkpoints(self.folder, keep_best)
+        rivals = [accuracy_of(read_state_without_groups(path).metrics) for path in best]
         if self._in_flight is not None:
             rivals.append(self._in_flight.accuracy)
         return sum(rival is not None and rival >= accuracy for rival in rivals) < keep_best

@@ -289,7 +289,7 @@ def _load_engine(
     device = _own_device(config, config.rollout.threads_per_worker)
     settings = engine_settings(config, device)
     if settings.num_parts > 1:
-        from dapo_core.engines.tensor_parallel import TensorParallelEngine
+        from dapo_core.engines.vllm_engine import TensorParallelEngine
 
         return TensorParallelEngine(model_path, settings, config.run.seed, part, tell)
     torch_device = str(device.torch_device())

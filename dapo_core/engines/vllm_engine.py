@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +35,7 @@ CPU_BLOCK_TOKENS = 32  # multiples of 32 are fast; small blocks let siblings sha
 CPU_PREFILL_TOKENS = 8192  # of one prefill step on a CPU, where prompts are not split
 PREFILL_TOKENS = 2048  # of one step on an accelerator; also the rows of logits when log-probs are asked for
 LOG_PROBS: Final = "processed_logprobs"  # of what a token is drawn from: after temperature, top_k and top_p
+Tell = Callable[[str, Sequence[Any]], None]  # a method's name and its arguments
 GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 
 
@@ -46,7 +47,7 @@ class VllmEngine(Engine):
     def __init__(
         self, model_path: str | Path, settings: EngineSettings, seed: int, part: EnginePart | None = None
     ) -> None:
-        """`part`: this process holds a part of an engine over several (engines.tensor_parallel)."""
+        """`part`: this process holds a part of an engine over several (TensorParallelEngine)."""
         shapes, config = read_shapes(model_path), _read_config(model_path)
         self._is_head_tied = bool(config.get("tie_word_embeddings", False))
         if self._is_head_tied:
@@ -152,6 +153,58 @@ class VllmEngine(Engine):
             self._engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, sampling)
         except ValueError as error:
             raise RolloutError(f"vLLM refuses request {request_id}: {error}") from error
+
+
+class TensorParallelEngine(VllmEngine):
+    """The part of an engine that its first process holds; `tell` has the other parts make each call as well.
+
+    With vLLM's external launcher every part schedules for itself, and equal calls in equal order keep them alike.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        settings: EngineSettings,
+        seed: int,
+        part: EnginePart,
+        tell: Tell | None = None,
+    ) -> None:
+        """Blocks until all parts are constructed. `tell` is None in the processes that follow the first."""
+        self._tell = tell or (lambda _name, _arguments: None)
+        super().__init__(model_path, settings, seed, part)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._tell("submit", [requests])
+        super().submit(requests)
+
+    def step(self) -> list[Response]:
+        if self._rows:
+            self._tell("step", [])
+        return super().step()
+
+    def abort(self, request_ids: Sequence[str]) -> list[Response]:
+        self._tell("abort", [request_ids])
+        return super().abort(request_ids)
+
+    def receive_weights(self, policy_version: int) -> None:
+        self._tell("receive_weights", [policy_version])
+        super().receive_weights(policy_version)
+
+    def sleep(self) -> None:
+        self._tell("sleep", [])
+        super().sleep()
+
+    def wake(self, what: Collection[str]) -> None:
+        self._tell("wake", [what])
+        super().wake(what)
+
+    def close(self) -> None:
+        self._tell("close", [])
+        super().close()
+
+    def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+        self._tell("log_probs", [sequences])
+        return super().log_probs(sequences)
 
 
 def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:

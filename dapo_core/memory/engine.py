@@ -44,12 +44,17 @@ class EngineMemory:
         return None if self.cache is None else max(self.cache, 0) // self.sequence_bytes
 
 
+def longest_sequence(config: TrainingConfig) -> int:
+    """Tokens of the longest prompt with the longest response."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
 def engine_memory(config: TrainingConfig, shape: ModelShape, device_bytes: int | None) -> EngineMemory:
     """The memory of one engine; `device_bytes` is the size of an accelerator, None if it is unknown."""
     rollout, device = config.rollout, device_for(config.train.device)
     item, parts = device.item_bytes(rollout.dtype), rollout.tensor_parallel
     is_cpu, is_vllm = device.kind == "cpu", rollout.engine == "vllm"
-    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    longest = longest_sequence(config)
     cache_item = 1 if str(rollout.engine_args.get("kv_cache_dtype", "")).startswith("fp8") else item
     stages = rollout.pipeline_parallel
     token_bytes = shape.token_elements(parts, stages) * cache_item

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from dapo_core.memory.devices import GIB
-from dapo_core.memory.engine import engine_memory
+from dapo_core.memory.engine import engine_memory, longest_sequence
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -107,7 +107,7 @@ def _logits(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
 
 def _micro_batch(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
     train = config.train
-    longest = -(-_longest(config) // train.sequence_parallel)
+    longest = -(-longest_sequence(config) // train.sequence_parallel)
     for num_sequences in (8, 4, 3, 2, 1):
         if num_sequences * longest < train.micro_batch_tokens:
             yield {"train.micro_batch_tokens": num_sequences * longest}
@@ -151,7 +151,7 @@ def _sequence_parallel(config: TrainingConfig, shape: ModelShape) -> Iterator[Ch
     train, parts = config.train, config.train.sequence_parallel
     for number in (2 * parts, 4 * parts, 8 * parts):
         if train.num_ranks % number == 0 and shape.heads % number == 0:
-            tokens = min(train.micro_batch_tokens, -(-_longest(config) // number))
+            tokens = min(train.micro_batch_tokens, -(-longest_sequence(config) // number))
             yield {"train.sequence_parallel": number, "train.micro_batch_tokens": tokens}
 
 
@@ -188,10 +188,6 @@ def _more_ranks(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
 def _more_engine_devices(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
     if config.train.device != "cpu":
         yield from (change for _, change in _wider_engines(config, shape))
-
-
-def _longest(config: TrainingConfig) -> int:
-    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 # From what costs the least time on.

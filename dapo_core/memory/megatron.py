@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from dapo_core.memory.engine import longest_sequence
 from dapo_core.memory.rank import layer_bytes
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _stage(config: TrainingConfig, shape: ModelShape, splits: Splits, number: in
     table = shape.vocabulary * shape.hidden // splits.tensor
     dense += table * (is_first or (is_last and shape.is_tied)) + table * (is_last and not shape.is_tied)
     states = STATE * (dense // (splits.data * splits.context) + experts // splits.expert_data)
-    tokens = max(config.train.micro_batch_tokens, -(-_longest(config) // splits.context))
+    tokens = max(config.train.micro_batch_tokens, -(-longest_sequence(config) // splits.context))
     stream = WEIGHT * shape.hidden * tokens // splits.tensor  # sequence parallelism splits it too
     one_layer = tokens * layer_bytes(config, shape) // splits.tensor
     in_flight = splits.pipeline - number
@@ -86,10 +87,6 @@ def _stage(config: TrainingConfig, shape: ModelShape, splits: Splits, number: in
         activations=kept + (one_layer if splits.recomputes else stream),
         logits=vocabulary * LOGITS_TRAINED,
     )
-
-
-def _longest(config: TrainingConfig) -> int:
-    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def parts_of(stage: StageMemory, train: TrainConfig, phase: str, bucket: int) -> Iterator[Part]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dapo_core.device import device_for
 from dapo_core.memory.devices import GIB, Limit
-from dapo_core.memory.engine import EngineMemory, engine_memory
+from dapo_core.memory.engine import EngineMemory, engine_memory, longest_sequence
 from dapo_core.memory.megatron import StageMemory, largest_stage, parts_of
 from dapo_core.memory.rank import MASTER, MOMENTS, RankMemory, rank_memory
 from dapo_core.turns import GRADIENTS, KV_CACHE, OF_ENGINES, OPTIMIZER, WEIGHTS, Holding, holdings
@@ -131,7 +131,6 @@ def plan_memory(
         + config.rollout.num_devices * _total(uses, phase, {ENGINE: 1}, "host_bytes")
         for phase in PHASES
     ]
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return MemoryPlan(
         num_parameters=shape.num_parameters,
         limit=limit,
@@ -140,7 +139,7 @@ def plan_memory(
         rank=rank_memory(config, shape) if splits is None else None,
         engine=engine,
         num_engines=config.rollout.num_workers,
-        longest=longest,
+        longest=longest_sequence(config),
         disk=disk_plan(config, shape.num_parameters, merged_steps),
         host_bytes=max(hosts),
     )

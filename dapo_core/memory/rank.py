@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dapo_core.device import device_for
+from dapo_core.memory.engine import longest_sequence
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -73,7 +74,7 @@ class _Rank:
         self.num_shards = train.fsdp_size or train.num_ranks
         self.is_copied = device.backend == "gloo" and self.num_shards > 1
         self.has_reference = config.algorithm.kl.place != "off"
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        longest = longest_sequence(config)
         self.response_share = config.rollout.max_response_tokens / longest
         responses = config.rollout.group_size * train.mini_prompts // train.num_data_ranks
         scored = -(-config.rollout.group_size * train.train_prompts // train.num_data_ranks)

@@ -22,7 +22,7 @@ from dapo_core.checkpoint.folder import (
 )
 from dapo_core.checkpoint.manifest import MANIFEST_FILE, Manifest, require_files
 from dapo_core.checkpoint.metadata import METADATA_FILE, read_metadata
-from dapo_core.checkpoint.state import STATE_FILE, read_step, read_step_metrics
+from dapo_core.checkpoint.state import STATE_FILE, read_state_without_groups
 from dapo_core.digests import Part
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import Block, StoredTensor
@@ -81,12 +81,13 @@ class DcpSource:
     def describe(self) -> dict[str, Any]:
         """With the training step and the validation accuracy, None when it was not measured."""
         checkpoint = Path(self.label)
+        state = read_state_without_groups(checkpoint)
         return {
             "format": "dapo",
             "name": checkpoint.name,
             "shards": len(self._shards),
-            "step": read_step(checkpoint),
-            "validation_accuracy": accuracy_of(read_step_metrics(checkpoint)),
+            "step": state.step,
+            "validation_accuracy": accuracy_of(state.metrics),
         }
 
     def _block(self, name: str, chunk: Any, place: Any) -> Block:

@@ -9,24 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.errors import CheckpointError, ModelError
-from dapo_core.merge.sources import Block, StoredTensor
+from dapo_core.merge.sources import DTYPE_CODES, Block, StoredTensor
 from dapo_core.model_folder import require_model_folder, weight_files
 from dapo_core.parameter_names import FilePiece
 
 MAX_HEADER_BYTES = 100 * 1024**2  # safetensors' own bound
-# Without these a damaged checkpoint looks like a whole one.
 _DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+    code: name for name, code in DTYPE_CODES.items() if not name.startswith("float8")
+}  # no isfinite for those
 
 
 class HuggingFaceSource:

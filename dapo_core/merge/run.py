@@ -102,11 +102,7 @@ def open_source(folders: Sequence[Path], checkpoint: CheckpointChoice = "latest"
     shards = find_shards(folders)
     if not shards:
         return DcpSource(find_checkpoint(folders[0], checkpoint), folders[1:])
-    if checkpoint == "best":
-        raise CheckpointError(
-            f"{folders[0]} is one checkpoint of verl, so there is no best one to choose; "
-            "leave out --checkpoint best"
-        )
+    _refuse_best(checkpoint, folders[0], "one checkpoint of verl")
     return VerlSource(shards)
 
 
@@ -118,13 +114,10 @@ def weights_in(folder: Path, checkpoint: CheckpointChoice = "latest") -> Path:
     other = other_in(folder)
     if other is None:
         return folder
-    if checkpoint == "best":
-        what = (
-            "of another trainer, which ranks none" if checkpoint_at(folder) is None else "one checkpoint of verl"
-        )
-        raise CheckpointError(
-            f"{folder} is {what}, so there is no best one to choose; leave out --checkpoint best"
-        )
+    is_output = checkpoint_at(folder) is None
+    _refuse_best(
+        checkpoint, folder, "of another trainer, which ranks none" if is_output else "one checkpoint of verl"
+    )
     form = other.form
     if form in ("distributed", "iteration"):
         raise CheckpointError(
@@ -132,6 +125,13 @@ def weights_in(folder: Path, checkpoint: CheckpointChoice = "latest") -> Path:
             "--config RECIPE, whose external.python (verl) or external.source (MindSpeed) has the converter"
         )
     return other.model_folder or other.actor if form == "model" else other.actor
+
+
+def _refuse_best(checkpoint: CheckpointChoice, folder: Path, what: str) -> None:
+    if checkpoint == "best":
+        raise CheckpointError(
+            f"{folder} is {what}, so there is no best one to choose; leave out --checkpoint best"
+        )
 
 
 def other_in(folder: Path) -> OtherCheckpoint | None:

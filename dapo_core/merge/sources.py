@@ -20,6 +20,22 @@ if TYPE_CHECKING:
     import torch
 
 
+DTYPE_CODES = {  # torch's name: safetensors' code
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A whole tensor of a source; its values are still in the files."""

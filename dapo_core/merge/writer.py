@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from dapo_core.digests import Part, content_part, digest_of, file_digest, num_threads
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import Block, Source
+from dapo_core.merge.sources import DTYPE_CODES, Block, Source
 from dapo_core.model_folder import INDEX_FILE, MERGE_MANIFEST
 from dapo_core.parameter_names import FilePiece
 
@@ -30,20 +30,6 @@ FLUSH_BYTES = 16 * 1024**2  # handed to the disk at once, so that little is left
 _LIBC = ctypes.CDLL(None)  # Python has no sync_file_range, and posix_fadvise would drop the pages too
 _SYNC_FILE_RANGE_WRITE = 2
 OnBytes = Callable[[int, int], None]  # bytes written, bytes in all
-_DTYPES = {  # as safetensors calls them
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -65,11 +51,11 @@ class OutputTensor:
     def dtype_name(self) -> str:
         """The dtype as safetensors calls it; raises CheckpointError for one that it lacks."""
         name = str(self.dtype).removeprefix("torch.")
-        if name not in _DTYPES:
+        if name not in DTYPE_CODES:
             raise CheckpointError(
                 f"{self.name} is {name}, which safetensors files cannot hold; pass --dtype float32"
             )
-        return _DTYPES[name]
+        return DTYPE_CODES[name]
 
 
 @dataclass

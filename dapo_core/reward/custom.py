@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import inspect
 import math
+import symtable
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +29,8 @@ def require_function(
     `keys` are those that name the file and the function.
     """
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        text = path.read_text(encoding="utf-8")
+        tree, symbols = ast.parse(text, str(path)), symtable.symtable(text, str(path), "exec").get_symbols()
     except OSError as error:
         raise ConfigError(
             f"{keys[0]}={path} cannot be read: {error.strerror}; set it to a Python file that has "
@@ -36,7 +38,7 @@ def require_function(
         ) from None
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{keys[0]}={path} is not Python: {error}; correct the file") from None
-    names = sorted({found for statement in tree.body for found in _names_bound(statement)})
+    names = sorted(one.get_name() for one in symbols if one.is_assigned() or one.is_imported())
     if name not in names:
         raise ConfigError(
             f"{keys[1]}={name} is not a top-level name of {path}, which has "
@@ -65,19 +67,6 @@ def _require_parameters(path: Path, function: ast.FunctionDef | ast.AsyncFunctio
             f"{function.name}({ast.unparse(given)}) of {path} cannot be called as "
             f"{function.name}({', '.join(f'{parameter}=...' for parameter in PARAMETERS)}); rename its parameters"
         )
-
-
-def _names_bound(statement: ast.stmt) -> list[str]:
-    """Names that a statement gives a meaning, also inside if, try and with; functions and classes keep theirs."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [statement.name]
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
-    nested = [child for child in ast.walk(statement) if isinstance(child, ast.stmt) and child is not statement]
-    assigned = [
-        node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    ]
-    return assigned + [found for child in nested for found in _names_bound(child)]
 
 
 def load_scorer(path: str | None = None, name: str = "") -> Callable[..., tuple[Any, ...]]:

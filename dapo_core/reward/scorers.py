@@ -56,12 +56,14 @@ def score_math_as_verl(response: str, ground_truth: str) -> Score:
 
 
 def _equal(answer: str | None, ground_truth: str, normal: Callable[[str], str]) -> Score:
-    if answer is None:
+    answer, truth = None if answer is None else normal(answer), normal(ground_truth)
+    if answer is None or (not answer and truth):
         return Score(-1.0, "no_answer")
-    answer = normal(answer)
-    if answer == normal(ground_truth):
-        return Score(1.0, "right", answer, 1.0)
-    return Score(-1.0, "wrong", answer) if answer else Score(-1.0, "no_answer")
+    return _graded(answer == truth, answer)
+
+
+def _graded(is_right: bool, answer: str, right: float = 1.0, wrong: float = -1.0) -> Score:
+    return Score(right if is_right else wrong, "right" if is_right else "wrong", answer, float(is_right))
 
 
 def score_gsm8k(response: str, ground_truth: str) -> Score:
@@ -74,8 +76,7 @@ def score_gsm8k(response: str, ground_truth: str) -> Score:
     if not numbers:
         return Score(0.0, "no_answer")
     answer = numbers[-1].replace(",", "")
-    is_right = answer == ground_truth
-    return Score(float(is_right), "right" if is_right else "wrong", answer, float(is_right))
+    return _graded(answer == ground_truth, answer, wrong=0.0)
 
 
 def score_math_verify(response: str, ground_truth: str) -> Score:
@@ -87,8 +88,7 @@ def score_math_verify(response: str, ground_truth: str) -> Score:
     answer = extract_boxed(response) or answer_line(response)
     if not (answer and answer.strip()):
         return Score(-1.0, "no_answer")
-    is_right = is_same_value(answer.strip(), ground_truth)
-    return Score(1.0 if is_right else -1.0, "right" if is_right else "wrong", answer.strip(), float(is_right))
+    return _graded(is_same_value(answer.strip(), ground_truth), answer.strip())
 
 
 def score_choice(response: str, ground_truth: str) -> Score:
@@ -102,8 +102,7 @@ def score_choice(response: str, ground_truth: str) -> Score:
     answer = find_options(response)
     if not answer:
         return Score(-1.0, "no_answer")
-    is_right = answer == truth
-    return Score(1.0 if is_right else -1.0, "right" if is_right else "wrong", answer, float(is_right))
+    return _graded(answer == truth, answer)
 
 
 def score_geo3k(response: str, ground_truth: str) -> Score:
@@ -117,9 +116,8 @@ def score_geo3k(response: str, ground_truth: str) -> Score:
     format_value = GEO3K_FORMAT_WEIGHT * has_geo3k_format(response)
     if not answer:
         return Score(format_value, "no_answer")
-    is_right = is_same_value(answer, ground_truth)
-    value = (1.0 - GEO3K_FORMAT_WEIGHT) * is_right + format_value
-    return Score(value, "right" if is_right else "wrong", answer, float(is_right))
+    right = (1.0 - GEO3K_FORMAT_WEIGHT) + format_value
+    return _graded(is_same_value(answer, ground_truth), answer, right, wrong=format_value)
 
 
 def has_geo3k_format(response: str) -> bool:
