@@ -78,7 +78,7 @@ class Block:
             os.close(descriptor)
         if not checksum.is_right():
             raise CheckpointError(
-                f"{self.path} is damaged or of another checkpoint: bytes {self.start:,} to {self.end:,} do not "
+                f"{self.path} is damaged or from another checkpoint: bytes {self.start:,} to {self.end:,} do not "
                 "have the checksum that was taken when they were written; copy the file again from the node that "
                 "wrote it, or merge another checkpoint"
             )

@@ -247,7 +247,7 @@ def _link_outside(checkpoint: Path) -> None:
         (_plant(".metadata", b"\x80"), r"\.metadata .* cannot be read"),
         (
             _plant(".metadata", pickle.dumps(Harmful())),
-            r"cannot be read \(it asks for io\.open, which no checkpoint needs\)",
+            r"cannot be read \(it references io\.open, which no checkpoint needs\)",
         ),
         (_link_outside, r"huggingface/config\.json is a symbolic link, which is not followed"),
     ],

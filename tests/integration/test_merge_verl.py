@@ -189,12 +189,12 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
             lambda actor: _shard(actor).unlink(),
             r"shard model_world_size_3_rank_1\.pt of 3 is missing in \S+/actor; cop",
         ),
-        (_truncate, r"rank_1\.pt is no whole archive of torch\.save \(File is not a zip file\); copy it again"),
+        (_truncate, r"rank_1\.pt is not a complete torch\.save archive \(File is not a zip file\); copy it again"),
         (
             _rewrite(zipfile.ZIP_DEFLATED),
-            r"rank_1\.pt has compressed records, [\d,]+ bytes in [\d,]+, which torch",
+            r"rank_1\.pt has compressed or oversized records \([\d,]+ bytes in [\d,]+\), which torch",
         ),
-        (_flip_value, r"rank_1\.pt is damaged or of another checkpoint: bytes [\d,]+ to [\d,]+ do not have"),
+        (_flip_value, r"rank_1\.pt is damaged or from another checkpoint: bytes [\d,]+ to [\d,]+ do not have"),
         (
             lambda actor: (
                 _shard(actor).rename(actor.parent / "s") and _shard(actor).symlink_to(actor.parent / "s")

@@ -83,11 +83,11 @@ def _edit_manifest(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path],
 
 
 DAMAGE = [
-    (flip(SHARD, 3000), rf"{SHARD} is damaged or of another checkpoint: 1 of its 2 parts are not what"),
+    (flip(SHARD, 3000), rf"{SHARD} is damaged or from another checkpoint: 1 of its 2 parts differ"),
     (flip(SHARD, 0), rf"{SHARD} is damaged"),
-    (_of_another_step(SHARD), rf"{SHARD} is damaged or of another checkpoint: 2 of its 2 parts"),
-    (_of_another_step("trainer_state.json"), r"trainer_state\.json is damaged or of another checkpoint"),
-    (_of_another_step(MANIFEST_FILE), r"checkpoint_manifest\.json is of step 10, not of step_000015"),
+    (_of_another_step(SHARD), rf"{SHARD} is damaged or from another checkpoint: 2 of its 2 parts"),
+    (_of_another_step("trainer_state.json"), r"trainer_state\.json is damaged or from another checkpoint"),
+    (_of_another_step(MANIFEST_FILE), r"checkpoint_manifest\.json is for step 10, not step_000015"),
     (lambda checkpoint: (checkpoint / SHARD).unlink(), rf"{SHARD} is missing"),
     (
         lambda checkpoint: os.truncate(checkpoint / SHARD, 4000),
@@ -117,10 +117,10 @@ def test_damage_is_named_and_training_goes_on_from_the_checkpoint_before(
     latest = folder / "step_000015"
     verify_checkpoint(latest)
     damage(latest)
-    with pytest.raises(CheckpointError, match=rf"{message}.*; copy the file.*checkpoint\.on_damage=previous"):
+    with pytest.raises(CheckpointError, match=rf"{message}.*on_damage=previous to continue.*Copy the file again"):
         find_start(folder, "auto", "stop")
     assert find_start(folder, "auto", "previous") == folder / "step_000010"
-    assert "continuing from step_000010; 1 damaged checkpoints are set aside" in caplog.text
+    assert "continuing from step_000010; set aside 1 damaged checkpoints" in caplog.text
     assert (folder / LATEST_FILE).read_text() == "step_000010\n"
     assert find_start(folder, "auto", "stop") == folder / "step_000010"
     (aside,) = folder.glob("step_000015.*.damaged")
@@ -140,7 +140,7 @@ def test_a_merge_reads_no_byte_unchecked(folder: Path, damage: Callable[[Path], 
     damage(checkpoint)
     source = DcpSource(checkpoint)
     blocks = [block for name in ("a", "b") for block in source.blocks(name)]
-    with pytest.raises(CheckpointError, match=rf"{SHARD} is damaged or of another checkpoint: bytes \d"):
+    with pytest.raises(CheckpointError, match=rf"{SHARD} is damaged or from another checkpoint: bytes \d"):
         _ = [list(block.read()) for block in blocks]
 
 
@@ -162,7 +162,7 @@ def test_a_checkpoint_that_is_named_is_not_replaced_by_another(folder: Path, tmp
 def test_without_a_sound_checkpoint_nothing_starts_over(folder: Path) -> None:
     for step in (5, 10, 15):
         flip(SHARD)(folder / f"step_{step:06d}")
-    with pytest.raises(CheckpointError, match=rf"step_000015/{SHARD} is damaged.* no older checkpoint is sound"):
+    with pytest.raises(CheckpointError, match=rf"step_000015/{SHARD} is damaged.* no older checkpoint is intact"):
         find_start(folder, "auto")
     assert find_start(folder, "never") is None
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_without_a_manifest_is_used(folder: Path, caplog: pytest.Lo
     """From before there were any."""
     (folder / "step_000015" / MANIFEST_FILE).unlink()
     assert find_start(folder, "auto") == folder / "step_000015"
-    assert "step_000015 has no checkpoint_manifest.json, so damage to its files goes unnoticed" in caplog.text
+    assert "step_000015 has no checkpoint_manifest.json, so damaged files cannot be detected" in caplog.text
 
 
 def _plant(checkpoint: Path, content: bytes) -> None:
@@ -192,8 +192,8 @@ def test_a_planted_pickle_does_not_run(folder: Path, monkeypatch: pytest.MonkeyP
     metadata = read_metadata(checkpoint)
     metadata.state_dict_metadata["model.a"] = BytesStorageMetadata()  # torch would unpickle these bytes
     for content, what in (
-        (pickle.dumps(Harmful()), r"it asks for io\.open, which no checkpoint needs"),
-        (pickle.dumps(metadata), r"it asks for torch\.\S+BytesStorageMetadata"),
+        (pickle.dumps(Harmful()), r"it references io\.open, which no checkpoint needs"),
+        (pickle.dumps(metadata), r"it references torch\.\S+BytesStorageMetadata"),
         (b"\x80", r"\.metadata in \S+ cannot be read"),
     ):
         _plant(checkpoint, content)
@@ -234,7 +234,7 @@ def test_an_archive_that_would_fill_the_memory_is_refused_by_its_declared_size(
         place.offset, place.length = 0, len(content)
     _plant(checkpoint, pickle.dumps(metadata))
     with pytest.raises(
-        CheckpointError, match=rf"{SHARD} has compressed records, \d\S+ bytes in {len(content):,},"
+        CheckpointError, match=rf"{SHARD} has compressed or oversized records \(\d\S+ bytes in {len(content):,}\)"
     ):
         verify_checkpoint(checkpoint)
 

@@ -193,7 +193,7 @@ def test_a_full_disk_at_any_change_leaves_the_old_or_the_new_checkpoint(tmp_path
         steps = _assert_all_complete(folder)
         if message:
             assert "No space left on device" in message
-            assert f"training can continue from step_{steps[-1]:06d}. Make room" in message
+            assert f"training can continue from step_{steps[-1]:06d}. Free some space" in message
             assert list(folder.glob("step_*.partial")) == []
         else:  # nothing failed but the removal of step 10
             assert steps[-1] == 20

@@ -51,7 +51,7 @@ def test_checkpoints_of_another_trainer_are_refused_or_set_aside(tmp_path: Path)
     folder = tmp_path / "output" / "checkpoints"
     (folder / "global_step_20" / "actor").mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("20")
-    message = r"1 checkpoints of another trainer, the newest global_step_20, .* name another --output"
+    message = r"1 checkpoints of another trainer, the newest global_step_20, .* choose another --output"
     with pytest.raises(CheckpointError, match=message):
         find_start(folder, "auto")
     assert find_start(folder, "never") is None
@@ -77,13 +77,13 @@ def test_a_training_begun_from_a_path_goes_on_from_its_own(
     assert find_start(folder, resume) == Path(resume)
     write(make_writer(folder, tmp_path / "model"), make_state(7))
     assert find_start(folder, resume) == folder / "step_000007"
-    assert f"continuing from step_000007 of this output, not from checkpoint.resume={resume}" in caplog.text
+    assert f"continuing from step_000007 in this output instead of checkpoint.resume={resume}" in caplog.text
 
 
 def test_a_path_without_a_checkpoint_is_refused(output: Path, tmp_path: Path) -> None:
     partial = (output / "checkpoints" / "step_000005").rename(output / "step_000005.1a2b.partial")
     for path in (tmp_path / "model", tmp_path / "absent", partial):
-        with pytest.raises(CheckpointError, match=rf"checkpoint\.resume={path} holds no complete checkpoint"):
+        with pytest.raises(CheckpointError, match=rf"checkpoint\.resume={path} has no complete checkpoint"):
             find_start(tmp_path / "new" / "checkpoints", str(path))
 
 
@@ -111,7 +111,7 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with (
-        pytest.raises(CheckpointError, match=r"cannot be locked .* not implemented.* name another --output"),
+        pytest.raises(CheckpointError, match=r"cannot be locked .* not implemented.* choose another --output"),
         lock_checkpoints(tmp_path),
     ):
         pytest.fail("nothing is locked")

@@ -72,7 +72,7 @@ def test_an_unreadable_state_is_refused_with_the_fix(tmp_path: Path, name: str, 
         (checkpoint / name).unlink()
     with pytest.raises(
         CheckpointError,
-        match=rf"{name} cannot be read .* remove the folder step_000005 to continue from the checkpoint before",
+        match=rf"{name} cannot be read .* remove the folder step_000005 to continue from the previous checkpoint",
     ):
         read_state(checkpoint)
 
@@ -142,5 +142,5 @@ def test_a_checkpoint_with_unreadable_metrics_is_not_the_best(
     second = write_state(tmp_path, make_state(10, 0.8))
     (best / STATE_FILE).write_text("{", encoding="utf-8")
     assert best_checkpoints(tmp_path) == [second]
-    assert "not counted among the best" in caplog.text
+    assert "ignored when choosing the best" in caplog.text
     assert "remove the folder step_000005" in caplog.text

@@ -190,7 +190,7 @@ def test_leftovers_of_killed_attempts_are_removed(folder: Path, model_path: Path
 def test_a_step_is_not_written_twice(folder: Path, model_path: Path) -> None:
     writer = make_writer(folder, model_path)
     write(writer, make_state(5))
-    with pytest.raises(CheckpointError, match=r"step_000005 could not be written .* it exists already"):
+    with pytest.raises(CheckpointError, match=r"step_000005 could not be written .* it already exists"):
         writer.begin(make_state(5, accuracy=0.5))
     assert_complete(folder / "step_000005", make_state(5))
 
@@ -207,8 +207,8 @@ def test_room_is_looked_for_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 0, free))
     with pytest.raises(
         CheckpointError,
-        match=rf"checkpoint step_000030 needs {num_bytes:,} bytes, and {free:,} are free in {folder} .*; "
-        r"training can continue from step_000020\. Make room, lower checkpoint\.keep_last=3 or "
+        match=rf"checkpoint step_000030 needs {num_bytes:,} bytes, but only {free:,} are free in {folder} .*; "
+        r"training can continue from step_000020\. Free some space, lower checkpoint\.keep_last=3 or "
         r"checkpoint\.keep_best=1 .* --output or a store\.path on a larger disk",
     ):
         writer.begin(make_state(30, 0.5))
@@ -229,11 +229,11 @@ def _caused(error: CheckpointError, cause: OSError) -> CheckpointError:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "needs .* No space left .* Make room"),
-        (OSError(errno.EFBIG, "File too large"), "needs .* File too large.* Make room"),
+        (OSError(errno.ENOSPC, "No space left on device"), "needs .* No space left .* Free some space"),
+        (OSError(errno.EFBIG, "File too large"), "needs .* File too large.* Free some space"),
         (
             _caused(CheckpointError("rank 3 failed"), OSError(errno.EDQUOT, "quota")),
-            "needs .*rank 3 failed.* Make room",
+            "needs .*rank 3 failed.* Free some space",
         ),
         (OSError(errno.EIO, "Input/output error"), "step_000010 could not be written .* Input/output error"),
         (CheckpointError("rank 3 failed"), "step_000010 could not be written .* rank 3 failed"),

@@ -171,7 +171,7 @@ def test_a_flipped_bit_in_what_is_read_ends_the_merge(
     content[at.get(place, block.end - 1)] ^= 1
     block.path.write_bytes(content)
     with pytest.raises(
-        CheckpointError, match=rf"source is damaged or of another checkpoint: bytes {block.start:,} "
+        CheckpointError, match=rf"source is damaged or from another checkpoint: bytes {block.start:,} "
     ):
         write(tmp_path, source)
 
