@@ -41,8 +41,8 @@ def read_records(
         declared = sum(info.file_size for info in infos)
         if any(info.compress_type != ZIP_STORED for info in infos) or declared > section.length:
             raise CheckpointError(
-                f"{label} has compressed or oversized records ({declared:,} bytes in {section.length:,}), which torch.save "
-                "never writes; loading it could exhaust memory"
+                f"{label} has compressed or oversized records ({declared:,} bytes in {section.length:,}), which "
+                "torch.save never writes; loading it could exhaust memory"
             )
         records = {}
         for info in infos:
