@@ -141,7 +141,10 @@ def test_a_scorer_of_the_project_s_own_grades_and_the_report_has_its_scores(
         ),
         ("score.txt", r"evaluate\.scorer=score\.txt is neither .*; scorers are choice, geo3k"),
         ("absent.py", r"evaluate\.scorer=absent\.py cannot be read: No such file"),
-        ("{}/score.py:other", r"evaluate\.scorer=other is not a top-level name of .*which has compute_score, os"),
+        (
+            "{}/score.py:other",
+            r"evaluate\.scorer=other is not a top-level name of .*which defines compute_score, os",
+        ),
     ],
 )
 def test_what_is_no_scorer_is_refused_before_anything_is_asked(tmp_path: Path, scorer: str, message: str) -> None:
