@@ -155,7 +155,7 @@ def _engine(pipe: Connection, plan: WeightPlan, links: dict[str, Link]) -> None:
         if way == "bare":
             _broadcast_buckets(plan, bare)
             continue
-        pipe.send(_load(Delivery(inboxes[way], is_kept=False), own))
+        pipe.send(_load(Delivery(inboxes[way], copies=False), own))
     os._exit(0)  # gloo's threads do not outlive the interpreter
 
 
