@@ -1,4 +1,4 @@
-"""Connects policy ranks with the processes of engines, and starts the syncs between them."""
+"""Connects policy ranks with engine processes, and runs weight syncs between them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dapo_core.weight_transfer.proof import Loaded, merge_checksums, require_arr
 
 
 class WeightTransfer:
-    """The way of the weights from rank 0 of the policy to every process of every engine.
+    """Sends weights from policy rank 0 to every process of every engine.
 
-    On a CPU those on rank 0's node read its memory, on accelerators the one that shares rank 0's device does, by
-    handles: no group of NCCL or HCCL may have a device twice. The others get broadcasts.
+    On CPUs, processes on rank 0's node read its shared memory. On accelerators, the process that shares rank 0's
+    device uses IPC handles, since an NCCL or HCCL group may not contain a device twice. All others get broadcasts.
     """
 
     def __init__(self, ranks: Sequence[Any], engines: Sequence[Sequence[Any]], actors: Actors) -> None:
-        """`engines`: the parts of each, of which the first is the rollout worker."""
+        """`engines` lists the parts of each engine; the first part is the rollout worker."""
         self.ranks = ranks
         self.workers = [parts[0] for parts in engines]
         self.parts = [part for parts in engines for part in parts]
@@ -31,10 +31,10 @@ class WeightTransfer:
         self.plan = actors.get(ranks[0].weight_plan.remote())
 
     def connect(self, is_local: Sequence[bool], meeting_point: Callable[[], str], on_device: bool = False) -> None:
-        """Open the ways. `is_local`: of each process of the engines, whether it can read rank 0's memory.
+        """Open the connections. `is_local` tells for each engine process whether it shares rank 0's memory.
 
-        `on_device`: that of a device, else the node's.
-        `meeting_point` gives an address at which the others meet rank 0.
+        That memory is the device's if `on_device`, else the node's. `meeting_point` returns a rendezvous address
+        for rank 0 and the other processes.
         """
         memory = self.actors.get(self.ranks[0].open_outbox.remote(sum(is_local), on_device))
         size = 1 + is_local.count(False)
@@ -53,8 +53,8 @@ class WeightTransfer:
     def send(self, policy_version: int) -> None:
         """Load the policy's weights into every engine.
 
-        Raises RolloutError unless every process of every engine took all of them as the ranks sent them, and
-        WorkerDied if a process dies meanwhile.
+        Raises RolloutError unless every engine process loaded all of them exactly as sent, and WorkerDied if a
+        process dies.
         """
         sending = [rank.send_weights.remote() for rank in self.ranks]
         receiving = [worker.receive_weights.remote(policy_version) for worker in self.workers]

@@ -156,7 +156,7 @@ class _Look:
         answers = ask(calls, NODE_SECONDS + more_seconds)
         for error in answers.failed.values():
             checks.add(self.findings, "answer", FAIL, str(error), ())
-        return answers.given
+        return answers.results
 
     def _compare(self, given: Mapping[Node, Any]) -> Limit | None:
         """What nodes report of themselves."""
@@ -273,7 +273,7 @@ class _Look:
                 continue
             failed = [str(answers.failed[node]) for node in (one, other) if node in answers.failed]
             results[Pair(one.name, other.name)] = (
-                "; ".join(failed) if failed else max(answers.given[one], answers.given[other])
+                "; ".join(failed) if failed else max(answers.results[one], answers.given[other])
             )
         return results
 

@@ -307,14 +307,14 @@ def test_variables_of_one_node_are_said_with_it() -> None:
 
 def test_files_connections_and_reductions_name_nodes_and_pairs() -> None:
     findings = Findings()
-    nodes.check_seen({B: ["model folder /models/q (other content)"], C: []}, findings)
+    nodes.check_seen({B: ["model folder /models/q (different content)"], C: []}, findings)
     nodes.check_reached(
         {A: ["HCCL_HOST_SOCKET_PORT_RANGE=60000-60050"], B: []}, {Pair(A, B): ["blocked"]}, 2, findings
     )
     nodes.check_reduced({Pair(A, B): "timed out", Pair(B, C): 0.002, Pair(C, A): ""}, "hccl", findings)
     said = [(finding.check, finding.status, finding.where, finding.found) for finding in findings]
     assert said == [
-        ("files", FAIL, B, "does not see model folder /models/q (other content)"),
+        ("files", FAIL, B, "does not see model folder /models/q (different content)"),
         ("network", WARN, A, "no port of HCCL_HOST_SOCKET_PORT_RANGE=60000-60050 is free"),
         ("network", FAIL, f"from {A} to {B}", "blocked"),
         ("all-reduce", FAIL, f"between {A} and {B}", "no all-reduce over hccl: timed out"),
