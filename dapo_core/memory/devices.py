@@ -1,4 +1,4 @@
-"""How much memory devices have, by the name that `train.device_model` takes."""
+"""Device memory sizes by the names that `train.device_model` accepts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from dapo_core.errors import ConfigError
 
 MIB, GIB = 1024**2, 1024**3
-DRIVER_BYTES = 768 * MIB  # what CUDA keeps of nvidia-smi's total at most: 0.75 GiB of an A100, 0.54 of an H100
-NPU_BYTES = int(3.04 * GIB)  # of npu-smi's 64 GiB torch_npu sees 60.96 on Atlas A2
+DRIVER_BYTES = 768 * MIB  # maximum that CUDA reserves of nvidia-smi's total: 0.75 GiB on A100, 0.54 on H100
+NPU_BYTES = int(3.04 * GIB)  # npu-smi reports 64 GiB on Atlas A2, torch_npu sees 60.96
 
 
 def describe_bytes(num_bytes: int) -> str:
-    """The size in GiB, a smaller one in MiB."""
+    """Format a size in GiB, or in MiB if below 1 GiB."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 @dataclass(frozen=True)
 class DeviceSize:
-    """One device as torch sees it: on Atlas A3 a die."""
+    """Memory of one device as torch sees it; on Atlas A3 a device is a die."""
 
     kind: str  # train.device
     num_bytes: int
@@ -28,14 +28,13 @@ class DeviceSize:
 
 @dataclass(frozen=True)
 class Limit:
-    """The memory that a device of the training has."""
+    """Memory limit of the training's devices."""
 
     name: str  # where the number comes from
     num_bytes: int | None  # None: unknown
 
 
 def _nvidia(total_mib: int, source: str) -> DeviceSize:
-    """`total_mib` is nvidia-smi's total."""
     return DeviceSize("cuda", total_mib * MIB - DRIVER_BYTES, f"nvidia-smi: {total_mib} MiB, {source}")
 
 
@@ -64,21 +63,23 @@ DEVICES = {
 
 
 def usable_bytes(kind: str, total: int) -> int:
-    """What torch sees of a device with that total in the vendor's tool."""
+    """Return the memory that torch sees, given the total in the vendor's tool."""
     return total - {"cuda": DRIVER_BYTES, "npu": NPU_BYTES}[kind]
 
 
 def find_device(name: str) -> DeviceSize:
-    """The device of that name, with or without its vendor's; raises ConfigError with the nearest names."""
-    known = {_plain(one): size for one, size in DEVICES.items()}
-    known |= {_plain(one.split(" ", 1)[1]): size for one, size in DEVICES.items() if one.startswith("RTX ")}
+    """Return the device with that name, vendor optional; raises ConfigError with the closest names."""
+    known = {_plain(device): size for device, size in DEVICES.items()}
+    known |= {
+        _plain(device.split(" ", 1)[1]): size for device, size in DEVICES.items() if device.startswith("RTX ")
+    }
     if (size := known.get(_plain(name))) is not None:
         return size
-    same_start = [one for one in DEVICES if _plain(one).startswith(_plain(name))]
+    same_start = [device for device in DEVICES if _plain(device).startswith(_plain(name))]
     near = same_start or difflib.get_close_matches(name, DEVICES, n=2, cutoff=0.5)
     raise ConfigError(
-        f"train.device_model={name} is not in the table of devices; "
-        + (f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(DEVICES)}")
+        f"train.device_model={name} is not in the device table; "
+        + (f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(DEVICES)}.")
         + " For another device: dapo plan CONFIG --memory --device-gigabytes N"
     )
 

@@ -1,4 +1,4 @@
-"""config.json, as far as the memory plan reads it, of models that need not be here."""
+"""The fields of published models' config.json that the memory plan reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _qwen3_moe(expert_intermediate: int, *values: int) -> dict[str, Any]:
     }
 
 
-# From their pages on the hubs. Base models have the configuration of their instruction-tuned siblings.
+# From the model hubs. Base models have the same configuration as their instruction-tuned variants.
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, True),
     "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, True),
@@ -55,13 +55,13 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen2.5-14B": _qwen25(152064, 8, 5120, 13824, 48, 40, False),
     "Qwen2.5-32B": _qwen25(152064, 8, 5120, 27648, 64, 40, False),
     "Qwen2.5-72B": _qwen25(152064, 8, 8192, 29568, 80, 64, False),
-    "Qwen2.5-VL-7B": _qwen25(152064, 4, 3584, 18944, 28, 28, False),  # its language model, as above
+    "Qwen2.5-VL-7B": _qwen25(152064, 4, 3584, 18944, 28, 28, False),  # the language model alone
 }
 
 
 def published_config(name: str) -> Mapping[str, Any] | None:
-    """config.json of a published model by the last part of its id or folder; None for others."""
+    """Return a published model's config.json fields by the last part of its id or folder, None if unknown."""
     last = name.rstrip("/").rpartition("/")[2].lower()
-    for ending in ("-instruct", "-base", "-instruct-2507", "-thinking-2507"):
-        last = last.removesuffix(ending)
-    return next((config for known, config in PUBLISHED.items() if known.lower() == last), None)
+    for suffix in ("-instruct", "-base", "-instruct-2507", "-thinking-2507"):
+        last = last.removesuffix(suffix)
+    return next((config for model, config in PUBLISHED.items() if model.lower() == last), None)

@@ -273,7 +273,7 @@ class _Look:
                 continue
             failed = [str(answers.failed[node]) for node in (one, other) if node in answers.failed]
             results[Pair(one.name, other.name)] = (
-                "; ".join(failed) if failed else max(answers.results[one], answers.given[other])
+                "; ".join(failed) if failed else max(answers.results[one], answers.results[other])
             )
         return results
 

@@ -121,7 +121,7 @@ def test_a_training_that_cannot_shrink_fails_with_the_reason() -> None:
 def test_larger_shards_must_fit_the_memory_plan(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published_config("Qwen/Qwen3-32B")))
     config, device = four_node_config(train={"device_model": "Atlas 800T A3"}), device_for("npu")
-    with pytest.raises(ConfigError, match=r"with train\.num_ranks=8, a rank's device: \d+\.\d GiB in phase"):
+    with pytest.raises(ConfigError, match=r"with train\.num_ranks=8, a rank's device needs \d+\.\d GiB in phase"):
         shrunk(config, device, [NPU_NODE], tmp_path)  # 32 billion parameters, 12 + 4 bytes each, over 8 ranks
     allowed = four_node_config(train={"device_model": "Atlas 800T A3", "allow_oversubscription": True})
     assert shrunk(allowed, device, [NPU_NODE], tmp_path).train.num_ranks == 8

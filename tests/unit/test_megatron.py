@@ -1,4 +1,4 @@
-"""Splits of verl's Megatron: which divide, and what a device then holds of Qwen3-235B-A22B."""
+"""verl's Megatron parallelism: valid splits, and the memory per device of Qwen3-235B-A22B."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def splits(*more: str, devices: int = 128) -> Splits:
     return splits_of([*OVERRIDES, *more], devices, context=1, recomputes=True)
 
 
-def test_embedding_and_head_count_as_layers_of_the_first_and_last_stage() -> None:
+def test_embedding_and_head_count_as_layers_of_first_and_last_stage() -> None:
     found = splits()
     assert found.stages(94) == [11, 12, 12, 12, 12, 12, 12, 11]  # (94 + 2) / 8 = 12 each
     assert (found.data, found.expert_data) == (4, 1)  # 128 / (4 x 8); 128 / (8 x 16 x 1)
     require_divided(found, QWEN3_235B, responses=512)
 
 
-def test_layers_of_the_ends_by_number() -> None:
+def test_first_and_last_stage_layers_by_number() -> None:
     transformer = f"+{ACTOR}override_transformer_config."
     by_number = splits_of(
         [
@@ -69,17 +69,17 @@ def test_layers_of_the_ends_by_number() -> None:
         ("context_parallel_size=3", "= 96 does not divide train.num_ranks=128"),
     ],
 )
-def test_what_does_not_divide_is_refused_by_its_key(override: str, message: str) -> None:
+def test_sizes_that_do_not_divide_are_refused_by_key(override: str, message: str) -> None:
     with pytest.raises(ForeignConfigError, match=message):
         require_divided(splits(f"{ACTOR}{override}"), QWEN3_235B, responses=512)
 
 
-def test_responses_divide_over_data_parallel_ranks() -> None:
+def test_responses_must_divide_over_data_parallel_ranks() -> None:
     with pytest.raises(ForeignConfigError, match=r"30 responses .* over 4 data-parallel ranks \(128 / 32\)"):
         require_divided(splits(), QWEN3_235B, responses=30)
 
 
-def test_a_size_is_a_number() -> None:
+def test_a_size_must_be_a_number() -> None:
     with pytest.raises(ForeignConfigError, match=r"tensor_model_parallel_size=two is no size"):
         splits(f"{ACTOR}tensor_model_parallel_size=two")
 
@@ -98,20 +98,19 @@ def recipe(*sets: str) -> Config:
     )
 
 
-def test_bytes_of_a_device_for_qwen3_235b() -> None:
+def test_memory_per_device_for_qwen3_235b() -> None:
     shape = shape_of(published_config("Qwen/Qwen3-235B-A22B-Thinking-2507") or {})
     assert shape.num_parameters == 235_093_634_560
     stage = largest_stage(recipe(), shape, splits())
-    # The last stage has the logits: 11 layers and the head. Of a layer on a device:
+    # The last stage has the logits: 11 layers and the head. Per layer and device:
     # 128 / 16 experts x 3 x 4096 x 1536 = 150,994,944; attention (2 x 64 + 2 x 4) x 128 x 4096 / 4 = 17,825,792;
     # norms 2 x 4096 + 2 x 128 = 8,448; router 128 x 4096 = 524,288. The head: 151,936 x 4096 / 4 = 155,582,464.
     dense = 11 * (17_825_792 + 8_448 + 524_288) + 155_582_464
     experts = 11 * 150_994_944
     assert stage.weights == 2 * (dense + experts)
     assert stage.gradients == 4 * (dense + experts)
-    assert stage.optimizer == 12 * (
-        dense // 4 + experts
-    )  # 4 data-parallel ranks share it; each expert is there once
+    # Four data-parallel ranks share the dense part; each expert exists once.
+    assert stage.optimizer == 12 * (dense // 4 + experts)
     assert stage.logits == 151_936 // 4 * 22_528 * 14
     half = largest_stage(
         recipe(),
@@ -124,7 +123,7 @@ def test_bytes_of_a_device_for_qwen3_235b() -> None:
     assert half.host_optimizer == pytest.approx(stage.optimizer / 2, abs=1)
 
 
-def test_offloading_empties_the_device_while_engines_generate() -> None:
+def test_offloading_frees_the_device_while_engines_generate() -> None:
     shape = shape_of(published_config("Qwen3-235B-A22B") or {})
 
     def held(config: Config) -> dict[str, int]:

@@ -195,7 +195,7 @@ def test_the_memory_plan_is_made_for_the_devices_that_are_there() -> None:
 
     found = planned("train.device_model=null")
     assert found.status == FAIL
-    assert "and it has 12.0" in found.found
+    assert "but has 12.0" in found.found
     assert planned().status == OK  # as the recipe names its device
 
 

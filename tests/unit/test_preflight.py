@@ -355,7 +355,7 @@ def test_a_training_that_cannot_fit_is_refused_with_numbers_and_keys(
     monkeypatch.setattr(Cpu, "memory_bytes", lambda device: 2 * 1024**3)
     (finding,) = found(recipe(tmp_path, model), FAIL)
     assert finding.check == "memory"
-    assert re.search(r"^the machine: \d+\.\d GiB in phase \w+, and it has 2\.0$", finding.found)
+    assert re.search(r"^the machine needs \d+\.\d GiB in phase \w+, but has 2\.0$", finding.found)
     assert "train.allow_oversubscription=true tries all the same" in finding.advice
     (tried,) = found(recipe(tmp_path, model, train={"allow_oversubscription": True}), WARN)
     assert (tried.check, tried.found) == ("memory", finding.found)
@@ -369,4 +369,4 @@ def test_an_architecture_that_the_plan_does_not_know_is_a_warning(tmp_path: Path
     values = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**values, "model_type": "olmo2"}))
     said = [one for one in examine(recipe(tmp_path, other)) if one.check == "memory"]
-    assert [(one.status, "not of model_type olmo2" in one.found) for one in said] == [(WARN, True)]
+    assert [(one.status, "not model_type olmo2" in one.found) for one in said] == [(WARN, True)]
