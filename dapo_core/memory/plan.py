@@ -175,7 +175,7 @@ def _rank_uses(config: TrainingConfig, rank: RankMemory, bucket: int) -> list[Us
         "anchor": scoring,
         "update": [
             ("gathered weights", rank.update_weights, 0),
-            ("whole gradients and buffers", rank.update_gradients, 0),
+            ("full gradients and buffers", rank.update_gradients, 0),
             ("gloo's copies", rank.update_copies, 0),
             ("activations", rank.update_activations, rank.host_activations),
             ("logits", rank.update_logits, 0),

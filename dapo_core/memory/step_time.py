@@ -15,9 +15,9 @@ from statistics import NormalDist, fmean, median
 from typing import TYPE_CHECKING
 
 from dapo_core.device import device_for
+from dapo_core.memory.devices import DECODING_SHARE, NETWORK_SHARE, SYNC_BYTES, TRAINING_SHARE, Rates
 from dapo_core.memory.engine import engine_memory
 from dapo_core.memory.plan import PHASES
-from dapo_core.memory.rates import DECODING_SHARE, NETWORK_SHARE, SYNC_BYTES, TRAINING_SHARE, Rates
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
-from dapo_core.memory.devices import DEVICES, find_device
-from dapo_core.memory.rates import RATES, Rates, cpu_rates
+from dapo_core.memory.devices import DEVICES, cpu_rates, find_device
 from dapo_core.memory.shape import shape_of
 from dapo_core.memory.step_time import Machine, StepTime, assumed_lengths, calibrate, step_time
 from dapo_core.metrics import METRICS_FILE
@@ -89,10 +88,5 @@ def _machine(config: TrainingConfig, gigabytes: float | None = None) -> Machine:
             f"the time of a step on train.device={train.device} depends on the device: set train.device_model to "
             f"one of {', '.join(DEVICES)}"
         )
-    rates = _rates(train.device_model)
+    rates = find_device(train.device_model).rates
     return Machine(rates, rates, device_limit(config, gigabytes).num_bytes)
-
-
-def _rates(device_model: str) -> Rates:
-    size = find_device(device_model)
-    return next(RATES[name] for name, known in DEVICES.items() if known is size)

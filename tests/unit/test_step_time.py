@@ -11,9 +11,8 @@ import pytest
 
 from dapo_core.config.training import TrainingConfig
 from dapo_core.flops import training_flops
-from dapo_core.memory.devices import DEVICES
+from dapo_core.memory.devices import DEVICES, cpu_rates
 from dapo_core.memory.published import published_config
-from dapo_core.memory.rates import RATES, cpu_rates
 from dapo_core.memory.shape import ModelShape, shape_of
 from dapo_core.memory.step_time import (
     ANCHOR,
@@ -28,7 +27,8 @@ from dapo_core.memory.step_time import (
     step_time,
 )
 
-A3 = Machine(RATES["Atlas 800T A3"], RATES["Atlas 800T A3"], DEVICES["Atlas 800T A3"].num_bytes)
+DIE = DEVICES["Atlas 800T A3"]
+A3 = Machine(DIE.rates, DIE.rates, DIE.num_bytes)
 # Settings of the published log: Qwen3-32B on 64 dies, engines over four, all responses of a step at once.
 PUBLISHED: dict[str, Any] = {
     "data": {"max_prompt_tokens": 2048},
@@ -160,7 +160,3 @@ def test_a_run_calibrates_lengths_and_phases() -> None:
     assert "medians of 2 steps" in again.assumptions[0]
     assert "generate x 2.00" in again.assumptions[-1]
     assert calibrate(config, small, machine, [skipped]) is None
-
-
-def test_every_device_has_rates() -> None:
-    assert set(RATES) == set(DEVICES)
