@@ -1,4 +1,4 @@
-"""Python files in a model folder run only if model.trust_remote_code says so, even if someone answers `y`."""
+"""Python files in a model folder run only with model.trust_remote_code, even if someone answers `y`."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Tokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """The file that exists once the payload has run."""
+    """A file that the payload creates."""
     return tmp_path / "ran"
 
 
 @pytest.fixture
 def planted(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model folder whose configuration and tokenizer name classes of its own file."""
+    """A model folder whose configuration and tokenizer reference classes in its own file."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
     folder = build_tiny_qwen3(tmp_path / "model")
     (folder / "planted.py").write_text(PAYLOAD.format(marker=str(marker)))
@@ -84,10 +84,10 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", LOADERS)
-def test_a_planted_file_does_not_run(planted: Path, marker: Path, what: str) -> None:
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_planted_file_does_not_run(planted: Path, marker: Path, loader: str) -> None:
     with pytest.raises((ModelError, CheckpointError, ValueError), match="trust_remote_code"):
-        LOADERS[what](planted)
+        LOADERS[loader](planted)
     assert not marker.exists()
 
 
@@ -99,7 +99,7 @@ def test_a_planted_file_does_not_run_in_a_server(planted: Path, marker: Path) ->
     assert not marker.exists()
 
 
-def test_the_key_lets_it_run(planted: Path, marker: Path) -> None:
+def test_trust_remote_code_lets_it_run(planted: Path, marker: Path) -> None:
     assert load_model_config(planted, trust_remote_code=True).model_type == "planted"
     assert marker.exists()
     marker.unlink()

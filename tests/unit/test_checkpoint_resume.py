@@ -1,4 +1,4 @@
-"""Where a training starts, and that only one process writes to its checkpoints."""
+"""Which checkpoint a training starts from, and the lock on its checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.checkpoints import assert_complete, make_model_folder, make_state, ma
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """An output with checkpoints of steps 5 and 10, and metrics."""
+    """A training output with checkpoints of steps 5 and 10, and metrics."""
     model_path = make_model_folder(tmp_path / "model")
     write(make_writer(tmp_path / "output" / "checkpoints", model_path), make_state(5), make_state(10))
     for name in ("metrics.jsonl", "trackers.json", "generations/step_5.jsonl"):
@@ -26,16 +26,16 @@ def output(tmp_path: Path) -> Path:
     return tmp_path / "output"
 
 
-def test_auto_goes_on_from_the_latest(output: Path, tmp_path: Path) -> None:
+def test_auto_continues_from_the_latest_checkpoint(output: Path, tmp_path: Path) -> None:
     assert find_start(output / "checkpoints", "auto") == output / "checkpoints" / "step_000010"
     assert find_start(tmp_path / "new" / "checkpoints", "auto") is None
 
 
-def test_never_moves_all_of_the_training_aside(output: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_never_moves_the_whole_training_aside(output: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with lock_checkpoints(output / "checkpoints"):
         assert find_start(output / "checkpoints", "never") is None
-        assert names_in(output / "checkpoints") == ["lock"]  # it still keeps others out
+        assert names_in(output / "checkpoints") == ["lock"]  # still held
     (aside,) = output.glob("superseded-*")
     assert names_in(output) == ["checkpoints", aside.name]
     assert names_in(aside) == ["checkpoints", "generations", "metrics.jsonl", "trackers.json"]
@@ -63,12 +63,14 @@ def test_checkpoints_of_another_trainer_are_refused_or_set_aside(tmp_path: Path)
     ("path", "step"),
     [("", 10), ("checkpoints", 10), ("checkpoints/step_000005", 5), ("checkpoints/step_000010", 10)],
 )
-def test_a_path_is_a_checkpoint_or_an_output(output: Path, tmp_path: Path, path: str, step: int) -> None:
+def test_a_path_may_be_a_checkpoint_or_a_training_output(
+    output: Path, tmp_path: Path, path: str, step: int
+) -> None:
     start = find_start(tmp_path / "new" / "checkpoints", str(output / path))
     assert start == output / "checkpoints" / f"step_{step:06d}"
 
 
-def test_a_training_begun_from_a_path_goes_on_from_its_own(
+def test_a_training_started_from_a_path_continues_from_its_own_checkpoints(
     output: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -87,7 +89,7 @@ def test_a_path_without_a_checkpoint_is_refused(output: Path, tmp_path: Path) ->
             find_start(tmp_path / "new" / "checkpoints", str(path))
 
 
-def test_a_path_that_is_not_there_is_found_before_anything_starts(output: Path) -> None:
+def test_a_missing_path_is_reported_before_anything_starts(output: Path) -> None:
     for resume in ("auto", "never", str(output)):
         require_resume(resume)
     for resume in ("Auto", str(output / "step_000099"), str(output / "metrics.jsonl")):
@@ -102,7 +104,7 @@ def test_a_second_training_in_the_same_output_is_refused(tmp_path: Path) -> None
         message = rf"{folder} is in use by pid {os.getpid()} on .*; wait until it ends, stop it, or .* --output"
         with pytest.raises(CheckpointError, match=message), lock_checkpoints(folder):
             pytest.fail("two trainings hold the lock")
-    assert names_in(folder) == []  # the output's digest is free of pids
+    assert names_in(folder) == []  # the output's digest must not depend on pids
 
 
 def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,6 @@ from dapo_core.reward.scorers import (
 from eval.answers.math_dapo import unwrap
 from eval.problems.registry import SETS, load_set
 
-
 # (response, verdict of this project's rule, verdict of verl's, which reads only the last answer line)
 PLACES = [
     ("Answer: 18\nNo, again.\nAnswer: 19", "right", "right"),  # the last one counts
