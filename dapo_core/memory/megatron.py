@@ -95,12 +95,12 @@ def parts_of(stage: StageMemory, train: TrainConfig, phase: str, bucket: int) ->
     on_gradients = not train.offload_parameters or phase == "update"
     on_optimizer = not train.offload_optimizer or phase == "update"
     on_reference = not train.offload_parameters or phase == "anchor"
-    for what, size, is_on in (
+    for name, size, is_on in (
         ("weights", stage.weights, on_weights),
         ("optimizer", stage.optimizer, on_optimizer),
         ("reference model", stage.reference, on_reference),
     ):
-        yield (what, size, 0) if is_on else (what, 0, size)
+        yield (name, size, 0) if is_on else (name, 0, size)
     yield "gradients", stage.gradients * on_gradients, 0  # dropped when offloading
     yield "optimizer on the host", 0, stage.host_optimizer
     if phase == "anchor":

@@ -213,16 +213,16 @@ def _states(train: TrainConfig, rank: RankMemory, phase: str) -> Iterator[tuple[
         ("optimizer", OPTIMIZER, rank.optimizer),
         ("reference model", WEIGHTS, rank.reference),
     ]
-    for what, name, size in states:
+    for label, name, size in states:
         is_dropped = name not in held and (name == GRADIENTS or (is_cpu and train.is_colocated))  # or spilled
         if is_dropped:
             continue
         if is_cpu or (name in held and not train.offload_shards):
-            yield what, size, 0
-        elif what == "optimizer":  # under offload_shards it stays in pageable host memory
-            yield what, 0, size if train.offload_shards else 2 * rank.pinned
+            yield label, size, 0
+        elif label == "optimizer":  # under offload_shards it stays in pageable host memory
+            yield label, 0, size if train.offload_shards else 2 * rank.pinned
         else:
-            yield what, 0, size if what == "reference model" else rank.pinned
+            yield label, 0, size if label == "reference model" else rank.pinned
 
 
 def _holding(train: TrainConfig, phase: str) -> Holding:

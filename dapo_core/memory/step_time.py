@@ -56,9 +56,9 @@ class Lengths:
         low, high = 0.0, float(self.limit)
         for _ in range(60):  # bisect: the truncated mean grows with the median
             middle = (low + high) / 2
-            is_short = fmean(min(middle * each, self.limit) for each in shape) < min(self.response, self.limit)
+            is_short = fmean(min(middle * length, self.limit) for length in shape) < min(self.response, self.limit)
             low, high = (middle, high) if is_short else (low, middle)
-        return [min(low * each, self.limit) for each in shape]
+        return [min(low * length, self.limit) for length in shape]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def step_time(
     num_responses = config.train.train_prompts * config.rollout.group_size
     responses = lengths.responses()
     trained = num_responses * (lengths.prompt + lengths.response)
-    squares = num_responses * fmean((lengths.prompt + each) ** 2 for each in responses)
+    squares = num_responses * fmean((lengths.prompt + length) ** 2 for length in responses)
     forward = forward_flops(shape, trained, squares, num_responses * lengths.response)
     update = forward * (4 if config.train.gradient_checkpointing else 3)
     update_seconds = _pass_seconds(config, shape, machine.ranks, update, trained, has_backward=True)
@@ -139,7 +139,7 @@ def calibrate(
     if not used:
         return None
     lengths = [_lengths_of(config, step) for step in used]
-    estimates = [step_time(config, shape, machine, each).seconds for each in lengths]
+    estimates = [step_time(config, shape, machine, step_lengths).seconds for step_lengths in lengths]
     factors = {
         phase: median(
             sum(step.get(name, 0.0) for name in names) / estimate[phase]
@@ -148,7 +148,10 @@ def calibrate(
         for phase, names in METRICS.items()
         if estimates[0][phase]
     }
-    middle = {name: median(getattr(each, name) for each in lengths) for name in ("prompt", "response", "kept")}
+    middle = {
+        name: median(getattr(step_lengths, name) for step_lengths in lengths)
+        for name in ("prompt", "response", "kept")
+    }
     return replace(lengths[0], **middle, source=f"medians of {len(used)} steps of the run"), factors
 
 
@@ -200,7 +203,9 @@ def _generate_seconds(config: TrainingConfig, shape: ModelShape, machine: Machin
     engine = engine_memory(config, shape, machine.device_bytes)
     drawn = config.train.train_prompts * rollout.group_size / lengths.kept / rollout.num_workers  # per engine
     responses = lengths.responses()
-    context = lengths.prompt + fmean(each**2 for each in responses) / (2 * lengths.response)  # of a decoded token
+    context = lengths.prompt + fmean(length**2 for length in responses) / (
+        2 * lengths.response
+    )  # of a decoded token
     slots = float(rollout.max_num_seqs)
     if engine.cache is not None:
         slots = min(slots, max(engine.cache / (engine.token_bytes * context), 1.0))

@@ -128,9 +128,11 @@ def weights_in(folder: Path, checkpoint: CheckpointChoice = "latest") -> Path:
     return other.model_folder or other.actor if form == "model" else other.actor
 
 
-def _refuse_best(checkpoint: CheckpointChoice, folder: Path, what: str) -> None:
+def _refuse_best(checkpoint: CheckpointChoice, folder: Path, description: str) -> None:
     if checkpoint == "best":
-        raise CheckpointError(f"{folder} is {what}, so there is no best one to choose; omit --checkpoint best")
+        raise CheckpointError(
+            f"{folder} is {description}, so there is no best one to choose; omit --checkpoint best"
+        )
 
 
 def other_in(folder: Path) -> OtherCheckpoint | None:

@@ -97,7 +97,7 @@ def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]
     merged, report = type(empty_model(folder)).from_pretrained(  # type: ignore[attr-defined]
         folder, dtype=torch.float32, output_loading_info=True, local_files_only=True, trust_remote_code=False
     )
-    wrong = {what: names for what, names in report.items() if names}
+    wrong = {kind: names for kind, names in report.items() if names}
     if wrong:
         raise CheckpointError(
             f"transformers loads the merged model with {wrong}; did another process change the folder?"

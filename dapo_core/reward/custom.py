@@ -38,7 +38,7 @@ def require_function(
         ) from None
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{keys[0]}={path} is not valid Python: {error}; fix the file") from None
-    names = sorted(one.get_name() for one in symbols if one.is_assigned() or one.is_imported())
+    names = sorted(each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
     if name not in names:
         raise ConfigError(
             f"{keys[1]}={name} is not a top-level name of {path}, which defines "

@@ -200,9 +200,8 @@ def test_disk_space_is_checked_before_anything_is_written(
     write(writer, make_state(20, 0.5))
     lists = (METADATA_FILE, MANIFEST_FILE)  # small, and their size is known only at the end
     files = [path for path in (folder / "step_000020").rglob("*") if path.is_file() and path.name not in lists]
-    num_bytes = sum(
-        path.stat().st_size for path in files
-    )  # the same for step 30, whose numbers have as many digits
+    # The same for step 30, whose numbers have as many digits.
+    num_bytes = sum(path.stat().st_size for path in files)
     free = num_bytes - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 0, free))
     with pytest.raises(

@@ -9,17 +9,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from ray.exceptions import RayActorError
 
-from dapo_core.cluster import actors, shrink, start
+from dapo_core.cluster import shrink, start
 from dapo_core.cluster.placement import Demand, Places, demands
 from dapo_core.cluster.shared_files import differences, digests
 from dapo_core.cluster.shrink import has_room, shrunk
 from dapo_core.device import device_for
-from dapo_core.errors import ConfigError, WorkerDied
+from dapo_core.errors import ConfigError
 from dapo_core.memory.published import published_config
 from flows.config import Config
-from tests.sources import Clock
 from tests.trainings import config_of
 
 NPU_NODE = {"CPU": 128.0, "NPU": 16.0}
@@ -35,33 +33,6 @@ def four_node_config(**changes: dict[str, Any]) -> Config:
         sampler={"gen_prompts": 32},
         **changes,
     )
-
-
-class DeadActor:
-    """Answers its first ping, then is dead: pings fail immediately."""
-
-    def __init__(self) -> None:
-        self.answers: list[Any] = ["pid 1 on here"]
-        self.place = self
-
-    def remote(self) -> Any:
-        return self.answers.pop(0) if self.answers else RayActorError()
-
-
-def test_a_dead_actor_is_detected_at_the_next_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get(answer: Any) -> Any:
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(actors.time, "monotonic", Clock())
-    monkeypatch.setattr(actors.ray, "wait", lambda references, **_: (references, []))
-    monkeypatch.setattr(actors.ray, "get", get)
-    watched = actors.Actors()
-    watched.add("policy rank", [DeadActor()])
-    watched.check()  # collects the answer and pings again
-    with pytest.raises(WorkerDied, match=r"^policy rank 0 of 1 \(pid 1 on here\) died"):
-        watched.check()  # at the same time
 
 
 @pytest.mark.parametrize(
