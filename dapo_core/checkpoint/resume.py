@@ -151,11 +151,11 @@ def _newest_intact(folder: Path, on_damage: OnDamage) -> Path | None:
         else:
             return checkpoint
     if damage:
-        older = "no older checkpoint is intact"
+        advice = "no older checkpoint is intact;"
         if on_damage == "stop":
-            older = "or set checkpoint.on_damage=previous to continue from an older checkpoint"
+            advice = "set checkpoint.on_damage=previous to continue from an older checkpoint,"
         raise CheckpointError(
-            f"{damage}; {older}. Copy the file again from where it was written, or start over with "
+            f"{damage}; {advice} copy the file again from where it was written, or start over with "
             "checkpoint.resume=never"
         )
     return None

@@ -127,7 +127,7 @@ def test_damage_is_reported_and_training_continues_from_the_previous_checkpoint(
     latest = folder / "step_000015"
     verify_checkpoint(latest)
     damage(latest)
-    with pytest.raises(CheckpointError, match=rf"{message}.*on_damage=previous to continue.*Copy the file again"):
+    with pytest.raises(CheckpointError, match=rf"{message}.*on_damage=previous to continue.*copy the file again"):
         find_start(folder, "auto", "stop")
     assert find_start(folder, "auto", "previous") == folder / "step_000010"
     assert "continuing from step_000010; set aside 1 damaged checkpoints" in caplog.text
