@@ -155,8 +155,8 @@ def _engine(pipe: Connection, plan: WeightPlan, links: dict[str, Link]) -> None:
         if way == "bare":
             _broadcast_buckets(plan, bare)
             continue
-        pipe.send(_load(Delivery(inboxes[way], is_kept=False), loaded))
-    os._exit(0)  # gloo's threads would block a normal exit
+        pipe.send(_load(Delivery(inboxes[way], copies=False), loaded))
+    os._exit(0)  # gloo's threads do not outlive the interpreter
 
 
 def _load(delivery: Delivery, loaded: dict[str, torch.Tensor]) -> Loaded:

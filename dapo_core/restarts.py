@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dapo_core.checkpoint.folder import latest_checkpoint
-from dapo_core.checkpoint.state import read_step
+from dapo_core.checkpoint.state import read_state_without_groups
 from dapo_core.errors import WorkerDied
 from dapo_core.stopping import StopRequest
 
@@ -30,8 +30,9 @@ def continued_from(config: TrainingConfig, folder: Path) -> str | None:
     if (checkpoint := latest_checkpoint(folder)) is None:
         return None
     with_auto = " with --set checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
+    step = read_state_without_groups(checkpoint).step
     return (
-        f" after step {read_step(checkpoint)} of {config.train.total_steps}; its checkpoint is {checkpoint}; "
+        f" after step {step} of {config.train.total_steps}; its checkpoint is {checkpoint}; "
         f"the same command{with_auto} resumes it"
     )
 

@@ -1,4 +1,4 @@
-"""Checkpoints for tests: a state with all that is awkward, and shards that are files but no tensors."""
+"""Checkpoints for tests: a state with awkward values, and shards without tensors."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ NO_TENSORS = pickle.dumps(Metadata({}, storage_data={}))
 MODEL_FILES = ("additional_chat_templates/tool.jinja", "config.json", "tokenizer.json")
 
 
-def flip(name: str, place: int = -1) -> Callable[[Path], None]:
-    """Damage to a file of a checkpoint: one bit of the byte at a place."""
+def flip(name: str, offset: int = -1) -> Callable[[Path], None]:
+    """Return a function that flips a bit at the offset of a checkpoint's file."""
 
     def damage(checkpoint: Path) -> None:
         content = bytearray((checkpoint / name).read_bytes())
-        content[place] ^= 1
+        content[offset] ^= 1
         (checkpoint / name).write_bytes(content)
 
     return damage
 
 
 def make_state(step: int, accuracy: float | None = None) -> TrainerState:
-    """A state after `step`, with groups of every kind and floats that a sloppy format would round."""
+    """Make a state after `step`, with every kind of group and floats that a lossy format would round."""
     groups = [make_group([1.0, -1.0], index, [3, 0], policy_version=index) for index in (4, 9)]
     awkward = [replace(groups[0].rollouts[0], rollout_log_probs=[-0.1, -1 / 3, -5e-324], overlong_penalty=-0.3)]
     prompt = Prompt(7, (3, 4), "arithmetic", "1", {"level": 3, "answers": [1.5, None]})
@@ -62,7 +62,7 @@ def make_state(step: int, accuracy: float | None = None) -> TrainerState:
 
 
 def write_state(folder: Path, state: TrainerState) -> Path:
-    """A checkpoint of the state alone, without shards."""
+    """Write a checkpoint of the state, without shards."""
     checkpoint = folder / f"step_{state.step:06d}"
     checkpoint.mkdir(parents=True)
     for name, content in state_files(state).items():
@@ -71,7 +71,7 @@ def write_state(folder: Path, state: TrainerState) -> Path:
 
 
 class FileShards:
-    """A policy group of two files; an asynchronous save writes the second one at the second question."""
+    """A policy group of two files; an asynchronous save writes the second one at the second poll."""
 
     num_bytes = 42  # of both files
 
@@ -100,7 +100,7 @@ class FileShards:
         return self.num_bytes
 
     def refresh_reference(self, step: int, timer: PhaseTimer) -> None:
-        """Nothing: there is no reference model."""
+        """Do nothing: there is no reference model."""
 
 
 def _shard_text(folder: Path) -> str:
@@ -108,7 +108,7 @@ def _shard_text(folder: Path) -> str:
 
 
 class ShardsOf:
-    """A policy group with a function that writes all shards at once into the folder it is given."""
+    """A policy group that saves by calling a function with the folder."""
 
     def __init__(self, save: Callable[[str], None]) -> None:
         self._save = save
@@ -124,14 +124,14 @@ class ShardsOf:
 
 
 class Harmful:
-    """Would make a file when it is loaded."""
+    """A pickle that would create a file when loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open, ("harmed", "w")
 
 
 def make_model_folder(folder: Path) -> Path:
-    """A model folder in which only the names of the files and of the tensors are real."""
+    """Make a model folder in which only file and tensor names are realistic."""
     (folder / "additional_chat_templates").mkdir(parents=True)
     weights = ("model.safetensors", "pytorch_model.bin", "tf_model.h5", "x.gguf")
     for name in (*MODEL_FILES, *weights, "manifest.json"):
@@ -144,7 +144,7 @@ def make_model_folder(folder: Path) -> Path:
 def make_writer(
     folder: Path, model_path: Path, shards: FileShards | None = None, **settings: object
 ) -> CheckpointWriter:
-    """A writer with these keys of section checkpoint."""
+    """Make a writer with these keys of the checkpoint section."""
     config = make_config(model_path, checkpoint=settings, validation={"every": 5})
     return CheckpointWriter(folder, model_path, shards or FileShards(), config)
 
@@ -153,7 +153,7 @@ def write(writer: CheckpointWriter, *states: TrainerState) -> None:
     """Publish a checkpoint of each state."""
     for state in states:
         writer.begin(state)
-        writer.poll()  # the first question of two, so that `finish` need not wait
+        writer.poll()  # the first of two polls, so that `finish` need not wait
         writer.finish()
 
 
@@ -164,7 +164,7 @@ def end(writer: CheckpointWriter) -> None:
 
 
 def assert_complete(checkpoint: Path, state: TrainerState) -> None:
-    """Every part of the checkpoint is there, and belongs to that state."""
+    """Assert that every part of the checkpoint exists and belongs to that state."""
     assert checkpoint.name == f"step_{state.step:06d}"
     assert read_state(checkpoint) == state
     assert require_files(checkpoint, with_shards=True) is not None

@@ -25,8 +25,7 @@ from dapo_core.cluster import actors, policy_group, rollout_group
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
-from dapo_core.cluster.start import Cluster, engine_settings
-from dapo_core.cluster.weight_transfer import WeightTransfer
+from dapo_core.cluster.start import Cluster, WeightTransfer, engine_settings
 from dapo_core.config.training import TrainingConfig
 from dapo_core.device import device_for
 from dapo_core.engines.base import build_engine

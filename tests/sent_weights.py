@@ -1,4 +1,4 @@
-"""What the ranks of a policy send to engines, as a dictionary."""
+"""Collects the weights that policy ranks send to engines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dapo_core.policy.rank import Policy
 from dapo_core.weight_transfer.plan import WeightPlan
 
 
-class _Kept:
-    """An outbox that keeps the buckets."""
+class _RecordingOutbox:
+    """An outbox that keeps all buckets."""
 
     def __init__(self, plan: WeightPlan, device: torch.device) -> None:
         self.plan = plan
@@ -19,11 +19,9 @@ class _Kept:
         self.buckets: list[torch.Tensor] = []
 
     def slot(self) -> torch.Tensor:
-        self.buckets.append(self._room())
-        return self.buckets[-1]
-
-    def _room(self) -> torch.Tensor:
-        return torch.full([self.plan.slot_numel], torch.nan, dtype=self.plan.dtype, device=self.device)
+        bucket = torch.full([self.plan.slot_numel], torch.nan, dtype=self.plan.dtype, device=self.device)
+        self.buckets.append(bucket)
+        return bucket
 
     def send(self, numel: int) -> None:
         pass
@@ -33,14 +31,14 @@ class _Kept:
 
 
 def sent_weights(policy: Policy) -> dict[str, torch.Tensor] | None:
-    """Whole tensors by their names in the model's files on rank 0, else None. Collective."""
-    kept: Any = _Kept(policy.weights.plan, policy.device.torch_device())
-    policy.outbox = kept if torch.distributed.get_rank() == 0 else None
+    """Return whole tensors by file name on rank 0, None on other ranks. Collective."""
+    outbox: Any = _RecordingOutbox(policy.weights.plan, policy.device.torch_device())
+    policy.outbox = outbox if torch.distributed.get_rank() == 0 else None
     policy.send_weights()
     if policy.outbox is None:
         return None
     return {
         planned.name: values[planned.offset : planned.offset + planned.numel].view(planned.shape)
-        for bucket, values in zip(policy.weights.plan.buckets, kept.buckets, strict=True)
+        for bucket, values in zip(policy.weights.plan.buckets, outbox.buckets, strict=True)
         for planned in bucket
     }

@@ -1,4 +1,4 @@
-"""A vLLM engine over two processes: this one and a child, which makes the calls that come through a pipe."""
+"""A vLLM engine over two processes: this one, and a child that repeats its calls."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 import torch
 
 from dapo_core.engines.base import EnginePart, EngineSettings
-from dapo_core.engines.tensor_parallel import TensorParallelEngine
+from dapo_core.engines.vllm_engine import TensorParallelEngine
 from dapo_core.errors import RolloutError
 
 
 class _First(TensorParallelEngine):
-    """What tests change or hand over once reaches the child as well."""
+    """Also forwards settings that tests change, and copies of weights, to the child."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "settings" and "settings" in self.__dict__:
-            self._tell("__setattr__", [name, value])
+            self._broadcast("__setattr__", [name, value])
         super().__setattr__(name, value)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         copies = [(name, tensor.detach().clone()) for name, tensor in weights]
-        self._tell("load_weights", [copies, policy_version])
+        self._broadcast("load_weights", [copies, policy_version])
         super().load_weights(copies, policy_version)
 
 
@@ -35,7 +35,7 @@ def _follow(connection: Connection, model_path: Path, settings: EngineSettings, 
     name = ""
     while name != "close":
         name, arguments = connection.recv()
-        with suppress(RolloutError):  # raised here as in the first process
+        with suppress(RolloutError):  # the first process raises it too
             getattr(engine, name)(*arguments)
 
 
@@ -43,7 +43,7 @@ def _follow(connection: Connection, model_path: Path, settings: EngineSettings, 
 def engine_of_two_processes(
     model_path: Path, settings: EngineSettings, folder: Path
 ) -> Iterator[TensorParallelEngine]:
-    """The engine's first part; `settings` name two parts."""
+    """Yield the first part of an engine whose `settings` have two parts."""
     address = f"file://{folder}/{folder.parent.name}-{folder.name}-meeting"
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -1,4 +1,4 @@
-"""Checkpoints as verl's FSDP workers write them: each rank saves its sharded state dict, rank 0 the rest."""
+"""Writes checkpoints like verl's FSDP workers: sharded state dicts per rank, the rest on rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tiny_models import Architecture, build_tiny
 
 @dataclass(frozen=True)
 class Case:
-    """One checkpoint: which FSDP, on which mesh, of which model."""
+    """FSDP version, mesh and model of one checkpoint."""
 
     fsdp: Literal[1, 2]
     mesh: tuple[int, ...]  # ranks, or replicas x shards
@@ -32,12 +32,12 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        """Size of the mesh."""
+        """Ranks in the mesh."""
         return self.mesh[0] * (self.mesh[1] if len(self.mesh) == 2 else 1)
 
 
 def write_folders(cases: list[Case], folder: Path) -> dict[Case, tuple[Path, Path]]:
-    """Model folder and `global_step_3` of each case; cases of one size share their ranks."""
+    """Model folder and `global_step_3` of each case; cases with equal rank counts share the ranks."""
     places = {case: (folder / str(case) / "model", folder / str(case) / "global_step_3") for case in cases}
     for case, (model_path, step) in places.items():
         build_tiny(model_path, case.architecture, seed=5, tie_word_embeddings=case.is_tied)

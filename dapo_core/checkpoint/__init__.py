@@ -1,1 +1,1 @@
-"""Checkpoints: weights and optimizer in shards, the trainer's state, and what a merge needs."""
+"""Checkpoints: sharded weights and optimizer state, the trainer state, and the model files that a merge needs."""

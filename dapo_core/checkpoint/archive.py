@@ -1,4 +1,4 @@
-"""The zip archives of torch.save: where their records lie in a file, found without taking memory for them."""
+"""Locates the records of a torch.save archive in a file without loading them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 from dapo_core.errors import CheckpointError
 
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a record: skips to the lengths of its name and of its extra field
-VALUES = "data/"  # begins the names of records with values of tensors
+_LOCAL_HEADER = struct.Struct("<26xHH")  # skips to the lengths of the record's name and extra field
+VALUES = "data/"  # name prefix of the records that hold tensor values
 
 
 @dataclass(frozen=True)
 class Record:
-    """A record of an archive."""
+    """Position of an archive record in the file."""
 
-    offset: int  # of its first byte in the file
+    offset: int  # of the first byte
     num_bytes: int
     crc32: int
 
@@ -28,11 +28,11 @@ class Record:
 def read_records(
     file: BinaryIO, label: str, start: int = 0, num_bytes: int | None = None, has_crc32s: bool = True
 ) -> dict[str, Record]:
-    """The archive's records by name, without its top folder, as `data/0`; the archive may be a part of the file.
+    """Return the archive's records by name without the top-level folder, such as `data/0`.
 
-    CRC32s are checked if the archive has them, but for those of values. Raises CheckpointError, which begins with
-    `label`, for a torn archive, one of another byte order, and one with compressed records or more bytes in them
-    than it has.
+    The archive is the part of the file given by `start` and `num_bytes`. CRC32s of everything but tensor values
+    are verified if the archive has them. Raises CheckpointError, prefixed with `label`, if the archive is
+    incomplete, has another byte order, contains compressed records or declares more bytes than it has.
     """
     section = Section(file, start, num_bytes)
     try:
@@ -41,8 +41,8 @@ def read_records(
         declared = sum(info.file_size for info in infos)
         if any(info.compress_type != ZIP_STORED for info in infos) or declared > section.length:
             raise CheckpointError(
-                f"{label} has compressed records, {declared:,} bytes in {section.length:,}, which torch.save "
-                "never writes; loading it could fill the memory"
+                f"{label} has compressed or oversized records ({declared:,} bytes in {section.length:,}), which "
+                "torch.save never writes; loading it could exhaust memory"
             )
         records = {}
         for info in infos:
@@ -58,17 +58,17 @@ def read_records(
                     raise BadZipFile(f"bad CRC-32 of {name}")
                 if name == "byteorder" and text != sys.byteorder.encode():
                     raise CheckpointError(
-                        f"{label} was written on a machine of another byte order; merge it there"
+                        f"{label} was written on a machine with another byte order; merge it there"
                     )
     except (BadZipFile, ValueError, OSError, EOFError, NotImplementedError, struct.error) as error:
         raise CheckpointError(
-            f"{label} is no whole archive of torch.save ({error}); copy it again from the node that wrote it"
+            f"{label} is not a complete torch.save archive ({error}); copy it again from the node that wrote it"
         ) from error
     return records
 
 
 class Section(io.RawIOBase):
-    """A read-only file that shows one part of an open file."""
+    """Read-only view of one section of an open file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int | None = None) -> None:
         self.length = file.seek(0, io.SEEK_END) - start if length is None else length

@@ -1,22 +1,22 @@
-"""The checkpoints of a training: where they are, which are complete, which is the latest or the best.
+"""Layout of a training's checkpoint folder: which checkpoints are complete, the latest and the best.
 
     checkpoints/
         step_000020/                a checkpoint
             .metadata, *.distcp     parameters and optimizer (torch.distributed.checkpoint)
-            checkpoint_manifest.json  digests of all files, the training and the step
-            trainer_state.json      step, position in the data, metrics, identity
-            carried_groups.json, carried_tokens.safetensors  groups carried to the next step
+            checkpoint_manifest.json  digests of all files, training id and step
+            trainer_state.json      step, data position, metrics, identity
+            carried_groups.json, carried_tokens.safetensors  groups carried over to the next step
             config.yaml             the resolved configuration, for people
-            huggingface/            config, tokenizer, generation config of the model
-            tensor_names.json       names of the tensors in the model's files
-        latest                      the name of the newest checkpoint, such as step_000020
-        *.partial                   being written, or being removed
-        *.damaged                   set aside when a training continued from an older one
-        lock                        while a training runs
+            huggingface/            the model's config, tokenizer and generation config
+            tensor_names.json       tensor names in the model's files
+        latest                      name of the newest checkpoint, such as step_000020
+        *.partial                   being written or removed
+        *.damaged                   set aside when training continued from an older checkpoint
+        lock                        held while a training runs
 
-A checkpoint is complete once `latest` names it or a later one. A folder beyond `latest` was left by a kill between
-the two renames; training continues from `latest` and writes that step again. Without `latest`, or when the folder
-it names is gone, every folder `step_NNNNNN` counts.
+A checkpoint is complete once `latest` names it or a later one. A folder newer than `latest` was left by a kill
+between the two renames; training continues from `latest` and writes that step again. If `latest` is missing or
+names a missing folder, every `step_NNNNNN` folder counts.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from dapo_core.checkpoint.state import read_step_metrics
+from dapo_core.checkpoint.state import read_state_without_groups
 from dapo_core.errors import CheckpointError
 from durable import sync
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"  # in a training's output
+CHECKPOINTS = "checkpoints"  # folder in a training output
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
 LATEST_FILE = "latest"
@@ -47,24 +47,24 @@ _STEP_FOLDER = re.compile(r"step_(\d+)")
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """The path of a step's checkpoint, whether or not it exists."""
+    """Return the path of a step's checkpoint, whether or not it exists."""
     return folder / f"step_{step:06d}"
 
 
 def named_step(path: Path) -> int | None:
-    """The step in the name of a checkpoint, None for another name."""
+    """Return the step in a checkpoint's name, or None if it is not a checkpoint name."""
     match = _STEP_FOLDER.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Every folder named like a checkpoint, by step."""
+    """Return all folders named like a checkpoint, ordered by step."""
     steps = {path: named_step(path) for path in folder.glob("step_*") if path.is_dir()}
     return sorted((path for path, step in steps.items() if step is not None), key=lambda path: steps[path] or 0)
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first: all up to the one that `latest` names."""
+    """Return the complete checkpoints, oldest first: all up to the one that `latest` names."""
     folders = step_folders(folder)
     try:
         named = folder / (folder / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
@@ -74,13 +74,13 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint."""
+    """Return the newest complete checkpoint, if any."""
     folders = checkpoint_folders(folder)
     return folders[-1] if folders else None
 
 
 def best_checkpoints(folder: Path, count: int = 1) -> list[Path]:
-    """At most `count` complete checkpoints by validation/accuracy, the highest first; of equals the earliest."""
+    """Return up to `count` complete checkpoints by validation/accuracy, highest first; ties go to the earliest."""
     accuracies = {
         path: accuracy for path in checkpoint_folders(folder) if (accuracy := _accuracy(path)) is not None
     }
@@ -88,40 +88,42 @@ def best_checkpoints(folder: Path, count: int = 1) -> list[Path]:
 
 
 def accuracy_of(metrics: Mapping[str, float]) -> float | None:
-    """The validation accuracy in a step's metrics, None when it was not measured."""
+    """Return the validation accuracy in a step's metrics, or None if it was not measured."""
     accuracy = metrics.get(ACCURACY)
     return accuracy if accuracy is not None and math.isfinite(accuracy) else None
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise CheckpointError for what is neither file nor folder: a link may lead outside, and a pipe blocks."""
+    """Raise CheckpointError for anything but files and folders: links may point outside, and pipes block."""
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
-            raise CheckpointError(f"{path} is a symbolic link, which is not followed; copy the file itself")
+            raise CheckpointError(
+                f"{path} is a symbolic link, which is not followed; copy the target file instead"
+            )
         if not (path.is_file() or path.is_dir()):
             raise CheckpointError(f"{path} is neither a file nor a folder; remove it")
 
 
 def partial_path(path: Path) -> Path:
-    """A temporary name beside the path; unique, since a killed attempt's ranks may still write to its own."""
+    """Return a unique temporary path beside `path`: ranks of a killed attempt may still write to theirs."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 
 def tidy(folder: Path, keep_last: int, keep_best: int, keep_steps: Collection[int] = ()) -> None:
-    """Remove leftovers of killed attempts, and all checkpoints but the newest, the best and those to keep."""
+    """Remove leftovers of killed attempts and all checkpoints but the newest, the best and `keep_steps`."""
     for leftover in folder.glob(f"*{PARTIAL}"):
         remove(leftover)
     kept = {*checkpoint_folders(folder)[-keep_last:], *best_checkpoints(folder, keep_best)}
     for path in step_folders(folder):
         if path not in kept and named_step(path) not in keep_steps:
-            logger.info("checkpoint %s is removed", path.name)
+            logger.info("removing checkpoint %s", path.name)
             remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint or a leftover; what cannot be removed only takes room, and is tried again later."""
+    """Remove a checkpoint or leftover; a failure is logged, since the next `tidy` tries again."""
     try:
-        if path.suffix != PARTIAL:  # half removed, it must not look complete
+        if path.suffix != PARTIAL:  # a half-removed checkpoint must not look complete
             path = path.rename(partial_path(path))
             sync(path.parent)
         if path.is_dir():
@@ -129,12 +131,12 @@ def remove(path: Path) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
-        logger.warning("%s could not be removed and takes room: %s", path, error)
+        logger.warning("could not remove %s, which still uses disk space: %s", path, error)
 
 
 def _accuracy(checkpoint: Path) -> float | None:
     try:
-        return accuracy_of(read_step_metrics(checkpoint))
+        return accuracy_of(read_state_without_groups(checkpoint).metrics)
     except CheckpointError as error:
-        logger.warning("not counted among the best: %s", error)
+        logger.warning("ignored when choosing the best checkpoint: %s", error)
         return None

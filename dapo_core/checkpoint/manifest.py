@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its training and step, and digests of its files, taken while they were written."""
+"""Checkpoint manifests: training id, step, and the digests taken while the files were written."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from durable import write_atomically
 
 logger = logging.getLogger(__name__)
 
-SHARDS_FILE = "shards.json"  # from the ranks, until the manifest takes it in: the files that they wrote
+SHARDS_FILE = "shards.json"  # the files that ranks wrote, until the manifest includes them
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """Contents of a checkpoint."""
 
-    training: str  # the same in all checkpoints that one training writes
+    training: str  # id shared by all checkpoints of one training
     step: int
-    files: dict[str, list[Part]]  # the parts of a shard are its tensors
+    files: dict[str, list[Part]]  # a shard has one part per tensor
 
 
 def training_id(folder: Path) -> str:
-    """The id in the latest checkpoint of the folder, else a new one."""
+    """Return the id in the folder's latest checkpoint, or a new one."""
     latest = latest_checkpoint(folder)
     manifest = read_manifest(latest) if latest else None
     return manifest.training if manifest else secrets.token_hex(8)
 
 
 def write_shards(folder: Path, parts: Mapping[str, Sequence[Part]]) -> None:
-    """Leave the parts of the ranks' files for `write_manifest`."""
+    """Record the parts of the files that ranks wrote, for `write_manifest`."""
     write_atomically(folder / SHARDS_FILE, json.dumps(parts))
 
 
 def write_manifest(folder: Path, training: str, step: int, files: Mapping[str, Part]) -> None:
-    """Write the manifest of a complete folder; `files` are those that no rank wrote."""
+    """Write the manifest of a complete folder; `files` are the ones not written by ranks."""
     shards = json.loads((folder / SHARDS_FILE).read_text(encoding="utf-8"))
     manifest = Manifest(training, step, {**{name: [part] for name, part in files.items()}, **shards})
     (folder / MANIFEST_FILE).write_text(json.dumps(asdict(manifest)), encoding="utf-8")
@@ -60,7 +60,7 @@ def write_manifest(folder: Path, training: str, step: int, files: Mapping[str, P
 
 
 def read_manifest(checkpoint: Path) -> Manifest | None:
-    """The manifest, None in a checkpoint from before there were any; raises CheckpointError when it is torn."""
+    """Return the manifest, or None for an old checkpoint without one; raises CheckpointError if unreadable."""
     path = checkpoint / MANIFEST_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -69,7 +69,7 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
             for name, parts in values["files"].items()
         }
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
-            raise ValueError("it names files outside")
+            raise ValueError("it names files outside the checkpoint")
         if any(size < 0 for parts in files.values() for size, _ in parts):
             raise ValueError("it has a negative size")
         return Manifest(str(values["training"]), int(values["step"]), files)
@@ -80,14 +80,14 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
 
 
 def shard_digests(checkpoint: Path) -> dict[str, str]:
-    """blake3 digests, as of digests.file_digest, of the shards that the manifest lists, by file name."""
+    """Return the digests of the shards in the manifest by file name, equal to `digests.file_digest`."""
     manifest = read_manifest(checkpoint)
     files = manifest.files if manifest else {}
     return {name: digest_of(parts) for name, parts in files.items() if name.endswith(".distcp")}
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
-    """Raise CheckpointError, which names the file, unless every file is as it was written and safe to load."""
+    """Raise CheckpointError, naming the file, unless every file is unchanged and safe to load."""
     began = time.monotonic()
     manifest = require_files(checkpoint, with_shards=True)
     metadata = read_metadata(checkpoint)
@@ -107,24 +107,24 @@ def verify_checkpoint(checkpoint: Path) -> None:
                 read_records(file, str(path), offset, length, has_crc32s=False)
     if manifest is None:
         read_state(checkpoint)
-    else:  # the carried groups are as they were written: the trainer, which needs them, is the one to parse them
+    else:  # the digests cover the carried groups, which only the trainer needs to parse
         read_state_without_groups(checkpoint)
         seconds = time.monotonic() - began
-        logger.info("checkpoint %s is as it was written: verified in %.1f s", checkpoint.name, seconds)
+        logger.info("checkpoint %s is intact: verified in %.1f s", checkpoint.name, seconds)
 
 
 def require_files(checkpoint: Path, with_shards: bool) -> Manifest | None:
-    """The manifest, if there is one, once the files have its sizes and digests; raises CheckpointError.
+    """Check the files' sizes and digests and return the manifest, if any; raises CheckpointError.
 
-    Shards count only `with_shards`. Links are refused, since what they name may lie outside.
+    Shards are checked only if `with_shards` is set. Links are refused, since they may point outside.
     """
     refuse_links(checkpoint)
     manifest = read_manifest(checkpoint)
     if manifest is None:
-        logger.warning("%s has no %s, so damage to its files goes unnoticed", checkpoint, MANIFEST_FILE)
+        logger.warning("%s has no %s, so damaged files cannot be detected", checkpoint, MANIFEST_FILE)
         return None
     if named_step(checkpoint) not in (None, manifest.step):
-        raise CheckpointError(f"{checkpoint / MANIFEST_FILE} is of step {manifest.step}, not of {checkpoint.name}")
+        raise CheckpointError(f"{checkpoint / MANIFEST_FILE} is for step {manifest.step}, not {checkpoint.name}")
     for name, parts in manifest.files.items():
         if with_shards or not name.endswith(".distcp"):
             _require_parts(checkpoint / name, parts)
@@ -141,6 +141,6 @@ def _require_parts(path: Path, parts: Sequence[Part]) -> None:
     wrong = [number for number, (part, expected) in enumerate(zip(found, parts, strict=True)) if part != expected]
     if wrong:
         raise CheckpointError(
-            f"{path} is damaged or of another checkpoint: {len(wrong)} of its {len(parts)} parts are not what was "
-            "written"
+            f"{path} is damaged or from another checkpoint: {len(wrong)} of its {len(parts)} parts differ from "
+            "the manifest"
         )

@@ -1,4 +1,4 @@
-""".metadata, torch.distributed.checkpoint's list of a checkpoint's tensors, read without running what it holds."""
+"""Reads .metadata, the tensor list of torch.distributed.checkpoint, without executing its pickle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CLASSES = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds the classes of .metadata and nothing else: torch's own reader runs whatever the pickle asks for."""
+    """Builds only the classes that .metadata needs; torch's own reader executes any pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
         import torch
@@ -30,17 +30,17 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if name in _CLASSES.get(module, ()) or is_dtype:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+        raise pickle.UnpicklingError(f"it references {module}.{name}, which no checkpoint needs")
 
 
 def read_metadata(checkpoint: Path) -> Any:
-    """torch's Metadata of a checkpoint; raises CheckpointError unless it is a list of tensors."""
+    """Return torch's Metadata of a checkpoint; raises CheckpointError unless it is a plain tensor list."""
     try:
         with (checkpoint / METADATA_FILE).open("rb") as file:
             metadata = _Unpickler(file).load()
         places = {place.relative_path for place in metadata.storage_data.values()}
         if outside := sorted(name for name in places if Path(name).name != name):
-            raise ValueError(f"it names {outside[0]}, which is outside")
+            raise ValueError(f"it names {outside[0]}, which is outside the checkpoint")
         if any(place.offset < 0 or place.length < 0 for place in metadata.storage_data.values()):
             raise ValueError("it has a negative offset")
         metadata.state_dict_metadata.items()
@@ -56,7 +56,7 @@ def read_metadata(checkpoint: Path) -> Any:
         pickle.UnpicklingError,
     ) as error:
         raise CheckpointError(
-            f"{METADATA_FILE} in {checkpoint} cannot be read ({error}), so no shard can be found; copy it from "
-            "the node that wrote it, or use another checkpoint"
+            f"{METADATA_FILE} in {checkpoint} cannot be read ({error}), so its shards cannot be located; copy it "
+            "from the node that wrote it, or use another checkpoint"
         ) from error
     return metadata

@@ -1,12 +1,12 @@
-"""Checkpoints of other trainers in a training's output: which are complete, and in what form their weights are.
+"""Checkpoints that other trainers wrote: which are complete and how their weights are stored.
 
 checkpoints/
-    latest_checkpointed_iteration.txt   the newest complete step, a number; written last
+    latest_checkpointed_iteration.txt   newest complete step; written last
     global_step_20/actor/               verl
-        model_world_size_W_rank_R.pt    FSDP: one file of each rank
+        model_world_size_W_rank_R.pt    FSDP: one file per rank
         dist_ckpt/, model/dist_ckpt/    Megatron: torch.distributed.checkpoint with Megatron's names
-        huggingface/, model/huggingface/  the model's files; with verl's bridge its weights too
-    iter_0000020/                       MindSpeed: one file of each rank, mp_rank_TT_PPP/model_optim_rng.pt
+        huggingface/, model/huggingface/  the model's files; with verl's bridge also its weights
+    iter_0000020/                       MindSpeed: one file per rank, mp_rank_TT_PPP/model_optim_rng.pt
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ _STEP_FOLDER = re.compile(r"(?:global_step_|iter_)(\d+)")
 
 @dataclass(frozen=True)
 class OtherCheckpoint:
-    """A checkpoint that another trainer wrote."""
+    """A checkpoint written by another trainer."""
 
     step: int
     path: Path  # the folder named after the step
 
     @property
     def actor(self) -> Path:
-        """The folder of the policy."""
+        """The policy's folder."""
         return self.path / "actor" if (self.path / "actor").is_dir() else self.path
 
     @property
     def form(self) -> Form:
-        """How the weights are stored.
+        """The weight format; raises CheckpointError if it is unknown.
 
-        shards: verl's FSDP; model: a Hugging Face folder; distributed: Megatron's; iteration: MindSpeed's.
-        Raises CheckpointError when it is none of these.
+        shards: verl FSDP; model: a Hugging Face folder; distributed: Megatron; iteration: MindSpeed.
         """
         if any(self.actor.glob("model_world_size_*_rank_*.pt")):
             return "shards"
@@ -58,33 +57,34 @@ class OtherCheckpoint:
             return "iteration"
         found = ", ".join(sorted(path.name for path in self.actor.iterdir())[:5]) or "nothing"
         raise CheckpointError(
-            f"{self.actor} holds no weights that are known: neither model_world_size_W_rank_R.pt nor safetensors "
-            f"nor dist_ckpt, but {found}; does the trainer save the model (verl: actor.checkpoint.save_contents)?"
+            f"{self.actor} has no weights in a known format: it contains {found}, but no "
+            "model_world_size_W_rank_R.pt, safetensors or dist_ckpt; does the trainer save the model (verl: "
+            "actor.checkpoint.save_contents)?"
         )
 
     @property
     def model_folder(self) -> Path | None:
-        """The Hugging Face folder with weights that the trainer wrote, if it did."""
+        """The Hugging Face folder with weights, if the trainer wrote one."""
         places = (self.actor / name for name in MODEL_FOLDERS)
         return next((place for place in places if any(place.glob("*.safetensors"))), None)
 
 
 def other_checkpoints(folder: Path) -> list[OtherCheckpoint]:
-    """Complete checkpoints of another trainer in a training's folder of checkpoints, oldest first.
+    """Return another trainer's complete checkpoints in a checkpoint folder, oldest first.
 
-    Folders beyond the newest complete step were being written when the trainer was killed.
+    Folders after the newest complete step are partial: the trainer was killed while writing them.
     """
     if (newest := _newest_step(folder / NEWEST_FILE)) is None:
         return []
     steps = {path: int(match[1]) for path in folder.iterdir() if (match := _STEP_FOLDER.fullmatch(path.name))}
     found = [OtherCheckpoint(step, path) for path, step in steps.items() if step <= newest and path.is_dir()]
-    return sorted(found, key=lambda one: one.step)
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
 def _newest_step(path: Path) -> int | None:
-    """The step that the file names, None without a file; raises CheckpointError for anything else in it.
+    """Return the step in the file, or None if it is missing; raises CheckpointError if it is not a number.
 
-    Trainers truncate the file before they write it, so that an empty one is read again.
+    Trainers truncate the file before writing it, so an empty one is read again.
     """
     for pause in (*PAUSES_SECONDS, 0.0):
         try:
@@ -94,25 +94,25 @@ def _newest_step(path: Path) -> int | None:
         if text.isdecimal():
             return int(text)
         time.sleep(0.0 if text else pause)
-    raise CheckpointError(f"{path} holds {text[:40]!r} instead of a step; write the newest complete step into it")
+    raise CheckpointError(f"{path} contains {text[:40]!r} instead of a step; write the newest complete step to it")
 
 
 def newest_other(folder: Path) -> OtherCheckpoint | None:
-    """The newest complete checkpoint of another trainer; raises CheckpointError when it is gone."""
+    """Return another trainer's newest complete checkpoint, if any."""
     found = other_checkpoints(folder)
     return found[-1] if found else None
 
 
 def other_digest(resume: str) -> str | None:
-    """Identifies another trainer's checkpoint that checkpoint.resume names by its files' names, sizes and times.
+    """Return a digest of the names, sizes and times of the files that checkpoint.resume names.
 
-    None for auto and never. Raises CheckpointError for a folder that is none.
+    None for auto and never. Raises CheckpointError if it is not another trainer's checkpoint.
     """
     if resume in ("auto", "never"):
         return None
     if checkpoint_at(Path(resume)) is None:
         raise CheckpointError(
-            f"checkpoint.resume={resume} is no checkpoint of another trainer; name its global_step_N"
+            f"checkpoint.resume={resume} is not a checkpoint of another trainer; set it to a global_step_N folder"
         )
     digest = hashlib.sha256()
     for path in sorted(Path(resume).rglob("*")):
@@ -122,7 +122,7 @@ def other_digest(resume: str) -> str | None:
 
 
 def checkpoint_at(path: Path) -> OtherCheckpoint | None:
-    """The checkpoint that a folder named after a step, or `actor` in one, is; None for another folder."""
+    """Return the checkpoint in a step folder or its `actor` folder; None for any other folder."""
     if path.name == "actor":
         path = path.parent
     match = _STEP_FOLDER.fullmatch(path.name)

@@ -1,4 +1,4 @@
-"""Where a training starts, and the lock that gives it its checkpoints alone."""
+"""Chooses the checkpoint a training starts from, and locks its checkpoint folder."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "lock"
-MODES = ("auto", "never")  # of checkpoint.resume, beside a path
+MODES = ("auto", "never")  # values of checkpoint.resume other than a path
 OnDamage = Literal["previous", "stop"]
 
 
 @contextmanager
 def lock_checkpoints(folder: Path) -> Iterator[None]:
-    """Keep other processes away from a training's checkpoints; raises CheckpointError at once if one has them."""
+    """Lock a training's checkpoint folder; raises CheckpointError immediately if another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
     with ExitStack() as stack:
@@ -52,32 +52,32 @@ def lock_checkpoints(folder: Path) -> Iterator[None]:
         except LockHeld:
             raise CheckpointError(
                 f"{folder} is in use by {read_holder(path)}: two trainings would overwrite each other's "
-                "checkpoints; wait until it ends, stop it, or name another --output"
+                "checkpoints; wait until it ends, stop it, or choose another --output"
             ) from None
         except OSError as error:
             raise CheckpointError(
-                f"{folder} cannot be locked ({error}), and without a lock two trainings could write to it; name "
+                f"{folder} cannot be locked ({error}), and without a lock two trainings could write to it; choose "
                 "another --output"
             ) from error
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)  # the output's digest must not depend on who trained it
+            path.unlink(missing_ok=True)  # it names this process, which must not affect the output's digest
 
 
 def require_resume(resume: str) -> None:
-    """Raise ConfigError when checkpoint.resume names a path that does not exist."""
+    """Raise ConfigError if checkpoint.resume is a path that does not exist."""
     if resume not in MODES and not Path(resume).is_dir():
         raise ConfigError(
-            f"checkpoint.resume={resume} is not a folder; name a checkpoint step_NNNNNN or the output of a "
-            "training, or set auto or never"
+            f"checkpoint.resume={resume} is not a folder; set it to a checkpoint step_NNNNNN, the output of a "
+            "training, auto or never"
         )
 
 
 def resume_digest(resume: str) -> str | None:
-    """Identifies the checkpoint that checkpoint.resume names; None for auto and never.
+    """Return a digest of the checkpoint that checkpoint.resume names; None for auto and never.
 
-    Raises CheckpointError when there is none.
+    Raises CheckpointError if the path has no checkpoint.
     """
     if resume in MODES:
         return None
@@ -89,29 +89,29 @@ def resume_digest(resume: str) -> str | None:
 
 
 def find_start(folder: Path, resume: str, on_damage: OnDamage = "previous") -> Path | None:
-    """The checkpoint that a training with its checkpoints in `folder` continues from; None: from the beginning.
+    """Return the verified checkpoint to continue from, or None to start from the beginning.
 
-    `resume` is checkpoint.resume: auto; never, which moves the output's checkpoints and metrics aside; or a
-    checkpoint or training output to begin from, unless the output has a checkpoint already. Every byte is compared
-    with its digest. `on_damage` is checkpoint.on_damage: continue from the newest older checkpoint that is sound,
-    or stop. Raises CheckpointError for damage, and when that path holds no complete checkpoint.
+    `folder` holds the training's own checkpoints. `resume` is checkpoint.resume: auto; never, which moves existing
+    checkpoints and metrics aside; or a checkpoint or training output to start from if `folder` has no checkpoint.
+    `on_damage` is checkpoint.on_damage: fall back to the newest intact checkpoint, or stop. Raises CheckpointError
+    for damage, and if the path holds no complete checkpoint.
     """
     if resume == "never":
         _supersede(folder)
         return None
-    own = _newest_sound(folder, on_damage)
-    if own is None:
+    newest = _newest_intact(folder, on_damage)
+    if newest is None:
         _refuse_checkpoints_of_others(folder)
     else:
-        _set_aside_after(own)
+        _set_aside_after(newest)
     if resume == "auto":
-        return own
-    if own is not None:
-        logger.info("continuing from %s of this output, not from checkpoint.resume=%s", own.name, resume)
-        return own
+        return newest
+    if newest is not None:
+        logger.info("continuing from %s in this output instead of checkpoint.resume=%s", newest.name, resume)
+        return newest
     start = _checkpoint_at(Path(resume))
     if start != Path(resume):
-        return _newest_sound(start.parent, on_damage)
+        return _newest_intact(start.parent, on_damage)
     verify_checkpoint(start)
     return start
 
@@ -121,24 +121,24 @@ def _refuse_checkpoints_of_others(folder: Path) -> None:
     if others:
         raise CheckpointError(
             f"{folder} has {len(others)} checkpoints of another trainer, the newest {others[-1].path.name}, "
-            "which our own cannot continue; name another --output, set train.backend to that trainer to go on, or "
-            "checkpoint.resume=never to begin again"
+            "which train.backend=own cannot continue; choose another --output, set train.backend to that trainer, "
+            "or set checkpoint.resume=never to start over"
         )
 
 
 def _set_aside_after(checkpoint: Path) -> None:
-    """Take newer checkpoints, which are damaged, out of the count; they stay until the training ends."""
+    """Rename the newer, damaged checkpoints so that they no longer count; they stay until the training ends."""
     folders = checkpoint_folders(checkpoint.parent)
     damaged = folders[folders.index(checkpoint) + 1 :]
     for path in damaged:
         path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}{DAMAGED}"))
     if damaged:
         write_atomically(checkpoint.parent / LATEST_FILE, f"{checkpoint.name}\n")
-        logger.warning("continuing from %s; %d damaged checkpoints are set aside", checkpoint.name, len(damaged))
+        logger.warning("continuing from %s; set aside %d damaged checkpoints", checkpoint.name, len(damaged))
 
 
-def _newest_sound(folder: Path, on_damage: OnDamage) -> Path | None:
-    """The newest complete checkpoint without damage, None when there is no checkpoint."""
+def _newest_intact(folder: Path, on_damage: OnDamage) -> Path | None:
+    """Return the newest complete checkpoint without damage, or None if there is no checkpoint."""
     damage = ""
     for checkpoint in reversed(checkpoint_folders(folder)):
         try:
@@ -151,33 +151,36 @@ def _newest_sound(folder: Path, on_damage: OnDamage) -> Path | None:
         else:
             return checkpoint
     if damage:
-        way_on = "set checkpoint.on_damage=previous" if on_damage == "stop" else "no older checkpoint is sound"
+        advice = "no older checkpoint is intact;"
+        if on_damage == "stop":
+            advice = "set checkpoint.on_damage=previous to continue from an older checkpoint,"
         raise CheckpointError(
-            f"{damage}; copy the file from where it was written, {way_on}, or begin again with "
+            f"{damage}; {advice} copy the file again from where it was written, or start over with "
             "checkpoint.resume=never"
         )
     return None
 
 
 def require_same_training(config: TrainingConfig, start: Path, folder: Path, identity: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for another training's checkpoint, ConfigError when it leaves no step to train.
+    """Raise CheckpointError for another training's checkpoint, and ConfigError if no steps are left to train.
 
-    The last checkpoint of the output's own training is fine: see finish_if_done.
+    The final checkpoint of this output is accepted: see finish_if_done.
     """
     state, total_steps = read_state_without_groups(start), config.train.total_steps
     for change in refuse_other_training(start, state.identity, identity, config.checkpoint.allow_changed):
         logger.warning("checkpoint.allow_changed: continuing from %s with %s", start.name, change)
     if state.step > total_steps or (state.step == total_steps and start.parent != folder):
         raise ConfigError(
-            f"{start} is of training step {state.step}, so that train.total_steps={total_steps} leaves no step to "
-            f"train: raise it above {state.step}, or name another checkpoint or --output"
+            f"{start} is at training step {state.step}, so train.total_steps={total_steps} leaves no step to "
+            f"train: raise it above {state.step}, or choose another checkpoint or --output"
         )
 
 
 def resume_metrics(output: Path, state: TrainerState, is_own: bool = True) -> MetricsLog:
-    """The output's log, truncated to the state's step; that step's line is added if it is missing.
+    """Return the output's metrics log, truncated to the state's step, with that step's line added if missing.
 
-    Unless the state `is_own`, from a checkpoint of this output, existing lines belong to another training and go.
+    If the state is not from a checkpoint of this output (`is_own`), existing lines are removed: they belong to
+    another training.
     """
     log = MetricsLog(output, state.step if is_own else None)
     lines = read_json_lines(log.path)
@@ -187,16 +190,16 @@ def resume_metrics(output: Path, state: TrainerState, is_own: bool = True) -> Me
 
 
 def finish_if_done(config: TrainingConfig, start: Path, output: Path) -> TrainerState | None:
-    """The state, without its groups, of a training that has done its last step; None while steps are left.
+    """Return the state without groups if the training has done its last step; None while steps are left.
 
-    Completes what a kill after that step may have cut short: the metrics and the removal of old checkpoints.
+    Completes what a kill after the last step may have skipped: metrics and removal of old checkpoints.
     """
     state = read_state_without_groups(start)
     if state.step < config.train.total_steps:
         return None
     resume_metrics(output, state)
     tidy(start.parent, 1, config.checkpoint.keep_best, config.checkpoint.keep_steps)
-    logger.info("training has done its %d steps: there is nothing left to train", state.step)
+    logger.info("all %d training steps are done; nothing is left to train", state.step)
     return state
 
 
@@ -208,30 +211,27 @@ def _checkpoint_at(path: Path) -> Path:
         if found is not None:
             return found
     raise CheckpointError(
-        f"checkpoint.resume={path} holds no complete checkpoint: it is neither a folder step_NNNNNN with "
-        f"{STATE_FILE} nor the output of a training with one; name another, or set auto or never"
+        f"checkpoint.resume={path} has no complete checkpoint: it is neither a step_NNNNNN folder with "
+        f"{STATE_FILE} nor a training output with one; set another path, auto or never"
     )
 
 
 def _supersede(folder: Path) -> None:
-    """Move checkpoints, another trainer's too, and responses, trackers and metrics beside them; the lock stays."""
-    others = [folder.parent / name for name in (GENERATIONS_FOLDER, TRACKERS_FILE, METRICS_FILE)]
-    # A kill on the way must leave a training that can continue: metrics go last, the oldest checkpoint first.
-    of_others = [*(one.path for one in other_checkpoints(folder)), folder / NEWEST_FILE]
-    candidates = (*of_others, *step_folders(folder), folder / LATEST_FILE, *others)
-    old = [path for path in candidates if path.exists()]
-    move_aside(folder, old)
+    """Move checkpoints (also another trainer's), responses, trackers and metrics aside; the lock stays."""
+    beside = [folder.parent / name for name in (GENERATIONS_FOLDER, TRACKERS_FILE, METRICS_FILE)]
+    other_trainer = [*(other.path for other in other_checkpoints(folder)), folder / NEWEST_FILE]
+    # A kill in between must leave a training that can continue: oldest checkpoint first, metrics last.
+    candidates = (*other_trainer, *step_folders(folder), folder / LATEST_FILE, *beside)
+    move_aside(folder, [path for path in candidates if path.exists()])
 
 
-def move_aside(folder: Path, old: Sequence[Path]) -> None:
-    """Move what lies in a folder of checkpoints, or beside it, to `superseded-TIME` there, in this order."""
-    if not old:
+def move_aside(folder: Path, paths: Sequence[Path]) -> None:
+    """Move the paths, which are in the checkpoint folder or beside it, to `superseded-TIME` in this order."""
+    if not paths:
         return
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
     aside = folder.parent / f"superseded-{now}"
     (aside / folder.name).mkdir(parents=True)
-    for path in old:
+    for path in paths:
         path.rename(aside / path.relative_to(folder.parent))
-    logger.info(
-        "checkpoint.resume=never: the checkpoints and metrics of %s are now in %s", folder.parent, aside.name
-    )
+    logger.info("checkpoint.resume=never: moved checkpoints and metrics of %s to %s", folder.parent, aside.name)

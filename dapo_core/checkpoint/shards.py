@@ -1,10 +1,10 @@
-"""Every rank's part of weights, optimizer and random generators, in files of torch.distributed.checkpoint.
+"""Saves and loads each rank's weights, optimizer state and random generators with torch.distributed.checkpoint.
 
-    model.NAME                        parameters, tied ones once, and the persistent buffers
-    optimizer.NAME.{step,exp_avg,exp_avg_sq}   AdamW's state of each parameter
-    reference.NAME                parameters of a reference model that changes (algorithm.kl.refresh_every)
+    model.NAME                        parameters (tied ones once) and persistent buffers
+    optimizer.NAME.{step,exp_avg,exp_avg_sq}   AdamW state of each parameter
+    reference.NAME                    parameters of a refreshed reference model (algorithm.kl.refresh_every)
     num_optimizer_steps
-    rng.rank_R.GENERATOR              states of rank R's random generators
+    rng.rank_R.GENERATOR              random generator states of rank R
 All are tensors. Hyperparameters come from the configuration.
 """
 
@@ -48,10 +48,10 @@ _NO_STEPS = torch.tensor(0.0, dtype=torch.float32)
 
 
 class Shards:
-    """This rank's part of a model, its AdamW optimizer and the process's random generators, saved and loaded.
+    """Saves and loads this rank's part of a model and its AdamW optimizer, and the process's random generators.
 
-    `__init__`, `save` and `load` are collective. They use a host process group of their own, so that training may
-    use the default one during a save.
+    `__init__`, `save` and `load` are collective. They use a separate host process group, so training can use the
+    default group during a save.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Shards:
         run_seed: int,
         reference: nn.Module | None = None,
     ) -> None:
-        """New moments are created on the host if `offload_optimizer` is set, else on the device.
+        """Create missing moments on the host if `offload_optimizer` is set, else on the device.
 
-        `reference` is saved, too; a checkpoint without one leaves it as it is.
+        `reference` is saved as well; loading a checkpoint without one leaves it unchanged.
         """
         self._model = model
         self._reference = reference
@@ -75,19 +75,20 @@ class Shards:
         self._run_seed = run_seed
         self._rank = torch.distributed.get_rank()
         self._group = torch.distributed.new_group(backend="gloo")
-        self._running: tuple[str, Future[Any]] | None = None  # the folder being written, and its write
+        self._running: tuple[str, Future[Any]] | None = None  # folder and future of the save in progress
 
     def save(self, folder: str, num_optimizer_steps: int, asynchronous: bool) -> None:
-        """Write into the folder. Asynchronous: return when the state is copied to host memory; see is_saved.
+        """Write to the folder; if asynchronous, return once the state is copied to host memory (see is_saved).
 
-        Raises OSError with the errno of a write that failed on any rank, else CheckpointError, on every rank.
+        Every rank raises OSError with the errno if a write failed on any rank, and CheckpointError for other
+        errors.
         """
         self._require_idle()
         state = self._state(num_optimizer_steps)
         if asynchronous:
-            writer = _Writer(folder, per_thread_copy_ahead=0)  # its copies are from a device
-            writing: Any = dcp.async_save(state, storage_writer=writer, process_group=self._group)
-            self._running = folder, writing  # a future, except for torch's own stagers
+            writer = _Writer(folder, per_thread_copy_ahead=0)  # copy-ahead is for tensors on a device
+            future: Any = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+            self._running = folder, future
             return
         try:
             dcp.save(state, storage_writer=_Writer(folder), process_group=self._group)
@@ -95,30 +96,30 @@ class Shards:
             raise _save_error(folder, failure) from failure
 
     def is_saved(self) -> bool:
-        """Whether no asynchronous save is running; raises once what the last one raised, as `save` would."""
+        """True if no asynchronous save is running; raises the last save's error once, as `save` would."""
         if self._running is None:
             return True
-        folder, writing = self._running
-        if not writing.done():
+        folder, future = self._running
+        if not future.done():
             return False
         self._running = None
         try:
-            writing.result()
+            future.result()
         except CheckpointException as failure:
             raise _save_error(folder, failure) from failure
         return True
 
     def end_save(self) -> None:
-        """Wait for the running asynchronous save, and forget its outcome."""
+        """Wait for the running asynchronous save and discard its result."""
         if self._running is not None:
             wait([self._running[1]])
         self._running = None
 
     def load(self, folder: str) -> int:
-        """Load in place what any number of ranks wrote; returns the number of optimizer steps.
+        """Load a checkpoint written by any number of ranks in place; returns the number of optimizer steps.
 
-        Generators that the folder lacks begin a new stream. Raises CheckpointError on every rank when the shards
-        do not fit the model or cannot be read.
+        Generators missing from the folder get a new seed. Raises CheckpointError on every rank if the shards do
+        not match the model or cannot be read.
         """
         self._require_idle()
         state = self._state(num_optimizer_steps=0)
@@ -128,24 +129,24 @@ class Shards:
         except CheckpointException as failure:
             raise CheckpointError(f"the shards in {folder} cannot be loaded: {_summary(failure)}") from failure
         num_optimizer_steps = int(state["num_optimizer_steps"])
-        if any(name.startswith(f"{_RNG}.") for name in planner.left_out):
+        if any(name.startswith(f"{_RNG}.") for name in planner.missing):
             seed_generators(self._run_seed, self._rank, num_optimizer_steps)
-        own = f"rank_{self._rank}"
-        generators = state[_RNG][own]
-        set_generators({n: s for n, s in generators.items() if f"{_RNG}.{own}.{n}" not in planner.left_out})
+        rank = f"rank_{self._rank}"
+        generators = state[_RNG][rank]
+        set_generators({n: s for n, s in generators.items() if f"{_RNG}.{rank}.{n}" not in planner.missing})
         return num_optimizer_steps
 
     def num_bytes(self) -> int:
-        """Bytes of parameters and optimizer state that `save` writes on this rank; replicas count on one rank.
+        """Return the bytes of parameters and optimizer state that this rank saves; replicas count on one rank.
 
-        A save also writes less than 2 KiB per tensor and 15 KiB of random generators per rank.
+        Excluded: under 2 KiB of overhead per tensor and 15 KiB of random generators per rank.
         """
         tensors: list[Any] = list(_weights(self._model).values())
         if self._reference is not None:
             tensors += _weights(self._reference).values()
         for parameter in self._trained():
-            future = {"step": _NO_STEPS, "exp_avg": parameter, "exp_avg_sq": parameter}  # in size
-            tensors += (self._optimizer.state.get(parameter) or future).values()
+            same_size = {"step": _NO_STEPS, "exp_avg": parameter, "exp_avg_sq": parameter}
+            tensors += (self._optimizer.state.get(parameter) or same_size).values()
         return sum(_written_bytes(tensor) for tensor in tensors)
 
     def _require_idle(self) -> None:
@@ -156,9 +157,9 @@ class Shards:
             )
 
     def _state(self, num_optimizer_steps: int) -> dict[str, Any]:
-        """Everything that is saved, as the live tensors; loading fills them in place."""
-        # torch would create missing moments by a step without gradients, which counts as a step, and not at all
-        # where a skipped update has left gradients.
+        """Return the live tensors to save, or to load in place."""
+        # torch would create missing moments with a gradient-free optimizer step, which counts as a step, and would
+        # skip that if a skipped update left gradients.
         for parameter in self._trained():
             if not self._optimizer.state.get(parameter):
                 self._optimizer.state[parameter] = _new_state(parameter, self._moments_device)
@@ -176,21 +177,21 @@ class Shards:
 
 
 class _Writer(FileSystemWriter):
-    """Writes files, takes their digests meanwhile, and raises errors of the operating system as they are."""
+    """Hashes files while it writes them, and raises operating system errors unwrapped."""
 
     def __init__(self, folder: str, **options: Any) -> None:
         super().__init__(folder, **options)
         self.fs = self._files = _DigestingFiles()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy in host memory; torch's own copies from the device twice."""
+        """Return a copy in host memory; torch's own implementation copies from the device twice."""
         return _copied(state_dict)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Write this rank's file; the results have the digests of its tensors.
+        """Write this rank's file and attach the tensors' digests to the results.
 
-        The digests take the place of the archives' CRC32s, which cost as much. torch.save wraps an OSError of its
-        file in a RuntimeError, whose context, with the cause, is lost on the way to the other ranks.
+        The digests replace the archives' CRC32s, which cost about as much. torch.save wraps a file's OSError in a
+        RuntimeError, and its context is lost on the way to the other ranks.
         """
         has_crc32s = get_crc32_options()
         set_crc32_options(False)
@@ -213,7 +214,7 @@ class _Writer(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write .metadata, and the list of all ranks' files for the checkpoint's manifest."""
+        """Write .metadata and the list of all ranks' files for the manifest."""
         super().finish(metadata, results)
         places = sorted(
             (it.storage_data.relative_path, it.storage_data.offset, it.storage_data.length, it.digest)
@@ -233,14 +234,14 @@ class _Written(WriteResult):
 
 
 class _DigestingFiles(FileSystem):
-    """torch's way to the disk, which takes the blake3 of each tensor on its way into a file."""
+    """torch's file system, extended with a blake3 digest of each tensor written."""
 
     def __init__(self) -> None:
-        self.digests: dict[str, dict[int, str]] = {}  # by file and by the tensor's offset
+        self.digests: dict[str, dict[int, str]] = {}  # by file name and tensor offset
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """A file to write to whose digests are kept, or one to read."""
+        """Open a file and record the digests of what is written to it."""
         with super().create_stream(path, mode) as file:
             stream = _DigestingStream(file)
             yield cast("io.IOBase", stream)
@@ -248,20 +249,20 @@ class _DigestingFiles(FileSystem):
 
 
 class _DigestingStream:
-    """A file being written. Bytes between two calls of `tell` are one part: torch calls it around each tensor."""
+    """A file that is hashed while it is written; torch calls `tell` around each tensor, so a part is a tensor."""
 
     def __init__(self, file: io.IOBase) -> None:
         self._file: Any = file
         self._digest, self._start = blake3(), 0
-        self.digests: dict[int, str] = {}  # by the part's offset
+        self.digests: dict[int, str] = {}  # by offset of the part
 
     def write(self, content: Any) -> int:
-        """Write bytes and hash them."""
+        """Write and hash bytes."""
         self._digest.update(content)
         return self._file.write(content)
 
     def tell(self) -> int:
-        """The position, at which a part ends."""
+        """Return the position, and end the current part there."""
         position = self._file.tell()
         if position > self._start:
             self.digests[self._start] = self._digest.hexdigest()
@@ -273,10 +274,10 @@ class _DigestingStream:
 
 
 class _Reader(FileSystemReader):
-    """Reads .metadata without running what a planted one holds, unlike torch's own."""
+    """Reads .metadata safely: torch's own reader would execute a malicious pickle."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """torch's Metadata of the checkpoint."""
+        """Return torch's Metadata of the checkpoint."""
         metadata = read_metadata(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -284,45 +285,45 @@ class _Reader(FileSystemReader):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Loads everything, except random generators and a reference model that the checkpoint lacks."""
+    """Loads everything, but tolerates missing random generators and a missing reference model."""
 
-    left_out: frozenset[str] = frozenset()
+    missing: frozenset[str] = frozenset()
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Leave out what the checkpoint may lack and does."""
+        """Skip optional tensors that are missing from the checkpoint."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         stored = metadata.state_dict_metadata if metadata else {}
-        self.left_out = frozenset(
+        self.missing = frozenset(
             name
             for name in self.state_dict
             if name.startswith((f"{_RNG}.", f"{_REFERENCE}.")) and name not in stored
         )
-        self.state_dict = {name: value for name, value in self.state_dict.items() if name not in self.left_out}
+        self.state_dict = {name: value for name, value in self.state_dict.items() if name not in self.missing}
 
 
 def _weights(model: nn.Module) -> dict[str, Any]:
-    """Parameters and persistent buffers by name, tied ones under their first."""
+    """Return parameters and persistent buffers by name, tied ones under their first name."""
     tied = tied_names(model)
     return {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
 
 
 def _new_state(parameter: torch.Tensor, moments_device: torch.device) -> dict[str, torch.Tensor]:
-    """AdamW's state of a parameter before its first step."""
+    """Return the AdamW state of a parameter before its first step."""
     moments = {name: torch.zeros_like(parameter).to(moments_device) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": _NO_STEPS.clone(), **moments}
 
 
 def _copied(state: Any) -> Any:
-    """The nested dict with copies of its tensors in host memory."""
+    """Return a nested dict with its tensors copied to host memory."""
     if isinstance(state, dict):
         return {name: _copied(value) for name, value in state.items()}
     return state.detach().to("cpu", copy=True)
 
 
 def _written_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor that this rank writes; of several replicas the first writes."""
+    """Return the bytes of the tensor that this rank writes; the first replica writes it."""
     if not isinstance(tensor, DTensor):
         return tensor.nbytes if torch.distributed.get_rank() == 0 else 0
     coordinate = tensor.device_mesh.get_coordinate()
@@ -334,7 +335,7 @@ def _written_bytes(tensor: torch.Tensor) -> int:
 
 
 def _save_error(folder: str, failure: CheckpointException) -> Exception:
-    """OSError with the errno of the first rank on which the system refused to write, else CheckpointError."""
+    """Return an OSError with the errno of the first rank that failed to write, else a CheckpointError."""
     for rank, (error, _) in sorted(failure.failures.items()):
         if isinstance(error, OSError) and error.errno is not None:
             return OSError(error.errno, f"rank {rank} cannot write its shards: {error.strerror}", folder)
@@ -342,19 +343,24 @@ def _save_error(folder: str, failure: CheckpointException) -> Exception:
 
 
 def _summary(failure: CheckpointException) -> str:
-    """The ranks' errors in one line; torch's own text has a traceback of each."""
+    """Return the ranks' errors in one line; torch's own text includes their tracebacks."""
     return "; ".join(f"rank {rank}: {error!r}" for rank, (error, _) in sorted(failure.failures.items()))
 
 
 def generator_states(device_kind: str) -> dict[str, torch.Tensor]:
-    """States of the global generators by name; an accelerator's is named after its kind."""
-    of_numpy = np.random.get_state(legacy=False)
+    """Return the states of the global generators by name; an accelerator's is named after its kind."""
+    numpy_state = np.random.get_state(legacy=False)
     _, words, next_gauss = random.getstate()
     states = {
         "torch": torch.get_rng_state(),
-        # 32-bit words and the second of a pair of normal draws: float64 holds both exactly.
+        # float64 holds the 32-bit words and the cached normal draw exactly.
         "numpy": torch.tensor(
-            [*of_numpy["state"]["key"], of_numpy["state"]["pos"], of_numpy["has_gauss"], of_numpy["gauss"]],
+            [
+                *numpy_state["state"]["key"],
+                numpy_state["state"]["pos"],
+                numpy_state["has_gauss"],
+                numpy_state["gauss"],
+            ],
             dtype=torch.float64,
         ),
         "python": torch.tensor([*words, next_gauss is not None, next_gauss or 0.0], dtype=torch.float64),
@@ -365,7 +371,7 @@ def generator_states(device_kind: str) -> dict[str, torch.Tensor]:
 
 
 def set_generators(states: dict[str, torch.Tensor]) -> None:
-    """Restore the named generators; the others stay as they are."""
+    """Restore the named generators and leave the others unchanged."""
     for name, state in states.items():
         if name == "torch":
             torch.set_rng_state(state)
@@ -380,8 +386,8 @@ def set_generators(states: dict[str, torch.Tensor]) -> None:
 
 
 def seed_generators(run_seed: int, rank: int, num_optimizer_steps: int) -> None:
-    """Seed every generator with a stream unique to this rank and number of steps."""
+    """Seed all generators with a stream unique to this rank and step count."""
     words = np.random.SeedSequence((run_seed, rank, num_optimizer_steps)).generate_state(4)
-    torch.manual_seed(int.from_bytes(words[:2].tobytes(), "little"))  # of accelerators as well
+    torch.manual_seed(int.from_bytes(words[:2].tobytes(), "little"))  # also seeds accelerators
     np.random.seed(words)
     random.seed(words.tobytes())

@@ -1,4 +1,4 @@
-"""What the trainer needs beside the shards to continue where it stopped."""
+"""The trainer's own state in a checkpoint: counters, metrics, identity and carried-over groups."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dapo_core.errors import CheckpointError
 from dapo_core.groups import Group, GroupRequest, Rollout, VersionSpans
 
 STATE_FILE = "trainer_state.json"
-GROUPS_FILE = "carried_groups.json"  # separate, so that metrics of many checkpoints are read without it
-TOKENS_FILE = "carried_tokens.safetensors"  # of their responses, one after the other
+GROUPS_FILE = "carried_groups.json"  # separate, so that reading metrics of many checkpoints stays cheap
+TOKENS_FILE = "carried_tokens.safetensors"  # tokens of their responses, concatenated
 
 Parsed = TypeVar("Parsed")
 Sampled = TypeVar("Sampled", Rollout, Response)
@@ -28,20 +28,20 @@ Sampled = TypeVar("Sampled", Rollout, Response)
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What the trainer needs beside the shards to continue where it stopped."""
+    """What the trainer needs besides the shards to resume."""
 
     step: int  # training steps done
     policy_version: int
     prompt_position: int  # prompts taken from the stream
     surplus: list[tuple[int, Group]]  # (step that sampled its oldest token, group)
-    unfinished: list[tuple[int, GroupRequest]]  # (the same step, a group to be continued)
-    kl_coefficient: float  # of KL in the reward
-    metrics: dict[str, float]  # of the step, in case a kill keeps them out of metrics.jsonl
-    identity: dict[str, Any]  # settings and data that all attempts at the training share
+    unfinished: list[tuple[int, GroupRequest]]  # (step that sampled its oldest token, group to resume)
+    kl_coefficient: float  # of the KL term in the reward
+    metrics: dict[str, float]  # of the step, in case a kill kept them out of metrics.jsonl
+    identity: dict[str, Any]  # settings and data shared by all attempts of the training
 
 
 def state_files(state: TrainerState) -> dict[str, bytes]:
-    """The state as contents of files, by file name."""
+    """Return the state as file contents by file name."""
     responses = _responses(state.surplus, state.unfinished)
     num_tokens = [len(response.response_ids) for response in responses]
     ids = chain.from_iterable(response.response_ids for response in responses)
@@ -49,14 +49,15 @@ def state_files(state: TrainerState) -> dict[str, bytes]:
     tokens: dict[str, np.ndarray] = {
         "num_tokens": np.array(num_tokens, dtype=np.int64),
         "response_ids": np.fromiter(ids, np.int32, sum(num_tokens)),
-        "rollout_log_probs": np.fromiter(log_probs, np.float64, sum(num_tokens)),  # as Python holds them
+        "rollout_log_probs": np.fromiter(log_probs, np.float64, sum(num_tokens)),  # Python's precision
     }
     groups = {
         "surplus": [
-            (step, asdict(replace(group, rollouts=_emptied(group.rollouts)))) for step, group in state.surplus
+            (step, asdict(replace(group, rollouts=_without_tokens(group.rollouts))))
+            for step, group in state.surplus
         ],
         "unfinished": [
-            (step, asdict(replace(request, responses=_emptied(request.responses))))
+            (step, asdict(replace(request, responses=_without_tokens(request.responses))))
             for step, request in state.unfinished
         ],
     }
@@ -70,7 +71,7 @@ def state_files(state: TrainerState) -> dict[str, bytes]:
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """The trainer's state of a checkpoint; raises CheckpointError when it cannot be read."""
+    """Return a checkpoint's trainer state; raises CheckpointError if it cannot be read."""
     surplus, unfinished = _read(checkpoint / GROUPS_FILE, lambda text: _carried(json.loads(text)))
     responses = _responses(surplus, unfinished)
     _read(checkpoint / TOKENS_FILE, lambda content: _fill(responses, load(content)))
@@ -78,18 +79,8 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def read_state_without_groups(checkpoint: Path) -> TrainerState:
-    """The same without the carried groups, of which there may be gigabytes."""
+    """Return the state without the carried groups, which may be gigabytes."""
     return _read(checkpoint / STATE_FILE, lambda text: TrainerState(surplus=[], unfinished=[], **json.loads(text)))
-
-
-def read_step_metrics(checkpoint: Path) -> dict[str, float]:
-    """Metrics of a checkpoint's step; raises CheckpointError when they cannot be read."""
-    return _read(checkpoint / STATE_FILE, lambda text: dict(json.loads(text)["metrics"]))
-
-
-def read_step(checkpoint: Path) -> int:
-    """Training steps done at a checkpoint; raises CheckpointError when that cannot be read."""
-    return _read(checkpoint / STATE_FILE, lambda text: int(json.loads(text)["step"]))
 
 
 def _read(path: Path, parse: Callable[[bytes], Parsed]) -> Parsed:
@@ -98,29 +89,28 @@ def _read(path: Path, parse: Callable[[bytes], Parsed]) -> Parsed:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error!r}); remove the folder {path.parent.name} "
-            "to continue from the checkpoint before it"
+            "to continue from the previous checkpoint"
         ) from error
 
 
 def _responses(
     surplus: Sequence[tuple[int, Group]], unfinished: Sequence[tuple[int, GroupRequest]]
 ) -> list[Rollout | Response]:
-    """Those of all groups, in the order of their tokens in the file."""
+    """Return the responses of all groups in the order of their tokens in the file."""
     finished = chain.from_iterable(group.rollouts for _, group in surplus)
     return [*finished, *chain.from_iterable(request.responses for _, request in unfinished)]
 
 
-def _emptied(responses: Sequence[Sampled]) -> list[Sampled]:
-    """The responses without their tokens."""
+def _without_tokens(responses: Sequence[Sampled]) -> list[Sampled]:
     return [replace(response, response_ids=[], rollout_log_probs=[]) for response in responses]
 
 
 def _fill(responses: Sequence[Rollout | Response], tokens: dict[str, np.ndarray]) -> None:
-    """Give the responses their tokens; raises ValueError when these are of other responses."""
+    """Fill in the responses' tokens; raises ValueError if the tokens do not match the responses."""
     num_tokens, ids, log_probs = tokens["num_tokens"], tokens["response_ids"], tokens["rollout_log_probs"]
     total = int(num_tokens.sum())
     if len(num_tokens) != len(responses) or (num_tokens < 0).any() or {len(ids), len(log_probs)} != {total}:
-        raise ValueError(f"{len(ids)} tokens of {len(num_tokens)} responses, {len(responses)} are carried")
+        raise ValueError(f"{len(ids)} tokens for {len(num_tokens)} responses, but {len(responses)} are carried")
     places = pairwise(accumulate(num_tokens.tolist(), initial=0))
     for response, (start, end) in zip(responses, places, strict=True):
         response.response_ids[:] = ids[start:end].tolist()

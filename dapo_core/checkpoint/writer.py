@@ -1,4 +1,4 @@
-"""Writes a training's checkpoints while training continues, and keeps the newest and the best."""
+"""Writes checkpoints in the background of training, and keeps the newest and the best."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dapo_core.checkpoint.folder import (
     tidy,
 )
 from dapo_core.checkpoint.manifest import training_id, write_manifest
-from dapo_core.checkpoint.state import TrainerState, read_step_metrics, state_files
+from dapo_core.checkpoint.state import TrainerState, read_state_without_groups, state_files
 from dapo_core.config.loading import dump_config
 from dapo_core.digests import Part, content_part
 from dapo_core.errors import CheckpointError, DapoError, WorkerDied
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0  # between calls to the ranks while the sampler waits for groups
-WAIT_SECONDS = 0.05  # between calls to the ranks while only the shards are awaited
+POLL_SECONDS = 1.0  # between polls of the ranks while the sampler waits for groups
+WAIT_SECONDS = 0.05  # between polls of the ranks while training waits for the shards
 
 
 @dataclass
@@ -55,18 +55,18 @@ class _Write:
     partial: Path
     accuracy: float | None
     step: int
-    files: dict[str, Part] = field(default_factory=dict)  # those that no rank writes
-    num_bytes: int = 0  # needed on disk
-    begun_at: float = field(default_factory=time.perf_counter)
-    waited_seconds: float = 0.0  # during which training stood still
+    files: dict[str, Part] = field(default_factory=dict)  # files not written by ranks
+    num_bytes: int = 0  # required disk space
+    started_at: float = field(default_factory=time.perf_counter)
+    waited_seconds: float = 0.0  # time that training was blocked
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time into `folder`, which must be locked (`lock_checkpoints`).
+    """Writes one checkpoint at a time to `folder`, which must be locked (`lock_checkpoints`).
 
-    A checkpoint is written under a temporary name and counts once all of it is on disk. Until then training would
-    resume from the one before it, however the writer ends. One that cannot be written is removed, and a
-    CheckpointError says why.
+    A checkpoint is written under a temporary name and counts only once it is completely on disk; until then
+    training would resume from the previous one. If writing fails, the partial checkpoint is removed and a
+    CheckpointError gives the reason.
     """
 
     def __init__(self, folder: Path, model_path: Path, shards: PolicyGroup, config: TrainingConfig) -> None:
@@ -75,17 +75,17 @@ class CheckpointWriter:
         self.shards = shards
         self.config = config
         self._training_id = training_id(folder)
-        self._same_files = {  # in every checkpoint
+        self._constant_files = {  # the same in every checkpoint
             CONFIG_FILE: dump_config(config).encode(),
             NAMES_FILE: json.dumps(sorted(weight_names(model_path))).encode(),
         }
-        self._last_state: TrainerState | None = None  # after the latest step, whether or not it was due
+        self._last_state: TrainerState | None = None  # after the latest step, saved or not
         self._in_flight: _Write | None = None
         self._polled_at = -math.inf
         self._polled_seconds = 0.0
 
     def keep(self, state: TrainerState, is_due: bool) -> None:
-        """Begin a checkpoint of the step if one is due or its validation accuracy is among the best."""
+        """Start a checkpoint of the step if one is due or its validation accuracy is among the best."""
         self._complete(wait=False)
         self._last_state = state
         accuracy = accuracy_of(state.metrics)
@@ -95,7 +95,7 @@ class CheckpointWriter:
     def poll(self) -> None:
         """Publish the checkpoint in flight if its shards are written; asks the ranks at most once a second.
 
-        Called while groups are awaited, so that a kill does not cost a checkpoint that is complete.
+        Called while waiting for groups, so a kill does not lose a finished checkpoint.
         """
         started = time.perf_counter()
         if started < self._polled_at + POLL_SECONDS:
@@ -105,22 +105,22 @@ class CheckpointWriter:
         self._polled_seconds += time.perf_counter() - started
 
     def take_polled_seconds(self) -> float:
-        """Seconds that polls took since the last call."""
+        """Return the seconds spent in polls since the last call."""
         seconds, self._polled_seconds = self._polled_seconds, 0.0
         return seconds
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Save what can be saved when the steps in the block end, normally or by an error.
+        """Finish or save checkpoints when the training steps in the block end or fail.
 
-        After the last step the output is tidied. After an error of this project the checkpoint in flight is
-        finished. After a request to stop, the last step is saved too: weights, optimizer and random generators
-        must still be those of that step.
+        After the last step, old checkpoints are removed. After a DapoError, the checkpoint in flight is finished.
+        After a stop request, the last step is saved too; weights, optimizer and random generators must still be in
+        that step's state.
         """
         try:
             yield
             self.finish()
-            self._tidy(1)  # a killed attempt may have left more
+            self._tidy(keep_last=1)
             for damaged in self.folder.glob(f"*{DAMAGED}"):
                 remove(damaged)
         except WorkerDied:
@@ -130,15 +130,15 @@ class CheckpointWriter:
                 self.finish()
                 if isinstance(reason, StopRequested):
                     self._save_last()
-            except (CheckpointError, WorkerDied) as error:  # must not replace the reason why training ends
-                logger.error("the checkpoint that was being written is lost: %s", error)
+            except (CheckpointError, WorkerDied) as error:  # must not mask the original error
+                logger.error("lost the checkpoint being written: %s", error)
             raise
 
     def begin(self, state: TrainerState) -> None:
-        """Write a checkpoint, after finishing the one in flight.
+        """Finish the checkpoint in flight and start the next one.
 
-        With checkpoint.asynchronous, a later call publishes it. Raises CheckpointError before anything is written
-        when the disk lacks the room.
+        With checkpoint.asynchronous, a later call publishes it. Raises CheckpointError before writing anything if
+        disk space is short.
         """
         self.finish()
         target = step_folder(self.folder, state.step)
@@ -151,13 +151,14 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Publish the checkpoint in flight, if any, once its shards are written."""
+        """Wait for the checkpoint in flight, if any, and publish it."""
         self._complete(wait=True)
 
     def _is_among_best(self, accuracy: float) -> bool:
-        """Whether a checkpoint with this validation accuracy would be kept as one of the best."""
+        """True if a checkpoint with this validation accuracy would be kept as one of the best."""
         keep_best = self.config.checkpoint.keep_best
-        rivals = [accuracy_of(read_step_metrics(path)) for path in best_checkpoints(self.folder, keep_best)]
+        best = best_checkpoints(self.folder, keep_best)
+        rivals = [accuracy_of(read_state_without_groups(path).metrics) for path in best]
         if self._in_flight is not None:
             rivals.append(self._in_flight.accuracy)
         return sum(rival is not None and rival >= accuracy for rival in rivals) < keep_best
@@ -169,13 +170,13 @@ class CheckpointWriter:
             self.finish()
 
     def _write_files(self, write: _Write, state: TrainerState) -> None:
-        """Everything but the shards, after checking the room for all of it."""
+        """Check disk space for the whole checkpoint, then write everything but the shards."""
         self.folder.mkdir(parents=True, exist_ok=True)
         sync(self.folder.parent)
         self._tidy(self.config.checkpoint.keep_last)
         if write.target.exists():
-            raise CheckpointError("it exists already, and this training should have continued from it")
-        contents = {**state_files(state), **self._same_files}
+            raise CheckpointError("it already exists, and this training should have continued from it")
+        contents = {**state_files(state), **self._constant_files}
         write.num_bytes = (
             self.shards.checkpoint_bytes()
             + sum(map(len, contents.values()))
@@ -200,15 +201,15 @@ class CheckpointWriter:
                 if not wait:
                     return
                 time.sleep(WAIT_SECONDS)
-            self._in_flight = None  # if interrupted below, the next attempt writes this step again
+            self._in_flight = None  # if interrupted here, the next attempt rewrites this step
             write_manifest(write.partial, self._training_id, write.step, write.files)
             publish(write.partial, write.target)
             write_atomically(self.folder / LATEST_FILE, f"{write.target.name}\n")
         logger.info(
-            "checkpoint %s: %s bytes in %.1f s, of which training waited %.1f s",
+            "checkpoint %s: %s bytes in %.1f s; training waited %.1f s",
             write.target.name,
             f"{sum(path.stat().st_size for path in write.target.rglob('*') if path.is_file()):,}",
-            time.perf_counter() - write.begun_at,
+            time.perf_counter() - write.started_at,
             write.waited_seconds,
         )
         self._tidy(self.config.checkpoint.keep_last)
@@ -218,7 +219,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _writing(self, write: _Write) -> Iterator[None]:
-        """Count the time inside; on failure remove the partial checkpoint and raise a CheckpointError."""
+        """Measure the time spent; on failure remove the partial checkpoint and raise CheckpointError."""
         entered_at = time.perf_counter()
         try:
             yield
@@ -231,19 +232,19 @@ class CheckpointWriter:
 
     def _explain(self, write: _Write, error: Exception) -> str:
         latest, settings = latest_checkpoint(self.folder), self.config.checkpoint
-        way_on = f"training can continue from {latest.name}" if latest else "there is no earlier checkpoint"
+        fallback = f"training can continue from {latest.name}" if latest else "there is no earlier checkpoint"
         if not _is_disk_full(error):
-            return f"checkpoint {write.target.name} could not be written to {self.folder}: {error}; {way_on}"
+            return f"checkpoint {write.target.name} could not be written to {self.folder}: {error}; {fallback}"
         return (
-            f"checkpoint {write.target.name} needs {write.num_bytes:,} bytes, and "
-            f"{shutil.disk_usage(self.folder).free:,} are free in {self.folder} ({error}); {way_on}. Make room, "
-            f"lower checkpoint.keep_last={settings.keep_last} or checkpoint.keep_best={settings.keep_best} "
-            "(one more must fit beside those), or choose an --output or a store.path on a larger disk"
+            f"checkpoint {write.target.name} needs {write.num_bytes:,} bytes, but only "
+            f"{shutil.disk_usage(self.folder).free:,} are free in {self.folder} ({error}); {fallback}. Free some "
+            f"space, lower checkpoint.keep_last={settings.keep_last} or checkpoint.keep_best={settings.keep_best} "
+            "(one more must fit besides those), or choose an --output or a store.path on a larger disk"
         )
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
-    """Whether a full disk is the error or its cause, as in a CheckpointError of a rank."""
+    """True if the error or one of its causes is a full disk."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:
             return True

@@ -1,1 +1,1 @@
-"""Policy ranks and rollout workers as Ray actors. Nothing else imports Ray."""
+"""Policy ranks and rollout workers as Ray actors. No other package imports Ray."""

@@ -1,4 +1,4 @@
-"""The connection to Ray: a private one on this machine, or a running cluster."""
+"""Connects to Ray: a private instance on this machine, or a running cluster."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A socket's path has at most 107 bytes; this is what Ray appends to a folder.
+# A socket path has at most 107 bytes, including what Ray appends to the folder.
 MAX_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 FOLDER_PREFIX, LOCK_FILE = "dapo-ray-", ".lock"  # the lock is held while Ray runs
-LEFT_SECONDS = 24 * 3600
+KEEP_SECONDS = 24 * 3600  # age at which folders of dead trainings are removed
 FULL_DISK_BYTES = 1024**2
 _OPTIONS: dict[str, Any] = {"logging_level": "warning", "log_to_driver": True}
 
@@ -44,11 +44,11 @@ _OPTIONS: dict[str, Any] = {"logging_level": "warning", "log_to_driver": True}
 def connected_to_ray(
     train: TrainConfig, num_cpus: int, answer_seconds: float = ANSWER_SECONDS, is_quiet: bool = False
 ) -> Iterator[Path | None]:
-    """Ray inside the block: the cluster of train.ray_address, or a private one with `num_cpus` CPUs.
+    """Connect to the cluster at train.ray_address, or start a private Ray with `num_cpus` CPUs.
 
-    Yields the private one's folder, which only this user can enter, or None. A cluster has `answer_seconds`
-    to answer; if `is_quiet`, this process does not show what its workers print.
-    Raises ConfigError when a cluster refuses this process, and WorkerDied when Ray does not start or answer.
+    Yields the private Ray's folder, which only this user can enter, or None. A cluster must answer within
+    `answer_seconds`; `is_quiet` hides the output of its workers. Raises ConfigError if a cluster refuses this
+    process, and WorkerDied if Ray does not start or answer.
     """
     set_defaults(RAY)
     address = train.ray_address
@@ -59,7 +59,7 @@ def connected_to_ray(
 @contextmanager
 def _joined_ray(address: str, answer_seconds: float, is_quiet: bool) -> Iterator[Path | None]:
     try:
-        ask_cluster(address, answer_seconds)  # ray.init blocks, deaf to signals, while a cluster does not answer
+        ask_cluster(address, answer_seconds)  # ray.init ignores signals while it waits for a cluster
     except WorkerDied as error:
         if "AuthenticationError" not in str(error):
             raise
@@ -71,14 +71,15 @@ def _joined_ray(address: str, answer_seconds: float, is_quiet: bool) -> Iterator
     except (AuthenticationError, ConnectionError, TimeoutError) as error:
         if isinstance(error, AuthenticationError) or "AuthenticationError" in str(error.__cause__):
             raise ConfigError(
-                f"the Ray cluster at train.ray_address={address} refuses this process: start it with {AUTH_MODE}="
-                f"token and the cluster's token in {AUTH_TOKEN} or {AUTH_TOKEN_PATH} (docs/security.md)"
+                f"the Ray cluster at train.ray_address={address} refuses this process: start the process with "
+                f"{AUTH_MODE}=token and the cluster's token in {AUTH_TOKEN} or {AUTH_TOKEN_PATH} "
+                "(docs/security.md)"
             ) from error
         raise WorkerDied(f"the Ray cluster at train.ray_address={address} does not answer: {error}") from error
     if os.environ.get(AUTH_MODE, "").lower() != "token":
         logger.warning(
-            "the Ray cluster at %s is used without a token: whoever reaches its ports can run code as its user; "
-            "docs/security.md says how to start it with one",
+            "the Ray cluster at %s is used without a token: anyone who can reach its ports can run code as its "
+            "user; see docs/security.md to start it with a token",
             address,
         )
     try:
@@ -89,9 +90,9 @@ def _joined_ray(address: str, answer_seconds: float, is_quiet: bool) -> Iterator
 
 @contextmanager
 def _private_ray(num_cpus: int) -> Iterator[Path | None]:
-    """A Ray on loopback that only processes with this training's token can use; its folder goes with it."""
+    """Run Ray on loopback, usable only with this training's token; its folder is removed at the end."""
     folder = _private_folder()
-    # Without a mode, a Ray that starts asks for the token; this process does not see a mode set after its import.
+    # Without a mode, a new Ray requires the token; a mode set after importing Ray would not reach this process.
     with locked(folder / LOCK_FILE), _environment({AUTH_MODE: None, AUTH_TOKEN: private_token()}):
         _start(folder, num_cpus)
         try:
@@ -101,35 +102,35 @@ def _private_ray(num_cpus: int) -> Iterator[Path | None]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@functools.cache  # as Ray has it: a process reads its token once
+@functools.cache  # Ray, too, reads its token once per process
 def private_token() -> str:
-    """The random token of this process's private Ray; it is never written to a file."""
+    """Return the random token of this process's private Ray; it is never written to a file."""
     return secrets.token_hex(32)
 
 
 def _private_folder() -> Path:
-    """A new folder for Ray's logs and sockets that only this user can enter, with a path short enough."""
-    place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    _remove_dead(place)
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=place))
+    """Create a folder for Ray's logs and sockets that only this user can enter, with a short enough path."""
+    parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    _remove_old_folders(parent)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
     if len(os.fsencode(folder)) <= MAX_FOLDER_BYTES:
         return folder
     folder.rmdir()
-    _remove_dead("/tmp")
+    _remove_old_folders("/tmp")
     return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir="/tmp"))
 
 
-def _remove_dead(place: str) -> None:
-    """Remove folders of dead trainings that started over a day ago; until then errors may refer to their logs."""
-    for lock in Path(place).glob(f"{FOLDER_PREFIX}*/{LOCK_FILE}"):
-        with suppress(OSError):  # another training removes it, too
-            if lock.stat().st_mtime < time.time() - LEFT_SECONDS and not is_locked(lock):
+def _remove_old_folders(parent: str) -> None:
+    """Remove folders of dead trainings older than a day; until then errors may refer to their logs."""
+    for lock in Path(parent).glob(f"{FOLDER_PREFIX}*/{LOCK_FILE}"):
+        with suppress(OSError):  # another training may be removing it
+            if lock.stat().st_mtime < time.time() - KEEP_SECONDS and not is_locked(lock):
                 shutil.rmtree(lock.parent)
 
 
 def _start(folder: Path, num_cpus: int) -> None:
-    """Start Ray; raises WorkerDied, with none of its processes left, when it does not."""
-    # It advises how to turn authentication off.
+    """Start Ray; on failure raises WorkerDied and leaves no processes behind."""
+    # Silence the hint on how to turn authentication off.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     with _keep_signal_handling() as processes, _loopback():
         try:
@@ -138,11 +139,11 @@ def _start(folder: Path, num_cpus: int) -> None:
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 runtime_env={"env_vars": WORKERS | LOOPBACK},
-                _temp_dir=str(folder / "ray"),  # which Ray makes open to all, inside of a folder that is not
+                _temp_dir=str(folder / "ray"),  # Ray makes it world-accessible, but its parent is private
                 **_OPTIONS,
             )
         except BaseException as error:
-            _end_processes(processes)
+            _kill_processes(processes)
             is_failure = isinstance(error, Exception) and (
                 not isinstance(error, OSError) or isinstance(error, ConnectionError | TimeoutError)
             )
@@ -152,10 +153,10 @@ def _start(folder: Path, num_cpus: int) -> None:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             if is_full(folder, FULL_DISK_BYTES):
                 reason = f"{folder.parent} is full; free some space, or set RAY_TMPDIR to another disk"
-            raise WorkerDied(f"Ray did not start on this machine: {reason} (its logs are in {folder})") from error
+            raise WorkerDied(f"Ray did not start on this machine: {reason} (logs are in {folder})") from error
 
 
-def _end_processes(processes: list[subprocess.Popen[Any]]) -> None:
+def _kill_processes(processes: list[subprocess.Popen[Any]]) -> None:
     with suppress(Exception):
         ray.shutdown()
     for process in processes:
@@ -166,11 +167,11 @@ def _end_processes(processes: list[subprocess.Popen[Any]]) -> None:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Ray that starts inside binds to 127.0.0.1 alone.
+    """Make a Ray started inside the block bind to 127.0.0.1 only.
 
-    Ray has no public way: it replaces a loopback `_node_ip_address` by the machine's own, and reads the variable
-    that sets this constant (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER) on import, when it is not known whether a cluster
-    will be joined. test_ray_security.py fails when it moves.
+    Ray has no public option: it replaces a loopback `_node_ip_address` with the machine's own, and reads the
+    variable behind this constant (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER) on import, before it is known whether a
+    cluster will be joined. test_ray_security.py fails if it changes.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -182,7 +183,7 @@ def _loopback() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Environment variables inside the block; None unsets one."""
+    """Set environment variables inside the block; None unsets one."""
     before = {name: os.environ.get(name) for name in values}
     _set_environment(values)
     try:
@@ -201,11 +202,11 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def _keep_signal_handling() -> Iterator[list[subprocess.Popen[Any]]]:
-    """Keep this process's SIGTERM handler while Ray starts, and Ray's processes alive on signals to the group.
+    """Keep this process's SIGTERM handler while Ray starts, and shield Ray's processes from signals to the group.
 
-    Yields a list of the processes that Ray starts. A stopped training needs them for its last checkpoint. Ray has
-    no public way for either: it installs its own handler, and shields its processes only from SIGINT
-    (test_stopping.py fails when these parts move).
+    Yields the list of processes that Ray starts; a stopped training needs them for its last checkpoint. Ray has no
+    public option for either: it installs its own handler and shields its processes only from SIGINT.
+    test_stopping.py fails if this changes.
     """
     popen = services.ConsolePopen
     processes: list[subprocess.Popen[Any]] = []

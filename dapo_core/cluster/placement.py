@@ -1,4 +1,4 @@
-"""Places the roles of a training on the nodes of a Ray cluster: ranks node by node, an engine stage on one."""
+"""Places ranks and engines on the nodes of a Ray cluster: ranks node by node, each engine stage on one node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dapo_core.cluster.room import WORD_SECONDS
+from dapo_core.cluster.room import LOG_SECONDS
 from dapo_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 300.0
-LOST_NODE_SECONDS = 3600.0  # for a restart with train.on_lost_node=wait
+LOST_NODE_SECONDS = 3600.0  # after a restart with train.on_lost_node=wait
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Places that are reserved at once, each with the same resources by Ray's names."""
+    """Places reserved together, each with the same Ray resources."""
 
     count: int
     resources: dict[str, float]
@@ -39,17 +39,18 @@ class Demand:
 
 @dataclass(frozen=True)
 class Place:
-    """CPUs and, unless the device is a CPU, a device of one node: a bundle of a placement group, or half."""
+    """CPUs and any accelerator on one node: a bundle of a placement group, or half of one."""
 
     group: PlacementGroup
     bundle: int
-    node: str  # Ray's ID of the node
+    node: str  # Ray's node ID
     resources: dict[str, float]
 
     def start(self, actor_class: type) -> Any:
-        """Start an actor of the class here, with all that the place has; returns its handle."""
-        own = dict(self.resources)
-        options: dict[str, Any] = {"num_cpus": own.pop("CPU"), "num_gpus": own.pop("GPU", None), "resources": own}
+        """Start an actor of the class with all of the place's resources; returns its handle."""
+        others = dict(self.resources)
+        options: dict[str, Any] = {"num_cpus": others.pop("CPU"), "num_gpus": others.pop("GPU", None)}
+        options["resources"] = others
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
         return ray.remote(actor_class).options(**options, scheduling_strategy=strategy).remote()
 
@@ -59,41 +60,41 @@ class Places:
     """Where each role of a training runs."""
 
     ranks: list[Place]
-    engines: list[list[Place]]  # the parts of each, of which the first is the rollout worker's
+    engines: list[list[Place]]  # parts of each engine; the first is the rollout worker
 
     @property
     def nodes(self) -> list[str]:
-        """Ray's IDs of the nodes that have a role, each once."""
+        """Ray's IDs of all nodes in use, without duplicates."""
         return list(dict.fromkeys(place.node for places in (self.ranks, *self.engines) for place in places))
 
 
 def demands(config: TrainingConfig, device: Device) -> list[Demand]:
-    """What the training reserves, in this order: the ranks, then all pipeline stages of engines.
+    """Return what the training reserves, in this order: the ranks, then all pipeline stages of engines.
 
-    Each stage is on one node, its devices together; the stages of an engine may be on several nodes. Colocated,
-    ranks have the places of engines.
+    A stage's devices are on one node; the stages of an engine may be on several. If colocated, ranks use the
+    places of engines.
     """
-    own: dict[str, float] = {device.ray_resource: 1} if device.has_own_memory else {}
+    accelerator: dict[str, float] = {device.ray_resource: 1} if device.has_own_memory else {}
     train, rollout = config.train, config.rollout
     threads = rollout.threads_per_worker
-    of_part = {"CPU": max(threads, train.threads_per_rank) if train.is_colocated else threads} | own
+    part = {"CPU": max(threads, train.threads_per_rank) if train.is_colocated else threads} | accelerator
     num_stages = rollout.num_workers * rollout.pipeline_parallel
     if rollout.tensor_parallel == 1:
-        engines = [Demand(num_stages, of_part)]
+        engines = [Demand(num_stages, part)]
     else:
-        engines = [Demand(rollout.tensor_parallel, of_part, on_one_node=True)] * num_stages
+        engines = [Demand(rollout.tensor_parallel, part, on_one_node=True)] * num_stages
     if train.is_colocated:
         return engines
-    return [Demand(train.num_ranks, {"CPU": train.threads_per_rank} | own), *engines]
+    return [Demand(train.num_ranks, {"CPU": train.threads_per_rank} | accelerator), *engines]
 
 
 def place_roles(
     config: TrainingConfig, device: Device, groups: list[PlacementGroup], max_seconds: float = PLACEMENT_SECONDS
 ) -> Places:
-    """Reserve a place for each rank and each part of an engine, in placement groups appended to `groups`.
+    """Reserve a place for each rank and engine part, in placement groups appended to `groups`.
 
-    Ranks fill node by node, so that neighbours in number are on one node where it has room. Colocated, rank i and
-    part i of the engines share a place. Raises ConfigError if Ray has no room within `max_seconds`.
+    Ranks fill node by node, so consecutive ranks share a node if it has room. If colocated, rank i and engine part
+    i share a place. Raises ConfigError if the resources do not become free within `max_seconds`.
     """
     reserved = [reserve(demand, groups, max_seconds) for demand in demands(config, device)]
     ranks = [] if config.train.is_colocated else reserved.pop(0)
@@ -109,37 +110,37 @@ def place_roles(
 
 
 def half(place: Place) -> Place:
-    """Half of the place's resources, for each of two processes that share them."""
+    """Return half of the place's resources, for each of two processes that share it."""
     return replace(place, resources={name: count / 2 for name, count in place.resources.items()})
 
 
 def reserve(demand: Demand, groups: list[PlacementGroup], max_seconds: float = PLACEMENT_SECONDS) -> list[Place]:
-    """The places, sorted by node, in a new placement group that is appended to `groups`."""
+    """Reserve places in a new placement group, appended to `groups`; returns them sorted by node."""
     strategy = "STRICT_PACK" if demand.on_one_node else "PACK"
     group = placement_group([demand.resources] * demand.count, strategy=strategy)
     groups.append(group)
-    _wait_for_room(group, str(demand), max_seconds)
+    _wait_until_placed(group, demand, max_seconds)
     nodes = placement_group_table(group)["bundles_to_node_id"]
     order = list(dict.fromkeys(nodes[number] for number in range(demand.count)))
     places = [Place(group, number, nodes[number], demand.resources) for number in range(demand.count)]
     return sorted(places, key=lambda place: order.index(place.node))
 
 
-def _wait_for_room(group: PlacementGroup, wanted: str, max_seconds: float) -> None:
-    """Return once the group has its place; a signal ends the wait, and the log says every 10 s what for.
+def _wait_until_placed(group: PlacementGroup, demand: Demand, max_seconds: float) -> None:
+    """Return once the group is placed, logging every LOG_SECONDS; signals interrupt the wait.
 
     Raises ConfigError after `max_seconds`.
     """
-    began = next_word = time.monotonic()
+    started = last_log = time.monotonic()
     while not group.wait(1):
-        seconds = time.monotonic() - began
-        if seconds < max_seconds and time.monotonic() < next_word + WORD_SECONDS:
+        seconds = time.monotonic() - started
+        if seconds < max_seconds and time.monotonic() < last_log + LOG_SECONDS:
             continue
-        next_word = time.monotonic()
-        room = f"it has {ray.cluster_resources()}, of which {ray.available_resources()} are free"
+        last_log = time.monotonic()
+        resources = f"total {ray.cluster_resources()}, free {ray.available_resources()}"
         if seconds >= max_seconds:
             raise ConfigError(
-                f"Ray has no room for {wanted} within {max_seconds:.0f} s; {room}: lower train.num_ranks, "
-                "rollout.num_workers or the threads, or add nodes"
+                f"Ray has no free resources for {demand} after {max_seconds:.0f} s ({resources}): lower "
+                "train.num_ranks, rollout.num_workers or the threads, or add nodes"
             )
-        logger.info("waiting since %.0f s for room in Ray for %s: %s", seconds, wanted, room)
+        logger.info("waiting for %.0f s for Ray resources for %s: %s", seconds, demand, resources)

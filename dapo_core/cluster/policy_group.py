@@ -1,4 +1,4 @@
-"""All policy ranks, called as one."""
+"""All policy ranks behind one interface."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyGroup:
-    """All policy ranks, called as one; train.sequence_parallel consecutive ranks get the same share."""
+    """Calls all policy ranks as one; train.sequence_parallel consecutive ranks get the same share of a batch."""
 
     def __init__(self, ranks: Sequence[Any], config: TrainingConfig, actors: Actors, hidden_size: int) -> None:
         train = config.train
@@ -39,14 +39,15 @@ class PolicyGroup:
         self.actors = actors
         self.num_data_ranks = train.num_data_ranks
         self.sequence_parallel = train.sequence_parallel
-        self.max_tokens = train.micro_batch_tokens * train.sequence_parallel  # of a micro-batch
-        self.hidden_size = hidden_size  # which a sequence's cost depends on
+        self.max_tokens = train.micro_batch_tokens * train.sequence_parallel  # per micro-batch
+        self.hidden_size = hidden_size  # determines a sequence's cost
 
     def anchor(self, batch: Batch, timer: PhaseTimer) -> tuple[Batch, Measured | None]:
-        """The batch with old log-probs, and with log-probs of the reference if KL needs them.
+        """Return the batch with old log-probs, and with reference log-probs if KL needs them.
 
-        Also what the policy gives the batch before any update. None where the updates measure it: their anchor is
-        the engine's log-probs, or their own, which are the old ones when nothing but a single update reads these.
+        Also returns the policy's log-probs before any update; None if the updates measure them. That is the case
+        if the anchor is the engine's log-probs, or if there is a single update, whose own log-probs are the old
+        ones.
         """
         measured, is_engine = None, self.config.algorithm.old_log_probs == "engine"
         if self.config.anchors_before_updates or (not is_engine and self._has_updates(batch)):
@@ -61,21 +62,22 @@ class PolicyGroup:
         return batch, measured
 
     def log_probs(self, batch: Batch, temperature: float | None = None) -> Measured:
-        """Log-probs and entropy at the response tokens, in the batch's order."""
+        """Return log-probs and entropy at the response tokens, in batch order."""
         shares, indices = self._split(batch)
         calls = [rank.log_probs.remote(share, temperature) for rank, share in self._deal(shares)]
         return _joined(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
 
     def ref_log_probs(self, batch: Batch) -> torch.Tensor:
-        """Log-probs of the response tokens under the reference model: [B, R] float32, in the batch's order."""
+        """Return the reference model's log-probs of the response tokens: [B, R] float32, in batch order."""
         shares, indices = self._split(batch)
         calls = [rank.ref_log_probs.remote(share) for rank, share in self._deal(shares)]
         return _rows(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
 
     def learn(self, batch: Batch, measured: Measured | None, step: int) -> tuple[list[Update], Measured]:
-        """One optimizer step for each mini-batch of each pass, and `measured`; if None, as the first pass does it.
+        """Run one optimizer step per mini-batch and pass; returns the updates and `measured`.
 
-        Old log-probs, advantages and importance weights stay those of before the first update in every pass.
+        If `measured` is None, the first pass measures it. Old log-probs, advantages and importance weights stay
+        fixed over all passes.
         """
         train, seed = self.config.train, self.config.run.seed
         updates: list[Update] = []
@@ -84,19 +86,19 @@ class PolicyGroup:
             order = random_order(batch.num_groups, seed, step, number) if is_shuffled else None
             rows = mini_batches(batch, train.mini_prompts, order)
             measures = measured is None
-            done = [self.update(batch.select(each), measures) for each in rows]
-            parts = [update.measured for update in done if update.measured is not None]
+            pass_updates = [self.update(batch.select(indices), measures) for indices in rows]
+            parts = [update.measured for update in pass_updates if update.measured is not None]
             measured = measured or _joined(batch, rows, parts)
-            updates += [replace(update, measured=None) for update in done]
+            updates += [replace(update, measured=None) for update in pass_updates]
         for update in updates:
             update.log_fault(step)
         assert measured is not None, "train.passes is at least 1"
         return updates, measured
 
     def refresh_reference(self, step: int, timer: PhaseTimer) -> None:
-        """Give the reference model the policy's weights, wherever both are, if algorithm.kl.refresh_every says so.
+        """Copy the policy's weights to the reference model if algorithm.kl.refresh_every is due.
 
-        The step's number alone decides, whether it was skipped or not, so a resume changes nothing.
+        Only the step number decides, whether or not the step was skipped, so a resume changes nothing.
         """
         refresh_every = self.config.algorithm.kl.refresh_every
         if refresh_every and step % refresh_every == 0:
@@ -104,7 +106,7 @@ class PolicyGroup:
                 self.actors.get([rank.refresh_reference.remote() for rank in self.ranks])
 
     def update(self, mini_batch: Batch, measures: bool = False) -> Update:
-        """One optimizer step on the mini-batch, with the sums of all ranks and, if requested, its measurement."""
+        """Run one optimizer step on the mini-batch; returns the sums over ranks and, if requested, log-probs."""
         totals = LossTotals.of(mini_batch, self.num_data_ranks)
         shares, indices = self._split(mini_batch)
         calls = [rank.update.remote(share, totals, measures) for rank, share in self._deal(shares)]
@@ -119,72 +121,72 @@ class PolicyGroup:
 
     @contextmanager
     def profiled(self, step: int, folder: Path) -> Iterator[None]:
-        """Within the block train.profile.ranks trace the step, for the folder."""
+        """Trace the step on train.profile.ranks inside the block, and write the traces to the folder."""
         chosen = self.config.train.profile.ranks
         ranks = {number: rank for number, rank in enumerate(self.ranks) if number in chosen}
         self.actors.get([rank.begin_profile.remote() for rank in ranks.values()])
         yield
         paths = {number: str(folder / PROFILES / trace_name(step, number)) for number in ranks}
         self.actors.get([rank.end_profile.remote(paths[number]) for number, rank in ranks.items()])
-        logger.info("step %d is traced in %s", step, ", ".join(paths.values()))
+        logger.info("traced step %d in %s", step, ", ".join(paths.values()))
 
-    def onload(self, what: Collection[str]) -> None:
-        """Bring weights or the optimizer's state, as named in `turns`, back to the devices."""
-        self.actors.get([rank.onload.remote(what) for rank in self.ranks])
+    def onload(self, states: Collection[str]) -> None:
+        """Move weights or optimizer state, named as in `turns`, back to the devices."""
+        self.actors.get([rank.onload.remote(states) for rank in self.ranks])
 
-    def offload(self, what: Collection[str]) -> None:
-        """Free gradients, and move weights or the optimizer's state off the devices, as named in `turns`."""
-        self.actors.get([rank.offload.remote(what) for rank in self.ranks])
+    def offload(self, states: Collection[str]) -> None:
+        """Free gradients, and move weights or optimizer state off the devices, named as in `turns`."""
+        self.actors.get([rank.offload.remote(states) for rank in self.ranks])
 
     def save(self, folder: str, asynchronous: bool) -> None:
-        """Write every rank's part of parameters, optimizer and random generators into the folder.
+        """Write each rank's parameters, optimizer state and random generators to the folder.
 
-        Asynchronous: returns once they are copied to host memory and continues to write; see is_saved. Raises
-        OSError with its errno if a rank cannot write, CheckpointError while another save runs.
+        If asynchronous, return once they are copied to host memory; see is_saved. Raises OSError with its errno if
+        a rank cannot write, and CheckpointError while another save runs.
         """
         self.actors.get([rank.save.remote(folder, asynchronous) for rank in self.ranks])
 
     def is_saved(self) -> bool:
-        """True if no asynchronous save is unfinished; raises the first rank's error once."""
+        """True if no asynchronous save is running; raises the first rank's error once."""
         try:
             return all(self.actors.get([rank.is_saved.remote() for rank in self.ranks]))
         except (CheckpointError, OSError):
-            self.actors.get([rank.end_save.remote() for rank in self.ranks])  # all fail, not at once
+            self.actors.get([rank.end_save.remote() for rank in self.ranks])  # the others fail later
             raise
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of parameters and optimizer state in a checkpoint."""
+        """Return the bytes of parameters and optimizer state in a checkpoint."""
         return sum(self.actors.get([rank.checkpoint_bytes.remote() for rank in self.ranks]))
 
     def load(self, folder: str) -> None:
-        """Load the folder's shards, which any number of ranks wrote."""
+        """Load the folder's shards, written by any number of ranks."""
         self.actors.get([rank.load.remote(folder) for rank in self.ranks])
 
     def device_name(self) -> str:
-        """The vendor's name of the first rank's device."""
+        """Return the vendor's name of the first rank's device."""
         return self.actors.get(self.ranks[0].device_name.remote())
 
     def take_memory(self) -> dict[str, float]:
-        """Memory since the last call in GiB by metric name, the largest over ranks."""
+        """Return the peak memory since the last call in GiB by metric name, the maximum over ranks."""
         ranks = self.actors.get([rank.take_memory.remote() for rank in self.ranks])
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
     def _has_updates(self, batch: Batch) -> bool:
-        """Whether the batch is learned from in more than one optimizer step."""
+        """True if the batch takes more than one optimizer step."""
         return batch.num_groups > self.config.train.mini_prompts or self.config.train.passes > 1
 
     def _split(self, batch: Batch) -> tuple[list[RankShare], list[np.ndarray]]:
         return split_batch(batch, self.num_data_ranks, self.max_tokens, self.hidden_size)
 
     def _deal(self, shares: Sequence[RankShare]) -> Iterator[tuple[Any, Any]]:
-        """Each rank with a reference to its share, which is stored once for the ranks of a group."""
+        """Yield each rank with a reference to its share, which ranks of a sequence-parallel group share."""
         references = [ray.put(share) for share in shares]
         for number, rank in enumerate(self.ranks):
             yield rank, references[number // self.sequence_parallel]
 
 
 def _joined(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[Measured]) -> Measured:
-    """What the parts measured at their rows of the batch."""
+    """Combine measurements of parts of the batch, given their row indices."""
     return Measured(
         _rows(batch, indices, [part.log_probs for part in parts]),
         _rows(batch, indices, [part.entropy for part in parts]),
@@ -192,7 +194,7 @@ def _joined(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[Measure
 
 
 def _rows(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts' rows in the batch's order: [B, R] from [b, R] of each share."""
+    """Arrange the parts' rows in batch order: [B, R] from [b, R] of each share."""
     values = torch.zeros(batch.response_mask.shape)
     for rows, part in zip(indices, parts, strict=True):
         values[rows, : part.shape[1]] = part[: len(rows)]

@@ -1,8 +1,9 @@
-"""All rollout workers as one source of groups."""
+"""All rollout workers behind one interface."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Any
 
 import ray
@@ -14,37 +15,37 @@ from dapo_core.groups import Group, GroupRequest
 from dapo_core.rollout import Progress
 
 POLL_SECONDS = 0.25  # after which a worker reports its progress
-SILENCE_SECONDS = 1.0  # after which `finished` returns without an answer
+SILENCE_SECONDS = 1.0  # after which `finished` returns nothing
 
 
 class RolloutGroup:
-    """All rollout workers as one source of groups: takes requests, returns scored groups.
+    """Distributes requests over all rollout workers and returns scored groups.
 
-    A worker answers within one engine step; RolloutError is raised after `max_seconds`. Waiting for groups raises
-    WorkerDied for dead policy ranks, too.
+    A worker answers within one engine step; RolloutError is raised after `max_seconds`. Waiting for groups also
+    raises WorkerDied for dead policy ranks.
     """
 
     def __init__(self, workers: Sequence[Any], max_seconds: float, actors: Actors) -> None:
         self.workers = workers
         self.max_seconds = max_seconds
         self.actors = actors
-        self._in_flight = [0] * len(workers)  # groups
-        self._tokens = [0] * len(workers)  # of these, as of the last poll
+        self._in_flight = [0] * len(workers)  # groups by worker
+        self._tokens = [0] * len(workers)  # their response tokens as of the last poll
         self._reward_seconds = [0.0] * len(workers)
         self._polls: dict[Any, int] = {}  # reference of a running poll -> worker number
 
     @property
     def num_in_flight(self) -> int:
-        """Groups that are neither returned nor stopped."""
+        """Number of groups neither returned nor suspended."""
         return sum(self._in_flight)
 
     @property
     def num_tokens_in_flight(self) -> int:
-        """Response tokens of these, as of each worker's last poll."""
+        """Response tokens of the groups in flight as of each worker's last poll."""
         return sum(self._tokens)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Send each group to the worker that has the fewest."""
+        """Send each request to the worker with the fewest groups."""
         shares: list[list[GroupRequest]] = [[] for _ in self.workers]
         for request in requests:
             number = self._in_flight.index(min(self._in_flight))
@@ -54,7 +55,7 @@ class RolloutGroup:
         self._get([worker.submit.remote(share) for worker, share in calls if share])
 
     def finished(self) -> list[Group]:
-        """Finished groups; empty if there are none within about a second."""
+        """Return finished groups; empty if there are none within about a second."""
         self.actors.check()
         for number, worker in enumerate(self.workers):
             if self._in_flight[number] and number not in self._polls.values():
@@ -65,30 +66,30 @@ class RolloutGroup:
         return [finished for reference in ready for finished in self._take(reference)]
 
     def suspend(self) -> tuple[list[Group], list[GroupRequest]]:
-        """Groups that finished meanwhile, and the requests that continue the others, in prompt order."""
+        """Suspend all workers; returns groups that just finished, and requests that resume the others."""
         late = [group for reference in list(self._polls) for group in self._take(reference)]
         busy = [worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count]
         self._in_flight = [0] * len(self.workers)
         self._tokens = [0] * len(self.workers)
         requests = self._get([worker.suspend.remote() for worker in busy])
-        return late, sorted((request for own in requests for request in own), key=lambda own: own.group_id)
+        return late, sorted(chain(*requests), key=lambda request: request.group_id)
 
     def take_reward_seconds(self) -> float:
-        """Seconds in which a worker waited for scores alone since the last call; the largest over workers."""
+        """Return the seconds since the last call that a worker waited only for scores; maximum over workers."""
         most = max(self._reward_seconds)
         self._reward_seconds = [0.0] * len(self.workers)
         return most
 
     def sleep(self) -> None:
-        """Have every engine give its device's memory back; no group may be in flight."""
+        """Free all engines' device memory; no group may be in flight."""
         self.actors.get([worker.sleep.remote() for worker in self.workers])
 
-    def wake(self, what: Collection[str]) -> None:
-        """Have every engine take memory for its weights or its keys and values again, as named in `turns`."""
-        self.actors.get([worker.wake.remote(what) for worker in self.workers])
+    def wake(self, states: Collection[str]) -> None:
+        """Allocate device memory for weights or KV cache again on all engines, named as in `turns`."""
+        self.actors.get([worker.wake.remote(states) for worker in self.workers])
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
-        """Each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
+        """Return each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
         return self.actors.get([worker.log_probs.remote(sequences) for worker in self.workers])
 
     def _take(self, reference: Any) -> list[Group]:
@@ -105,5 +106,5 @@ class RolloutGroup:
         except GetTimeoutError:
             raise RolloutError(
                 f"a rollout worker did not answer within {self.max_seconds:g} s: its engine hangs (try another "
-                "rollout.engine), or a step takes that long (raise sampler.max_seconds_without_kept)"
+                "rollout.engine) or an engine step takes longer (raise sampler.max_seconds_without_kept)"
             ) from None

@@ -1,7 +1,7 @@
-"""What a running Ray cluster has, asked in a process of its own: connecting to one may block for minutes.
+"""Queries a running Ray cluster's resources in a child process, since connecting may block for minutes.
 
-`python -m dapo_core.cluster.room ADDRESS [PARENT_PID]` prints the resources as JSON: in all, free, of each node.
-It ends with that parent, which a signal may end at any moment.
+`python -m dapo_core.cluster.room ADDRESS [PARENT_PID]` prints total, free and per-node resources as JSON. It exits
+with its parent, which a signal may end at any moment.
 """
 
 from __future__ import annotations
@@ -25,59 +25,55 @@ from durable import end_with
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 60.0
-WORD_SECONDS = 10.0  # between log lines that say why we wait
+LOG_SECONDS = 10.0  # between log lines while waiting
 POLL_SECONDS = 0.2
 CONNECT_SECONDS = 5.0
 START_RAY = (
-    "start one on all machines of a list with `dapo cluster up` (docs/clusters.md), or by hand with a token "
-    "(docs/security.md), or unset train.ray_address to use this machine alone"
+    "start one on a list of machines with `dapo cluster up` (docs/clusters.md), or by hand with a token "
+    "(docs/security.md), or unset train.ray_address to use only this machine"
 )
-NO_RAY = "Could not find any running Ray instance"  # Ray's words
+NO_RAY = "Could not find any running Ray instance"  # from Ray's message
 
 
 class Room(NamedTuple):
-    """Resources of a cluster by Ray's names, such as CPU and NPU."""
+    """Resources of a cluster by Ray name, such as CPU and NPU."""
 
     total: Mapping[str, float]
     free: Mapping[str, float]
-    nodes: Sequence[Mapping[str, Any]] = ()  # id, address, is_alive, total and free of each
+    nodes: Sequence[Mapping[str, Any]] = ()  # id, address, is_alive, total and free by node
 
 
 def ask_cluster(
     address: str, max_seconds: float = ANSWER_SECONDS, environment: Mapping[str, str] = os.environ
 ) -> Room:
-    """The cluster's resources; with the token that the environment names.
+    """Return the cluster's resources, authenticating with the token from the environment.
 
-    Raises ConfigError, with the commands to type, when `auto` finds no Ray on this machine, and WorkerDied, with
-    Ray's reason, when a cluster does not answer. While it waits, a signal is obeyed at once, and the log says what
-    for.
+    Raises ConfigError with the commands to run if `auto` finds no Ray on this machine, and WorkerDied with Ray's
+    reason if a cluster does not answer. While waiting, it logs progress and signals take effect immediately.
     """
     command = [sys.executable, "-m", "dapo_core.cluster.room", address, str(os.getpid())]
-    began = next_word = time.monotonic()
-    # Ray waits in silence for a cluster that turns away processes without a token.
+    started = last_log = time.monotonic()
+    # Ray silently waits for a cluster that rejects processes without a token.
     hint = "" if AUTH_MODE in environment else f"; if it has a token, set {AUTH_MODE}=token (docs/security.md)"
-    with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True) as asking:
+    with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True) as child:
         try:
-            while asking.poll() is None:
-                seconds = time.monotonic() - began
+            while child.poll() is None:
+                seconds = time.monotonic() - started
                 if seconds >= max_seconds:
-                    raise WorkerDied(
-                        f"{_name(address)} does not answer: nothing came within {max_seconds:g} s{hint}"
-                    )
-                if time.monotonic() >= next_word + WORD_SECONDS:
-                    next_word = time.monotonic()
-                    logger.info("waiting since %.0f s for %s to answer", seconds, _name(address))
+                    raise WorkerDied(f"{_name(address)} did not answer within {max_seconds:g} s{hint}")
+                if time.monotonic() >= last_log + LOG_SECONDS:
+                    last_log = time.monotonic()
+                    logger.info("waiting for %.0f s for %s to answer", seconds, _name(address))
                 time.sleep(POLL_SECONDS)
-            output, errors = asking.communicate()
+            output, errors = child.communicate()
         finally:
-            asking.kill()
-    lines = output.strip().splitlines() or errors.strip().splitlines() or ["it said nothing"]
+            child.kill()
+    lines = output.strip().splitlines() or errors.strip().splitlines() or ["no output"]
     if NO_RAY in lines[-1]:
-        raise ConfigError(f"train.ray_address={address} joins the Ray of this machine, and none runs; {START_RAY}")
-    if asking.returncode:
+        raise ConfigError(f"train.ray_address={address} needs a Ray on this machine, but none runs; {START_RAY}")
+    if child.returncode:
         raise WorkerDied(f"{_name(address)} does not answer: {lines[-1]}")
-    found = json.loads(lines[-1])
-    return Room(**found)
+    return Room(**json.loads(lines[-1]))
 
 
 def _name(address: str) -> str:
@@ -85,16 +81,15 @@ def _name(address: str) -> str:
 
 
 def main(address: str) -> int:
-    """Print the resources, or why there is no connection; returns the exit status."""
+    """Print the resources, or why the connection failed; returns the exit status."""
     import ray
     from ray._private import services
     from ray._private.state import available_resources_per_node
 
     use_known_token(address)
     try:
-        if address == "auto" and not os.environ.get(
-            "RAY_ADDRESS"
-        ):  # Ray would try for ever to reach one whose address is left in a file
+        if address == "auto" and not os.environ.get("RAY_ADDRESS"):
+            # Ray would retry forever if a dead instance left its address in a file.
             _require_listener(services.canonicalize_bootstrap_address_or_die(address))
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except (ray.exceptions.RayError, ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
@@ -118,7 +113,7 @@ def main(address: str) -> int:
 
 
 def use_known_token(address: str) -> None:
-    """Have this process and its children join with the cluster's token, where `dapo cluster up` left one here."""
+    """Make this process and its children use the cluster's token if `dapo cluster up` stored one here."""
     from ray._private import services
     from ray._raylet import Config  # type: ignore[attr-defined]
 
@@ -127,7 +122,7 @@ def use_known_token(address: str) -> None:
             address = services.canonicalize_bootstrap_address_or_die(address)
     if found := token_environment(address, os.environ):
         os.environ.update(found)
-        Config.initialize("")  # Ray has read the variables when it was imported
+        Config.initialize("")  # Ray read the variables on import
 
 
 def _require_listener(address: str) -> None:
@@ -135,8 +130,8 @@ def _require_listener(address: str) -> None:
     try:
         connect(address, CONNECT_SECONDS)
     except ConnectionRefusedError:
-        raise ConnectionError(f"{NO_RAY}: {address} is the address of one that has ended") from None
-    except OSError:  # a slow network is for Ray to wait for
+        raise ConnectionError(f"{NO_RAY}: {address} belongs to an instance that has ended") from None
+    except OSError:  # Ray itself waits for a slow network
         return
 
 

@@ -1,4 +1,4 @@
-"""Whether the nodes of a cluster see the model, the output and the scorer as the trainer's machine does."""
+"""Checks that all nodes of a cluster see the same model, output and scorer as the trainer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 OUTPUT = "output"
 ADVICE = (
-    "put the store (store.path) and these files on storage that all nodes mount at the same place "
+    "put the store (store.path) and these files on storage that all nodes mount at the same path "
     "(docs/clusters.md)"
 )
 
 
 def require_shared(nodes: Sequence[str], config: TrainingConfig, model_path: Path, output_dir: Path) -> None:
-    """Raise ConfigError, which names the nodes, unless these (Ray's IDs) see what ranks and workers use.
+    """Raise ConfigError, naming the nodes, unless `nodes` (Ray's IDs) see all files that ranks and workers use.
 
-    This is the model, the reference model, the scorer's file and the output, into which ranks write checkpoints:
-    the same folder, not one of the same name. The trainer's own node is left out. Raises WorkerDied if a node does
-    not answer.
+    These are the model, the reference model, the scorer's file, and the output that ranks write checkpoints to,
+    which must be the same folder and not just have the same name. The trainer's own node is skipped. Raises
+    WorkerDied if a node does not answer.
     """
     others = [node for node in living_nodes() if node.id in nodes and node.id != own_node()]
     if not others:
@@ -47,7 +47,7 @@ def require_shared(nodes: Sequence[str], config: TrainingConfig, model_path: Pat
 
 
 def shared_paths(config: TrainingConfig, model_path: Path | None) -> dict[str, Path]:
-    """What ranks and workers read, by the name that messages give it."""
+    """Return the paths that ranks and workers read, by their name in messages."""
     paths = {} if model_path is None else {"model folder": model_path}
     if config.custom_reward.path is not None:
         paths["custom_reward.path"] = Path(config.custom_reward.path)
@@ -57,32 +57,32 @@ def shared_paths(config: TrainingConfig, model_path: Path | None) -> dict[str, P
 
 
 def differences(paths: Mapping[str, Path], expected: Mapping[str, str], probe: str) -> list[str]:
-    """What of `paths` this machine does not see with the `expected` digests, each with the reason.
+    """Return the `paths` whose digests differ from `expected` on this machine, with the reasons.
 
-    In the output it must find the file `probe`, and be able to write.
+    The output must be writable and contain the file `probe`.
     """
-    found = []
-    for what, path in paths.items():
+    problems = []
+    for name, path in paths.items():
         try:
-            if what != OUTPUT:
-                reason = "" if _digest(path) == expected[what] else "other content"
+            if name != OUTPUT:
+                reason = "" if _digest(path) == expected[name] else "different content"
             elif not (path / probe).is_file():
                 reason = "another folder" if path.is_dir() else "no such folder"
             else:
-                own = path / f"{probe}.{secrets.token_hex(4)}"
-                own.touch()
-                own.unlink()
+                test_file = path / f"{probe}.{secrets.token_hex(4)}"
+                test_file.touch()
+                test_file.unlink()
                 reason = ""
         except OSError as error:
             reason = error.strerror or str(error)
         if reason:
-            found.append(f"{what} {path} ({reason})")
-    return found
+            problems.append(f"{name} {path} ({reason})")
+    return problems
 
 
 def digests(paths: Mapping[str, Path]) -> dict[str, str]:
-    """A digest of each model folder and file as this machine sees it."""
-    return {what: _digest(path) for what, path in paths.items() if what != OUTPUT}
+    """Return a digest of each model folder and file on this machine."""
+    return {name: _digest(path) for name, path in paths.items() if name != OUTPUT}
 
 
 def _digest(path: Path) -> str:
@@ -91,7 +91,7 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def probe_in(folder: Path) -> Iterator[str]:
-    """Name of a new file in the folder, which goes afterwards."""
+    """Yield the name of a temporary file in the folder."""
     probe = folder / f".{secrets.token_hex(8)}.seen"
     probe.touch()
     try:

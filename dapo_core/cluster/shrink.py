@@ -1,4 +1,4 @@
-"""Fits a training to the devices that the loss of a node leaves (train.on_lost_node: shrink)."""
+"""Shrinks a training to the devices left after losing a node (train.on_lost_node: shrink)."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SETTLE_SECONDS = 20.0  # Ray takes 15 to declare a node dead, and a moment to free what its actors held
+SETTLE_SECONDS = 20.0  # Ray takes 15 to declare a node dead, and a moment to free its actors' resources
 POLL_SECONDS = 0.5
-NUM_TRIES = 3
+MAX_ATTEMPTS = 3
 
 
 def place_what_is_left(
     config: TrainingConfig, device: Device, groups: list[PlacementGroup], model_path: Path
 ) -> tuple[TrainingConfig, Places]:
-    """The configuration, with fewer ranks and engines if not all have room, and their places, as `place_roles`.
+    """Place the roles like `place_roles`, with fewer ranks and engines if needed; also returns the configuration.
 
-    Raises ConfigError when no smaller number fits the free devices, their memory and the other keys.
+    Raises ConfigError if no smaller number fits the free devices, their memory and the other keys.
     """
-    for _ in range(NUM_TRIES - 1):
+    for _ in range(MAX_ATTEMPTS - 1):
         fit = _shrunk_to_free(config, device, model_path)
         try:
             return fit, place_roles(fit, device, groups, SETTLE_SECONDS)
-        except ConfigError as error:  # such as a dead node that counted as free
+        except ConfigError as error:  # for example because a dead node still counted as free
             logger.warning("%s", error)
             while groups:
                 remove_placement_group(groups.pop())
@@ -54,9 +54,9 @@ def place_what_is_left(
 
 
 def _shrunk_to_free(config: TrainingConfig, device: Device, model_path: Path) -> TrainingConfig:
-    """The configuration if all of it has room within SETTLE_SECONDS, else a smaller one."""
+    """Return the configuration if all roles fit within SETTLE_SECONDS, else a smaller one."""
     deadline = time.monotonic() + SETTLE_SECONDS
-    while not has_room(free := _free_by_node(), demands(config, device)):
+    while not has_room(free := [node.free for node in living_nodes()], demands(config, device)):
         if time.monotonic() >= deadline:
             return shrunk(config, device, free, model_path)
         time.sleep(POLL_SECONDS)
@@ -66,12 +66,12 @@ def _shrunk_to_free(config: TrainingConfig, device: Device, model_path: Path) ->
 def shrunk(
     config: TrainingConfig, device: Device, free: Sequence[Mapping[str, float]], model_path: Path
 ) -> TrainingConfig:
-    """The configuration with the most ranks and engines for which `free`, by node, has room.
+    """Return the configuration with the most ranks and engines that fit the `free` resources by node.
 
-    The role that keeps the smaller share of its number counts first, so both shrink alike. Raises ConfigError when
-    no smaller number fits, passes the configuration's own rules, and has the memory that the plan counts.
+    Ranks and engines shrink in proportion. Raises ConfigError if no smaller number fits, passes the
+    configuration's validation and fits the memory plan.
     """
-    refused = ""  # why not the largest for which there is room
+    rejection = ""  # reason for rejecting the largest one that fits
     for num_ranks, num_workers in _smaller(config):
         fewer = changed(config, {"train.num_ranks": num_ranks, "rollout.num_workers": num_workers})
         if not has_room(free, demands(fewer, device)):
@@ -80,7 +80,7 @@ def shrunk(
             smaller = resolve(type(config), fewer.model_dump())
             _require_memory(smaller, model_path)
         except ConfigError as error:
-            refused = refused or str(error)
+            rejection = rejection or str(error)
             continue
         logger.warning(
             "training continues with %d of %d ranks and %d of %d engines (train.on_lost_node=shrink)",
@@ -88,31 +88,31 @@ def shrunk(
         )
         return smaller
     raise ConfigError(
-        "train.on_lost_node=shrink finds no smaller train.num_ranks and rollout.num_workers for what is free on "
-        f"the nodes that are left, {[dict(node) for node in free]}: "
-        f"{refused or 'they have no room for one of each'}; add nodes and give the same command again, or change "
-        "these keys"
+        "train.on_lost_node=shrink finds no smaller train.num_ranks and rollout.num_workers for the free "
+        f"resources of the remaining nodes, {[dict(node) for node in free]}: "
+        f"{rejection or 'not even one of each fits'}; add nodes and run the same command again, or change these "
+        "keys"
     )
 
 
 def _require_memory(config: TrainingConfig, model_path: Path) -> None:
-    """Raise ConfigError when the memory plan says that ranks with larger shards do not fit train.device_model."""
+    """Raise ConfigError if, by the memory plan, ranks with larger shards do not fit train.device_model."""
     train = config.train
     if train.device_model is None or train.allow_oversubscription:
         return
     try:
         shape = shape_of(json.loads((model_path / "config.json").read_text(encoding="utf-8")))
-    except ModelError:  # of an architecture without a plan
+    except ModelError:  # no plan for this architecture
         return
     limit = Limit(train.device_model, find_device(train.device_model).num_bytes)
     if shortages := plan_memory(config, shape, limit).shortages:
         raise ConfigError(f"with train.num_ranks={train.num_ranks}, {'; '.join(shortages)}")
 
 
-def has_room(free: Sequence[Mapping[str, float]], wanted: Sequence[Demand]) -> bool:
-    """Whether the nodes have room for all demands, each placed as Ray does: the emptiest node first."""
+def has_room(free: Sequence[Mapping[str, float]], demanded: Sequence[Demand]) -> bool:
+    """True if the nodes can satisfy all demands, placed like Ray does: emptiest node first."""
     nodes = [dict(node) for node in free]
-    for demand in wanted:
+    for demand in demanded:
         left = demand.count
         size = demand.count if demand.on_one_node else 1
         while left:
@@ -131,17 +131,12 @@ def _num_places(node: Mapping[str, float], demand: Demand) -> int:
 
 
 def _smaller(config: TrainingConfig) -> list[tuple[int, int]]:
-    """All smaller numbers of ranks and engines, beginning with those that keep the most of what loses most."""
+    """Return all smaller (ranks, engines), those that keep the largest share of both first."""
     most_ranks, most_workers = config.train.num_ranks, config.rollout.num_workers
-    if config.train.is_colocated:  # a rank for each part of an engine
+    if config.train.is_colocated:  # one rank per engine part
         parts = config.rollout.num_devices // most_workers
         return [(parts * workers, workers) for workers in range(most_workers - 1, 0, -1)]
     sizes = [(ranks, workers) for ranks in range(1, most_ranks + 1) for workers in range(1, most_workers + 1)]
     return sorted(
         sizes[:-1], key=lambda size: (min(size[0] / most_ranks, size[1] / most_workers), *size), reverse=True
     )
-
-
-def _free_by_node() -> list[Mapping[str, float]]:
-    """Free resources of the nodes that are alive."""
-    return [node.free for node in living_nodes()]

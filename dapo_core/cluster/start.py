@@ -1,4 +1,4 @@
-"""Starts Ray, and policy ranks and rollout workers as its actors."""
+"""Starts Ray, and the policy ranks and rollout workers as Ray actors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,6 @@ from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.shared_files import require_shared
 from dapo_core.cluster.shrink import place_what_is_left
-from dapo_core.cluster.weight_transfer import WeightTransfer
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_engine
 from dapo_core.errors import DapoError
@@ -38,47 +37,103 @@ from dapo_core.rollout import RolloutWorker
 from dapo_core.turns import OF_RANKS
 from dapo_core.versions import require_versions
 from dapo_core.weight_transfer.inbox import open_inbox
+from dapo_core.weight_transfer.links import Link
+from dapo_core.weight_transfer.proof import Loaded, merge_checksums, require_arrived
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
-    from dapo_core.weight_transfer.links import Link
     from dapo_core.weight_transfer.plan import WeightPlan
-    from dapo_core.weight_transfer.proof import Loaded
 
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
 
 
+class WeightTransfer:
+    """Sends weights from policy rank 0 to every process of every engine.
+
+    On CPUs, processes on rank 0's node read its shared memory. On accelerators, the process that shares rank 0's
+    device uses IPC handles, since an NCCL or HCCL group may not contain a device twice. All others get broadcasts.
+    """
+
+    def __init__(self, ranks: Sequence[Any], engines: Sequence[Sequence[Any]], actors: Actors) -> None:
+        """`engines` lists the parts of each engine; the first part is the rollout worker."""
+        self.ranks = ranks
+        self.workers = [parts[0] for parts in engines]
+        self.parts = [part for parts in engines for part in parts]
+        self.names = [
+            f"rollout worker {worker} of {len(engines)}" + (f", part {part} of {len(parts)}" if part else "")
+            for worker, parts in enumerate(engines)
+            for part in range(len(parts))
+        ]
+        self.actors = actors
+        self.plan = actors.get(ranks[0].weight_plan.remote())
+
+    def connect(self, is_local: Sequence[bool], meeting_point: Callable[[], str], on_device: bool = False) -> None:
+        """Open the connections. `is_local` tells for each engine process whether it shares rank 0's memory.
+
+        That memory is the device's if `on_device`, else the node's. `meeting_point` returns a rendezvous address
+        for rank 0 and the other processes.
+        """
+        memory = self.actors.get(self.ranks[0].open_outbox.remote(sum(is_local), on_device))
+        size = 1 + is_local.count(False)
+        address = meeting_point() if size > 1 else ""
+        links = [
+            Link(True, memory, sum(is_local[:number]), sum(is_local), on_device)
+            if local
+            else Link(False, address, 1 + is_local[:number].count(False), size)
+            for number, local in enumerate(is_local)
+        ]
+        calls = [part.connect.remote(link, self.plan) for part, link in zip(self.parts, links, strict=True)]
+        if size > 1:
+            calls.append(self.ranks[0].join_receivers.remote(address, size))
+        self.actors.get(calls)
+
+    def send(self, policy_version: int) -> None:
+        """Load the policy's weights into every engine.
+
+        Raises RolloutError unless every engine process loaded all of them exactly as sent, and WorkerDied if a
+        process dies.
+        """
+        sending = [rank.send_weights.remote() for rank in self.ranks]
+        receiving = [worker.receive_weights.remote(policy_version) for worker in self.workers]
+        sent = self.actors.get(sending + receiving)[: len(sending)]
+        loaded: list[Loaded] = self.actors.get([part.loaded_weights.remote() for part in self.parts])
+        require_arrived(
+            self.plan, merge_checksums(sent), dict(zip(self.names, loaded, strict=True)), policy_version
+        )
+
+
 @dataclass(frozen=True)
 class Cluster:
-    """The roles of a training run, ready for calls."""
+    """The started roles of a training."""
 
     policy: PolicyGroup
     rollouts: RolloutGroup
     weights: WeightTransfer
-    config: TrainingConfig  # with the ranks and engines that there are
+    config: TrainingConfig  # with the actual number of ranks and engines
 
 
 @contextmanager
 def start_cluster(
     config: TrainingConfig, model_path: str | Path, output_dir: Path | None = None, is_restart: bool = False
 ) -> Iterator[Cluster]:
-    """Policy ranks and rollout workers with the model loaded; all of them end on exit.
+    """Start policy ranks and rollout workers with the model loaded; all of them end on exit.
 
-    Starts a private Ray on this machine unless train.ray_address names a running one. Its nodes must see the model
-    and `output_dir`. A restart, after a death, obeys train.on_lost_node. Raises ConfigError if the cluster lacks
-    the devices, and WorkerDied if a process dies while it starts; then the same process can start another cluster.
+    Starts a private Ray on this machine unless train.ray_address names a running cluster, whose nodes must see the
+    model and `output_dir`. A restart after a dead process follows train.on_lost_node. Raises ConfigError if the
+    cluster lacks devices, and WorkerDied if a process dies during startup; this process can then start another
+    cluster.
     """
     started = time.monotonic()
     require_versions()
     train = config.train
     device = device_for(train.device)
-    if train.ray_address is None:  # all devices are this machine's
+    if train.ray_address is None:  # all devices are on this machine
         device.require()
     groups: list[PlacementGroup] = []
     ranks: list[Any] = []
-    engines: list[list[Any]] = []  # the parts of each, of which the first is the rollout worker
+    engines: list[list[Any]] = []  # parts of each engine; the first is the rollout worker
     with connected_to_ray(train, config.num_cpus) as folder:
         logger.info("Ray is up after %.0f s", time.monotonic() - started)
         try:
@@ -96,7 +151,6 @@ def start_cluster(
             ]
             workers = [parts[0] for parts in engines]
             actors = _watched(ranks, engines)
-            # In a private folder, ranks meet without a port that others could reach.
             address = _meeting_point(folder, ranks[0], actors)
             starting = [
                 rank.start.remote(number, len(ranks), address, str(model_path), config)
@@ -104,7 +158,7 @@ def start_cluster(
             ]
             model_config = load_model_config(model_path, config.model.trust_remote_code)
             policy = PolicyGroup(ranks, config, actors, model_config.get_text_config().hidden_size)
-            if train.is_colocated:  # engines measure what is free on their devices
+            if train.is_colocated:  # engines measure their devices' free memory
                 actors.get(starting)
                 policy.offload(OF_RANKS)
             for parts in engines:
@@ -124,7 +178,7 @@ def start_cluster(
 
 
 def _start_parts(parts: Sequence[Any], place: str, model_path: str, config: TrainingConfig) -> list[Any]:
-    """References of the calls that load an engine, whose parts meet at the place."""
+    """Load an engine whose parts rendezvous at `place`; returns the calls' references."""
     first, *others = parts
     return [
         first.start.remote(model_path, config, EnginePart(0, place), others),
@@ -136,7 +190,7 @@ def _start_parts(parts: Sequence[Any], place: str, model_path: str, config: Trai
 
 
 def _reads_memory(places: Places, device: Device) -> list[bool]:
-    """Whether each part of each engine can read the memory of rank 0: on a CPU of its node, or on its device."""
+    """For each engine part, return whether it shares rank 0's memory: its node on CPUs, else its device."""
     home = places.ranks[0]
     parts = [place for parts in places.engines for place in parts]
     if not device.has_own_memory:
@@ -153,11 +207,11 @@ def _watched(ranks: Sequence[Any], engines: Sequence[list[Any]]) -> Actors:
 
 
 def _end(ranks: Sequence[Any], engines: Sequence[list[Any]], groups: Sequence[PlacementGroup]) -> None:
-    """End all processes, even hanging ones, and remove the placement groups of a shared Ray."""
-    for rank in ranks:  # first: a worker may be waiting for weights that a rank will never send
+    """End all processes, even hanging ones, and remove the placement groups of a shared cluster."""
+    for rank in ranks:  # first, since a worker may be waiting for weights that a rank will never send
         ray.kill(rank)
     closing = [parts[0].close.remote() for parts in engines]
-    if closing:  # a hanging worker is killed, and its scoring processes end with it
+    if closing:  # a worker that hangs is killed below, and its scoring processes end with it
         ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
     for part in (part for parts in engines for part in parts):
         ray.kill(part)
@@ -166,26 +220,26 @@ def _end(ranks: Sequence[Any], engines: Sequence[list[Any]], groups: Sequence[Pl
 
 
 def _meeting_point(folder: Path | None, actor: Any, actors: Actors) -> str:
-    """Where processes meet: in a private folder, without a port open to others, or on the actor's node."""
+    """Return a rendezvous address: in the private folder, which opens no port, or else on the actor's node."""
     if folder is None:
         return str(actors.get(actor.rendezvous.remote()))
-    return f"file://{folder}/{secrets.token_hex(8)}"  # its end names shared memory
+    return f"file://{folder}/{secrets.token_hex(8)}"  # the last component names shared memory
 
 
 class _Process:
     """A process of a training."""
 
     def place(self) -> str:
-        """Where the process runs; also called as a ping."""
+        """Return pid and node of the process; also used as a ping."""
         return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
 
     def rendezvous(self) -> str:
-        """An address on its node at which processes can meet."""
+        """Return a rendezvous address on this node."""
         return meeting_point(ray.util.get_node_ip_address())
 
 
 class _PolicyRank(_Process, Policy):
-    """A policy rank as an actor, constructed by `start` because that is collective."""
+    """A policy rank as an actor; `start` constructs it, since that is collective."""
 
     def __init__(self) -> None:
         pass
@@ -202,7 +256,7 @@ class _PolicyRank(_Process, Policy):
 
 
 class _RolloutRank(_Process, RolloutWorker):
-    """A rollout worker as an actor, constructed by `start`."""
+    """A rollout worker as an actor; `start` constructs it."""
 
     def __init__(self) -> None:
         pass
@@ -218,18 +272,18 @@ class _RolloutRank(_Process, RolloutWorker):
         )
 
     def sleep(self) -> None:
-        """Return when all parts of the engine have given their devices' memory back."""
+        """Return once all parts of the engine have freed their device memory."""
         super().sleep()
         self._followers.wait()
 
     def unlink_shared_memory(self) -> None:
-        """Remove the names of vLLM's shared memory on a CPU, which it may leave behind; all parts have it open."""
+        """Unlink vLLM's shared memory on a CPU, which it may leave behind; all parts have it open."""
         for path in Path("/dev/shm").glob(f"{re.split('[/:]', self._part.address)[-1]}-tp*"):
             path.unlink(missing_ok=True)
 
 
 class _EngineRank(_Process):
-    """Another part of an engine as an actor, which makes the calls that the rollout worker makes."""
+    """A further engine part as an actor, which repeats the rollout worker's engine calls."""
 
     def start(self, model_path: str, config: TrainingConfig, part: EnginePart) -> None:
         """Load this part of the model."""
@@ -237,18 +291,18 @@ class _EngineRank(_Process):
         self._engine = _load_engine(model_path, config, part)
 
     def connect(self, link: Link, plan: WeightPlan) -> None:
-        """Open the way on which weights come; collective with those that meet at the link's address."""
+        """Open the inbox for weights; collective over all processes that use the link's address."""
         self._engine.inbox = open_inbox(link, plan, self._device)
 
     def loaded_weights(self) -> Loaded:
-        """What this part's loader took in the last sync."""
+        """Return what this part loaded in the last sync."""
         return self._engine.loaded
 
     def make_call(self, name: str, arguments: Sequence[Any]) -> None:
-        """Make a call of the engine. What only this part raises ends the process, for the others wait for it."""
+        """Call the engine. An error that only this part raises ends the process, since the others wait for it."""
         try:
             getattr(self._engine, name)(*arguments)
-        except DapoError:  # in every part
+        except DapoError:  # raised by every part
             raise
         except BaseException:
             logger.exception("a part of an engine failed in %s", name)
@@ -256,7 +310,7 @@ class _EngineRank(_Process):
 
 
 class _Followers:
-    """The other parts of an engine, called as the first part is; raises what one of them raised before."""
+    """Repeats calls on an engine's other parts; raises their earlier errors."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
@@ -269,13 +323,13 @@ class _Followers:
         self._calls += [part.make_call.remote(name, arguments) for part in self._parts]
 
     def wait(self) -> None:
-        """Return when all calls are made."""
+        """Wait for all calls."""
         calls, self._calls = self._calls, []
         ray.get(calls)
 
 
 def _own_device(config: TrainingConfig, num_threads: int) -> Device:
-    """The device of this process, which may use that many CPU threads."""
+    """Prepare this process's device and limit its CPU threads."""
     device = device_for(config.train.device)
     device.prepare(os.environ, config.train.is_colocated)
     device.require()
@@ -284,20 +338,20 @@ def _own_device(config: TrainingConfig, num_threads: int) -> Device:
 
 
 def _load_engine(
-    model_path: str, config: TrainingConfig, part: EnginePart, tell: _Followers | None = None
+    model_path: str, config: TrainingConfig, part: EnginePart, followers: _Followers | None = None
 ) -> Engine:
     device = _own_device(config, config.rollout.threads_per_worker)
     settings = engine_settings(config, device)
     if settings.num_parts > 1:
-        from dapo_core.engines.tensor_parallel import TensorParallelEngine
+        from dapo_core.engines.vllm_engine import TensorParallelEngine
 
-        return TensorParallelEngine(model_path, settings, config.run.seed, part, tell)
+        return TensorParallelEngine(model_path, settings, config.run.seed, part, followers)
     torch_device = str(device.torch_device())
     return build_engine(config.rollout.engine, model_path, settings, seed=config.run.seed, device=torch_device)
 
 
 def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
-    """The settings of a rollout worker's engine."""
+    """Return the settings of a rollout worker's engine."""
     return EngineSettings(
         dtype=str(device.resolve_dtype(config.rollout.dtype)).removeprefix("torch."),
         max_model_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,

@@ -1,7 +1,7 @@
-"""Ray clusters that `dapo cluster up` started: what each of their nodes keeps of them.
+"""Records that `dapo cluster up` keeps on each node about the clusters it started.
 
-~/.dapo/clusters/HEAD_PORT/address       of Ray's head, such as 10.0.0.1:6379
-                           token         the cluster's secret, readable by the user alone
+~/.dapo/clusters/HEAD_PORT/address       of the Ray head, such as 10.0.0.1:6379
+                           token         the cluster's secret, readable only by the user
                            HOST/         record and log of the host's Ray (tasks/nodes/on_node.py)
 """
 
@@ -21,30 +21,27 @@ ADDRESS, TOKEN = "address", "token"
 
 
 def clusters_folder() -> Path:
-    """Where this user's clusters are kept on a node."""
+    """Return the folder of this user's cluster records on a node."""
     return Path.home() / ".dapo" / "clusters"
 
 
 def token_environment(address: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables with which a process joins the cluster at `address`, {} if the user sets his own or none is known.
+    """Return the variables to join the cluster at `address`; empty if already set or no token is known.
 
-    A token file counts only if this user owns it and no other may read it.
+    A token file is used only if this user owns it and nobody else can read it.
     """
     if any(name in environment for name in (AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH)):
         return {}
-    for file in sorted(clusters_folder().glob(f"*/{ADDRESS}"), key=_age):
+    newest_first = sorted(clusters_folder().glob(f"*/{ADDRESS}"), key=lambda file: -file.stat().st_mtime)
+    for file in newest_first:
         token = file.with_name(TOKEN)
         if _is_same(address, file.read_text(encoding="utf-8").strip()) and _is_private(token):
             return {AUTH_MODE: "token", AUTH_TOKEN_PATH: str(token)}
     return {}
 
 
-def _age(file: Path) -> float:
-    return -file.stat().st_mtime  # the newest first
-
-
 def _is_same(address: str, recorded: str) -> bool:
-    """Whether HOST:PORT is the recorded one, also by a name of the host."""
+    """True if HOST:PORT is the recorded address, possibly by another name of the host."""
     (host, _, port), (known_host, _, known_port) = address.rpartition(":"), recorded.rpartition(":")
     if port != known_port or not host:
         return False
@@ -54,12 +51,11 @@ def _is_same(address: str, recorded: str) -> bool:
         found = socket.getaddrinfo(host.strip("[]"), None)
     except OSError:
         return False
-    addresses = {str(each[4][0]) for each in found}
+    addresses = {str(entry[4][0]) for entry in found}
     known = known_host.strip("[]")
-    if all(
-        ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses
-    ):  # a name of this machine
-        return known in {each.address for entries in psutil.net_if_addrs().values() for each in entries}
+    if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
+        # a name of this machine
+        return known in {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
     return known in addresses
 
 

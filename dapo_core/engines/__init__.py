@@ -1,1 +1,1 @@
-"""Inference engines with one interface: vLLM for accelerators and CPU, Hugging Face everywhere."""
+"""Inference engines behind one interface: vLLM on accelerators and CPUs, Hugging Face everywhere."""

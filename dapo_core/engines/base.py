@@ -1,4 +1,4 @@
-"""The interface of inference engines, and the checks that they share."""
+"""The inference engine interface and its shared checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which tokens a response is sampled among; at temperature 0 the likeliest each time, whatever the others."""
+    """Sampling parameters of a response; temperature 0 is greedy and ignores the others."""
 
     temperature: float
     top_p: float = 1.0
@@ -39,26 +39,26 @@ GREEDY = Sampling(0.0)
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to sample. `seed` alone decides its randomness, not what else is in the engine's batch.
+    """One response to sample; its randomness depends only on `seed`, not on other requests in the batch.
 
-    An aborted response continues from the tokens it has. Requests of different sampling may share a batch.
+    An aborted response resumes from its existing tokens. Requests with different sampling may share a batch.
     """
 
     request_id: str
     prompt_ids: Sequence[int]
     seed: int
-    response_ids: Sequence[int] = ()  # already sampled, possibly under older weights
+    response_ids: Sequence[int] = ()  # already sampled, possibly with older weights
     rollout_log_probs: Sequence[float] = ()  # of response_ids, from the weights that sampled them
     sampling: Sampling | None = None  # None: the engine's settings
 
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response, complete or cut short by an abort.
+    """One sampled response, complete or aborted.
 
-    `response_ids` starts with those of the request and includes the end-of-sequence token if the model emitted it.
-    `rollout_log_probs[t]` is the log-probability of `response_ids[t]` under the distribution that was sampled from
-    (after temperature), or, for a greedy response, under the model's own (temperature 1, all tokens).
+    `response_ids` starts with the request's and includes the end-of-sequence token if the model emitted it.
+    `rollout_log_probs[t]` is the log-probability of `response_ids[t]` under the sampling distribution (after
+    temperature, top_k and top_p), or for greedy responses under the model's own (temperature 1, all tokens).
     """
 
     request_id: str
@@ -75,22 +75,22 @@ class EngineSettings:
     max_model_tokens: int  # prompt + response
     max_response_tokens: int
     max_num_seqs: int  # sequences decoded at once
-    temperature: float  # this and the next two: of requests without a sampling of their own
+    temperature: float  # temperature, top_p and top_k are the defaults for requests without `sampling`
     top_p: float
     top_k: int  # -1: all
-    memory_bytes: int  # for the KV cache on a CPU
-    memory_utilization: float  # share of the device's memory on an accelerator
+    memory_bytes: int  # KV cache on a CPU
+    memory_utilization: float  # share of an accelerator's memory
     threads: int  # CPU threads
     trust_remote_code: bool = False  # run Python files of the model folder
-    tensor_parallel: int = 1  # processes, with a device each, that share each layer
-    pipeline_parallel: int = 1  # times as many processes, each such group with some of the layers
-    expert_parallel: bool = False  # processes hold whole experts, not rows of each
-    engine_args: Mapping[str, Any] = field(default_factory=dict)  # further arguments of vLLM's EngineArgs
+    tensor_parallel: int = 1  # processes, one per device, that share each layer
+    pipeline_parallel: int = 1  # pipeline stages of tensor_parallel processes each
+    expert_parallel: bool = False  # distribute whole experts over processes instead of splitting each
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # additional arguments of vLLM's EngineArgs
     sleep_level: int | None = None  # of vLLM's sleep mode; None: `sleep` frees nothing
 
     @property
     def num_parts(self) -> int:
-        """Processes of an engine."""
+        """Number of processes of the engine."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
@@ -100,51 +100,51 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class EnginePart:
-    """The place of a process in an engine; all parts meet at the address, which is on the last one's node."""
+    """A process's part of an engine; all parts rendezvous at the address, which is on the last part's node."""
 
-    rank: int  # 0 is the owner's
-    address: str  # file:///PATH or tcp://HOST:PORT; on a CPU the shared memory has the end of it as its name
+    rank: int  # 0 belongs to the owner
+    address: str  # file:///PATH or tcp://HOST:PORT; on a CPU its last component names the shared memory
 
 
 @dataclass
 class Row:
-    """A response that an engine is still sampling."""
+    """A response being sampled."""
 
     request: GenerationRequest
-    response_ids: list[int]  # those of the request, then the sampled ones
+    response_ids: list[int]  # the request's, followed by the sampled ones
     rollout_log_probs: list[float]
 
     def response(self, reason: FinishReason) -> Response:
-        """The response so far."""
+        """Return the response so far."""
         return Response(self.request.request_id, self.response_ids, self.rollout_log_probs, reason)
 
 
 class Engine(ABC):
     """Continuous-batching text generation with replaceable weights.
 
-    The owner calls `submit`, then `step` until the responses are returned. Not thread-safe: see engine_thread.
+    The owner calls `submit`, then `step` until all responses are returned. Not thread-safe: see engine_thread.
     """
 
-    keeps_weights = False  # loading keeps views of a tensor after it asks for the next
+    keeps_weights = False  # the loader keeps views of a tensor after requesting the next one
 
     def __init__(
         self, settings: EngineSettings, shapes: Mapping[str, tuple[int, ...]], optional: Collection[str]
     ) -> None:
-        """`shapes` are of all tensors by Hugging Face name; `optional` tensors are copies of others."""
-        from dapo_core.weight_transfer.proof import Loaded  # torch
+        """`shapes` maps all tensors by Hugging Face name; `optional` tensors are copies of others."""
+        from dapo_core.weight_transfer.proof import Loaded  # imports torch
 
         self.settings = settings
         self.policy_version = 0
-        self.loaded = Loaded(0, {})  # by receive_weights
-        self.inbox: Inbox | None = None  # of the weights that policy ranks send
+        self.loaded = Loaded(0, {})  # set by receive_weights
+        self.inbox: Inbox | None = None  # receives weights from policy ranks
         self._shapes = shapes
         self._optional = optional
         self._rows: dict[str, Row] = {}  # unfinished, by request id
-        self._asleep: frozenset[str] = NOTHING  # what the device does not hold, as named in `turns`
+        self._asleep: frozenset[str] = NOTHING  # states in `turns` that are not on the device
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests, each with a unique id; nothing is computed until `step`."""
-        self._require_awake("take requests", OF_ENGINES)
+        """Queue requests with unique ids; nothing is computed until `step`."""
+        self._require_awake("accept requests", OF_ENGINES)
         for request in requests:
             row = Row(request, list(request.response_ids), list(request.rollout_log_probs))
             self._queue(row)
@@ -152,27 +152,27 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self) -> list[Response]:
-        """Decode one token of each running sequence, prefill, or queue either; returns what responses finished."""
+        """Run one engine step, such as decoding a token of each running sequence; returns finished responses."""
 
     def num_unfinished(self) -> int:
-        """Requests that are neither returned nor aborted."""
+        """Return the number of requests neither returned nor aborted."""
         return len(self._rows)
 
     def num_unfinished_tokens(self) -> int:
-        """Response tokens of the unfinished requests, those they came with included; on any thread."""
+        """Return the response tokens of unfinished requests, including resumed ones; callable from any thread."""
         return sum(len(row.response_ids) for row in list(self._rows.values()))
 
     def abort(self, request_ids: Sequence[str]) -> list[Response]:
-        """Stop unfinished requests and return their partial responses; other ids are ignored."""
-        stopped = {name: self._rows.pop(name) for name in request_ids if name in self._rows}
-        self._drop(stopped)
-        return [row.response("abort") for row in stopped.values()]
+        """Abort unfinished requests and return their partial responses; unknown ids are ignored."""
+        aborted = {name: self._rows.pop(name) for name in request_ids if name in self._rows}
+        self._drop(aborted)
+        return [row.response("abort") for row in aborted.values()]
 
     def receive_weights(self, policy_version: int) -> None:
-        """Load the weights that policy ranks send, and record in `loaded` what the loader took.
+        """Load the weights that policy ranks send, and record their checksums in `loaded`.
 
-        Takes all buckets, even if loading fails: the ranks and other engines wait for that. Raises RolloutError as
-        `load_weights` does.
+        Receives all buckets even if loading fails, since the ranks and other engines wait for that. Raises
+        RolloutError like `load_weights`.
         """
         from dapo_core.weight_transfer.inbox import Delivery
         from dapo_core.weight_transfer.proof import Loaded
@@ -186,10 +186,10 @@ class Engine(ABC):
             self.loaded = Loaded(self.policy_version, delivery.checksums)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Replace all weights (Hugging Face names, full tensors) and drop every cached prefix.
+        """Replace all weights (Hugging Face names, full tensors) and clear the prefix cache.
 
-        Raises RolloutError while requests are unfinished, and for missing, unknown or misshapen tensors. Then the
-        weights are a mixture, and the policy version is the old one.
+        Raises RolloutError while requests are unfinished, and for missing, unknown or misshapen tensors. After
+        such an error, old and new weights are mixed and the policy version is unchanged.
         """
         self._require_idle("load weights")
         self._require_awake("load weights", {WEIGHTS})
@@ -197,7 +197,7 @@ class Engine(ABC):
         self.policy_version = policy_version
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
-        """Log-probabilities of given (prompt_ids, response_ids) pairs at temperature 1, one list [R] each.
+        """Return the log-probabilities of (prompt_ids, response_ids) pairs at temperature 1, a list [R] each.
 
         Raises RolloutError while requests are unfinished.
         """
@@ -206,23 +206,23 @@ class Engine(ABC):
         return self._log_probs(sequences)
 
     def sleep(self) -> None:
-        """Give the device's memory back, that of the weights and of keys and values.
+        """Free the device memory of weights and KV cache.
 
-        Raises RolloutError while requests are unfinished. What slept at level 2 comes back without its contents:
-        `load_weights` follows `wake`.
+        Raises RolloutError while requests are unfinished. Sleep level 2 discards the weights: call `load_weights`
+        after `wake`.
         """
         self._require_idle("sleep")
         self._sleep()
         self._asleep = OF_ENGINES
 
-    def wake(self, what: Collection[str]) -> None:
-        """Take memory again for the weights or for keys and values, as named in `turns`."""
-        self._wake([name for name in (WEIGHTS, KV_CACHE) if name in what])
-        self._asleep -= set(what)
+    def wake(self, states: Collection[str]) -> None:
+        """Allocate device memory for weights or KV cache again, named as in `turns`."""
+        self._wake([name for name in (WEIGHTS, KV_CACHE) if name in states])
+        self._asleep -= set(states)
 
     @abstractmethod
     def close(self) -> None:
-        """Free the model and end everything the engine started."""
+        """Free the model and end everything that the engine started."""
 
     @abstractmethod
     def _queue(self, row: Row) -> None:
@@ -234,35 +234,35 @@ class Engine(ABC):
 
     @abstractmethod
     def _replace_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Copy in weights that were checked."""
+        """Load weights that passed check_weights."""
 
     @abstractmethod
     def _sleep(self) -> None:
-        """Free the device's memory, if the kind of device allows it."""
+        """Free device memory, if the kind of device supports it."""
 
     @abstractmethod
-    def _wake(self, what: Sequence[str]) -> None:
-        """Take the memory again."""
+    def _wake(self, states: Sequence[str]) -> None:
+        """Allocate device memory again."""
 
     @abstractmethod
     def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
-        """`log_probs` of an idle engine."""
+        """Implement `log_probs` for an idle engine."""
 
-    def _require_idle(self, what: str) -> None:
+    def _require_idle(self, action: str) -> None:
         if self._rows:
             raise RolloutError(
-                f"cannot {what} while {len(self._rows)} requests are unfinished; finish or abort them first"
+                f"cannot {action} while {len(self._rows)} requests are unfinished; finish or abort them first"
             )
 
-    def _require_awake(self, what: str, needed: AbstractSet[str]) -> None:
-        if away := self._asleep & needed:
-            raise RolloutError(f"cannot {what} while the engine sleeps: {', '.join(sorted(away))} are not there")
+    def _require_awake(self, action: str, needed: AbstractSet[str]) -> None:
+        if asleep := self._asleep & needed:
+            raise RolloutError(f"cannot {action} while the engine sleeps: {', '.join(sorted(asleep))} not loaded")
 
 
 def build_engine(
     kind: Literal["vllm", "hf"], model_path: str | Path, settings: EngineSettings, seed: int, device: str = "cpu"
 ) -> Engine:
-    """An engine with the folder's weights. `device` is for Hugging Face; vLLM finds its own."""
+    """Build an engine with the folder's weights. `device` is for Hugging Face; vLLM selects its own."""
     if kind == "vllm":
         from dapo_core.engines.vllm_engine import VllmEngine
 
@@ -277,21 +277,21 @@ def check_weights(
     shapes: Mapping[str, tuple[int, ...]],
     optional: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the weights; raises RolloutError at the first that does not fit, and at the end if some are missing.
+    """Yield the weights; raises RolloutError at the first mismatch, and at the end if some are missing.
 
-    `shapes` holds every name the engine knows; `optional` ones may be missing.
+    `shapes` has every tensor of the engine; `optional` ones may be missing.
     """
     missing = set(shapes) - set(optional)
     for name, tensor in weights:
         if name not in shapes:
             raise RolloutError(
-                f"the engine's model has no tensor {name}; trainer and engine must hold the same architecture "
+                f"the engine's model has no tensor {name}; trainer and engine must use the same architecture "
                 "(model.path)"
             )
         if tuple(tensor.shape) != shapes[name]:
             raise RolloutError(
-                f"{name} has shape {tuple(tensor.shape)}, the engine's model needs {shapes[name]}; trainer "
-                "and engine must hold the same architecture (model.path)"
+                f"{name} has shape {tuple(tensor.shape)}, but the engine's model needs {shapes[name]}; trainer "
+                "and engine must use the same architecture (model.path)"
             )
         missing.discard(name)
         yield name, tensor
@@ -302,7 +302,7 @@ def check_weights(
 
 
 def read_eos_ids(model_path: str | Path) -> list[int]:
-    """The token ids that end a response, from generation_config.json, else config.json; raises ModelError."""
+    """Return the end-of-sequence ids from generation_config.json, else config.json; raises ModelError if none."""
     for name in ("generation_config.json", "config.json"):
         file = Path(model_path) / name
         eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None

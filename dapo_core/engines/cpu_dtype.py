@@ -1,6 +1,6 @@
-"""Whether this CPU runs vLLM's bfloat16 kernels, which are killed by SIGILL on some: tried once, in a child.
+"""Tests once, in a child process, whether this CPU runs vLLM's bfloat16 kernels; some die of SIGILL.
 
-`python -m dapo_core.engines.cpu_dtype FOLDER` is the child: two tokens of a tiny model without weights of its own.
+`python -m dapo_core.engines.cpu_dtype FOLDER` is the child: it decodes two tokens with a tiny random model.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ _TINY_MODEL = {
 
 
 def runs_bfloat16(cache: Path | None = None) -> bool:
-    """False where vLLM's bfloat16 kernels are killed on this CPU; remembered for it and these versions."""
+    """False if vLLM's bfloat16 kernels crash on this CPU; cached for this CPU and these versions."""
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dapo"
     file = folder / f"bfloat16-{_machine()}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / ".bfloat16-lock", waiting="which tries a kernel of this CPU"):
+    with locked(folder / ".bfloat16-lock", waiting="which is testing a kernel on this CPU"):
         if file.is_file():
             return bool(json.loads(file.read_text(encoding="utf-8")))
         exit_code = _exit_code()
-        is_killed = -exit_code in KERNEL_SIGNALS
-        if is_killed:
+        has_crashed = -exit_code in KERNEL_SIGNALS
+        if has_crashed:
             logger.warning(
-                "a bfloat16 kernel was killed by %s on this CPU; dtype auto is float32",
+                "a bfloat16 kernel crashed with %s on this CPU; dtype auto means float32",
                 signal.Signals(-exit_code).name,
             )
-        if is_killed or exit_code == 0:  # any other end says nothing of the kernels
-            write_atomically(file, json.dumps(not is_killed))
-        return not is_killed
+        if has_crashed or exit_code == 0:  # any other exit says nothing about the kernels
+            write_atomically(file, json.dumps(not has_crashed))
+        return not has_crashed
 
 
 def _machine() -> str:
-    """A digest of what decides: the CPU's instructions, and the versions of the kernels."""
+    """Return a digest of the CPU's instruction set and the versions of torch and vLLM."""
     flags = [
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
     ]
@@ -76,8 +76,8 @@ def _is_installed(name: str) -> bool:
 
 
 def _exit_code() -> int:
-    """The exit code of a child that decodes in bfloat16; minus the signal that killed it."""
-    logger.info("trying once whether this CPU runs vLLM's bfloat16 kernels: about a minute")
+    """Return the exit code of a child that decodes in bfloat16, or the negative signal that killed it."""
+    logger.info("testing once whether this CPU runs vLLM's bfloat16 kernels (about a minute)")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_TINY_MODEL))
         command = [sys.executable, "-m", "dapo_core.engines.cpu_dtype", folder]
@@ -85,7 +85,7 @@ def _exit_code() -> int:
 
 
 def main(folder: str) -> None:
-    """Decode two tokens in bfloat16, or die."""
+    """Decode two tokens in bfloat16."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
     from vllm import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""An engine on a thread of its own, which decodes whatever its owner does meanwhile."""
+"""Runs an engine on its own thread, so that it keeps decoding while its owner does other work."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ Result = TypeVar("Result")
 
 
 class EngineThread:
-    """An engine that decodes as long as it has requests; calls of it take turns with its steps.
+    """An engine that steps as long as it has requests; other calls run between steps.
 
-    All of it happens on one thread, construction included: torch keeps the device, the number of threads and the
-    compiler's settings per thread. An error of a step is raised by every later `submit`, `take` and `run`.
+    Everything runs on one thread, including construction: torch's device, thread count and compiler settings are
+    per thread. An error in a step is raised by every later `submit`, `take` and `run`.
     """
 
     def __init__(self, build: Callable[[], Engine], on_news: Callable[[], None]) -> None:
-        """Blocks until the engine is built. `on_news` is called on the thread when `take` has something to say."""
+        """Block until the engine is built. The thread calls `on_news` when `take` has responses or an error."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._on_news = on_news
         self._responses: SimpleQueue[Response] = SimpleQueue()
-        self._is_stepping = False  # of the thread alone
+        self._is_stepping = False  # accessed by the thread only
         self._last_step: Future[None] = Future()
         self._engine = self._thread.submit(build).result()
 
     @property
     def policy_version(self) -> int:
-        """Optimizer steps whose weights the engine holds."""
+        """Number of optimizer steps behind the engine's weights."""
         return self._engine.policy_version
 
     def num_unfinished(self) -> int:
-        """Requests that the engine has neither finished nor aborted."""
+        """Return the number of requests that are neither finished nor aborted."""
         return self._engine.num_unfinished()
 
     def num_unfinished_tokens(self) -> int:
-        """Response tokens of these so far."""
+        """Return the response tokens of unfinished requests so far."""
         return self._engine.num_unfinished_tokens()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests, all between the same two steps."""
+        """Queue requests, all before the next step."""
         self.run(lambda engine: engine.submit(requests))
 
     def take(self) -> list[Response]:
-        """The responses that finished since the last call."""
+        """Return the responses finished since the last call."""
         self._raise_failure()
         responses = []
         while True:
@@ -56,7 +56,7 @@ class EngineThread:
                 return responses
 
     def run(self, call: Callable[[Engine], Result]) -> Result:
-        """The result of `call`, made between two steps."""
+        """Run `call` between two steps and return its result."""
         return self._thread.submit(self._run, call).result()
 
     def close(self) -> None:

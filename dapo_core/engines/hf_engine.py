@@ -1,7 +1,7 @@
-"""Continuous batching over any transformers causal language model.
+"""Continuous batching for any transformers causal language model.
 
 Rows are aligned at their last token. New requests are prefilled in waves, each distinct prompt once, and then join
-the running rows. Finished rows are removed from the cache in batches.
+the running batch. Finished rows are removed from the cache in groups.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from dapo_core.parameter_names import file_views, tied_names
 from dapo_core.pretrained import load_causal_lm
 from dapo_core.turns import WEIGHTS
 
-PREFILL_TOKENS = 8192  # of one wave, padding included
-GROWTH_TOKENS = 64  # columns that a cache grows by
-WAVE_SHARE = 0.25  # share of free rows from which a new wave is worth its prefill
-FINISHED_SHARE = 0.25  # share of finished rows from which compacting is worth its copy
+PREFILL_TOKENS = 8192  # per wave, including padding
+GROWTH_TOKENS = 64  # columns by which a cache grows
+WAVE_SHARE = 0.25  # share of free rows that makes a prefill wave worthwhile
+FINISHED_SHARE = 0.25  # share of finished rows that makes compaction worthwhile
 _ROW_TENSORS = (
     "ids",
     "positions",
@@ -46,15 +46,16 @@ _ROW_TENSORS = (
 
 
 class _GrowingLayer(DynamicLayer):
-    """One layer's keys and values [N, heads, L, D], written into spare room instead of copied for each token.
+    """Keys and values [N, heads, L, D] of a layer, with spare capacity so that appending does not copy.
 
-    DynamicLayer's copies cost 14 % more CPU at 20 tokens a response, and more with longer ones.
+    DynamicLayer copies for each token, which costs 14 % more CPU at 20 tokens a response, and more for longer
+    ones.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    _key_room: torch.Tensor
-    _value_room: torch.Tensor
+    _key_buffer: torch.Tensor
+    _value_buffer: torch.Tensor
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -65,44 +66,44 @@ class _GrowingLayer(DynamicLayer):
             return self.keys, self.values
         start = self.keys.shape[-2]
         end = start + key_states.shape[-2]
-        if end > self._key_room.shape[-2]:
-            room = (0, 0, 0, end - start + GROWTH_TOKENS)
-            self._key_room = functional.pad(self.keys, room)
-            self._value_room = functional.pad(self.values, room)
-        self._key_room[:, :, start:end] = key_states
-        self._value_room[:, :, start:end] = value_states
-        self.keys = self._key_room[:, :, :end]
-        self.values = self._value_room[:, :, :end]
+        if end > self._key_buffer.shape[-2]:
+            padding = (0, 0, 0, end - start + GROWTH_TOKENS)
+            self._key_buffer = functional.pad(self.keys, padding)
+            self._value_buffer = functional.pad(self.values, padding)
+        self._key_buffer[:, :, start:end] = key_states
+        self._value_buffer[:, :, start:end] = value_states
+        self.keys = self._key_buffer[:, :, :end]
+        self.values = self._value_buffer[:, :, :end]
         return self.keys, self.values
 
     def replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Hold these keys and values, without spare room."""
-        self.keys = self._key_room = keys
-        self.values = self._value_room = values
+        """Set keys and values without spare capacity."""
+        self.keys = self._key_buffer = keys
+        self.values = self._value_buffer = values
 
     def select(self, rows: torch.Tensor, first_column: int = 0) -> None:
-        """Keep these rows, from the column on."""
+        """Keep only these rows and the columns from `first_column`."""
         keys, values = (part[:, :, first_column:].index_select(0, rows) for part in (self.keys, self.values))
         self.replace(keys, values)
 
 
 @dataclass
 class _Batch:
-    """Rows that are decoded together, all ending at the cache's last column; None where a row has finished."""
+    """Rows decoded together, all ending at the cache's last column; finished rows are None."""
 
     rows: list[Row | None]
     cache: Any  # of _GrowingLayer
-    ids: torch.Tensor  # [N], the newest tokens, not yet in the cache
-    positions: torch.Tensor  # [N], of those tokens
+    ids: torch.Tensor  # [N], newest tokens, not yet in the cache
+    positions: torch.Tensor  # [N], of the newest tokens
     prompt_lengths: torch.Tensor  # [N]
-    uniforms: torch.Tensor  # [N, R], the randomness of each response
-    sampling_numbers: torch.Tensor  # [N], places in the engine's list of samplings
+    uniforms: torch.Tensor  # [N, R], random numbers of each response
+    sampling_numbers: torch.Tensor  # [N], indices into the engine's list of samplings
 
     def num_live(self) -> int:
         return sum(row is not None for row in self.rows)
 
     def compact(self) -> None:
-        """Remove finished rows, and columns that no row needs."""
+        """Remove finished rows and unused columns."""
         live = torch.tensor([index for index, row in enumerate(self.rows) if row is not None])
         live = live.to(self.ids.device)
         self.rows = [row for row in self.rows if row is not None]
@@ -122,7 +123,7 @@ class _Batch:
 
 
 class HuggingFaceEngine(Engine):
-    """Generation with transformers: runs wherever torch does, and scales less well than vLLM."""
+    """Generation with transformers: runs wherever torch runs, but scales less well than vLLM."""
 
     def __init__(self, model_path: str | Path, settings: EngineSettings, device: str = "cpu") -> None:
         self._device = torch.device(device)
@@ -139,7 +140,7 @@ class HuggingFaceEngine(Engine):
         self._max_rows = min(settings.max_num_seqs, self._rows_that_fit())
         self._waiting: deque[Row] = deque()
         self._batch: _Batch | None = None
-        self._samplings: list[Sampling] = []  # those seen so far
+        self._samplings: list[Sampling] = []  # distinct samplings seen so far
 
     @torch.inference_mode()
     def step(self) -> list[Response]:
@@ -174,18 +175,18 @@ class HuggingFaceEngine(Engine):
     def _sleep(self) -> None:
         self._move(torch.device("cpu"))
 
-    def _wake(self, what: Sequence[str]) -> None:
-        if WEIGHTS in what:
+    def _wake(self, states: Sequence[str]) -> None:
+        if WEIGHTS in states:
             self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
         self._model.to(device)
-        self._views = self._by_file_name()  # of the tensors on the other device until now
+        self._views = self._by_file_name()
         if self._device.type != "cpu":
             getattr(torch, self._device.type).empty_cache()
 
     def _by_file_name(self) -> dict[str, torch.Tensor]:
-        """The model's parameters by the names of the files, tied ones under each of their names."""
+        """Return the model's parameters by file name, tied ones under each of their names."""
         names = self._file_names | tied_names(self._model).keys()
         views: dict[str, torch.Tensor] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
@@ -204,7 +205,7 @@ class HuggingFaceEngine(Engine):
         return results
 
     def _admit(self, num_free: int) -> list[Response]:
-        """Prefill one wave of waiting rows, sample their first tokens and add them to the batch."""
+        """Prefill a wave of waiting rows, sample their first tokens and add them to the batch."""
         rows, prompts = self._next_wave(num_free)
         numbers = torch.tensor([prompts[_tokens_so_far(row)] for row in rows], device=self._device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)
@@ -240,9 +241,9 @@ class HuggingFaceEngine(Engine):
         return finished
 
     def _next_wave(self, num_free: int) -> tuple[list[Row], dict[tuple[int, ...], int]]:
-        """The rows of one prefill from the head of the queue, and their distinct prompts with their numbers.
+        """Take the rows of one prefill from the queue; returns them and their distinct, numbered prompts.
 
-        The prompt of a continued response includes the tokens it has.
+        The prompt of a resumed response includes its existing tokens.
         """
         rows: list[Row] = []
         prompts: dict[tuple[int, ...], int] = {}
@@ -257,7 +258,7 @@ class HuggingFaceEngine(Engine):
         return rows, prompts
 
     def _decode(self, batch: _Batch) -> list[Response]:
-        """Decode one token of every row; returns the responses that finished."""
+        """Decode one token of every row; returns finished responses."""
         num_columns = batch.cache.get_seq_length() + 1
         columns = torch.arange(num_columns, device=self._device)
         logits = self._model(
@@ -272,7 +273,7 @@ class HuggingFaceEngine(Engine):
         return finished
 
     def _sample(self, batch: _Batch, logits: torch.Tensor) -> list[Response]:
-        """Sample each row's next token; returns the responses that finished."""
+        """Sample each row's next token; returns finished responses."""
         numbers = (batch.positions - batch.prompt_lengths).clamp(max=self.settings.max_response_tokens - 1)
         chances = batch.uniforms.gather(1, numbers.unsqueeze(-1)).squeeze(-1)
         batch.ids, log_probs = _sample_tokens(logits, chances, batch.sampling_numbers, self._samplings)
@@ -310,7 +311,7 @@ class HuggingFaceEngine(Engine):
         return torch.rand(self.settings.max_response_tokens, dtype=torch.float64, generator=generator)
 
     def _rows_that_fit(self) -> int:
-        """Sequences of full length whose keys and values fit into memory; raises RolloutError for none."""
+        """Return how many full-length sequences fit into the cache memory; raises RolloutError if none does."""
         config = self._model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -324,7 +325,7 @@ class HuggingFaceEngine(Engine):
         if num_rows < 1:
             raise RolloutError(
                 f"one sequence of {self.settings.max_model_tokens} tokens needs "
-                f"{token_bytes * self.settings.max_model_tokens} bytes of cache, and {available} are free; "
+                f"{token_bytes * self.settings.max_model_tokens} bytes of cache, but only {available} are free; "
                 f"raise {key} or lower rollout.max_response_tokens"
             )
         return num_rows
@@ -333,45 +334,41 @@ class HuggingFaceEngine(Engine):
 def _sample_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, numbers: torch.Tensor, samplings: Sequence[Sampling]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [N] and their log-probs [N] under the distribution sampled from.
+    """Sample from `logits` [N, V]; returns token ids [N] and their log-probs [N] under the sampling distribution.
 
-    Inverts the distribution's CDF at `uniforms` [N], float64 in [0, 1); `logits` [N, V]. `numbers` [N] says which
-    of the samplings each row has. A greedy row gets the likeliest token, with its log-prob at temperature 1.
+    Inverts the CDF at `uniforms` [N], float64 in [0, 1). `numbers` [N] selects each row's sampling. A greedy row
+    gets the most likely token and its log-prob at temperature 1.
     """
     logits = logits.float()
     present = numbers.unique().tolist()
     if len(present) == 1:
-        return _sample_alike(logits, uniforms, samplings[present[0]])
+        return _sample_rows(logits, uniforms, samplings[present[0]])
     ids, log_probs = torch.empty_like(numbers), torch.empty_like(logits[:, 0])
     for number in present:
         rows = numbers == number
-        ids[rows], log_probs[rows] = _sample_alike(logits[rows], uniforms[rows], samplings[number])
+        ids[rows], log_probs[rows] = _sample_rows(logits[rows], uniforms[rows], samplings[number])
     return ids, log_probs
 
 
-def _sample_alike(
+def _sample_rows(
     logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _likeliest(logits) if sampling.is_greedy else _drawn(logits, uniforms, sampling)
+    if sampling.is_greedy:
+        log_probs = logits.log_softmax(dim=-1)
+        ids = logits.argmax(dim=-1)
+    else:
+        log_probs = _filter_logits(logits / sampling.temperature, sampling.top_k, sampling.top_p).log_softmax(
+            dim=-1
+        )
+        cumulative = log_probs.double().exp().cumsum(dim=-1)
+        # Rounding must not raise the target to the total, which is outside every token's interval.
+        targets = uniforms * cumulative[:, -1] * (1 - 2**-52)
+        ids = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
+    return ids, log_probs.gather(1, ids.unsqueeze(-1)).squeeze(-1)
 
 
-def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = logits.argmax(dim=-1)
-    return ids, _chosen(logits.log_softmax(dim=-1), ids)
-
-
-def _drawn(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = _keep_likeliest(logits / sampling.temperature, sampling.top_k, sampling.top_p)
-    log_probs = logits.log_softmax(dim=-1)
-    cumulative = log_probs.double().exp().cumsum(dim=-1)
-    # Rounding must not raise the target to the total, which is in no token's interval.
-    targets = uniforms * cumulative[:, -1] * (1 - 2**-52)
-    ids = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
-    return ids, _chosen(log_probs, ids)
-
-
-def _keep_likeliest(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Logits with -inf outside the `top_k` likeliest tokens, then outside the smallest set of mass `top_p`."""
+def _filter_logits(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Set logits to -inf outside the `top_k` most likely tokens, then outside the smallest set of mass `top_p`."""
     if 0 < top_k < logits.shape[-1]:
         lowest = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < lowest, -torch.inf)
@@ -383,15 +380,11 @@ def _keep_likeliest(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Ten
     return logits
 
 
-def _chosen(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return log_probs.gather(1, ids.unsqueeze(-1)).squeeze(-1)
-
-
 def _tokens_so_far(row: Row) -> tuple[int, ...]:
     return (*row.request.prompt_ids, *row.response_ids)
 
 
 def _stack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Both tensors [N, heads, L, D] along N, the shorter padded at the front of L."""
+    """Concatenate tensors [N, heads, L, D] along N, with the shorter one padded at the front of L."""
     length = max(first.shape[-2], second.shape[-2])
     return torch.cat([functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in (first, second)])

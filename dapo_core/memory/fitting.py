@@ -1,4 +1,4 @@
-"""The smallest change of keys with which a training fits its devices."""
+"""Finds the smallest change of keys that makes a training fit its devices."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from dapo_core.memory.devices import GIB
-from dapo_core.memory.engine import engine_memory
+from dapo_core.memory.engine import engine_memory, longest_sequence
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
     from dapo_core.memory.plan import MemoryPlan
     from dapo_core.memory.shape import ModelShape
 
-Change = Mapping[str, Any]  # new values of keys
+Change = Mapping[str, Any]  # new values by key
 Root = TypeVar("Root", bound="TrainingConfig")
 UTILIZATIONS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 NUM_PASSES = 2
-ROOM = 1.1  # of the keys and values that one longest sequence takes on a CPU
+CPU_CACHE_FACTOR = 1.1  # times the KV cache of one sequence of maximum length
 
 
 def smallest_change(
     config: TrainingConfig, shape: ModelShape, plan: Callable[[TrainingConfig], MemoryPlan]
 ) -> Change | None:
-    """The change that makes the plan fit, with as few keys as an ordered search finds; None if none does.
+    """Return a change with few keys that makes the plan fit, or None if no change does.
 
-    First each lever alone, from the one that costs the least time on. Then one after the other, at last those that
-    take more devices, of which what turns out not to be needed is dropped.
+    Tries each lever alone first, cheapest in time first. Then combines levers in order, those that need more
+    devices last, and drops the ones that turn out to be unnecessary.
     """
 
     def excess(change: Change) -> int:
@@ -43,13 +43,13 @@ def smallest_change(
             return False
         return True
 
-    levers = [[_new(config, one) for one in lever(config, shape)] for lever in (*_LEVERS, *_MORE_DEVICES)]
-    options = [[one for one in lever if is_allowed(one)] for lever in levers]
+    levers = [[_new(config, change) for change in lever(config, shape)] for lever in (*_LEVERS, *_MORE_DEVICES)]
+    options = [[change for change in lever if is_allowed(change)] for lever in levers]
     for option in (option for lever in options[: len(_LEVERS)] for option in lever):
         if excess(option) == 0:
             return option
     taken: list[Change] = []
-    for lever in options * NUM_PASSES:  # a value that was best at first may be too much later
+    for lever in options * NUM_PASSES:  # an early choice may turn out to be too much
         left = [(excess(_merged([*taken, option])), number) for number, option in enumerate(lever)]
         best = next((number for over, number in left if over == 0), min(left, default=(0, 0))[1])
         if left and left[best][0] < excess(_merged(taken)) and is_allowed(_merged([*taken, lever[best]])):
@@ -64,7 +64,7 @@ def smallest_change(
 
 
 def changed(config: Root, change: Change) -> Root:
-    """The configuration with other values of keys, unchecked."""
+    """Return the configuration with the new values, without validation."""
     for name, value in change.items():
         section, _, key = name.partition(".")
         part = getattr(config, section).model_copy(update={key: value})
@@ -73,12 +73,12 @@ def changed(config: Root, change: Change) -> Root:
 
 
 def describe(change: Change) -> str:
-    """The change as options of a command."""
+    """Format the change as command line options."""
     return " ".join(f"--set {name}={str(value).lower()}" for name, value in change.items())
 
 
 def _new(config: TrainingConfig, change: Change) -> Change:
-    """The values that are not the configuration's already."""
+    """Return only the values that differ from the configuration."""
     return {name: value for name, value in change.items() if attrgetter(name)(config) != value}
 
 
@@ -87,16 +87,16 @@ def _merged(changes: list[Change]) -> Change:
 
 
 def _excess(plan: MemoryPlan) -> int:
-    """Bytes that do not fit, over all kinds of devices; 0 if all fits."""
+    """Return the bytes that do not fit, over all kinds of devices; 0 if everything fits."""
     over = sum(max(load.peak_bytes - load.limit_bytes, 0) for load in plan.loads if load.limit_bytes is not None)
     cache = plan.engine.cache
     return over + (0 if cache is None else max(plan.engine.sequence_bytes - cache, 0))
 
 
 def _switches(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
-    for key, wanted in (("gradient_checkpointing", True), ("reshard_after_forward", True)):
-        if getattr(config.train, key) != wanted:
-            yield {f"train.{key}": wanted}
+    for key in ("gradient_checkpointing", "reshard_after_forward"):
+        if not getattr(config.train, key):
+            yield {f"train.{key}": True}
 
 
 def _logits(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
@@ -107,7 +107,7 @@ def _logits(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
 
 def _micro_batch(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
     train = config.train
-    longest = -(-_longest(config) // train.sequence_parallel)
+    longest = -(-longest_sequence(config) // train.sequence_parallel)
     for num_sequences in (8, 4, 3, 2, 1):
         if num_sequences * longest < train.micro_batch_tokens:
             yield {"train.micro_batch_tokens": num_sequences * longest}
@@ -116,9 +116,9 @@ def _micro_batch(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
 def _utilization(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
     rollout = config.rollout
     if config.train.device == "cpu":
-        # Of vLLM's cache alone; the Hugging Face engine's grows with its sequences.
-        one = engine_memory(config, shape, None).sequence_bytes
-        yield {"rollout.memory_gigabytes": round(one * ROOM / GIB + 0.005, 2)}
+        # Only vLLM's cache has a fixed size; the Hugging Face engine's grows with its sequences.
+        sequence_bytes = engine_memory(config, shape, None).sequence_bytes
+        yield {"rollout.memory_gigabytes": round(sequence_bytes * CPU_CACHE_FACTOR / GIB + 0.005, 2)}
         return
     nearest = sorted(UTILIZATIONS, key=lambda share: abs(share - rollout.memory_utilization))
     for share in nearest:
@@ -151,12 +151,12 @@ def _sequence_parallel(config: TrainingConfig, shape: ModelShape) -> Iterator[Ch
     train, parts = config.train, config.train.sequence_parallel
     for number in (2 * parts, 4 * parts, 8 * parts):
         if train.num_ranks % number == 0 and shape.heads % number == 0:
-            tokens = min(train.micro_batch_tokens, -(-_longest(config) // number))
+            tokens = min(train.micro_batch_tokens, -(-longest_sequence(config) // number))
             yield {"train.sequence_parallel": number, "train.micro_batch_tokens": tokens}
 
 
 def _tensor_parallel(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
-    """More devices for each engine, of as many devices in all."""
+    """Give each engine more devices, with the same number of devices in total."""
     rollout = config.rollout
     for factor, change in _wider_engines(config, shape):
         if rollout.num_workers % factor == 0:
@@ -164,7 +164,7 @@ def _tensor_parallel(config: TrainingConfig, shape: ModelShape) -> Iterator[Chan
 
 
 def _wider_engines(config: TrainingConfig, shape: ModelShape) -> Iterator[tuple[int, Change]]:
-    """Engines over 2, 4 and 8 times as many devices, of which they take as much as now, or another share."""
+    """Yield factors 2, 4 and 8 for the devices per engine, with the current and other memory shares."""
     rollout = config.rollout
     shares = (rollout.memory_utilization, *UTILIZATIONS)
     for factor, share in itertools.product((2, 4, 8), shares if config.train.device != "cpu" else shares[:1]):
@@ -190,11 +190,7 @@ def _more_engine_devices(config: TrainingConfig, shape: ModelShape) -> Iterator[
         yield from (change for _, change in _wider_engines(config, shape))
 
 
-def _longest(config: TrainingConfig) -> int:
-    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
-
-
-# From what costs the least time on.
+# Cheapest in time first.
 _LEVERS = (
     _switches,
     _logits,

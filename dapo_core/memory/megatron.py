@@ -1,7 +1,7 @@
-"""What a rank of verl's Megatron training holds on its device in each phase: docs/memory.md has the formulas.
+"""Memory of a rank in verl's Megatron training by phase; docs/memory.md explains the formulas.
 
-Megatron's mixed precision: bfloat16 weights, float32 gradients, and a distributed optimizer with a float32 copy
-and two moments. Experts are taken to get equally many tokens. Nothing of it was compared with a device.
+Assumes Megatron's mixed precision (bfloat16 weights, float32 gradients, a distributed optimizer with a float32
+copy and two moments) and equally loaded experts. Not verified on a device.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from dapo_core.memory.engine import longest_sequence
 from dapo_core.memory.rank import layer_bytes
 
 if TYPE_CHECKING:
@@ -19,34 +20,34 @@ if TYPE_CHECKING:
     from dapo_core.memory.shape import ModelShape
     from interop.render.megatron import Splits
 
-WEIGHT, GRADIENT, STATE = 2, 4, 12  # bytes of a parameter; STATE: a float32 copy and two moments
-LOGITS_SCORED, LOGITS_TRAINED = 10, 14  # bytes of a logit: bfloat16 and float32, exponentials; gradients too
+WEIGHT, GRADIENT, STATE = 2, 4, 12  # bytes per parameter; STATE: a float32 copy and two moments
+LOGITS_SCORED, LOGITS_TRAINED = 10, 14  # bytes per logit: bfloat16, float32 and exponentials; plus gradients
 
-Part = tuple[str, int, int]  # what, bytes on the device, bytes on the host
+Part = tuple[str, int, int]  # name, bytes on the device, bytes on the host
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The parts of a rank's memory in one pipeline stage."""
+    """Memory parts of a rank in one pipeline stage."""
 
     weights: int
     gradients: int
     optimizer: int
-    host_optimizer: int  # what steps on the host
+    host_optimizer: int  # optimizer state kept and stepped on the host
     reference: int
-    scoring: int  # activations of a pass without gradient
+    scoring: int  # activations of a forward-only pass
     scoring_logits: int
     activations: int
     logits: int
 
     @property
     def peak(self) -> int:
-        """What the update takes with everything on the device."""
+        """Memory of the update with everything on the device."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits
 
 
 def largest_stage(config: TrainingConfig, shape: ModelShape, splits: Splits) -> StageMemory:
-    """The pipeline stage whose ranks need most for the update."""
+    """Return the pipeline stage that needs the most memory for the update."""
     stages = splits.stages(len(shape.layers))
     first = [sum(stages[:number]) for number in range(len(stages))]
     found = [
@@ -65,13 +66,13 @@ def _stage(config: TrainingConfig, shape: ModelShape, splits: Splits, number: in
                 experts += prod(tensor) // (splits.expert * splits.expert_tensor_size)
             elif len(tensor) == 2 and tensor[0] != shape.num_experts:
                 dense += prod(tensor) // splits.tensor
-            else:  # norms and the router, which every rank has whole
+            else:  # norms and the router are replicated
                 dense += prod(tensor)
     table = shape.vocabulary * shape.hidden // splits.tensor
     dense += table * (is_first or (is_last and shape.is_tied)) + table * (is_last and not shape.is_tied)
     states = STATE * (dense // (splits.data * splits.context) + experts // splits.expert_data)
-    tokens = max(config.train.micro_batch_tokens, -(-_longest(config) // splits.context))
-    stream = WEIGHT * shape.hidden * tokens // splits.tensor  # sequence parallelism splits it too
+    tokens = max(config.train.micro_batch_tokens, -(-longest_sequence(config) // splits.context))
+    stream = WEIGHT * shape.hidden * tokens // splits.tensor  # split by sequence parallelism
     one_layer = tokens * layer_bytes(config, shape) // splits.tensor
     in_flight = splits.pipeline - number
     kept = len(layers) * (stream if splits.recomputes else one_layer) * in_flight
@@ -89,23 +90,19 @@ def _stage(config: TrainingConfig, shape: ModelShape, splits: Splits, number: in
     )
 
 
-def _longest(config: TrainingConfig) -> int:
-    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
-
-
 def parts_of(stage: StageMemory, train: TrainConfig, phase: str, bucket: int) -> Iterator[Part]:
-    """What a rank holds in a phase. verl keeps on the device what no offload key sends away."""
+    """Yield what a rank holds in a phase; verl keeps everything on the device that is not offloaded."""
     on_weights = not train.offload_parameters or phase in ("anchor", "update", "publish")
     on_gradients = not train.offload_parameters or phase == "update"
     on_optimizer = not train.offload_optimizer or phase == "update"
     on_reference = not train.offload_parameters or phase == "anchor"
-    for what, size, is_on in (
+    for name, size, is_on in (
         ("weights", stage.weights, on_weights),
         ("optimizer", stage.optimizer, on_optimizer),
         ("reference model", stage.reference, on_reference),
     ):
-        yield (what, size, 0) if is_on else (what, 0, size)
-    yield "gradients", stage.gradients * on_gradients, 0  # offloading drops them
+        yield (name, size, 0) if is_on else (name, 0, size)
+    yield "gradients", stage.gradients * on_gradients, 0  # dropped when offloading
     yield "optimizer on the host", 0, stage.host_optimizer
     if phase == "anchor":
         yield "activations", stage.scoring, 0

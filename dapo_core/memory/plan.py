@@ -1,4 +1,4 @@
-"""The memory plan of a training: what each role holds on its devices in each phase, the peak and the limit."""
+"""The memory plan: what each role holds on its devices in each phase, the peaks and the limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dapo_core.device import device_for
 from dapo_core.memory.devices import GIB, Limit
-from dapo_core.memory.engine import EngineMemory, engine_memory
+from dapo_core.memory.engine import EngineMemory, engine_memory, longest_sequence
 from dapo_core.memory.megatron import StageMemory, largest_stage, parts_of
 from dapo_core.memory.rank import MASTER, MOMENTS, RankMemory, rank_memory
 from dapo_core.turns import GRADIENTS, KV_CACHE, OF_ENGINES, OPTIMIZER, WEIGHTS, Holding, holdings
@@ -21,18 +21,17 @@ if TYPE_CHECKING:
 
 PHASES = ("generate", "anchor", "update", "publish", "checkpoint")
 RANK, ENGINE, OTHERS = "rank", "engine", "trainer, Ray and scorers"
-# Assumed of a process on an accelerator: its context, and the buffers of its collectives.
-CONTEXT_BYTES = GIB
-SLACK = 0.05  # of a rank's tensors, assumed: freed blocks that torch's allocator cannot use again
-# Measured on a CPU: resident memory of a process that has imported what it needs.
+CONTEXT_BYTES = GIB  # assumed per process on an accelerator: context and collective buffers
+SLACK = 0.05  # assumed share of a rank's tensors: freed blocks that torch's allocator cannot reuse
+# Measured on a CPU: resident memory of a process after its imports.
 PROCESS_BYTES = {"rank": int(0.45 * GIB), "vllm": int(0.8 * GIB), "hf": int(0.45 * GIB)}
 OTHERS_BYTES, SCORER_BYTES = GIB, int(0.1 * GIB)
-MERGED = 4  # bytes of a parameter of a merged model, at most
+MERGED = 4  # bytes per parameter of a merged model, at most
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a role holds on each of its devices, and on the host for each of them, in a phase."""
+    """Memory of one kind that a role holds in a phase, on each device and on the host per device."""
 
     phase: str
     role: str
@@ -43,11 +42,11 @@ class Use:
 
 @dataclass(frozen=True)
 class Load:
-    """A kind of device with its roles and its fullest phase; on a CPU the machine with all processes."""
+    """A kind of device with its roles and peak phase; on a CPU the whole machine."""
 
     name: str
     num_devices: int
-    processes: Mapping[str, int]  # of each role, on one device
+    processes: Mapping[str, int]  # processes per device, by role
     phase: str
     peak_bytes: int
     limit_bytes: int | None  # None: unknown
@@ -60,11 +59,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes that a training and the stages after it leave in the store at most."""
+    """Maximum bytes that a training and the stages after it leave in the store."""
 
-    checkpoint: int  # one
-    num_checkpoints: int  # kept, and one while it is written
-    merged: int  # one merged model
+    checkpoint: int  # bytes of one checkpoint
+    num_checkpoints: int  # kept, plus one being written
+    merged: int  # bytes of one merged model
     num_merged: int
 
     @property
@@ -74,7 +73,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The whole plan."""
+    """The complete plan."""
 
     num_parameters: int
     limit: Limit
@@ -83,26 +82,26 @@ class MemoryPlan:
     rank: RankMemory | None  # None under Megatron
     engine: EngineMemory
     num_engines: int
-    longest: int  # tokens of a sequence
+    longest: int  # tokens of the longest sequence
     disk: Disk
-    host_bytes: int  # of all ranks and engines beside their devices, in the fullest phase
+    host_bytes: int  # host memory of all ranks and engines in the peak phase
 
     @property
     def shortages(self) -> list[str]:
-        """What does not fit, with numbers; empty if all fits or nothing is known of the devices."""
-        found = [
-            f"{load.name}: {load.peak_bytes / GIB:.1f} GiB in phase {load.phase}, and it has "
+        """What does not fit, with numbers; empty if everything fits or the devices are unknown."""
+        shortages = [
+            f"{load.name} needs {load.peak_bytes / GIB:.1f} GiB in phase {load.phase}, but has "
             f"{load.limit_bytes / GIB:.1f}"
             for load in self.loads
             if load.limit_bytes is not None and not load.fits
         ]
         if self.engine.num_sequences == 0:
             assert self.engine.cache is not None
-            found.append(
-                f"an engine has {max(self.engine.cache, 0) / GIB:.2f} GiB on a device for keys and values, and "
-                f"one sequence of {self.longest} tokens takes {self.engine.sequence_bytes / GIB:.2f}"
+            shortages.append(
+                f"an engine has {max(self.engine.cache, 0) / GIB:.2f} GiB of KV cache per device, but one "
+                f"sequence of {self.longest} tokens needs {self.engine.sequence_bytes / GIB:.2f}"
             )
-        return found
+        return shortages
 
 
 def plan_memory(
@@ -112,13 +111,13 @@ def plan_memory(
     merged_steps: Collection[int] = (),
     splits: Splits | None = None,
 ) -> MemoryPlan:
-    """The plan for devices of that size; on a CPU it is the machine's memory.
+    """Plan the memory for devices of that size; on a CPU `limit` is the machine's memory.
 
-    merged_steps: those of evaluate.checkpoints, which are kept, and merged beside the last. splits: those of
-    verl's Megatron, in place of our own FSDP2.
+    `merged_steps` are those of evaluate.checkpoints, which are kept, and merged besides the last one. `splits` are
+    verl's Megatron parallelism, in place of this project's FSDP2.
     """
     engine = engine_memory(config, shape, limit.num_bytes)
-    # One is sent while the next is gathered, and loaded while the next arrives.
+    # A bucket is sent while the next is gathered, and loaded while the next arrives.
     bucket = max(config.train.weight_bucket_bytes, engine.item_bytes * shape.largest_tensor)
     bucket = min(bucket, engine.item_bytes * shape.num_parameters)
     if splits is None:
@@ -132,7 +131,6 @@ def plan_memory(
         + config.rollout.num_devices * _total(uses, phase, {ENGINE: 1}, "host_bytes")
         for phase in PHASES
     ]
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return MemoryPlan(
         num_parameters=shape.num_parameters,
         limit=limit,
@@ -141,14 +139,14 @@ def plan_memory(
         rank=rank_memory(config, shape) if splits is None else None,
         engine=engine,
         num_engines=config.rollout.num_workers,
-        longest=longest,
+        longest=longest_sequence(config),
         disk=disk_plan(config, shape.num_parameters, merged_steps),
         host_bytes=max(hosts),
     )
 
 
 def disk_plan(config: TrainingConfig, num_parameters: int, merged_steps: Collection[int] = ()) -> Disk:
-    """Checkpoints, of which one more exists while it is written, and merged models."""
+    """Plan the disk space for checkpoints, including one being written, and merged models."""
     keep = config.checkpoint
     num_kept = keep.keep_last + keep.keep_best + len({*keep.keep_steps, *merged_steps})
     reference = device_for(config.train.device).item_bytes(config.train.dtype) * is_reference_kept(config)
@@ -161,7 +159,7 @@ def disk_plan(config: TrainingConfig, num_parameters: int, merged_steps: Collect
 
 
 def is_reference_kept(config: TrainingConfig) -> bool:
-    """Whether checkpoints hold the reference model, which changes."""
+    """True if checkpoints contain the reference model because it is refreshed."""
     return config.algorithm.kl.place != "off" and config.algorithm.kl.refresh_every > 0
 
 
@@ -178,7 +176,7 @@ def _rank_uses(config: TrainingConfig, rank: RankMemory, bucket: int) -> list[Us
         "anchor": scoring,
         "update": [
             ("gathered weights", rank.update_weights, 0),
-            ("whole gradients and buffers", rank.update_gradients, 0),
+            ("full gradients and buffers", rank.update_gradients, 0),
             ("gloo's copies", rank.update_copies, 0),
             ("activations", rank.update_activations, rank.host_activations),
             ("logits", rank.update_logits, 0),
@@ -208,24 +206,24 @@ def _megatron_uses(config: TrainingConfig, stage: StageMemory, bucket: int) -> l
 
 
 def _states(train: TrainConfig, rank: RankMemory, phase: str) -> Iterator[tuple[str, int, int]]:
-    """What lasts between phases, on the device and on the host."""
+    """Yield what a rank keeps between phases, on the device and on the host."""
     is_cpu, held = train.device == "cpu", _holding(train, phase).ranks
     states = [
         ("weights", WEIGHTS, rank.weights),
-        ("gradients", GRADIENTS if train.is_colocated else WEIGHTS, rank.gradients),  # which move with weights
+        ("gradients", GRADIENTS if train.is_colocated else WEIGHTS, rank.gradients),  # else move with weights
         ("optimizer", OPTIMIZER, rank.optimizer),
         ("reference model", WEIGHTS, rank.reference),
     ]
-    for what, name, size in states:
-        is_dropped = name not in held and (name == GRADIENTS or (is_cpu and train.is_colocated))  # or in a file
+    for label, name, size in states:
+        is_dropped = name not in held and (name == GRADIENTS or (is_cpu and train.is_colocated))  # or spilled
         if is_dropped:
             continue
         if is_cpu or (name in held and not train.offload_shards):
-            yield what, size, 0
-        elif what == "optimizer":  # which stays where it was made under offload_shards, in pageable memory
-            yield what, 0, size if train.offload_shards else 2 * rank.pinned
+            yield label, size, 0
+        elif label == "optimizer":  # under offload_shards it stays in pageable host memory
+            yield label, 0, size if train.offload_shards else 2 * rank.pinned
         else:
-            yield what, 0, size if what == "reference model" else rank.pinned
+            yield label, 0, size if label == "reference model" else rank.pinned
 
 
 def _holding(train: TrainConfig, phase: str) -> Holding:
@@ -239,7 +237,7 @@ def _engine_uses(config: TrainingConfig, engine: EngineMemory, bucket: int) -> l
     process = PROCESS_BYTES[config.rollout.engine] if is_cpu else CONTEXT_BYTES
     uses = []
     for phase in PHASES:
-        held = OF_ENGINES if is_cpu else _holding(train, phase).engines  # an engine on a CPU cannot sleep
+        held = OF_ENGINES if is_cpu else _holding(train, phase).engines  # engines on a CPU cannot sleep
         is_awake = KV_CACHE in held
         parts = [
             ("weights", engine.weights, 0) if WEIGHTS in held else ("weights", 0, engine.weights * keeps_weights),
@@ -259,7 +257,7 @@ def _other_uses(config: TrainingConfig, bucket: int) -> list[Use]:
         return []
     scorers = config.rollout.num_workers * config.reward.num_processes * SCORER_BYTES
     processes = [Use(phase, OTHERS, "process", OTHERS_BYTES + scorers) for phase in PHASES]
-    return [*processes, Use("publish", OTHERS, "weights being sent", 2 * bucket)]  # in memory that all map
+    return [*processes, Use("publish", OTHERS, "weights being sent", 2 * bucket)]  # in shared memory
 
 
 def _loads(config: TrainingConfig, uses: Sequence[Use], device_bytes: int | None) -> list[Load]:

@@ -1,4 +1,4 @@
-"""config.json, as far as the memory plan reads it, of models that need not be here."""
+"""The fields of published models' config.json that the memory plan reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
-_QWEN25 = {"model_type": "qwen2"}
 _FIELDS = (
     "hidden_size",
     "intermediate_size",
@@ -21,21 +20,23 @@ def _qwen3(*values: int) -> dict[str, Any]:
 
 
 def _qwen25(vocabulary: int, key_heads: int, *values: int) -> dict[str, Any]:
-    kept = {"vocab_size": vocabulary, "num_key_value_heads": key_heads}
-    return {**_QWEN25, **kept, **dict(zip(_FIELDS, values, strict=True))}
+    family = {"model_type": "qwen2", "vocab_size": vocabulary, "num_key_value_heads": key_heads}
+    return {**family, **dict(zip(_FIELDS, values, strict=True))}
 
 
-_QWEN3_30B_A3B: Mapping[str, Any] = {
-    **_QWEN3,
-    "model_type": "qwen3_moe",
-    "num_key_value_heads": 4,
-    **dict(zip(_FIELDS, (2048, 6144, 48, 32, False), strict=True)),
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "decoder_sparse_step": 1,
-}
-# From their pages on the hubs. Base models have the configuration of their instruction-tuned siblings.
+def _qwen3_moe(expert_intermediate: int, *values: int) -> dict[str, Any]:
+    return {
+        **_qwen3(*values),
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": expert_intermediate,
+        "decoder_sparse_step": 1,
+    }
+
+
+# From the model hubs. Base models have the same configuration as their instruction-tuned variants.
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, True),
     "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, True),
@@ -43,18 +44,10 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-8B": _qwen3(4096, 12288, 36, 32, False),
     "Qwen3-14B": _qwen3(5120, 17408, 40, 40, False),
     "Qwen3-32B": _qwen3(5120, 25600, 64, 64, False),
-    "Qwen3-30B-A3B": _QWEN3_30B_A3B,
-    "Qwen3-VL-30B-A3B": _QWEN3_30B_A3B,  # its language model; the 0.6 B of the vision tower are not counted
-    "Qwen3-235B-A22B": {
-        **_QWEN3,
-        "model_type": "qwen3_moe",
-        "num_key_value_heads": 4,
-        **dict(zip(_FIELDS, (4096, 12288, 94, 64, False), strict=True)),
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 1536,
-        "decoder_sparse_step": 1,
-    },
+    "Qwen3-30B-A3B": _qwen3_moe(768, 2048, 6144, 48, 32, False),
+    # The language model alone: the 0.6 B parameters of the vision tower are not counted.
+    "Qwen3-VL-30B-A3B": _qwen3_moe(768, 2048, 6144, 48, 32, False),
+    "Qwen3-235B-A22B": _qwen3_moe(1536, 4096, 12288, 94, 64, False),
     "Qwen2.5-0.5B": _qwen25(151936, 2, 896, 4864, 24, 14, True),
     "Qwen2.5-1.5B": _qwen25(151936, 2, 1536, 8960, 28, 12, True),
     "Qwen2.5-3B": _qwen25(151936, 2, 2048, 11008, 36, 16, True),
@@ -62,13 +55,13 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen2.5-14B": _qwen25(152064, 8, 5120, 13824, 48, 40, False),
     "Qwen2.5-32B": _qwen25(152064, 8, 5120, 27648, 64, 40, False),
     "Qwen2.5-72B": _qwen25(152064, 8, 8192, 29568, 80, 64, False),
-    "Qwen2.5-VL-7B": _qwen25(152064, 4, 3584, 18944, 28, 28, False),  # its language model, as above
+    "Qwen2.5-VL-7B": _qwen25(152064, 4, 3584, 18944, 28, 28, False),  # the language model alone
 }
 
 
 def published_config(name: str) -> Mapping[str, Any] | None:
-    """config.json of a published model by the last part of its id or folder; None for others."""
+    """Return a published model's config.json fields by the last part of its id or folder, None if unknown."""
     last = name.rstrip("/").rpartition("/")[2].lower()
-    for ending in ("-instruct", "-base", "-instruct-2507", "-thinking-2507"):
-        last = last.removesuffix(ending)
-    return next((config for known, config in PUBLISHED.items() if known.lower() == last), None)
+    for suffix in ("-instruct", "-base", "-instruct-2507", "-thinking-2507"):
+        last = last.removesuffix(suffix)
+    return next((config for model, config in PUBLISHED.items() if model.lower() == last), None)

@@ -1,8 +1,8 @@
-"""What a policy rank holds on its device in each phase, in bytes: docs/memory.md has the formulas in words.
+"""Memory of a policy rank by phase, in bytes; docs/memory.md explains the formulas.
 
-n tokens of a micro-batch on the device, c bytes of a number in the compute precision, h, a, k, i, V as ModelShape
-has them. The lifetimes are those of FSDP2 in torch 2.13, torch.optim.AdamW with foreach, and transformers' decoder
-layers under non-reentrant checkpoints.
+Symbols: n tokens of a micro-batch on the device, c bytes per element in the compute dtype; h, a, k, i, V as in
+ModelShape. Lifetimes follow FSDP2 in torch 2.13, torch.optim.AdamW with foreach, and transformers' decoder layers
+with non-reentrant checkpointing.
 """
 
 from __future__ import annotations
@@ -11,54 +11,52 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dapo_core.device import device_for
+from dapo_core.memory.engine import longest_sequence
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
     from dapo_core.memory.shape import ModelShape
 
-MASTER, GRADIENT, MOMENTS = 4, 4, 8  # bytes of a parameter: float32, as dapo_core/policy/model.py loads them
-FOREACH = 4  # bytes of a parameter: the square roots of AdamW's second moments, all at once
-LOGITS_SCORED, LOGITS_ENTROPY = (
-    8,
-    12,
-)  # bytes of a logit without gradient: with its exponentials; with softmax x logits
-LOGITS_TRAINED = 20  # bytes of a logit in its backward pass, with or without an entropy bonus
-HEAD_GRADIENTS = 3  # of the head while those of two chunks are added: each, and their sum
+MASTER, GRADIENT, MOMENTS = 4, 4, 8  # bytes per parameter: float32, see dapo_core/policy/model.py
+FOREACH = 4  # bytes per parameter: square roots of all AdamW second moments at once
+LOGITS_ENTROPY = 12  # bytes per logit without gradient: logits, exponentials, and softmax x logits
+LOGITS_TRAINED = 20  # bytes per logit in the backward pass, with or without an entropy bonus
+HEAD_GRADIENTS = 3  # head gradients while adding those of two chunks: both and their sum
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The parts of a rank's memory, from which phases are put together."""
+    """Memory parts of a rank, which phases are composed of."""
 
     weights: int  # float32 shards
     gradients: int
     optimizer: int
     optimizer_step: int  # temporaries
     reference: int  # shards of the reference model
-    pinned: int  # weights, and as much again for gradients, in pinned host memory
-    forward_weights: int  # gathered during a forward pass without a backward pass
+    pinned: int  # weights (and the same for gradients) in pinned host memory
+    forward_weights: int  # gathered in a forward-only pass
     scoring_activations: int
     scoring_logits: int
-    update_weights: int  # gathered at the update's peak
-    update_gradients: int  # whole ones, and the buffer in which they are reduced
-    update_copies: int  # of that buffer, which gloo reduces
+    update_weights: int  # gathered at the peak of the update
+    update_gradients: int  # full gradients and the reduce buffer
+    update_copies: int  # gloo's copy of the reduce buffer
     update_activations: int
     update_logits: int
-    host_activations: int  # layers' inputs, if they wait in host memory
+    host_activations: int  # layer inputs offloaded to host memory
 
     @property
     def states(self) -> int:
-        """What lasts between phases on the device, unless it is offloaded."""
+        """Bytes kept between phases on the device unless offloaded."""
         return self.weights + self.gradients + self.optimizer
 
 
 def rank_memory(config: TrainingConfig, shape: ModelShape) -> RankMemory:
-    """The memory of one rank."""
+    """Return the memory of one rank."""
     return _Rank(config, shape).memory()
 
 
 def layer_bytes(config: TrainingConfig, shape: ModelShape) -> int:
-    """Bytes that a layer keeps of one token for its backward pass."""
+    """Return the bytes that a layer keeps per token for its backward pass."""
     return _Rank(config, shape).layer_bytes()
 
 
@@ -73,7 +71,7 @@ class _Rank:
         self.num_shards = train.fsdp_size or train.num_ranks
         self.is_copied = device.backend == "gloo" and self.num_shards > 1
         self.has_reference = config.algorithm.kl.place != "off"
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        longest = longest_sequence(config)
         self.response_share = config.rollout.max_response_tokens / longest
         responses = config.rollout.group_size * train.mini_prompts // train.num_data_ranks
         scored = -(-config.rollout.group_size * train.train_prompts // train.num_data_ranks)
@@ -82,7 +80,7 @@ class _Rank:
         )
 
     def _row(self, longest: int, num_responses: int) -> int:
-        """Tokens on this rank of the largest micro-batch of `num_responses` longest sequences."""
+        """Return this rank's tokens in the largest micro-batch of up to `num_responses` longest sequences."""
         parts = self.train.sequence_parallel
         sequences = min(max(self.train.micro_batch_tokens * parts // longest, 1), num_responses)
         return -(-sequences * longest // parts)
@@ -111,19 +109,19 @@ class _Rank:
         )
 
     def _scoring_moments(self) -> list[tuple[int, int, int]]:
-        """(gathered weights, activations, logits) at moments that can be the peak of a pass without gradient."""
+        """Return (gathered weights, activations, logits) at possible peaks of a forward-only pass."""
         shape, item, tokens = self.shape, self.item, self.scored_tokens
         root, layers = item * shape.root_parameters, self._gathered_layers()
         stream = item * shape.hidden * tokens  # the residual stream
         logits = self._chunk(tokens) * shape.vocabulary * LOGITS_ENTROPY
         return [
-            (2 * root + layers, 0, 0),  # the root's buffer and its weights, and the first layer's
+            (2 * root + layers, 0, 0),  # the root's buffer and weights, and the first layer's
             (root + layers, 3 * stream + tokens * (4 * shape.hidden + self._mlp_forward()), 0),
             (root + layers - self._layer_buffer(), 4 * stream, logits),
         ]
 
     def _update_moments(self, shard: int) -> dict[str, tuple[int, int, int, int, int]]:
-        """(gathered weights, gradients and buffers, gloo's copies, activations, logits) at moments of a peak."""
+        """Return (gathered weights, gradients, gloo's copies, activations, logits) at possible peaks."""
         shape, item, tokens = self.shape, self.item, self.update_tokens
         root, layer = shape.root_parameters, shape.largest_layer
         head = shape.vocabulary * shape.hidden
@@ -167,36 +165,36 @@ class _Rank:
         }
 
     def _gathered_layers(self) -> int:
-        """Bytes of gathered layers: one and the buffer of the next, or all."""
+        """Return the bytes of gathered layers: one and the next one's buffer, or all."""
         if self.train.reshard_after_forward:
             return self.shape.largest_layer * self.item + self._layer_buffer()
         return (self.shape.num_parameters - self.shape.root_parameters) * self.item + self._layer_buffer()
 
     def _layer_buffer(self) -> int:
-        """Bytes in which the next layer arrives; none where a rank has it whole."""
+        """Return the bytes of the next layer's buffer; none if the weights are not sharded."""
         return self.shape.largest_layer * self.item if self.num_shards > 1 else 0
 
     def _chunk(self, tokens: int) -> int:
-        """Tokens whose logits are in memory at once."""
+        """Return the number of tokens whose logits are in memory at once."""
         return max(min(self.train.logits_chunk_tokens, int(tokens * self.response_share)), 1)
 
     def _kept(self, tokens: int) -> int:
-        """What the forward pass leaves for the backward pass."""
+        """Return the bytes that the forward pass keeps for the backward pass."""
         if self.has_host_inputs:
-            return 2 * self.item * self.shape.hidden * tokens  # one on its way and one at work
+            return 2 * self.item * self.shape.hidden * tokens  # one in transfer and one in use
         if self.train.gradient_checkpointing:
             return self._inputs(tokens)
         return len(self.shape.layers) * tokens * self.layer_bytes()
 
     def _inputs(self, tokens: int) -> int:
-        """The inputs of all layers."""
+        """Return the bytes of all layers' inputs."""
         return len(self.shape.layers) * self.item * self.shape.hidden * tokens
 
     def layer_bytes(self) -> int:
-        """Bytes that a layer keeps of one token for its backward pass."""
+        """Return the bytes that a layer keeps per token for its backward pass."""
         shape, item = self.shape, self.item
         queries, keys = shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
-        norms = 2 * (4 + 2 * item) * shape.hidden  # the float32 input, the normalised one, the scaled one
+        norms = 2 * (4 + 2 * item) * shape.hidden  # float32 input, normalized and scaled values
         head_norms = (4 + item) * (queries + keys) if shape.has_head_norms else 0
         attended = item * (3 * queries + 2 * (keys if self.has_grouped_attention else queries)) + 4 * shape.heads
         return norms + head_norms + attended + self._mlp_kept()
@@ -204,12 +202,12 @@ class _Rank:
     def _mlp_kept(self) -> int:
         shape, item = self.shape, self.item
         if not shape.num_experts:
-            return 4 * item * shape.intermediate  # gate, its activation, up, their product
+            return 4 * item * shape.intermediate  # gate, activation, up, product
         expert = 4 * item * shape.expert_intermediate + 2 * item * shape.hidden
         return shape.experts_per_token * expert + 4 * shape.num_experts
 
     def _mlp_backward(self) -> int:
-        """Gradients of a token that exist at once in the MLP."""
+        """Return the bytes of MLP gradients that exist at once, per token."""
         shape = self.shape
         width = shape.experts_per_token * shape.expert_intermediate if shape.num_experts else shape.intermediate
         return 2 * self.item * width
@@ -219,5 +217,5 @@ class _Rank:
 
 
 def _pinned(num_bytes: int) -> int:
-    """What torch takes for pinned memory of that size: the next power of two."""
+    """Return the bytes that torch allocates for pinned memory of that size: the next power of two."""
     return 1 << (num_bytes - 1).bit_length()

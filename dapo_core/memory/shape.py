@@ -1,4 +1,4 @@
-"""A model's tensors from its config.json alone: which there are, how large, and what a layer computes."""
+"""Derives a model's tensors and their sizes from its config.json."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dapo_core.errors import ModelError
 
 Shape = tuple[int, ...]
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-_ATTENTION_BIAS = ("qwen2",)  # on queries, keys and values, without a key in config.json
+_ATTENTION_BIAS = ("qwen2",)  # has bias on queries, keys and values without a config key
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder: h hidden, a = heads x head_dim, k = key heads x head_dim, i of the gated MLP."""
+    """Sizes of a decoder: h hidden, a = heads x head_dim, k = key heads x head_dim, i of the gated MLP."""
 
     hidden: int
     heads: int
@@ -27,15 +27,15 @@ class ModelShape:
     vocabulary: int
     is_tied: bool
     has_head_norms: bool
-    num_experts: int  # of a sparse layer; 0 without
+    num_experts: int  # of a sparse layer; 0 if dense
     experts_per_token: int
     expert_intermediate: int
-    layers: tuple[tuple[Shape, ...], ...]  # the shapes of each layer's tensors, as the policy holds them
+    layers: tuple[tuple[Shape, ...], ...]  # tensor shapes of each layer as the policy holds them
     root: tuple[Shape, ...]  # embedding, last norm and, unless tied, the head
 
     @property
     def num_parameters(self) -> int:
-        """All of them, tied ones once."""
+        """Number of parameters, tied ones counted once."""
         return count(self._shapes)
 
     @property
@@ -44,12 +44,12 @@ class ModelShape:
 
     @property
     def largest_layer(self) -> int:
-        """Parameters of the largest decoder layer."""
+        """Number of parameters in the largest decoder layer."""
         return max(count(layer) for layer in self.layers)
 
     @property
     def largest_tensor(self) -> int:
-        """Elements of the largest tensor as a model's files and engines have it: an expert's are separate."""
+        """Elements of the largest tensor in files and engines, where experts are separate."""
         return max(prod(shape[-2:]) for shape in self._shapes)
 
     @property
@@ -57,17 +57,18 @@ class ModelShape:
         return [*self.root, *(shape for layer in self.layers for shape in layer)]
 
     def shard_parameters(self, num_shards: int) -> int:
-        """Elements of the largest shard: FSDP2 splits every tensor's first dimension like torch.chunk."""
+        """Return the elements of the largest shard: FSDP2 splits the first dimensions like torch.chunk."""
         return sum(self.shards(num_shards))
 
     def shards(self, num_shards: int) -> list[int]:
-        """Elements of the largest shard of each tensor."""
+        """Return the elements of each tensor's largest shard."""
         return [-(-shape[0] // num_shards) * prod(shape[1:]) for shape in self._shapes]
 
     def engine_parameters(self, tensor_parallel: int, pipeline_parallel: int = 1) -> int:
-        """Elements on a device of an engine: heads, MLPs, experts and vocabulary are split, norms are not.
+        """Return the elements on an engine device in the largest pipeline stage.
 
-        Key heads are copied where there are fewer than devices. The largest pipeline stage counts.
+        Heads, MLPs, experts and vocabulary are split, norms are replicated, and so are key heads if there are
+        fewer than devices.
         """
         per_stage = -(-len(self.layers) // pipeline_parallel)
         keys = 2 * self.hidden * self.head_dim * max(self.key_heads // tensor_parallel, 1)
@@ -77,23 +78,23 @@ class ModelShape:
         return per_stage * layer + matrices * self.vocabulary * self.hidden // tensor_parallel + self.hidden
 
     def token_elements(self, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
-        """Keys and values of one token on a device of an engine."""
+        """Return the KV cache elements of one token on an engine device."""
         per_stage = -(-len(self.layers) // pipeline_parallel)
         return 2 * per_stage * self.head_dim * max(self.key_heads // tensor_parallel, 1)
 
 
 def count(shapes: Sequence[Shape]) -> int:
-    """Elements of all tensors."""
+    """Return the elements of all tensors."""
     return sum(map(prod, shapes))
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a config.json describes; raises ModelError for an architecture of unknown tensors."""
+    """Return the shape described by a config.json; raises ModelError for an unsupported architecture."""
     kind = str(config.get("model_type"))
     if kind not in MODEL_TYPES:
         raise ModelError(
-            f"the memory plan knows the tensors of {', '.join(MODEL_TYPES)}, not of model_type {kind}; training "
-            "may still take it"
+            f"the memory plan supports {', '.join(MODEL_TYPES)}, not model_type {kind}; training may still "
+            "support it"
         )
     try:
         return _shape(config, kind)

@@ -1,7 +1,7 @@
-"""How long a training step takes: its tokens, operations and bytes, against rates of the devices.
+"""Estimates the time of a training step from its tokens, operations and bytes, and the devices' rates.
 
-An estimate before anything ran: which phase dominates, and whether a step takes minutes or hours. Metrics of a run
-correct it: lengths are then measured ones, and each phase gets the factor by which the run differed.
+Before anything ran, it tells which phase dominates and whether a step takes minutes or hours. A run's metrics
+calibrate it: lengths become measured ones, and each phase gets a correction factor.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from statistics import NormalDist, fmean, median
 from typing import TYPE_CHECKING
 
 from dapo_core.device import device_for
+from dapo_core.memory.devices import DECODING_SHARE, NETWORK_SHARE, SYNC_BYTES, TRAINING_SHARE, Rates
 from dapo_core.memory.engine import engine_memory
 from dapo_core.memory.plan import PHASES
-from dapo_core.memory.rates import DECODING_SHARE, NETWORK_SHARE, SYNC_BYTES, TRAINING_SHARE, Rates
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
     from dapo_core.memory.shape import ModelShape
 
 GENERATE, ANCHOR, UPDATE, PUBLISH = PHASES[:4]
-# Of the seed log of Qwen3-32B: mean response / limit, and the standard deviation of a log-normal with 3.9 % cut.
+# From the published log of Qwen3-32B: mean response / limit, and sigma of a log-normal with 3.9 % truncated.
 MEAN_SHARE, LOG_SIGMA = 0.36, 0.69
 PROMPT_SHARE = 0.1  # of data.max_prompt_tokens
-KEPT_SHARE = 0.5  # of groups under dynamic sampling, those whose responses are neither all right nor all wrong
+KEPT_SHARE = 0.5  # of groups under dynamic sampling: responses neither all right nor all wrong
 NUM_QUANTILES = 512
-METRICS = {  # that a phase takes together
+METRICS = {  # metrics that add up to a phase
     GENERATE: ("timing_s/gen",),
     ANCHOR: ("timing_s/old_log_prob", "timing_s/ref"),
     UPDATE: ("timing_s/update_actor",),
@@ -39,7 +39,7 @@ METRICS = {  # that a phase takes together
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long sequences are, in tokens, and how much of what engines generate is trained on."""
+    """Sequence lengths in tokens, and the share of generated tokens that is trained on."""
 
     prompt: float  # mean
     response: float  # mean
@@ -48,17 +48,17 @@ class Lengths:
     source: str = "assumed"
 
     def responses(self) -> list[float]:
-        """Lengths of typical responses: quantiles of a log-normal that the limit cuts, with this mean."""
+        """Return typical response lengths: quantiles of a log-normal truncated at the limit, with this mean."""
         normal = NormalDist()
         shape = [
             math.exp(LOG_SIGMA * normal.inv_cdf((number + 0.5) / NUM_QUANTILES)) for number in range(NUM_QUANTILES)
         ]
         low, high = 0.0, float(self.limit)
-        for _ in range(60):  # the cut mean grows with the median
+        for _ in range(60):  # bisect: the truncated mean grows with the median
             middle = (low + high) / 2
-            is_short = fmean(min(middle * each, self.limit) for each in shape) < min(self.response, self.limit)
+            is_short = fmean(min(middle * length, self.limit) for length in shape) < min(self.response, self.limit)
             low, high = (middle, high) if is_short else (low, middle)
-        return [min(low * each, self.limit) for each in shape]
+        return [min(low * length, self.limit) for length in shape]
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class StepTime:
     """An estimated step."""
 
     seconds: Mapping[str, float]  # by phase
-    trained_tokens: float  # of prompts and responses
+    trained_tokens: float  # prompts and responses
     generated_tokens: float
     forward_flops: float
-    update_flops: float  # with what checkpointing computes again
+    update_flops: float  # including recomputation
     assumptions: tuple[str, ...]
 
     @property
@@ -79,7 +79,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of ranks and engines; they differ on a CPU, by their threads."""
+    """Devices of ranks and engines; on a CPU they differ in the number of threads."""
 
     ranks: Rates
     engines: Rates
@@ -87,7 +87,7 @@ class Machine:
 
 
 def assumed_lengths(config: TrainingConfig) -> Lengths:
-    """Lengths before anything is known."""
+    """Return the lengths assumed without a run."""
     limit = config.rollout.max_response_tokens
     kept = KEPT_SHARE if config.sampler.dynamic else 1.0
     return Lengths(PROMPT_SHARE * config.data.max_prompt_tokens, MEAN_SHARE * limit, limit, kept)
@@ -100,11 +100,11 @@ def step_time(
     lengths: Lengths,
     factors: Mapping[str, float] | None = None,
 ) -> StepTime:
-    """The estimate; `factors` multiply phases, as `calibrate` gives them."""
+    """Estimate a step; `factors` from `calibrate` multiply the phases."""
     num_responses = config.train.train_prompts * config.rollout.group_size
     responses = lengths.responses()
     trained = num_responses * (lengths.prompt + lengths.response)
-    squares = num_responses * fmean((lengths.prompt + each) ** 2 for each in responses)
+    squares = num_responses * fmean((lengths.prompt + length) ** 2 for length in responses)
     forward = forward_flops(shape, trained, squares, num_responses * lengths.response)
     update = forward * (4 if config.train.gradient_checkpointing else 3)
     update_seconds = _pass_seconds(config, shape, machine.ranks, update, trained, has_backward=True)
@@ -131,15 +131,15 @@ def step_time(
 def calibrate(
     config: TrainingConfig, shape: ModelShape, machine: Machine, steps: Sequence[Mapping[str, float]]
 ) -> tuple[Lengths, dict[str, float]] | None:
-    """Lengths and factors of a run from lines of its metrics.jsonl, with the configuration that it ran with.
+    """Return lengths and phase factors from lines of a run's metrics.jsonl and its configuration.
 
-    None if no step trained on anything. A phase's factor is the median over steps of measured / estimated seconds.
+    None if no step trained on anything. A phase's factor is the median of measured / estimated seconds over steps.
     """
     used = [step for step in steps if step.get("response_length/mean") and step.get("timing_s/update_actor")]
     if not used:
         return None
     lengths = [_lengths_of(config, step) for step in used]
-    estimates = [step_time(config, shape, machine, each).seconds for each in lengths]
+    estimates = [step_time(config, shape, machine, step_lengths).seconds for step_lengths in lengths]
     factors = {
         phase: median(
             sum(step.get(name, 0.0) for name in names) / estimate[phase]
@@ -148,21 +148,24 @@ def calibrate(
         for phase, names in METRICS.items()
         if estimates[0][phase]
     }
-    middle = {name: median(getattr(each, name) for each in lengths) for name in ("prompt", "response", "kept")}
+    middle = {
+        name: median(getattr(step_lengths, name) for step_lengths in lengths)
+        for name in ("prompt", "response", "kept")
+    }
     return replace(lengths[0], **middle, source=f"medians of {len(used)} steps of the run"), factors
 
 
 def forward_flops(shape: ModelShape, tokens: float, squares: float, num_logits: float) -> float:
-    """Operations of a forward pass, as dapo_core.flops.training_flops counts them.
+    """Return the operations of a forward pass, counted like dapo_core.flops.training_flops.
 
-    squares: the sum of squared sequence lengths; num_logits: positions whose logits are taken.
+    `squares` is the sum of squared sequence lengths; `num_logits` the number of positions with logits.
     """
     pairs = (squares + tokens) / 2 * len(shape.layers) * 2 * shape.heads * shape.head_dim
-    return 2 * (_visited(shape) * tokens + pairs + shape.vocabulary * shape.hidden * num_logits)
+    return 2 * (_active_parameters(shape) * tokens + pairs + shape.vocabulary * shape.hidden * num_logits)
 
 
-def _visited(shape: ModelShape) -> float:
-    """Weights of the layers that a token is multiplied with: of experts those that it is sent to."""
+def _active_parameters(shape: ModelShape) -> float:
+    """Return the layer parameters that a token is multiplied with, counting only its experts."""
     share = shape.experts_per_token / (shape.num_experts or 1)
     matrices = [tensor for layer in shape.layers for tensor in layer if len(tensor) > 1]
     return sum(math.prod(tensor) * (share if len(tensor) == 3 else 1) for tensor in matrices)
@@ -171,10 +174,10 @@ def _visited(shape: ModelShape) -> float:
 def _pass_seconds(
     config: TrainingConfig, shape: ModelShape, rates: Rates, flops: float, trained: float, has_backward: bool
 ) -> float:
-    """Seconds of a pass over the step's tokens: its operations, or its messages where these take longer.
+    """Return the seconds of a pass over the step's tokens: the maximum of computation and communication.
 
-    A forward pass gathers the weights once in each micro-batch; with a backward pass they are gathered twice, and
-    gradients are reduced in float32.
+    Each micro-batch gathers the weights once for a forward pass; with a backward pass it gathers them twice and
+    reduces float32 gradients.
     """
     train = config.train
     computing = flops / (train.num_ranks * rates.flops * TRAINING_SHARE)
@@ -185,22 +188,24 @@ def _pass_seconds(
     num_micro = math.ceil(trained / train.num_data_ranks / row)
     item = device_for(train.device).item_bytes(train.dtype)
     sent = num_micro * shape.num_parameters * (2 * item + 4 if has_backward else item)
-    # What enters a node comes over the links of all its devices, then every device gets all of it inside.
+    # Data enters a node over all its devices' links; then each device receives all of it within the node.
     speed = rates.inside if num_shards <= rates.node_devices else min(rates.inside, rates.node_network)
     return max(computing, sent / (speed * NETWORK_SHARE))
 
 
 def _generate_seconds(config: TrainingConfig, shape: ModelShape, machine: Machine, lengths: Lengths) -> float:
-    """Seconds in which the engines decode a step's responses, those without signal included.
+    """Return the seconds for decoding a step's responses, including groups without signal.
 
-    A decoding step reads the weights once and the keys and values of its sequences, and costs `layer_seconds` in
-    each layer. Prompts are read at the pace of training.
+    A decoding step reads the weights once and the KV cache of its sequences, and costs `layer_seconds` per layer.
+    Prefill runs at training speed.
     """
     rollout, rates = config.rollout, machine.engines
     engine = engine_memory(config, shape, machine.device_bytes)
-    drawn = config.train.train_prompts * rollout.group_size / lengths.kept / rollout.num_workers  # of an engine
+    drawn = config.train.train_prompts * rollout.group_size / lengths.kept / rollout.num_workers  # per engine
     responses = lengths.responses()
-    context = lengths.prompt + fmean(each**2 for each in responses) / (2 * lengths.response)  # of a decoded token
+    context = lengths.prompt + fmean(length**2 for length in responses) / (
+        2 * lengths.response
+    )  # of a decoded token
     slots = float(rollout.max_num_seqs)
     if engine.cache is not None:
         slots = min(slots, max(engine.cache / (engine.token_bytes * context), 1.0))
@@ -210,7 +215,7 @@ def _generate_seconds(config: TrainingConfig, shape: ModelShape, machine: Machin
     weights = num_steps * engine.weights / reading
     caches = drawn * lengths.response * context * engine.token_bytes / reading
     tokens = drawn * (lengths.response + lengths.prompt / rollout.group_size)  # siblings share their prompt
-    computing = 2 * (_visited(shape) + shape.vocabulary * shape.hidden) * tokens
+    computing = 2 * (_active_parameters(shape) + shape.vocabulary * shape.hidden) * tokens
     computing /= devices * rates.flops * TRAINING_SHARE
     return max(weights + caches, computing) + num_steps * len(shape.layers) * rates.layer_seconds
 
@@ -218,9 +223,9 @@ def _generate_seconds(config: TrainingConfig, shape: ModelShape, machine: Machin
 def _decoding_steps(
     config: TrainingConfig, lengths: Lengths, responses: Sequence[float], drawn: float, slots: float
 ) -> float:
-    """Decoding steps that a training step waits for, each of at most `slots` sequences.
+    """Return the decoding steps per training step, each with at most `slots` sequences.
 
-    Where groups go on into later steps, engines stay full, and a response to the limit spreads over
+    If groups carry over into later steps, engines stay full and a response of maximum length spreads over
     sampler.max_staleness steps. Otherwise the step lasts until the last response ends.
     """
     sampler, rollout = config.sampler, config.rollout
@@ -231,13 +236,13 @@ def _decoding_steps(
     order = [responses[number * len(responses) // math.ceil(drawn)] for number in range(math.ceil(drawn))]
     random.Random(0).shuffle(order)
     ends = [0.0] * min(max(int(slots), 1), len(order))
-    for each in order:
-        heapq.heapreplace(ends, ends[0] + each)
+    for length in order:
+        heapq.heapreplace(ends, ends[0] + length)
     return max(*ends, responses[-1])
 
 
 def _lengths_of(config: TrainingConfig, step: Mapping[str, float]) -> Lengths:
-    """What a line of metrics.jsonl says of lengths, and of what was generated for it."""
+    """Return the lengths and the kept share in a line of metrics.jsonl."""
     response, prompt = step["response_length/mean"], step.get("prompt_length/mean", 0.0)
     trained = step["perf/total_num_tokens"] * response / (response + prompt)
     kept = trained / max(step.get("perf/generated_tokens", trained), trained)
@@ -248,15 +253,15 @@ def _assumptions(machine: Machine, lengths: Lengths, factors: Mapping[str, float
     rates, engines = machine.ranks, machine.engines
     lines = (
         f"lengths ({lengths.source}): prompts {lengths.prompt:,.0f} tokens, responses {lengths.response:,.0f} "
-        f"of at most {lengths.limit:,}, {lengths.kept:.0%} of what is generated is trained on",
-        f"a device: {rates.flops / 1e12:,.3g} TFLOP/s, of which policy and prompts reach {TRAINING_SHARE:.0%}; "
-        f"{engines.memory / 1e12:.3g} TB/s of memory, of which decoding reaches {DECODING_SHARE:.0%}",
-        f"a layer of a decoding step costs {engines.layer_seconds * 1000:.2f} ms beside what it reads",
-        f"messages between ranks: {rates.inside / 1e9:.0f} GB/s a device within a node, {rates.network / 1e9:.0f} "
-        f"between nodes, of which {NETWORK_SHARE:.0%} are reached while it computes; weights into engines "
+        f"of at most {lengths.limit:,}; {lengths.kept:.0%} of generated tokens are trained on",
+        f"per device: {rates.flops / 1e12:,.3g} TFLOP/s, {TRAINING_SHARE:.0%} reached in training and prefill; "
+        f"{engines.memory / 1e12:.3g} TB/s of memory, {DECODING_SHARE:.0%} reached in decoding",
+        f"each layer of a decoding step takes {engines.layer_seconds * 1000:.2f} ms besides memory traffic",
+        f"between ranks: {rates.inside / 1e9:.0f} GB/s per device within a node, {rates.network / 1e9:.0f} "
+        f"between nodes, {NETWORK_SHARE:.0%} reached while computing; weights into engines: "
         f"{SYNC_BYTES / 1e9:.0f} GB/s",
     )
     if not factors:
         return lines
     corrected = ", ".join(f"{phase} x {factor:.2f}" for phase, factor in factors.items())
-    return (*lines, f"calibrated by the run: {corrected}")
+    return (*lines, f"calibrated by a run: {corrected}")

@@ -1,1 +1,1 @@
-"""Shards of a trained model become a Hugging Face folder: streamed, and verified by reading it back."""
+"""Merges the shards of a trained model into a verified Hugging Face folder, with bounded memory."""

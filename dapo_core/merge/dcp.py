@@ -1,4 +1,4 @@
-"""Checkpoints of dapo train: the model's part of what torch.distributed.checkpoint wrote."""
+"""Reads the model from a dapo train checkpoint (torch.distributed.checkpoint)."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from dapo_core.checkpoint.folder import (
 )
 from dapo_core.checkpoint.manifest import MANIFEST_FILE, Manifest, require_files
 from dapo_core.checkpoint.metadata import METADATA_FILE, read_metadata
-from dapo_core.checkpoint.state import STATE_FILE, read_step, read_step_metrics
+from dapo_core.checkpoint.state import STATE_FILE, read_state_without_groups
 from dapo_core.digests import Part
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import Block, StoredTensor
 from dapo_core.parameter_names import FilePiece, file_pieces
 
-CheckpointChoice = Literal["latest", "best"]  # of a training output
+CheckpointChoice = Literal["latest", "best"]  # which checkpoint of a training output
 MODEL_PREFIX = "model."
 
 
 class DcpSource:
-    """A checkpoint of dapo train; implements Source."""
+    """A dapo train checkpoint; implements Source."""
 
     def __init__(self, checkpoint: Path, other_folders: Sequence[Path] = ()) -> None:
-        """`other_folders` are the same checkpoint, or its training's output, on other nodes.
+        """Open the checkpoint; `other_folders` are the same checkpoint or its training's output on other nodes.
 
-        Raises CheckpointError when the metadata cannot be read, or a shard or part of a tensor is missing.
+        Raises CheckpointError if the metadata cannot be read, or a shard or part of a tensor is missing.
         """
         self.label = str(checkpoint)
         self.model_files = checkpoint / HUGGINGFACE_FOLDER
@@ -59,17 +59,17 @@ class DcpSource:
         self._file_names = _file_names(checkpoint)
 
     def pieces(self, name: str) -> list[FilePiece]:
-        """Named as in the files of the model from which training began."""
+        """Pieces named as in the files of the initial model."""
         pieces = file_pieces(name, self.tensors[name].shape, self._file_names)
         if not pieces:
             raise CheckpointError(
-                f"{name} of {self.label} has no counterpart among the {len(self._file_names)} names in "
+                f"{name} in {self.label} has no counterpart among the {len(self._file_names)} names in "
                 f"{NAMES_FILE}, so one of the two was changed; merge another checkpoint"
             )
         return pieces
 
     def blocks(self, name: str) -> list[Block]:
-        """The rows that each rank saved."""
+        """The rows saved by each rank."""
         from torch.distributed.checkpoint.metadata import MetadataIndex
 
         blocks = []
@@ -79,18 +79,19 @@ class DcpSource:
         return [block for block in blocks if block.num_bytes]
 
     def describe(self) -> dict[str, Any]:
-        """With the training step and the validation accuracy, None when it was not measured."""
+        """Manifest entry with the training step and the validation accuracy (None if not measured)."""
         checkpoint = Path(self.label)
+        state = read_state_without_groups(checkpoint)
         return {
             "format": "dapo",
             "name": checkpoint.name,
             "shards": len(self._shards),
-            "step": read_step(checkpoint),
-            "validation_accuracy": accuracy_of(read_step_metrics(checkpoint)),
+            "step": state.step,
+            "validation_accuracy": accuracy_of(state.metrics),
         }
 
     def _block(self, name: str, chunk: Any, place: Any) -> Block:
-        """Where the values lie in the archive that torch.save wrote for them into the shard."""
+        """Locate the values in the archive that torch.save wrote to the shard."""
         import torch
 
         path, stored = self._shards[place.relative_path], self.tensors[name]
@@ -111,18 +112,18 @@ class DcpSource:
             or len(values) != 1
             or values[0].num_bytes < (first := int(empty.storage_offset()) * empty.itemsize) + num_bytes
         ):
-            raise CheckpointError(f"{label} is other than {[*chunk.sizes]} {stored.dtype}")
+            raise CheckpointError(f"{label} is not {[*chunk.sizes]} {stored.dtype}")
         record = values[0]
         offset = record.offset + first
         if self._parts is None:
             return Block(path, offset, num_bytes, record.offset, record.offset + record.num_bytes, None)
         length, digest = self._parts.get((place.relative_path, place.offset), (0, ""))
         if length != place.length:
-            raise CheckpointError(f"{label} is not in {MANIFEST_FILE}, so the two are of different checkpoints")
+            raise CheckpointError(f"{label} is not in {MANIFEST_FILE}, so the two belong to different checkpoints")
         return Block(path, offset, num_bytes, place.offset, place.offset + length, digest)
 
     def _require_shards(self) -> dict[str, Path]:
-        """Each shard file in the metadata; raises CheckpointError for one that is missing or too short."""
+        """Return the path of each shard in the metadata; raises CheckpointError if one is missing or too short."""
         ends: dict[str, int] = {}
         for place in self._metadata.storage_data.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -133,28 +134,28 @@ class DcpSource:
                 state = "missing" if path is None else f"{path.stat().st_size} bytes long instead of {end}"
                 raise CheckpointError(
                     f"shard {name} of {len(ends)} in {self.label} is {state}; copy it from the node that wrote "
-                    "it, or name that node's folder as a further source"
+                    "it, or pass that node's folder as an additional source"
                 )
             shards[name] = path
         return shards
 
 
 def find_checkpoint(source: Path, choice: CheckpointChoice = "latest") -> Path:
-    """The checkpoint that `source` is, or the newest or best one in the training output that it is.
+    """Return `source` if it is a checkpoint, else the latest or best checkpoint in that training output.
 
-    Raises CheckpointError when there is none.
+    Raises CheckpointError if there is none.
     """
     candidates = [source, latest_checkpoint(source / CHECKPOINTS), latest_checkpoint(source)]
     if choice == "best":
         if (source / METADATA_FILE).is_file():
             raise CheckpointError(
-                f"{source} is one checkpoint, so there is no best one to choose; name the output of dapo train, "
-                "or leave out --checkpoint best"
+                f"{source} is one checkpoint, so there is no best one to choose; pass the output of dapo train, "
+                "or omit --checkpoint best"
             )
         candidates = [*best_checkpoints(source / CHECKPOINTS)]
         if not candidates:
             raise CheckpointError(
-                f"no checkpoint of {source} was validated, so none is the best; set validation.every and "
+                f"no checkpoint in {source} was validated, so there is no best one; set validation.every and "
                 "checkpoint.keep_best before training, or merge the latest"
             )
     for candidate in candidates:
@@ -162,22 +163,22 @@ def find_checkpoint(source: Path, choice: CheckpointChoice = "latest") -> Path:
             _require_complete(candidate)
             return candidate
     raise CheckpointError(
-        f"{source} holds no complete checkpoint: neither a folder step_NNNNNN with {METADATA_FILE}, as dapo train "
-        "writes it, nor model_world_size_W_rank_R.pt, as verl does; train first, or pass the folder that holds it"
+        f"{source} has no complete checkpoint: neither a step_NNNNNN folder with {METADATA_FILE} (dapo train) nor "
+        "model_world_size_W_rank_R.pt (verl); train first, or pass the folder that contains it"
     )
 
 
 def _require_complete(checkpoint: Path) -> None:
     if checkpoint.suffix == PARTIAL:
-        raise CheckpointError(f"{checkpoint} was not finished; use the checkpoint before it")
+        raise CheckpointError(f"{checkpoint} is incomplete; use the previous checkpoint")
     needed = (STATE_FILE, HUGGINGFACE_FOLDER, NAMES_FILE)
     missing = [name for name in needed if not (checkpoint / name).exists()]
     if missing:
-        raise CheckpointError(f"{checkpoint} lacks {' and '.join(missing)}; it is not a checkpoint of dapo train")
+        raise CheckpointError(f"{checkpoint} lacks {' and '.join(missing)}; it is not a dapo train checkpoint")
 
 
 def _parts_by_place(manifest: Manifest) -> dict[tuple[str, int], Part]:
-    """The parts of all files by file and offset."""
+    """Return the parts of all files by file name and offset."""
     return {
         (name, offset): part
         for name, parts in manifest.files.items()
@@ -189,16 +190,16 @@ def _file_names(checkpoint: Path) -> set[str]:
     try:
         names = json.loads((checkpoint / NAMES_FILE).read_text(encoding="utf-8"))
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError("it is no list of names")
+            raise ValueError("it is not a list of names")
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{checkpoint / NAMES_FILE} cannot be read ({error}); copy it from another checkpoint of the training"
+            f"{checkpoint / NAMES_FILE} cannot be read ({error}); copy it from another checkpoint of this training"
         ) from error
     return set(names)
 
 
 def _in_row_order(name: str, stored: Any, label: str) -> list[Any]:
-    """The parts of a tensor in the order of their rows; raises CheckpointError unless they are all of it."""
+    """Return a tensor's chunks in row order; raises CheckpointError unless they cover all rows."""
     chunks = sorted(stored.chunks, key=lambda chunk: tuple(chunk.offsets))
     if not stored.size:
         return chunks[:1]
@@ -210,7 +211,7 @@ def _in_row_order(name: str, stored: Any, label: str) -> list[Any]:
         row += chunk.sizes[0]
     if row != stored.size[0]:
         raise CheckpointError(
-            f"{name} in {label} has {stored.size[0]} rows, of which the shards hold {row} in a row; "
+            f"{name} in {label} has {stored.size[0]} rows, but the shards hold only the first {row}; "
             "merge another checkpoint"
         )
     return chunks

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as the source of a merge: what another trainer's converter wrote, or saved itself."""
+"""Reads a Hugging Face folder as a merge source, for example from another trainer's converter."""
 
 from __future__ import annotations
 
@@ -9,31 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.errors import CheckpointError, ModelError
-from dapo_core.merge.sources import Block, StoredTensor
+from dapo_core.merge.sources import DTYPE_CODES, Block, StoredTensor
 from dapo_core.model_folder import require_model_folder, weight_files
 from dapo_core.parameter_names import FilePiece
 
 MAX_HEADER_BYTES = 100 * 1024**2  # safetensors' own bound
-# Without these a damaged checkpoint looks like a whole one.
 _DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+    code: name for name, code in DTYPE_CODES.items() if not name.startswith("float8")
+}  # no isfinite for those
 
 
 class HuggingFaceSource:
-    """The tensors of a folder's safetensors files; implements Source."""
+    """Tensors of a folder's safetensors files; implements Source."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError where files are missing, cut or damaged, or hold NaN or infinity."""
+        """Raises CheckpointError if files are missing, truncated or damaged, or contain NaN or infinity."""
         from safetensors import SafetensorError
 
         self.label = str(folder)
@@ -42,18 +32,18 @@ class HuggingFaceSource:
             require_model_folder(folder)
             places = weight_files(folder)
         except (ModelError, SafetensorError) as error:
-            raise CheckpointError(f"{folder} is no complete model: {error}; convert it again") from error
+            raise CheckpointError(f"{folder} is not a complete model: {error}; convert it again") from error
         self._blocks: dict[str, Block] = {}
         self.tensors: dict[str, StoredTensor] = {}
         headers = {path: _read_header(path) for path in sorted(set(places.values()))}
         for name, path in places.items():
             if name not in headers[path]:
-                raise CheckpointError(f"{path} lacks {name}, which the index names; convert the checkpoint again")
+                raise CheckpointError(f"{path} lacks {name}, which the index lists; convert the checkpoint again")
             self.tensors[name], self._blocks[name] = headers[path][name]
         self._require_finite()
 
     def pieces(self, name: str) -> list[FilePiece]:
-        """The tensor itself: the files' names are kept."""
+        """The tensor itself: names are kept."""
         return [FilePiece(name)]
 
     def blocks(self, name: str) -> list[Block]:
@@ -61,7 +51,7 @@ class HuggingFaceSource:
         return [block for block in [self._blocks[name]] if block.num_bytes]
 
     def describe(self) -> dict[str, Any]:
-        """The manifest's entry."""
+        """Manifest entry."""
         return {"format": "huggingface", "shards": len({block.path for block in self._blocks.values()})}
 
     def _require_finite(self) -> None:
@@ -75,13 +65,13 @@ class HuggingFaceSource:
             )
             if not all(bool(part.isfinite().all()) for part in parts):
                 raise CheckpointError(
-                    f"{name} in {self._blocks[name].path} holds NaN or infinity: the training diverged, or the "
-                    "conversion is wrong; look at the training's actor/grad_norm, and merge an earlier checkpoint"
+                    f"{name} in {self._blocks[name].path} contains NaN or infinity: training diverged or the "
+                    "conversion is wrong; check actor/grad_norm and merge an earlier checkpoint"
                 )
 
 
 def _read_header(path: Path) -> Mapping[str, tuple[StoredTensor, Block]]:
-    """Shape, dtype and place of each tensor of a safetensors file."""
+    """Return shape, dtype and position of each tensor in a safetensors file."""
     import torch
 
     try:
@@ -91,18 +81,18 @@ def _read_header(path: Path) -> Mapping[str, tuple[StoredTensor, Block]]:
                 raise ValueError(f"a header of {length:,} bytes")
             entries = json.loads(file.read(length))
         start, size = 8 + length, path.stat().st_size
-        found = {}
+        tensors = {}
         for name, entry in entries.items():
             if name == "__metadata__":
                 continue
             begin, end = entry["data_offsets"]
             dtype, shape = getattr(torch, _DTYPES[entry["dtype"]]), tuple(entry["shape"])
             if end - begin != math.prod(shape) * dtype.itemsize or not 0 <= begin <= end <= size - start:
-                raise ValueError(f"{name} of {end - begin:,} bytes does not fit")
+                raise ValueError(f"{name} has a wrong size or position: {end - begin:,} bytes")
             block = Block(path, start + begin, end - begin, start + begin, start + end, None)
-            found[name] = StoredTensor(shape, dtype), block
+            tensors[name] = StoredTensor(shape, dtype), block
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error!r}): it is cut or damaged; write it again"
+            f"{path} cannot be read ({error!r}): it is truncated or damaged; write it again"
         ) from error
-    return found
+    return tensors

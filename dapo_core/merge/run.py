@@ -1,4 +1,4 @@
-"""A merge from its sources to a folder that transformers and vLLM load."""
+"""Merges checkpoint shards into a model folder that transformers and vLLM load."""
 
 from __future__ import annotations
 
@@ -52,16 +52,17 @@ def merge_checkpoint(
     verify_logits: bool = False,
     checkpoint: CheckpointChoice = "latest",
 ) -> dict[str, int]:
-    """Write the sources' model to `target` as a folder that transformers and vLLM load.
+    """Write the model to `target` as a folder that transformers and vLLM load.
 
-    `sources` are a checkpoint of dapo train or its output, of which `checkpoint` is taken, or an FSDP checkpoint
-    of verl; several folders hold the shards of several nodes. `dtype` "keep" leaves each tensor as it was
-    trained. Tied weights are stored once. What is read is compared with the checksums of the checkpoint, and
-    merge_manifest.json gets digests of what is written. `verify_logits` also reads the files back from the disk
-    and runs both models. Returns {"tensors", "parameters", "bytes", "shards"}.
+    `sources` is a dapo train checkpoint or training output (`checkpoint` selects latest or best), a verl FSDP
+    checkpoint or a Hugging Face folder; pass one folder per node if the shards are on several nodes. `dtype`
+    "keep" preserves each tensor's dtype. Tied weights are stored once. Everything read is verified against the
+    checkpoint's checksums, and merge_manifest.json records digests of everything written. `verify_logits` also
+    reads the files back from disk and compares the logits of both models. Returns {"tensors", "parameters",
+    "bytes", "shards"}.
 
-    Raises CheckpointError for a source that is incomplete or of another model, for a target that holds files and
-    for one that another merge writes. The target appears in one step, when all of it is written.
+    The target appears atomically once it is complete. Raises CheckpointError if a source is incomplete or belongs
+    to another model, if the target is not empty, or if another merge is writing it.
     """
     target = target.absolute()  # "." has no name
     _require_empty(target)
@@ -90,10 +91,9 @@ def merge_checkpoint(
 
 
 def open_source(folders: Sequence[Path], checkpoint: CheckpointChoice = "latest") -> Source:
-    """The checkpoint of dapo train or of another trainer in the folders: one, or one of each node.
+    """Open a checkpoint of dapo train or another trainer, or a Hugging Face folder; one folder per node.
 
-    `checkpoint` chooses among those of a training output. A Hugging Face folder is a source too. Raises
-    CheckpointError when there is none, or when it is incomplete, naming the shard.
+    `checkpoint` selects one in a training output. Raises CheckpointError if there is none or a shard is missing.
     """
     if len(folders) == 1:
         folders = [weights_in(folders[0], checkpoint)]
@@ -102,40 +102,41 @@ def open_source(folders: Sequence[Path], checkpoint: CheckpointChoice = "latest"
     shards = find_shards(folders)
     if not shards:
         return DcpSource(find_checkpoint(folders[0], checkpoint), folders[1:])
-    if checkpoint == "best":
-        raise CheckpointError(
-            f"{folders[0]} is one checkpoint of verl, so there is no best one to choose; "
-            "leave out --checkpoint best"
-        )
+    _refuse_best(checkpoint, folders[0], "one checkpoint of verl")
     return VerlSource(shards)
 
 
 def weights_in(folder: Path, checkpoint: CheckpointChoice = "latest") -> Path:
-    """What to merge of another trainer's output or checkpoint: its shards, or the model folder that it wrote.
+    """Return the folder with the shards or the model in another trainer's output or checkpoint.
 
-    Any other folder is returned as it is. Raises CheckpointError for a form that must be converted first.
+    Any other folder is returned unchanged. Raises CheckpointError for a format that must be converted first.
     """
     other = other_in(folder)
     if other is None:
         return folder
-    if checkpoint == "best":
-        what = (
-            "of another trainer, which ranks none" if checkpoint_at(folder) is None else "one checkpoint of verl"
-        )
-        raise CheckpointError(
-            f"{folder} is {what}, so there is no best one to choose; leave out --checkpoint best"
-        )
+    is_output = checkpoint_at(folder) is None
+    _refuse_best(
+        checkpoint, folder, "of another trainer, which ranks none" if is_output else "one checkpoint of verl"
+    )
     form = other.form
     if form in ("distributed", "iteration"):
         raise CheckpointError(
-            f"{other.actor} holds Megatron's distributed weights, which its own trainer converts: dapo merge with "
-            "--config RECIPE, whose external.python (verl) or external.source (MindSpeed) has the converter"
+            f"{other.actor} contains distributed Megatron weights, which only its trainer can convert: run dapo "
+            "merge with --config RECIPE, where external.python (verl) or external.source (MindSpeed) provides the "
+            "converter"
         )
     return other.model_folder or other.actor if form == "model" else other.actor
 
 
+def _refuse_best(checkpoint: CheckpointChoice, folder: Path, description: str) -> None:
+    if checkpoint == "best":
+        raise CheckpointError(
+            f"{folder} is {description}, so there is no best one to choose; omit --checkpoint best"
+        )
+
+
 def other_in(folder: Path) -> OtherCheckpoint | None:
-    """The checkpoint of another trainer that the folder is, or the newest one in the training output."""
+    """Return the folder as another trainer's checkpoint, or the newest one in that training output, if any."""
     return newest_other(folder / CHECKPOINTS) or newest_other(folder) or checkpoint_at(folder)
 
 
@@ -147,25 +148,25 @@ def _require_empty(target: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{target} cannot be read ({error}); merge into a new folder") from error
     if is_taken:
-        what = "is not empty" if target.is_dir() else "is no folder"
-        raise CheckpointError(f"{target} {what}; merge into a new folder")
+        problem = "is not empty" if target.is_dir() else "is not a folder"
+        raise CheckpointError(f"{target} {problem}; merge into a new folder")
 
 
 def _plan(
     source: Source, model: nn.Module, tied: Collection[str], dtype: str, max_shard_bytes: int
 ) -> list[OutputFile]:
-    """The files to write; raises CheckpointError unless they hold what the model's configuration asks for."""
+    """Plan the files; raises CheckpointError unless they contain exactly the tensors of the architecture."""
     computed = {name for name in source.tensors if COMPUTED_BUFFERS.search(name)}
     outputs = output_tensors(source, dtype, leave_out={*tied, *computed})
     require_architecture(model, {tensor.name: tensor for tensor in outputs}, source.label)
     files = plan_files(outputs, max_shard_bytes)
     for file in files:
-        file.header()  # a dtype that safetensors lacks is found before anything is written
+        file.header()  # fail on an unsupported dtype before writing anything
     return files
 
 
 def _dropped(source: Source, tied: Mapping[str, str], outputs: Sequence[OutputTensor]) -> list[OutputTensor]:
-    """Tied tensors to compare with what is kept, in its dtype; one at the same place in the source is equal."""
+    """Return tied tensors to compare with the kept ones; those stored at the same position need no comparison."""
     kept = {tensor.name: tensor for tensor in outputs}
     return [
         dataclasses.replace(kept[other], name=name, stored_name=name)
@@ -175,7 +176,7 @@ def _dropped(source: Source, tied: Mapping[str, str], outputs: Sequence[OutputTe
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed merges to targets in this folder left behind, but not what a merge is writing."""
+    """Remove leftovers of killed merges in this folder, but not those of a running merge."""
     for working in folder.glob(".*.merging"):
         if (working / "lock").exists() and not is_locked(working / "lock"):
             shutil.rmtree(working, ignore_errors=True)
@@ -183,26 +184,26 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def _published(target: Path, num_bytes: int) -> Iterator[Path]:
-    """A folder that becomes `target` when the block ends, and is removed when the block fails.
+    """Yield a folder that is renamed to `target` on success and removed on failure.
 
-    It lies in `.TARGET.merging`, which only one merge at a time may use. Raises CheckpointError when another one
-    does, and when the disk lacks the room.
+    The folder is in `.TARGET.merging`, which is locked. Raises CheckpointError if another merge holds the lock or
+    disk space is short.
     """
     working = target.with_name(f".{target.name}.merging")
     lock, folder = working / "lock", working / "model"
     try:
         if working.is_dir() and not lock.exists() and any(working.iterdir()):
-            raise CheckpointError(f"{working} holds other files, and the merge needs that name; move it away")
+            raise CheckpointError(f"{working} contains other files, but the merge needs that name; move it away")
         working.mkdir(parents=True, exist_ok=True)
         with locked(lock):
             try:
                 if folder.exists():
-                    shutil.rmtree(folder)  # of a merge that was killed
+                    shutil.rmtree(folder)  # left by a killed merge
                 free = shutil.disk_usage(working).free
                 if free < num_bytes:
                     raise CheckpointError(
-                        f"the merged model needs {num_bytes:,} bytes, and {free:,} are free at {target}; make "
-                        "room, or name a target on another disk"
+                        f"the merged model needs {num_bytes:,} bytes, but only {free:,} are free at {target}; "
+                        "free some space or choose a target on another disk"
                     )
                 folder.mkdir()
                 yield folder
@@ -211,7 +212,8 @@ def _published(target: Path, num_bytes: int) -> Iterator[Path]:
                 shutil.rmtree(working, ignore_errors=True)
     except LockHeld:
         raise CheckpointError(
-            f"{target} is being written by another merge, {read_holder(lock)}; wait for it, or name another target"
+            f"{target} is being written by another merge, {read_holder(lock)}; wait for it or choose another "
+            "target"
         ) from None
     except OSError as error:
         raise CheckpointError(
@@ -220,7 +222,7 @@ def _published(target: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def _copy_model_files(model_files: Path, folder: Path, outputs: Sequence[OutputTensor]) -> None:
-    """Everything but weights; config.json names the dtype of the first parameter, as transformers does."""
+    """Copy all files but weights; like transformers, config.json names the dtype of the first parameter."""
     copy_model_files(model_files, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

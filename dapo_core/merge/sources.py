@@ -1,4 +1,4 @@
-"""What a merge reads: a model in shards, by the names and rows of its whole tensors."""
+"""The interface of merge sources: sharded models read as whole tensors, block by block."""
 
 from __future__ import annotations
 
@@ -20,9 +20,25 @@ if TYPE_CHECKING:
     import torch
 
 
+DTYPE_CODES = {  # torch's name: safetensors' code
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor of a source; its values are still in the files."""
+    """Shape and dtype of a whole tensor; its values stay in the files."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -30,19 +46,19 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive values of a tensor in a file, inside the bytes that one checksum covers."""
+    """Consecutive tensor values in a file, within a byte range that has a checksum."""
 
     path: Path
     offset: int  # of the first value in the file
     num_bytes: int  # of the values
-    start: int  # of the bytes under the checksum
+    start: int  # of the byte range with the checksum
     end: int
-    checksum: int | str | None  # CRC32 or blake3 of them; None: checked when the source was opened
+    checksum: int | str | None  # CRC32 or blake3 of the range; None: verified when the source was opened
 
     def read(self) -> Iterator[memoryview]:
-        """The values, in parts of at most CHUNK_BYTES, each valid until this thread reads the next one.
+        """Yield the values in parts of at most CHUNK_BYTES, each valid until this thread reads the next one.
 
-        Raises CheckpointError, which names the file, when it is too short or its bytes do not have the checksum.
+        Raises CheckpointError, naming the file, if it is too short or the checksum does not match.
         """
         checksum = _Checksum(self.checksum)
         end = self.offset + self.num_bytes
@@ -62,9 +78,9 @@ class Block:
             os.close(descriptor)
         if not checksum.is_right():
             raise CheckpointError(
-                f"{self.path} is damaged or of another checkpoint: bytes {self.start:,} to {self.end:,} do not "
-                "have the checksum that was taken when they were written; copy the file again from the node that "
-                "wrote it, or merge another checkpoint"
+                f"{self.path} is damaged or from another checkpoint: bytes {self.start:,} to {self.end:,} do not "
+                "match the checksum taken when they were written; copy the file again from the node that wrote "
+                "it, or merge another checkpoint"
             )
 
     def _range(self, descriptor: int, buffer: memoryview, start: int, end: int) -> Iterator[memoryview]:
@@ -82,7 +98,7 @@ class Block:
             start += len(part)
 
 
-_BUFFERS = threading.local()  # one for each thread: new memory costs as much as reading into it
+_BUFFERS = threading.local()  # reused per thread: allocating memory costs as much as reading into it
 
 
 def _thread_buffer() -> memoryview:
@@ -92,7 +108,7 @@ def _thread_buffer() -> memoryview:
 
 
 class _Checksum:
-    """CRC32, blake3 or nothing of the bytes that pass."""
+    """Incremental CRC32 or blake3, depending on the expected value; None computes nothing."""
 
     def __init__(self, expected: int | str | None) -> None:
         self._expected = expected
@@ -112,25 +128,25 @@ class _Checksum:
 
 
 class Source(Protocol):
-    """A checkpoint, found complete when it was opened."""
+    """A checkpoint that was verified to be complete when it was opened."""
 
     @property
     def label(self) -> str:
-        """Its name in errors."""
+        """Name of the checkpoint in errors."""
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """By the names that the ranks used, in the order of the model."""
+        """Tensors by the ranks' names, in model order."""
 
     @property
     def model_files(self) -> Path:
         """Folder with the model's configuration and tokenizer."""
 
     def pieces(self, name: str) -> list[FilePiece]:
-        """The tensors of the model's files that the tensor becomes, in the order of its rows."""
+        """Tensors of the model's files that this tensor is split into, in row order."""
 
     def blocks(self, name: str) -> list[Block]:
-        """Where the values of the whole tensor lie, in row-major order."""
+        """Positions of the whole tensor's values, in row-major order."""
 
     def describe(self) -> dict[str, Any]:
-        """The manifest's entry about the source, without paths: the same model has the same manifest."""
+        """Manifest entry of the source, without paths: the same model gives the same manifest."""

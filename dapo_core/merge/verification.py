@@ -1,4 +1,4 @@
-"""What a merge verifies of the whole model: its tensors are the architecture's, and compute the same."""
+"""Verifies a merged model as a whole: the tensors match the architecture and give the same logits."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _LOGIT_ROWS, _LOGIT_TOKENS = 2, 32
 
 
 def empty_model(model_files: Path) -> nn.Module:
-    """The architecture of a configuration on the meta device, with tied weights tied.
+    """Build the configured architecture on the meta device, with tied weights.
 
-    Raises CheckpointError when the installed transformers cannot build it.
+    Raises CheckpointError if the installed transformers cannot build it.
     """
     import torch
 
@@ -37,71 +37,70 @@ def empty_model(model_files: Path) -> nn.Module:
 
 
 def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], label: str) -> None:
-    """Raise CheckpointError unless the outputs are the model's parameters and persistent buffers."""
+    """Raise CheckpointError unless the outputs are exactly the model's parameters and persistent buffers."""
     tied = tied_names(model)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     expected, missing, unexpected = match_files(tensors, outputs)
     if missing or unexpected:
         raise CheckpointError(
-            f"{label} does not hold the tensors of {type(model).__name__}, which its config.json names: "
-            f"{sample_of(missing)} are missing, {sample_of(unexpected)} are not the architecture's; adapters must "
-            "be merged into the model before, and another version of transformers may have named them"
+            f"{label} does not match the architecture {type(model).__name__} in its config.json: missing "
+            f"{sample_of(missing)}, unexpected {sample_of(unexpected)}; merge adapters into the model first, or "
+            "use the transformers version that wrote these names"
         )
     wrong = [name for name, shape in expected.items() if not _fits(outputs[name], shape)]
     if wrong:
         name = wrong[0]
         raise CheckpointError(
-            f"{name} in {label} is {outputs[name].shape}, {type(model).__name__} needs {tuple(expected[name])} ("
-            f"{len(wrong)} such tensors): config.json and shards belong to different models"
+            f"{name} in {label} has shape {outputs[name].shape}, but {type(model).__name__} needs "
+            f"{tuple(expected[name])} ({len(wrong)} such tensors): config.json and shards belong to different "
+            "models"
         )
 
 
 def _fits(output: OutputTensor, shape: tuple[int, ...]) -> bool:
-    """Whether transformers takes the tensor for a parameter; it turns fused experts where it must."""
-    is_turnable = bool(expert_pieces(output.name, shape)) and output.shape == (shape[0], shape[2], shape[1])
-    return output.shape == shape or is_turnable
+    """True if transformers can load the tensor into a parameter of that shape; it can transpose fused experts."""
+    is_transposed = bool(expert_pieces(output.name, shape)) and output.shape == (shape[0], shape[2], shape[1])
+    return output.shape == shape or is_transposed
 
 
 def require_equal(tied: Mapping[str, str], digests: Mapping[str, str], label: str) -> None:
-    """Raise CheckpointError when tied tensors have other digests than those kept: only one of them is stored.
+    """Raise CheckpointError if tied tensors differ from the kept ones, since only one of them is stored.
 
-    Those without a digest share their place in the source.
+    Tensors without a digest share their position in the source.
     """
     for name, kept in tied.items():
         if name in digests and digests[name] != digests[kept]:
             raise CheckpointError(
-                f"{name} and {kept} of {label} differ, although config.json declares them tied; set "
+                f"{name} and {kept} in {label} differ, although config.json declares them tied; set "
                 "tie_word_embeddings to false in the checkpoint's config.json to keep both"
             )
 
 
 def require_on_disk(folder: Path, parts: Mapping[str, Sequence[Part]]) -> None:
-    """Raise CheckpointError unless the files hold what was written, read from the disk and not from memory."""
+    """Read the files back from disk, bypassing the page cache; raises CheckpointError if they differ."""
     for name, written in parts.items():
         path = folder / name
-        with path.open("rb") as file:
-            os.posix_fadvise(
-                file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
-            )  # of a file that is synced: drops its pages
+        with path.open("rb") as file:  # drops the pages of a synced file
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if file_parts(path, [size for size, _ in written]) != list(written):
-            raise CheckpointError(f"{name} on the disk differs from what was written; is the disk sound?")
+            raise CheckpointError(f"{name} on disk differs from what was written; check the disk for errors")
 
 
 def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]) -> dict[str, Any]:
-    """Run the merged folder, opened by transformers, and the source's own tensors on the same tokens.
+    """Compare the logits of the merged folder, loaded by transformers, with those of the source's tensors.
 
-    Both compute in float32 from weights of the merged precision, so the logits must be the same in every bit.
-    Returns {"tokens", "max_difference"}; raises CheckpointError when they differ.
+    Both compute in float32 from weights in the merged dtype, so the logits must be bitwise equal. Returns
+    {"tokens", "max_difference"}; raises CheckpointError if they differ.
     """
     import torch
 
     merged, report = type(empty_model(folder)).from_pretrained(  # type: ignore[attr-defined]
         folder, dtype=torch.float32, output_loading_info=True, local_files_only=True, trust_remote_code=False
     )
-    wrong = {what: names for what, names in report.items() if names}
+    wrong = {kind: names for kind, names in report.items() if names}
     if wrong:
         raise CheckpointError(
-            f"transformers opens the merged model with {wrong}; did another process change the folder?"
+            f"transformers loads the merged model with {wrong}; did another process change the folder?"
         )
     vocab_size = merged.get_input_embeddings().num_embeddings
     token_ids = torch.randint(vocab_size, (_LOGIT_ROWS, _LOGIT_TOKENS), generator=torch.Generator().manual_seed(0))
@@ -112,19 +111,19 @@ def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]
         difference = (unmerged.eval()(token_ids).logits - logits).abs().max().item()
     if difference:
         raise CheckpointError(
-            f"the merged model's logits differ by up to {difference:.3g} from those of {source.label} on "
+            f"the merged model's logits differ from those of {source.label} by up to {difference:.3g} on "
             f"{token_ids.numel()} tokens; do not use it, and report this with {MERGE_MANIFEST}"
         )
     return {"tokens": token_ids.numel(), "max_difference": difference}
 
 
 def _build(model_files: Path) -> nn.Module:
-    """The model that config.json describes, freshly initialised."""
+    """Build the model that config.json describes, freshly initialized."""
     import transformers
 
     try:
         config = load_model_config(model_files)
-    except Exception as error:  # the text may hold anything
+    except Exception as error:  # the file may contain anything
         raise CheckpointError(f"config.json in {model_files} cannot be read by transformers: {error}") from error
     names = config.architectures
     name = names[0] if isinstance(names, list) and names else names
@@ -132,19 +131,18 @@ def _build(model_files: Path) -> nn.Module:
     if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise CheckpointError(
             f"config.json in {model_files} names the architecture {name!r}, which transformers "
-            f"{transformers.__version__} does not have; merge where the version that trained is installed"
+            f"{transformers.__version__} does not have; merge with the version used for training"
         )
     try:
         return model_class(config)
-    except Exception as error:  # likewise
+    except Exception as error:  # the file may contain anything
         raise CheckpointError(
             f"config.json in {model_files} does not describe a {name} that transformers can build: {error}"
         ) from error
 
 
 def _fill(model: nn.Module, source: Source, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
-    """The model with the source's values, rounded to their merged dtype, copied tensor by tensor."""
-
+    """Copy the source's values, rounded to their merged dtype, into the model tensor by tensor."""
     import torch
 
     tied = tied_names(model)

@@ -1,10 +1,10 @@
-"""Checkpoints of verl's FSDP workers: one file of DTensors for each rank, memory-mapped.
+"""Reads checkpoints of verl's FSDP workers, which have one file of DTensors per rank.
 
-A folder `global_step_N/actor` with
+A folder `global_step_N/actor` contains
     model_world_size_W_rank_R.pt   state dict of rank R: DTensors for parameters, plain tensors for buffers
-    fsdp_config.json               world_size, FSDP_version (not in old folders)
+    fsdp_config.json               world_size, FSDP_version (missing in old folders)
     huggingface/                   config, tokenizer, generation config
-The mesh is ("fsdp",), or ("ddp", "fsdp") where several replicas hold the same: one complete replica is read.
+The mesh is ("fsdp",), or ("ddp", "fsdp") with replicas, of which one complete replica is read.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ FSDP_CONFIG_FILE = "fsdp_config.json"
 
 
 def find_shards(folders: Sequence[Path]) -> list[Path]:
-    """Every rank's file in the folders, or in `actor` below them; empty when verl did not write the folders.
+    """Return all rank files in the folders or their `actor` subfolders; empty if verl did not write the folders.
 
-    Raises CheckpointError when some of the folders hold shards and others do not.
+    Raises CheckpointError if only some of the folders contain shards.
     """
     found: dict[Path, list[Path]] = {}
     for folder in folders:
@@ -45,19 +45,19 @@ def find_shards(folders: Sequence[Path]) -> list[Path]:
     empty = [folder for folder, paths in found.items() if not paths]
     if empty and len(empty) < len(found):
         raise CheckpointError(
-            f"{empty[0]} holds no model_world_size_W_rank_R.pt, unlike the other sources; name the folders that "
-            "hold shards of one checkpoint"
+            f"{empty[0]} has no model_world_size_W_rank_R.pt, unlike the other sources; pass the folders that "
+            "contain shards of one checkpoint"
         )
     return sorted(path for paths in found.values() for path in paths)
 
 
 class VerlSource:
-    """A checkpoint of verl; implements Source."""
+    """A verl FSDP checkpoint; implements Source."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """`paths` are the files of find_shards.
+        """Open the files from find_shards.
 
-        Raises CheckpointError, naming the shard, when one is missing, truncated, unsafe to load or of another
+        Raises CheckpointError, naming the shard, if one is missing, truncated, unsafe to load or from another
         checkpoint.
         """
         self._paths = _by_rank(paths)
@@ -76,34 +76,34 @@ class VerlSource:
         self._shards = [first if other == rank else _Shard(self._paths[other]) for other in self._ranks]
         self.tensors = {name: _stored(tensor) for name, tensor in self._shards[0].state.items()}
         for position, shard in enumerate(self._shards):
-            if problem := self._misfit(shard, rows, position):
+            if problem := self._mismatch(shard, rows, position):
                 raise CheckpointError(
-                    f"{self._paths[self._ranks[position]]} does not belong to the other shards: {problem}; copy "
+                    f"{self._paths[self._ranks[position]]} does not match the other shards: {problem}; copy "
                     "it again from the node that wrote it"
                 )
         has_experts = any(expert_pieces(name, it.shape) for name, it in self.tensors.items())
         self._experts = _experts_in_files(self.model_files) if has_experts else None
 
     def pieces(self, name: str) -> list[FilePiece]:
-        """The tensor itself, or each expert's matrices where published files of the architecture hold those."""
+        """The tensor itself, or each expert's matrices if published files of the architecture store those."""
         shape = self.tensors[name].shape
         experts = expert_pieces(name, shape)
         if not experts or self._experts is None:
             return [FilePiece(name)]
         if self._experts == "single":
             return experts
-        # Files have [E, H, 2I] and [E, I, H], as transformers 4 does in memory. Transformers 5 has the reverse.
+        # Files have [E, H, 2I] and [E, I, H], as in transformers 4; transformers 5 transposes them in memory.
         hidden_dimension = 1 if name.endswith(FUSED_NAME) else 2
         return [FilePiece(name, is_turned=shape[hidden_dimension] != self._experts)]
 
     def blocks(self, name: str) -> list[Block]:
-        """Each rank's rows; a tensor that every rank holds whole is read once."""
+        """Each rank's rows; a replicated tensor is read once."""
         shards = self._shards[:1] if _placement(self._shards[0].state[name]) is None else self._shards
         blocks = [shard.block(name) for shard in shards]
         return [block for block in blocks if block.num_bytes]
 
     def describe(self) -> dict[str, Any]:
-        """The training step is taken from the folder's name."""
+        """Manifest entry; `name` is the folder's global_step_N."""
         return {
             "format": "verl",
             "name": self._step,
@@ -112,26 +112,26 @@ class VerlSource:
         }
 
     def _complete_replica(self, rows: list[list[int]]) -> list[int]:
-        """The ranks of the first replica with all its files."""
+        """Return the ranks of the first replica whose files are all present."""
         missing = [[rank for rank in row if rank not in self._paths] for row in rows]
-        for row, lacking in zip(rows, missing, strict=True):
-            if not lacking:
+        for row, missing_ranks in zip(rows, missing, strict=True):
+            if not missing_ranks:
                 return row
         fewest = min(missing, key=len)
         names = [f"model_world_size_{self._num_ranks}_rank_{rank}.pt" for rank in fewest]
         raise CheckpointError(
             f"shard {names[0]} of {self._num_ranks} is missing in {self.label}"
             + (f", and {len(names) - 1} more" if len(names) > 1 else "")
-            + "; copy it from the node that wrote it, or name that node's folder as a further source"
+            + "; copy it from the node that wrote it, or pass that node's folder as an additional source"
         )
 
-    def _misfit(self, shard: _Shard, rows: list[list[int]], position: int) -> str | None:
-        """Why the shard is not the part of the model at `position` of its replica; None if it is."""
+    def _mismatch(self, shard: _Shard, rows: list[list[int]], position: int) -> str | None:
+        """Return why the shard is not part `position` of its replica, or None if it is."""
         if (other_rows := shard.mesh_rows(self._num_ranks)) != rows:
-            return f"its ranks were {other_rows}, those of the first {rows}"
+            return f"its ranks are {other_rows}, those of the first shard {rows}"
         if shard.state.keys() != self.tensors.keys():
             other = sorted(shard.state.keys() ^ self.tensors.keys())
-            return f"it and the first differ in {len(other)} names, such as {other[0]}"
+            return f"{len(other)} names differ from the first shard, such as {other[0]}"
         for name, tensor in shard.state.items():
             found, expected = _stored(tensor), self.tensors[name]
             if found != expected:
@@ -141,15 +141,15 @@ class VerlSource:
                 return f"its part of {name} is {tuple(local.shape)}, not {local_shape}"
             coordinate = _coordinate(tensor)
             if coordinate not in (None, position):
-                return f"the rank that wrote it had part {coordinate}, not {position}"
+                return f"it was written as part {coordinate}, not {position}"
         return None
 
 
 class _Shard:
-    """The file of one rank: its state dict on the meta device, and where the values lie."""
+    """One rank's file: its state dict on the meta device, and the positions of the values."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError when the file is torn, unsafe to load or no state dict of tensors."""
+        """Raises CheckpointError if the file is truncated, unsafe to load or not a state dict of tensors."""
         self.path = path
         with path.open("rb") as file:
             records = read_records(file, str(path)).values()
@@ -159,7 +159,7 @@ class _Shard:
         for name in self.state:
             start, *place = self._place(name)
             places.setdefault(start, set()).add((place[0], place[1]))
-        # A record with one place is checked while that is read.
+        # A record that holds one tensor is verified while the tensor is read.
         self._is_checked = {start: len(places.get(start, ())) != 1 for start in self._records}
         for start, record in self._records.items():
             if self._is_checked[start]:
@@ -168,42 +168,41 @@ class _Shard:
                     pass
 
     def block(self, name: str) -> Block:
-        """The rank's part of a tensor."""
+        """Return the rank's part of a tensor."""
         start, offset, num_bytes = self._place(name)
         record = self._records[start]
         checksum = None if self._is_checked[start] else record.crc32
         return Block(self.path, offset, num_bytes, start, start + record.num_bytes, checksum)
 
     def mesh_rows(self, num_ranks: int) -> list[list[int]]:
-        """The ranks of each replica, in the order of their rows."""
+        """Return the ranks of each replica, in row order."""
         mesh = next((tensor.device_mesh for tensor in self.state.values() if hasattr(tensor, "device_mesh")), None)
         if mesh is None:
             raise CheckpointError(
-                f"{self.path} holds no DTensor, so it is unknown how its {len(self.state)} tensors were sharded; "
+                f"{self.path} contains no DTensor, so the sharding of its {len(self.state)} tensors is unknown; "
                 "write it again with verl 0.3 or later, which gives FSDP a device mesh"
             )
         names, ranks, num_shards = _mesh_state(mesh)
         if names not in _MESHES or len(ranks) != num_ranks:
             raise CheckpointError(
-                f"{self.path} was written on a mesh {names} of {len(ranks)} ranks, and can be merged from "
-                f"{' or '.join(map(str, _MESHES))} with all {num_ranks} ranks; tensor parallelism is not supported"
+                f"{self.path} was written on a mesh {names} of {len(ranks)} ranks; only "
+                f"{' and '.join(map(str, _MESHES))} with all {num_ranks} ranks are supported, no tensor "
+                "parallelism"
             )
         return [list(ranks[first : first + num_shards]) for first in range(0, num_ranks, num_shards)]
 
     def _place(self, name: str) -> tuple[int, int, int]:
-        """Where in the file the record and the values of a tensor begin, and the bytes of the values."""
+        """Return the file offsets of a tensor's record and values, and the size of the values in bytes."""
         local = _local(self.state[name])
-        # torch has no public way to ask where a tensor of a file is. None before torch 2.7.
+        # torch has no public way to ask where a tensor lies in its file.
         start = getattr(local.untyped_storage(), "_checkpoint_offset", None)
         offset = int(local.storage_offset()) * local.itemsize
         if not local.numel():
             return min(self._records), min(self._records), 0
         if start not in self._records or not local.is_contiguous():
-            raise CheckpointError(f"{self.path}: {name} is not stored row by row; merge with torch 2.7 or later")
+            raise CheckpointError(f"{self.path}: {name} is not stored row by row; merge another checkpoint")
         if offset + local.nbytes > self._records[start].num_bytes:
-            raise CheckpointError(
-                f"{self.path} holds too few bytes for {name} {tuple(local.shape)}; copy it again"
-            )
+            raise CheckpointError(f"{self.path} has too few bytes for {name} {tuple(local.shape)}; copy it again")
         return start, start + offset, local.nbytes
 
 
@@ -214,7 +213,7 @@ def _by_rank(paths: Sequence[Path]) -> dict[int, Path]:
         other, rank = _world_size_and_rank(path)
         if other != num_ranks:
             raise CheckpointError(
-                f"{path} and {paths[0]} were written by trainings of {other} and {num_ranks} ranks; keep the "
+                f"{path} and {paths[0]} were written by trainings with {other} and {num_ranks} ranks; keep the "
                 "files of one checkpoint"
             )
         if rank in by_rank:
@@ -229,7 +228,7 @@ def _world_size_and_rank(path: Path) -> tuple[int, int]:
 
 
 def _step(folders: Sequence[Path]) -> str | None:
-    """The name global_step_N in the folders' paths; raises CheckpointError when they are of several steps."""
+    """Return global_step_N from the folders' paths; raises CheckpointError if they name several steps."""
     found = {
         folder: next((part for part in reversed(folder.resolve().parts) if _STEP.fullmatch(part)), None)
         for folder in folders
@@ -237,13 +236,13 @@ def _step(folders: Sequence[Path]) -> str | None:
     steps = sorted({step for step in found.values() if step is not None})
     if len(steps) > 1:
         raise CheckpointError(
-            f"{' and '.join(map(str, folders))} are of {' and '.join(steps)}; name the folders of one step"
+            f"{' and '.join(map(str, folders))} are from {' and '.join(steps)}; pass the folders of one step"
         )
     return steps[0] if steps else None
 
 
 def _fsdp_version(folders: Sequence[Path], num_ranks: int) -> int | None:
-    """FSDP's version from fsdp_config.json; raises CheckpointError when that is of another training."""
+    """Return the FSDP version in fsdp_config.json; raises CheckpointError if its world size differs."""
     for path in (folder / FSDP_CONFIG_FILE for folder in folders):
         if path.is_file():
             try:
@@ -253,7 +252,7 @@ def _fsdp_version(folders: Sequence[Path], num_ranks: int) -> int | None:
                 raise CheckpointError(f"{path} cannot be read ({error!r}); copy it from rank 0's node") from error
             if world_size != num_ranks:
                 raise CheckpointError(
-                    f"{path} is of {world_size} ranks, the shards' names are of {num_ranks}; "
+                    f"{path} says {world_size} ranks, the shard names say {num_ranks}; "
                     "keep the files of one checkpoint"
                 )
             return version
@@ -265,50 +264,50 @@ def _model_files(folders: Sequence[Path]) -> Path:
         if (folder / HUGGINGFACE_FOLDER / "config.json").is_file():
             return folder / HUGGINGFACE_FOLDER
     raise CheckpointError(
-        f"{folders[0]} lacks {HUGGINGFACE_FOLDER}/config.json, which rank 0 writes; name its node's folder as "
-        f"well, or copy configuration and tokenizer of the model into {folders[0] / HUGGINGFACE_FOLDER}"
+        f"{folders[0]} lacks {HUGGINGFACE_FOLDER}/config.json, which rank 0 writes; pass the folder of its node "
+        f"too, or copy the model's config and tokenizer into {folders[0] / HUGGINGFACE_FOLDER}"
     )
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The rank's state dict without its values."""
+    """Return the rank's state dict without values."""
     import torch
-    import torch.distributed.tensor  # registers the parts of a DTensor as safe to load
+    import torch.distributed.tensor  # registers the classes of a DTensor as safe to load
 
-    # It warns of every mesh that is loaded without process groups; only the mesh's shape is needed.
+    # It warns about every mesh loaded without process groups, but only the mesh's shape is needed.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     try:
         state = torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} is refused: it holds more than tensors, and loading that could run code ({_reason(error)}); "
+            f"{path} is refused: it contains more than tensors, and loading it could run code ({_reason(error)}); "
             "write it again with verl's FSDP workers on torch 2.6 or later"
         ) from error
     except (RuntimeError, ValueError, OSError, EOFError, KeyError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({_reason(error)}): it is damaged, or of another version of torch than "
+            f"{path} cannot be read ({_reason(error)}): it is damaged or was not written for torch "
             f"{torch.__version__}; copy it again from the node that wrote it"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise CheckpointError(
-            f"{path} is not a state dict of tensors; name a folder that verl's FSDP workers wrote"
+            f"{path} is not a state dict of tensors; pass a folder written by verl's FSDP workers"
         )
     if not state:
-        raise CheckpointError(f"{path} holds no tensors; merge another checkpoint")
+        raise CheckpointError(f"{path} contains no tensors; merge another checkpoint")
     return state
 
 
 def _reason(error: BaseException) -> str:
-    """The line of torch's long message that says what is wrong."""
+    """Return the relevant line of torch's long message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "WeightsUnpickler error" in line or "Unsupported" in line]
-    return (telling or lines or [type(error).__name__])[0][:200]
+    relevant = [line for line in lines if "WeightsUnpickler error" in line or "Unsupported" in line]
+    return (relevant or lines or [type(error).__name__])[0][:200]
 
 
 def _mesh_state(mesh: Any) -> tuple[tuple[str, ...] | None, tuple[int, ...], int]:
-    """Dimension names, all ranks, and size of the last dimension of a mesh that was loaded without values.
+    """Return dimension names, all ranks, and the size of the last dimension of a mesh loaded without values.
 
-    Its pickled state is all there is, which torch 2.9 renamed; test_merge_verl.py has both forms.
+    Only its pickled state is available, whose attributes torch 2.9 renamed; test_merge_verl.py covers both.
     """
     state = vars(mesh)
     if "mesh_dim_names" in state:
@@ -318,15 +317,15 @@ def _mesh_state(mesh: Any) -> tuple[tuple[str, ...] | None, tuple[int, ...], int
 
 
 def _placement(tensor: Any) -> Any:
-    """How the last mesh dimension cuts the tensor; None when each rank holds all of it."""
+    """Return how the last mesh dimension shards the tensor; None if each rank has all of it."""
     if not hasattr(tensor, "placements"):
         return None
     *replicas, placement = tensor.placements
-    is_by_rows = type(placement).__name__ == "Shard" and placement.dim == 0  # a strided shard is another class
+    is_by_rows = type(placement).__name__ == "Shard" and placement.dim == 0  # excludes strided shards
     if not (is_by_rows or placement.is_replicate()) or not all(other.is_replicate() for other in replicas):
         raise CheckpointError(
-            f"a tensor {tuple(tensor.shape)} is placed as {tuple(tensor.placements)}; verl's FSDP workers "
-            "cut rows only"
+            f"a tensor {tuple(tensor.shape)} has placements {tuple(tensor.placements)}, but verl's FSDP workers "
+            "shard rows only"
         )
     return None if placement.is_replicate() else placement
 
@@ -340,7 +339,7 @@ def _stored(tensor: Any) -> StoredTensor:
 
 
 def _local_shape(tensor: Any, num_shards: int, position: int) -> tuple[int, ...]:
-    """Shape of the part at `position`; rows are cut as by torch.chunk, so the last parts may be empty."""
+    """Return the shape of part `position`; rows are split like torch.chunk, so the last parts may be empty."""
     if _placement(tensor) is None:
         return tuple(tensor.shape)
     num_rows, *rest = tensor.shape
@@ -349,7 +348,7 @@ def _local_shape(tensor: Any, num_shards: int, position: int) -> tuple[int, ...]
 
 
 def _coordinate(tensor: Any) -> int | None:
-    """The part that the writing rank held, as pickled with its mesh; None where that is unknown."""
+    """Return the part index that was pickled with the writing rank's mesh; None if unknown."""
     if not hasattr(tensor, "placements"):
         return None
     coordinate = vars(tensor.device_mesh).get("_coordinate_on_dim")
@@ -357,20 +356,13 @@ def _coordinate(tensor: Any) -> int | None:
 
 
 def _experts_in_files(model_files: Path) -> Literal["single"] | int | None:
-    """How published files of the architecture hold experts, which transformers fuses.
+    """Return how published files of the architecture store experts, which transformers fuses in memory.
 
-    "single": each expert's matrices; the hidden size: fused, with rows and columns swapped; None: as transformers.
+    "single": separate matrices per expert; the hidden size: fused and transposed; None: as in memory.
     """
-    import transformers
+    # transformers has no public API for this; test_merge_verl.py fails if it changes.
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    try:
-        # transformers has no public way to ask for this; test_merge_verl.py fails when it moves.
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    except ImportError as error:
-        raise CheckpointError(
-            f"the shards hold fused experts, as transformers 5 has them, and {transformers.__version__} is "
-            "installed; merge with the version that trained"
-        ) from error
     try:
         config = json.loads((model_files / "config.json").read_text(encoding="utf-8"))
         hidden_size = config.get("text_config", config).get("hidden_size")
@@ -385,6 +377,6 @@ def _experts_in_files(model_files: Path) -> Literal["single"] | int | None:
     if all(pattern.endswith((".gate_proj.weight", ".up_proj.weight")) for pattern in sources):
         return "single"
     raise CheckpointError(
-        f"files of {config.get('model_type')} name experts {' and '.join(sources)}, which cannot be written yet; "
-        "merge an architecture such as Qwen3-MoE or Qwen3-VL-MoE"
+        f"{config.get('model_type')} files name experts {' and '.join(sources)}, which is not supported; "
+        "supported architectures include Qwen3-MoE and Qwen3-VL-MoE"
     )

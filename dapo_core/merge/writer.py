@@ -1,4 +1,4 @@
-"""The files of a merged model: planned first, then written and hashed in one pass over the source."""
+"""Plans the files of a merged model, then writes and hashes them in one pass over the source."""
 
 from __future__ import annotations
 
@@ -16,76 +16,62 @@ from blake3 import blake3
 
 from dapo_core.digests import Part, content_part, digest_of, file_digest, num_threads
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import Block, Source
+from dapo_core.merge.sources import DTYPE_CODES, Block, Source
 from dapo_core.model_folder import INDEX_FILE, MERGE_MANIFEST
 from dapo_core.parameter_names import FilePiece
 
 if TYPE_CHECKING:
     import torch
 
-# The kernel takes page cache in blocks as large as the write. In a virtual machine, free blocks of 128 KiB and
-# more may go back to the host, which is slow to return them.
+# The kernel allocates page cache in blocks of the write's size. On a virtual machine, free blocks of 128 KiB and
+# more may return to the host, which is slow to give them back.
 WRITE_BYTES = 64 * 1024
-FLUSH_BYTES = 16 * 1024**2  # handed to the disk at once, so that little is left for the final fsync
-_LIBC = ctypes.CDLL(None)  # Python has no sync_file_range, and posix_fadvise would drop the pages too
+FLUSH_BYTES = 16 * 1024**2  # writeback granularity, so that little is left for the final fsync
+_LIBC = ctypes.CDLL(None)  # Python has no sync_file_range, and posix_fadvise would also drop the pages
 _SYNC_FILE_RANGE_WRITE = 2
-OnBytes = Callable[[int, int], None]  # bytes written, bytes in all
-_DTYPES = {  # as safetensors calls them
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+OnBytes = Callable[[int, int], None]  # bytes written, total bytes
 
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor of the merged folder, before its values are read."""
+    """A tensor to write to the merged folder."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    stored_name: str  # of the source's tensor
-    piece: FilePiece  # the part of it
+    stored_name: str  # name of the source tensor
+    piece: FilePiece  # part of the source tensor
 
     @property
     def num_bytes(self) -> int:
-        """In its file."""
+        """Bytes of the tensor in its file."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def dtype_name(self) -> str:
-        """The dtype as safetensors calls it; raises CheckpointError for one that it lacks."""
+        """The safetensors code of the dtype; raises CheckpointError if it has none."""
         name = str(self.dtype).removeprefix("torch.")
-        if name not in _DTYPES:
+        if name not in DTYPE_CODES:
             raise CheckpointError(
-                f"{self.name} is {name}, which safetensors files cannot hold; pass --dtype float32"
+                f"{self.name} is {name}, which safetensors does not support; pass --dtype float32"
             )
-        return _DTYPES[name]
+        return DTYPE_CODES[name]
 
 
 @dataclass
 class OutputFile:
-    """A safetensors file and its tensors, in this order."""
+    """A safetensors file and its tensors, in file order."""
 
     name: str
     tensors: list[OutputTensor] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
-        """Of its tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def header(self) -> bytes:
-        """The file's first bytes: length and JSON, padded so that values begin at a multiple of 8."""
+        """Return the file header: length and JSON, padded so that values start at a multiple of 8."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for tensor in self.tensors:
@@ -101,7 +87,7 @@ class OutputFile:
 
 
 def output_tensors(source: Source, dtype: str, leave_out: set[str]) -> list[OutputTensor]:
-    """What the source's tensors become; `dtype` is "keep" or applies to floating point."""
+    """Return the tensors to write; `dtype` is "keep" or the dtype for all floating-point tensors."""
     import torch
 
     outputs = []
@@ -118,14 +104,14 @@ def output_tensors(source: Source, dtype: str, leave_out: set[str]) -> list[Outp
 
 
 def shard_name(number: int, num_shards: int) -> str:
-    """The file name that transformers and vLLM expect of output shard `number`, counted from 1."""
+    """Return the file name that transformers and vLLM expect for shard `number`, counted from 1."""
     return "model.safetensors" if num_shards == 1 else f"model-{number:05d}-of-{num_shards:05d}.safetensors"
 
 
 def plan_files(tensors: Iterable[OutputTensor], max_shard_bytes: int) -> list[OutputFile]:
-    """The tensors in files of at most `max_shard_bytes`; a larger tensor gets its own file.
+    """Distribute the tensors over files of at most `max_shard_bytes`; a larger tensor gets its own file.
 
-    Wider dtypes come first, so that each tensor begins at a multiple of its element.
+    Wider dtypes come first, so each tensor is aligned to its element size.
     """
     groups: list[list[OutputTensor]] = []
     filled = 0
@@ -139,14 +125,14 @@ def plan_files(tensors: Iterable[OutputTensor], max_shard_bytes: int) -> list[Ou
 
 
 class ModelWriter:
-    """Writes the planned files in one pass over the source, several tensors at once, and takes their digests."""
+    """Writes and hashes the planned files in one pass over the source, several tensors in parallel."""
 
     def __init__(self, folder: Path, files: Sequence[OutputFile], source: Source) -> None:
-        """Creates the files in the folder, with their headers."""
+        """Create the files in the folder and write their headers."""
         self._source = source
         self._files = {file.name: file for file in files}
         self._places: dict[str, tuple[int, int]] = {}  # descriptor and offset of each tensor
-        self._outputs: dict[str, list[OutputTensor]] = {}  # of each tensor of the source
+        self._outputs: dict[str, list[OutputTensor]] = {}  # by source tensor
         self._headers: dict[str, bytes] = {}
         self._descriptors: dict[str, int] = {}
         for file in files:
@@ -169,9 +155,9 @@ class ModelWriter:
             os.close(descriptor)
 
     def write(self, dropped: Sequence[OutputTensor], on_bytes: OnBytes | None) -> dict[str, str]:
-        """Write all tensors and wait for the disk; returns the digest of each, and of each one in `dropped`.
+        """Write and fsync all tensors; returns their digests, including those of `dropped` tensors.
 
-        Those are read like the others, but not written. Raises CheckpointError when the source is damaged.
+        Dropped tensors are read but not written. Raises CheckpointError if the source is damaged.
         """
         jobs = [*self._outputs.values(), *([tensor] for tensor in dropped)]
         jobs.sort(key=lambda outputs: -sum(tensor.num_bytes for tensor in outputs))
@@ -191,7 +177,7 @@ class ModelWriter:
         return digests
 
     def parts(self, digests: Mapping[str, str]) -> dict[str, list[Part]]:
-        """The parts of each file: its header and its tensors that have bytes."""
+        """Return the parts of each file: its header and its non-empty tensors."""
         return {
             name: [
                 content_part(self._headers[name]),
@@ -201,26 +187,26 @@ class ModelWriter:
         }
 
     def _copy(self, outputs: Sequence[OutputTensor]) -> dict[str, str]:
-        """Copy a tensor of the source into the consecutive tensors that it becomes."""
+        """Copy a source tensor to its output tensors, which are consecutive parts of it."""
         digests = {}
         values = _Values(self._source, outputs[0])
         for output in outputs:
             digest = blake3()
             descriptor, offset = self._places.get(output.name, (None, 0))
-            begun = offset
+            unflushed = offset
             for part in values.take(output.num_bytes):
                 digest.update(part)
                 if descriptor is not None:
                     _write(descriptor, part, offset)
                     offset += len(part)
-                    if offset - begun >= FLUSH_BYTES:
-                        begun = _start_writeback(descriptor, begun, offset)
+                    if offset - unflushed >= FLUSH_BYTES:
+                        unflushed = _start_writeback(descriptor, unflushed, offset)
             digests[output.name] = digest.hexdigest()
         return digests
 
 
 def require_opens(path: Path, file: OutputFile) -> None:
-    """Raise CheckpointError unless safetensors opens the file and finds the planned tensors in it."""
+    """Raise CheckpointError unless safetensors can open the file and finds the planned tensors."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -228,14 +214,14 @@ def require_opens(path: Path, file: OutputFile) -> None:
             names = opened_file.keys()
             slices = [opened_file.get_slice(name) for name in names]
     except SafetensorError as error:
-        raise CheckpointError(f"{path.name} cannot be opened: {error}; is the disk sound?") from error
+        raise CheckpointError(f"{path.name} cannot be opened: {error}; check the disk for errors") from error
     found = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in zip(names, slices, strict=True)]
     if sorted(found) != sorted((tensor.name, tensor.dtype_name, tensor.shape) for tensor in file.tensors):
-        raise CheckpointError(f"{path.name} has other tensors than were written to it; is the disk sound?")
+        raise CheckpointError(f"{path.name} does not contain the tensors written to it; check the disk for errors")
 
 
 def write_index(folder: Path, files: Sequence[OutputFile], num_parameters: int) -> None:
-    """Write the index that says which file holds which tensor, as transformers does; a single file needs none."""
+    """Write the transformers index from tensors to files; a single file needs none."""
     if len(files) > 1:
         places = {tensor.name: file.name for file in files for tensor in file.tensors}
         sizes = {"total_parameters": num_parameters, "total_size": sum(file.num_bytes for file in files)}
@@ -250,8 +236,8 @@ def write_manifest(
     tensor_digests: Mapping[str, str],
     description: Mapping[str, Any],
 ) -> None:
-    """Write merge_manifest.json: the description, size and digest of every file, and those of every tensor."""
-    digests = {name: digest_of(its_parts) for name, its_parts in parts.items()}
+    """Write merge_manifest.json: the description, and size and digest of every file and tensor."""
+    digests = {name: digest_of(file_parts) for name, file_parts in parts.items()}
     rows = {
         (name := path.relative_to(folder).as_posix()): {
             "bytes": path.stat().st_size,
@@ -275,18 +261,18 @@ def write_manifest(
 
 
 class _Values:
-    """All values of a tensor of the source, in row-major order and in the dtype of what it becomes."""
+    """Streams a source tensor's values in row-major order, converted to the output dtype."""
 
     def __init__(self, source: Source, output: OutputTensor) -> None:
         stored_dtype = source.tensors[output.stored_name].dtype
         self._dtypes = None if stored_dtype == output.dtype else (stored_dtype, output.dtype)
         self._parts = self._read(source.blocks(output.stored_name))
         if output.piece.is_turned:
-            self._parts = _turned(self._parts, source.tensors[output.stored_name].shape, output.dtype)
+            self._parts = _transposed(self._parts, source.tensors[output.stored_name].shape, output.dtype)
         self._rest = memoryview(b"")
 
     def take(self, num_bytes: int) -> Iterator[memoryview]:
-        """The next bytes, in parts that are valid until the next one is asked for."""
+        """Yield the next `num_bytes` bytes in parts, each valid until the next one is requested."""
         while num_bytes:
             if not self._rest:
                 self._rest = next(self._parts)
@@ -294,7 +280,7 @@ class _Values:
             num_bytes -= len(part)
             yield part
         if not self._rest:
-            self._rest = next(self._parts, self._rest)  # the end of the last block: its checksum is compared
+            self._rest = next(self._parts, self._rest)  # at the end of the last block, this verifies its checksum
 
     def _read(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
         import torch
@@ -308,8 +294,8 @@ class _Values:
                     yield part
 
 
-def _turned(parts: Iterator[memoryview], shape: Sequence[int], dtype: torch.dtype) -> Iterator[memoryview]:
-    """The values of matrices [..., rows, columns] with rows and columns swapped; takes the memory of two."""
+def _transposed(parts: Iterator[memoryview], shape: Sequence[int], dtype: torch.dtype) -> Iterator[memoryview]:
+    """Yield the values of transposed matrices [..., rows, columns]; holds two matrices in memory."""
     import torch
 
     num_bytes = shape[-2] * shape[-1] * dtype.itemsize
@@ -320,8 +306,8 @@ def _turned(parts: Iterator[memoryview], shape: Sequence[int], dtype: torch.dtyp
             matrix += part[:count]
             part = part[count:]
             if len(matrix) == num_bytes:
-                turned = torch.frombuffer(matrix, dtype=dtype).view(*shape[-2:]).t().contiguous()
-                yield turned.view(-1).view(torch.uint8).numpy().data
+                transposed = torch.frombuffer(matrix, dtype=dtype).view(*shape[-2:]).t().contiguous()
+                yield transposed.view(-1).view(torch.uint8).numpy().data
                 matrix = bytearray()
 
 
@@ -334,6 +320,6 @@ def _write(descriptor: int, content: memoryview, offset: int) -> None:
 
 
 def _start_writeback(descriptor: int, start: int, end: int) -> int:
-    """Have the kernel begin to write these bytes to the disk; returns their end."""
+    """Start writing these bytes from the page cache to disk; returns `end`."""
     _LIBC.sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(end - start), _SYNC_FILE_RANGE_WRITE)
     return end

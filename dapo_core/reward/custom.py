@@ -1,4 +1,4 @@
-"""A scorer in a file of the user's own, and what a scoring process runs."""
+"""User-defined scorers, and the function that scoring processes run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import inspect
 import math
+import symtable
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,24 +24,25 @@ PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 def require_function(
     path: Path, name: str, keys: tuple[str, str] = ("custom_reward.path", "custom_reward.name")
 ) -> None:
-    """Raise ConfigError unless the file defines (or imports) the function at its top level. Runs nothing of it.
+    """Raise ConfigError unless the file defines or imports the function at top level; the file is not executed.
 
-    `keys` are those that name the file and the function.
+    `keys` are the configuration keys for the file and the function.
     """
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        text = path.read_text(encoding="utf-8")
+        tree, symbols = ast.parse(text, str(path)), symtable.symtable(text, str(path), "exec").get_symbols()
     except OSError as error:
         raise ConfigError(
-            f"{keys[0]}={path} cannot be read: {error.strerror}; set it to a Python file that has "
+            f"{keys[0]}={path} cannot be read: {error.strerror}; set it to a Python file that defines "
             f"{name}({', '.join(PARAMETERS)})"
         ) from None
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{keys[0]}={path} is not Python: {error}; correct the file") from None
-    names = sorted({found for statement in tree.body for found in _names_bound(statement)})
+        raise ConfigError(f"{keys[0]}={path} is not valid Python: {error}; fix the file") from None
+    names = sorted(each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
     if name not in names:
         raise ConfigError(
-            f"{keys[1]}={name} is not a top-level name of {path}, which has "
-            f"{', '.join(names) or 'none'}; set {keys[1]} to the function that scores"
+            f"{keys[1]}={name} is not a top-level name of {path}, which defines "
+            f"{', '.join(names) or 'none'}; set {keys[1]} to the scoring function"
         )
     for function in tree.body:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and function.name == name:
@@ -48,42 +50,29 @@ def require_function(
 
 
 def _require_parameters(path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-    """Raise ConfigError unless the function can be called with PARAMETERS by name."""
-    given = function.args
-    named = [argument.arg for argument in (*given.args, *given.kwonlyargs)]
-    num_required = len(given.args) - len(given.defaults)
-    required = {argument.arg for argument in (*given.posonlyargs, *given.args[:num_required])}
+    """Raise ConfigError unless the function can be called with PARAMETERS as keyword arguments."""
+    signature = function.args
+    named = {argument.arg for argument in (*signature.args, *signature.kwonlyargs)}
+    num_required = len(signature.args) - len(signature.defaults)
+    required = {argument.arg for argument in (*signature.posonlyargs, *signature.args[:num_required])}
     required |= {
         argument.arg
-        for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        for argument, default in zip(signature.kwonlyargs, signature.kw_defaults, strict=True)
         if default is None
     }
-    refused = [] if given.kwarg else [parameter for parameter in PARAMETERS if parameter not in named]
-    unknown = sorted(required - set(PARAMETERS))
-    if refused or unknown:
+    is_missing = not signature.kwarg and not named.issuperset(PARAMETERS)
+    if is_missing or not required.issubset(PARAMETERS):
         raise ConfigError(
-            f"{function.name}({ast.unparse(given)}) of {path} cannot be called as "
+            f"{function.name}({ast.unparse(signature)}) in {path} cannot be called as "
             f"{function.name}({', '.join(f'{parameter}=...' for parameter in PARAMETERS)}); rename its parameters"
         )
 
 
-def _names_bound(statement: ast.stmt) -> list[str]:
-    """Names that a statement gives a meaning, also inside if, try and with; functions and classes keep theirs."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [statement.name]
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
-    nested = [child for child in ast.walk(statement) if isinstance(child, ast.stmt) and child is not statement]
-    assigned = [
-        node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    ]
-    return assigned + [found for child in nested for found in _names_bound(child)]
-
-
 def load_scorer(path: str | None = None, name: str = "") -> Callable[..., tuple[Any, ...]]:
-    """The function of a scoring process: the name of a scorer (None: the user's function) and PARAMETERS in.
+    """Return the function that a scoring process runs.
 
-    It returns the fields of a Score, or raises what the scorer raises.
+    It takes a scorer's name (None for the user's function) and PARAMETERS, and returns the fields of a Score.
+    Exceptions of the scorer propagate.
     """
     function = None if path is None else load_function(path, name)
     runner = asyncio.Runner()
@@ -101,22 +90,22 @@ def load_scorer(path: str | None = None, name: str = "") -> Callable[..., tuple[
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
-    """The function of the file, which is imported as a separate module; passes its exceptions on.
+    """Execute the file as a module and return the function; the file's exceptions propagate.
 
-    It is compiled each time: to Python's cache, a file of the same size changed within a second is the old one.
+    The file is always compiled: Python's bytecode cache misses a same-size change within one second.
     """
     spec = importlib.util.spec_from_file_location("custom_reward", path)
     if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
         raise ConfigError(f"custom_reward.path={path} is not a Python file (*.py)")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # where dataclasses of the file look up their annotations
+    sys.modules[module.__name__] = module  # dataclasses in the file resolve their annotations there
     exec(spec.loader.source_to_code(Path(path).read_bytes(), path), module.__dict__)
     function: Callable[..., Any] = getattr(module, name)
     return function
 
 
 def call_function(function: Callable[..., Any], runner: asyncio.Runner, arguments: tuple[Any, ...]) -> Score:
-    """What the function says of one response, as a Score; a coroutine is run to its end. Raises what it raises."""
+    """Score one response with the user's function, sync or async; its exceptions propagate."""
     result = function(**dict(zip(PARAMETERS, arguments, strict=True)))
     if inspect.isawaitable(result):
         result = runner.run(_awaited(result))
@@ -128,10 +117,10 @@ async def _awaited(awaitable: Any) -> Any:
 
 
 def to_score(result: Any) -> Score:
-    """The Score of a number, or of a mapping with `score` and optionally `acc` and `pred` (the answer).
+    """Convert a number, or a mapping with `score` and optionally `acc` and `pred` (the answer), to a Score.
 
-    As in verl, the score stands for `acc` where there is none. The verdict is right iff acc >= 1. Raises
-    TypeError for what is not a number, ValueError for NaN and infinities, KeyError for a mapping without score.
+    As in verl, `acc` defaults to the score. The verdict is right iff acc >= 1. Raises TypeError for a non-number,
+    ValueError for NaN and infinity, KeyError for a mapping without score.
     """
     fields: Mapping[str, Any] = result if isinstance(result, Mapping) else {"score": result}
     value = _number("score", fields["score"])

@@ -1,4 +1,4 @@
-"""Scores responses under a hard time limit, in processes that can be killed."""
+"""Scores responses under a hard time limit in killable processes."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ class ScoreRequest:
     response_ids: Sequence[int]
     ground_truth: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    prompt_ids: Sequence[int] = ()  # in which thinking may begin
+    prompt_ids: Sequence[int] = ()  # may contain the opening <think>
 
 
 class _Pending(NamedTuple):
     key: str
     data_source: str
-    end: str  # of the response, for the log
+    end: str  # end of the response, for the log
 
 
 class RewardPool:
     """Scores responses: call `submit`, then `finished` until nothing is pending.
 
-    Text is decoded in this process, only as much as the scorer reads. Rules that read a bounded tail run here too:
-    they cannot hang, and cost no more than a call to a process. Other rules and the user's file run in processes
-    that load neither torch nor the tokenizer.
+    This process decodes only as much text as the scorer reads. Rules that read a bounded tail also run here: they
+    cannot hang and are cheaper than an inter-process call. Other rules and the user's file run in processes that
+    load neither torch nor the tokenizer.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class RewardPool:
         compat: Compat = OURS,
         on_score: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the processes now if there is a user's file, otherwise when a rule first needs them.
+        """Start the processes now for a user's file, otherwise when a rule first needs them.
 
-        `on_score` is called, on any thread, when a process has given a score that `finished` returns.
-        Raises ConfigError as require_scorers does, RewardError when the user's file cannot be loaded, and
-        RolloutError when a process cannot be started for another reason.
+        `on_score` is called on any thread when a score from a process is ready. Raises ConfigError like
+        require_scorers, RewardError if the user's file cannot be loaded, and RolloutError if a process cannot
+        start for another reason.
         """
         require_scorers((), reward, custom)
         self.reward = reward
@@ -92,20 +92,20 @@ class RewardPool:
                 self._processes.start()
             except StartFailed as error:
                 self.close()
-                raise self._no_start(error) from None
+                raise self._start_error(error) from None
 
     @property
     def num_pending(self) -> int:
-        """Requests submitted whose scores have not been returned."""
+        """Submitted requests whose scores have not been returned."""
         return len(self._done) + len(self._pending)
 
     @property
     def pids(self) -> set[int]:
-        """The running scoring processes."""
+        """Process ids of the running scoring processes."""
         return self._processes.pids
 
     def submit(self, key: str, request: ScoreRequest) -> None:
-        """Queue a response; `finished` returns its score under `key`. Raises DataError for an unknown source."""
+        """Queue a response; `finished` returns its score with `key`. Raises DataError for an unknown source."""
         name = None if self.custom.path is not None else scorer_name(request.data_source, self._routes)
         scorer = None if name is None else self._scorers[name]
         window = None if scorer is None else scorer.window_characters
@@ -123,9 +123,9 @@ class RewardPool:
         reply.add_done_callback(lambda _: self._on_score())
 
     def finished(self, max_seconds: float = 0.0) -> list[tuple[str, Score]]:
-        """(key, score) of finished requests; waits up to `max_seconds` for the first.
+        """Return (key, score) of finished requests; waits up to `max_seconds` for the first.
 
-        Raises the same as __init__ when a replacement process does not start.
+        Raises the same errors as __init__ if a replacement process does not start.
         """
         scores, self._done = self._done, []
         while self._pending:
@@ -146,34 +146,33 @@ class RewardPool:
         try:
             return pending.key, Score(*reply.result())
         except CallTimedOut:
-            what = f"took longer than reward.timeout_seconds={self.reward.timeout_seconds:g}"
-            self._log_failure(pending, what)
+            self._log_failure(pending, f"took longer than reward.timeout_seconds={self.reward.timeout_seconds:g}")
             return pending.key, Score(0.0, "timeout")
         except CallFailed as error:
             self._log_failure(pending, str(error))
             return pending.key, Score(0.0, "error")
         except StartFailed as error:
-            raise self._no_start(error) from None
+            raise self._start_error(error) from None
 
-    def _no_start(self, error: StartFailed) -> RewardError | RolloutError:
-        file_hint = "" if self.custom.path is None else f"; correct the file custom_reward.path={self.custom.path}"
+    def _start_error(self, error: StartFailed) -> RewardError | RolloutError:
+        file_hint = "" if self.custom.path is None else f"; fix the file custom_reward.path={self.custom.path}"
         if error.failure is not None:
             return RewardError(f"the scorer cannot be loaded{file_hint}:\n{error.failure}")
         if self.custom.path is not None and error.exit_code != -signal.SIGKILL:
             return RewardError(
-                f"a scoring process {error} while it loaded the scorer; its output is in the log{file_hint}"
+                f"a scoring process {error} while loading the scorer; its output is in the log{file_hint}"
             )
         return RolloutError(
             f"a scoring process {error} before it could score; its output is in the log. The kernel kills "
             f"processes when memory runs out: lower reward.num_processes={self.reward.num_processes}"
         )
 
-    def _log_failure(self, pending: _Pending, what: str) -> None:
+    def _log_failure(self, pending: _Pending, problem: str) -> None:
         self._num_failures_logged += 1
         if self._num_failures_logged > MAX_FAILURES_LOGGED:
             return
         last = "" if self._num_failures_logged < MAX_FAILURES_LOGGED else " (later ones are counted, not logged)"
         logger.warning(
             "scoring %s of data_source %s %s%s; the response ends in %r",
-            pending.key, pending.data_source, what, last, pending.end,
+            pending.key, pending.data_source, problem, last, pending.end,
         )  # fmt: skip

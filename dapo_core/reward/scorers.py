@@ -1,4 +1,4 @@
-"""Scorers: rules that say what a response is worth. Loaded by scoring processes, so nothing heavy."""
+"""Scoring rules for responses. Scoring processes import this module, so it has no heavy imports."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _FINAL_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 class Score:
     """A scorer's result for one response.
 
-    The verdicts `error` and `timeout` mean that the scorer failed. Their value is 0.0, midway between math_dapo's
+    The verdicts `error` and `timeout` mean that the scorer failed; their value is 0.0, halfway between math_dapo's
     right and wrong.
     """
 
     value: float
     verdict: Verdict
     answer: str | None = None
-    acc: float = 0.0  # for the filter metric `acc`: 1 right, 0 not, or the scorer's own number
+    acc: float = 0.0  # for the filter metric `acc`: 1 if right, else 0, or a user scorer's own number
 
 
 def score_math(response: str, ground_truth: str) -> Score:
-    r"""+1 when the response's final answer equals the ground truth, else -1.
+    r"""+1 if the final answer equals the ground truth, else -1.
 
-    The answer is the last `Answer:` line within the last 300 characters, else the last \boxed{} there. Both
-    sides are normalised as strings; nothing is computed.
+    The answer is the last `Answer:` line within the last 300 characters, else the last \boxed{} there. Both sides
+    are compared as normalized strings; nothing is computed.
     """
     answer = answer_line(response)
     if answer is None:
@@ -51,107 +51,105 @@ def score_math(response: str, ground_truth: str) -> Score:
 
 
 def score_math_as_verl(response: str, ground_truth: str) -> Score:
-    """As verl's `math_dapo`: the last `Answer:` line alone, under verl's normalisation."""
+    """Like verl's `math_dapo`: only the last `Answer:` line counts, with verl's normalization."""
     return _equal(answer_line(response), ground_truth, normalize_as_verl)
 
 
-def _equal(answer: str | None, ground_truth: str, normal: Callable[[str], str]) -> Score:
-    if answer is None:
+def _equal(answer: str | None, ground_truth: str, normalize: Callable[[str], str]) -> Score:
+    answer, truth = None if answer is None else normalize(answer), normalize(ground_truth)
+    if answer is None or (not answer and truth):
         return Score(-1.0, "no_answer")
-    answer = normal(answer)
-    if answer == normal(ground_truth):
-        return Score(1.0, "right", answer, 1.0)
-    return Score(-1.0, "wrong", answer) if answer else Score(-1.0, "no_answer")
+    return _graded(answer == truth, answer)
+
+
+def _graded(is_right: bool, answer: str, right: float = 1.0, wrong: float = -1.0) -> Score:
+    return Score(right if is_right else wrong, "right" if is_right else "wrong", answer, float(is_right))
 
 
 def score_gsm8k(response: str, ground_truth: str) -> Score:
-    """1 when the last `#### number` of the last 300 characters is the ground truth, else 0.
+    """1 if the last `#### number` of the last 300 characters is the ground truth, else 0.
 
-    As in verl (`reward_score/gsm8k.py`, method strict, format score 0) a number counts only behind `#### `,
-    commas are dropped, and the rest is compared as a string: `18.0` is not `18`.
+    As in verl (`reward_score/gsm8k.py`, method strict, format score 0), a number counts only after `#### `, commas
+    are dropped, and the rest is compared as a string: `18.0` is not `18`.
     """
     numbers = _FINAL_NUMBER.findall(response[-WINDOW_CHARACTERS:])
     if not numbers:
         return Score(0.0, "no_answer")
     answer = numbers[-1].replace(",", "")
-    is_right = answer == ground_truth
-    return Score(float(is_right), "right" if is_right else "wrong", answer, float(is_right))
+    return _graded(answer == ground_truth, answer, wrong=0.0)
 
 
 def score_math_verify(response: str, ground_truth: str) -> Score:
-    r"""+1 when the response's final answer has the value of the ground truth, else -1.
+    r"""+1 if the final answer has the same value as the ground truth, else -1.
 
     The answer is the last \boxed{}, else the last `Answer:` line within the last 300 characters. Answers are equal
-    as normalised strings, or when math-verify finds them equal.
+    if their normalized strings are, or if math-verify finds them equal.
     """
     answer = extract_boxed(response) or answer_line(response)
     if not (answer and answer.strip()):
         return Score(-1.0, "no_answer")
-    is_right = is_same_value(answer.strip(), ground_truth)
-    return Score(1.0 if is_right else -1.0, "right" if is_right else "wrong", answer.strip(), float(is_right))
+    return _graded(is_same_value(answer.strip(), ground_truth), answer.strip())
 
 
 def score_choice(response: str, ground_truth: str) -> Score:
-    """+1 when the response names exactly the options of the ground truth, in any order, else -1.
+    """+1 if the response names exactly the options of the ground truth, in any order, else -1.
 
-    Raises DataError for a ground truth that names no options.
+    Raises DataError if the ground truth names no options.
     """
     truth = option_letters(ground_truth)
     if not truth:
-        raise DataError(f"ground_truth {ground_truth!r} names no options A to G; correct the training parquet")
+        raise DataError(f"ground_truth {ground_truth!r} names no options A to G; fix the training parquet")
     answer = find_options(response)
     if not answer:
         return Score(-1.0, "no_answer")
-    is_right = answer == truth
-    return Score(1.0 if is_right else -1.0, "right" if is_right else "wrong", answer, float(is_right))
+    return _graded(answer == truth, answer)
 
 
 def score_geo3k(response: str, ground_truth: str) -> Score:
-    r"""0.9 for a right answer in the last \boxed{}, and 0.1 for the format: from 0 to 1.
+    r"""0.9 for a right answer in the last \boxed{}, plus 0.1 for the format.
 
-    As in verl (`reward_score/geo3k.py`) the format is `<think>` at the beginning, `</think>`, then a \boxed{};
-    the answer counts without it too. Answers are equal as normalised strings or, where verl asks sympy through
-    mathruler, when math-verify finds them equal: 5\sqrt{2} and \sqrt{50}, 13.5 and \frac{27}{2}.
+    As in verl (`reward_score/geo3k.py`), the format is `<think>` at the start, `</think>`, then a \boxed{}; the
+    answer also counts without it. Answers are equal if their normalized strings are, or if math-verify finds them
+    equal (verl uses sympy through mathruler): 5\sqrt{2} and \sqrt{50}, 13.5 and \frac{27}{2}.
     """
     answer = (extract_boxed(response) or "").strip()
     format_value = GEO3K_FORMAT_WEIGHT * has_geo3k_format(response)
     if not answer:
         return Score(format_value, "no_answer")
-    is_right = is_same_value(answer, ground_truth)
-    value = (1.0 - GEO3K_FORMAT_WEIGHT) * is_right + format_value
-    return Score(value, "right" if is_right else "wrong", answer, float(is_right))
+    right = (1.0 - GEO3K_FORMAT_WEIGHT) + format_value
+    return _graded(is_same_value(answer, ground_truth), answer, right, wrong=format_value)
 
 
 def has_geo3k_format(response: str) -> bool:
-    r"""Whether the response is `<think>...</think>...\boxed{...}...`. O(n), unlike the regular expression."""
+    r"""True if the response is `<think>...</think>...\boxed{...}...`; linear time, unlike a regular expression."""
     end_of_thinking = response.find("</think>", len("<think>"))
     box = response.find("\\boxed{", end_of_thinking)
     return response.startswith("<think>") and end_of_thinking >= 0 and box >= 0 and "}" in response[box:]
 
 
 def is_same_value(answer: str, ground_truth: str) -> bool:
-    """Whether two answers are the same string after normalisation, or the same value to math-verify.
+    """True if two answers are the same normalized string, or math-verify finds them equal.
 
-    As in mathruler, the value of something with a large or nested exponent is not asked for: 9^{9^9} would take
-    the memory of the machine. Other ways to keep sympy busy end at the time limit of the process.
+    As in mathruler, answers with a large or nested exponent are not evaluated: 9^{9^9} would exhaust memory. The
+    process's time limit stops other expensive inputs.
     """
     if normalize(answer) == normalize(ground_truth):
         return True
     if len(answer) > MAX_GEO3K_CHARACTERS or _TOWER.search(answer):
         return False
-    from math_verify import parse, verify  # loads sympy, half a second: only where strings differ
+    from math_verify import parse, verify  # imports sympy, half a second: only if the strings differ
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits (SIGALRM) are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own SIGALRM limits are off
     gold, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (ground_truth, answer))
     return bool(verify(gold, given, timeout_seconds=None))
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A rule, and how much of the response it reads: the last characters, or everything (None).
+    """A rule and the number of characters it reads from the end of the response (None: all).
 
-    A rule with a window runs without a time limit: it must not raise, and its time must be linear. Unless it
-    `reads_thinking`, it gets what follows the last </think>, and nothing of thinking that has not ended.
+    A rule with a window runs without a time limit: it must not raise, and must run in linear time. Unless it
+    `reads_thinking`, it gets only the text after the last </think>, and nothing if thinking has not ended.
     """
 
     rule: Callable[[str, str], Score]
@@ -167,10 +165,10 @@ class Scorer:
 
 SCORERS: Mapping[str, Scorer] = {
     "math_dapo": Scorer(score_math, WINDOW_CHARACTERS),
-    "math_boxed": Scorer(score_math, WINDOW_CHARACTERS),  # the same whatever algorithm.compat says
+    "math_boxed": Scorer(score_math, WINDOW_CHARACTERS),  # not affected by algorithm.compat
     "math_verify": Scorer(score_math_verify),
     "choice": Scorer(score_choice),
-    "geo3k": Scorer(score_geo3k, reads_thinking=True),  # whose tags are a part of the format
+    "geo3k": Scorer(score_geo3k, reads_thinking=True),  # the format includes the tags
     "gsm8k": Scorer(score_gsm8k, WINDOW_CHARACTERS),
 }
 VERL_SCORERS: Mapping[str, Scorer] = {
@@ -178,7 +176,7 @@ VERL_SCORERS: Mapping[str, Scorer] = {
     "math_dapo": Scorer(score_math_as_verl, WINDOW_CHARACTERS, reads_thinking=True),
     "gsm8k": Scorer(score_gsm8k, WINDOW_CHARACTERS, reads_thinking=True),
 }
-# Beside the registered sets: scorers by their own names, and names that verl's default_compute_score knows.
+# In addition to the registered sets: scorers by their own names, and names in verl's default_compute_score.
 DATA_SOURCES: Mapping[str, str] = {
     "math_dapo": "math_dapo",
     "math_dapo_reasoning": "math_dapo",
@@ -194,10 +192,10 @@ DATA_SOURCES: Mapping[str, str] = {
 def overlong_penalty(
     num_tokens: int, max_response_tokens: int, overlong: OverlongConfig, is_clamped: bool = True
 ) -> float:
-    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13): from 0 down to -penalty_factor.
+    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13).
 
-    0 up to max_response_tokens - buffer_tokens, then linear, -penalty_factor at the limit. A response beyond
-    the limit gets no less than that, unless `is_clamped` is False: then the line goes on, as in verl.
+    0 up to max_response_tokens - buffer_tokens, then linear down to -penalty_factor at max_response_tokens. It is
+    clamped there, unless `is_clamped` is False (as in verl).
     """
     if not overlong.enabled:
         return 0.0

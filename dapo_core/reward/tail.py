@@ -1,4 +1,4 @@
-"""Decodes the end of a response without the rest."""
+"""Decodes the end of a response without decoding all of it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The text may differ from that of the whole response this near to the cut. A cut inside a UTF-8 character leaves
-# at most 3 bytes, each of which becomes a replacement character; the rest is for decoders that strip the first
-# space or join punctuation with the word before it.
+# This close to the cut, the text may differ from that of the whole response. A cut inside a UTF-8 character leaves
+# at most 3 bytes, each decoded to a replacement character; the rest is for decoders that strip the first space or
+# join punctuation to the preceding word.
 _CUT_CHARACTERS = 16
-_SPARE = 1.15  # more tokens than characters per token suggest: decoding again costs more
+_SPARE = 1.15  # decode more tokens than estimated, since a second decode costs more
 
 
 class TailDecoder:
-    """Decodes the end of responses without the rest."""
+    """Decodes the end of responses."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self._special_ids = frozenset(tokenizer.all_special_ids)
-        known = tokenizer.get_added_vocab()
-        self._thinking_ids = (known.get("<think>"), known.get("</think>"))
-        self._characters_per_token = 3.0  # of the last response; English text has 4, Chinese and digits 1 to 2
+        added = tokenizer.get_added_vocab()
+        self._thinking_ids = (added.get("<think>"), added.get("</think>"))
+        self._characters_per_token = 3.0  # of the last response; English has 4, Chinese and digits 1 to 2
 
     def decode(self, response_ids: Sequence[int], num_characters: int | None) -> str:
-        """The response's text without special tokens: its last `num_characters`, or all if None.
+        """Return the last `num_characters` (None: all) of the response's text without special tokens.
 
-        Exactly `tokenizer.decode(response_ids, skip_special_tokens=True)[-num_characters:]`.
+        Equal to `tokenizer.decode(response_ids, skip_special_tokens=True)[-num_characters:]`.
         """
         if num_characters is None:
             return self._text(response_ids)
@@ -44,24 +44,24 @@ class TailDecoder:
         return self._text(response_ids)[-num_characters:]
 
     def answer_ids(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Sequence[int]:
-        """The response's tokens after its thinking: after the last </think>, none if thinking has not ended.
+        """Return the response's tokens after the last </think>, or none if thinking has not ended.
 
-        A chat template may begin the thinking in the prompt. All tokens where the tags are no tokens of their own.
+        A chat template may open the thinking in the prompt. Returns all tokens if the tags are not single tokens.
         """
         begin, end = self._thinking_ids
         if end is None:
             return response_ids
         if end in response_ids:
             response_ids = response_ids[len(response_ids) - response_ids[::-1].index(end) :]
-        elif next((one for one in reversed(prompt_ids) if one in self._thinking_ids), end) == begin:
+        elif next((token for token in reversed(prompt_ids) if token in self._thinking_ids), end) == begin:
             return ()
         return () if begin in response_ids else response_ids
 
     def _before_byte_tokens(self, response_ids: Sequence[int], start: int) -> int:
-        """The place, at or before `start`, where no run of byte tokens (`<0x41>`, as Llama 2 has them) is cut.
+        """Move `start` back so that it does not split a run of byte tokens (`<0x41>`, as in Llama 2).
 
-        Their decoder discards a whole run if one byte of it is invalid. Special tokens, which are skipped,
-        may occur within a run.
+        Their decoder discards a whole run if one byte of it is invalid. A run may contain special tokens, which
+        are skipped.
         """
         while start > 0 and (response_ids[start] in self._special_ids or self._is_byte_token(response_ids[start])):
             start -= 1

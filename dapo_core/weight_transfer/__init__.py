@@ -1,1 +1,1 @@
-"""Weights from policy ranks to the engines' processes: two buckets at a time, with a checksum for each tensor."""
+"""Transfers weights from policy ranks to engine processes in buckets, verified by a checksum per tensor."""

@@ -1,4 +1,4 @@
-"""The receiving end: buckets become named tensors for an engine's loader, which are recorded with checksums."""
+"""Receives weight buckets and turns them into named, checksummed tensors for an engine's loader."""
 
 from __future__ import annotations
 
@@ -25,56 +25,56 @@ if TYPE_CHECKING:
 
 
 class Inbox(ABC):
-    """The buckets that an Outbox sends to this process by the plan."""
+    """Receives the buckets that an Outbox sends to this process."""
 
     def __init__(self, plan: WeightPlan) -> None:
         self.plan = plan
 
     @abstractmethod
     def buckets(self) -> Iterator[torch.Tensor]:
-        """Each bucket of a sync as one flat tensor, which is valid until the next is asked for."""
+        """Yield each bucket of a sync as a flat tensor, valid until the next one is requested."""
 
 
 def open_inbox(link: Link, plan: WeightPlan, device: Device) -> Inbox:
-    """The inbox at the end of the link; collective over all processes that meet at its address."""
+    """Open the link's inbox; collective over all processes that use its address."""
     if link.is_shared:
         return _SharedInbox(link, plan, device)
     return _CollectiveInbox(link, plan, device)
 
 
 class Delivery:
-    """The tensors of one sync in the plan's order, each with a checksum once the loader asks for the next."""
+    """The tensors of one sync in plan order; a tensor's checksum is recorded when the next one is requested."""
 
-    def __init__(self, inbox: Inbox, is_kept: bool) -> None:
-        """`is_kept`: the loader may keep a tensor after asking for the next, so each has memory of its own."""
+    def __init__(self, inbox: Inbox, copies: bool) -> None:
+        """Set `copies` if the loader keeps tensors after requesting the next one."""
         self.checksums: Checksums = {}
         self._plan = inbox.plan
-        self._is_kept = is_kept
+        self._copies = copies
         self._buckets = inbox.buckets()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket, values in zip(self._plan.buckets, self._buckets, strict=True):
             for planned in bucket:
                 tensor = values[planned.offset : planned.offset + planned.numel].view(planned.shape)
-                if self._is_kept:
+                if self._copies:
                     tensor = tensor.clone()
                 yield planned.name, tensor
                 self.checksums[planned.name] = checksums(tensor, planned)
 
     def drain(self) -> None:
-        """Take the buckets that the loader did not: the sender and the other engines wait for that."""
+        """Receive the buckets that the loader did not take: the sender and the other engines wait for them."""
         for _ in self._buckets:
             pass
 
 
 class _SharedInbox(Inbox):
-    """Reads the slots of a sender on the same machine, or, by their handles, on the same device."""
+    """Reads the slots of a sender on the same machine, or through IPC handles on the same device."""
 
     def __init__(self, link: Link, plan: WeightPlan, device: Device) -> None:
         super().__init__(plan)
         self._device = device
         self._on_device = link.on_device
-        self._number = 0  # buckets taken, over all syncs
+        self._number = 0  # buckets taken in all syncs
         self._reader = link.number
         room = (HANDLE_BYTES, torch.uint8) if link.on_device else (plan.slot_numel, plan.dtype)
         self._memory = SharedMemory.open(link.address, link.size, *room, NUM_SLOTS)
@@ -84,13 +84,13 @@ class _SharedInbox(Inbox):
             wait_until(lambda: self._memory.num_sent() > self._number, "a bucket of weights from a policy rank")
             slot = self._memory.slots[self._number % NUM_SLOTS]
             yield (open_handle(slot) if self._on_device else slot)[: bucket_numel(bucket)]
-            self._device.synchronize()  # the loader has read it
+            self._device.synchronize()  # until the loader has read it
             self._number += 1
             self._memory.take(self._reader, self._number)
 
 
 class _CollectiveInbox(Inbox):
-    """Receives broadcasts: one bucket arrives while the one before is loaded."""
+    """Receives broadcasts: the next bucket arrives while the current one is loaded."""
 
     def __init__(self, link: Link, plan: WeightPlan, device: Device) -> None:
         super().__init__(plan)

@@ -1,4 +1,4 @@
-"""The sending end: two slots that buckets are gathered into, and the ways they leave a policy rank."""
+"""Sends weight buckets from a policy rank, through two slots that buckets are gathered into."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dapo_core.weight_transfer.plan import NUM_SLOTS, WeightPlan
 
 
 class Outbox:
-    """Buckets of a plan leave through it in order; a slot is used again once every engine process has taken it."""
+    """Sends the buckets of a plan in order; a slot is reused once every engine process has taken its bucket."""
 
     def __init__(self, plan: WeightPlan, device: Device, num_local: int, on_device: bool = False) -> None:
-        """`num_local` processes will read the slots, in shared memory or `on_device`; `join` adds the others."""
+        """`num_local` processes read the slots, in shared memory or `on_device`; `join` adds others."""
         self._plan = plan
         self._device = device
         self._writes_handles = on_device and num_local > 0
@@ -31,20 +31,20 @@ class Outbox:
         self._memory = SharedMemory.create(num_local, *room, NUM_SLOTS)
         self._slots: list[torch.Tensor] = []
         self._group: Any = None
-        self._works: list[Any] = []  # broadcasts that are not known to be done, the oldest first
-        self._number = 0  # buckets sent, over all syncs
+        self._works: list[Any] = []  # broadcasts in flight, oldest first
+        self._number = 0  # buckets sent in all syncs
 
     @property
     def address(self) -> str:
-        """Where processes of this machine open the slots."""
+        """Path at which processes on this machine open the slots."""
         return self._memory.address
 
     def join(self, address: str, size: int, backend: str) -> None:
-        """Meet the processes of other machines, as number 0 of `size`. Collective."""
+        """Join the processes on other machines as rank 0 of `size`. Collective."""
         self._group = join_group(address, 0, size, backend)
 
     def slot(self) -> torch.Tensor:
-        """Room for the next bucket: [plan.slot_numel] in the plan's dtype, with an older bucket in it."""
+        """Return the slot for the next bucket: [plan.slot_numel] in the plan's dtype, to be overwritten."""
         if not self._slots:
             device = self._device.torch_device()
             self._slots = new_slots(self._plan, device) if self._has_own_slots else self._memory.slots
@@ -54,7 +54,7 @@ class Outbox:
         return self._current()
 
     def send(self, numel: int) -> None:
-        """Send the slot's first elements; returns before they have arrived."""
+        """Send the slot's first `numel` elements; returns before they arrive."""
         if self._writes_handles:
             self._device.synchronize()
             write_handle(self._current(), self._memory.slots[self._number % NUM_SLOTS])
@@ -65,7 +65,7 @@ class Outbox:
         self._memory.publish(self._number)
 
     def finish(self) -> None:
-        """Wait until every process has taken every bucket, and free the slots' memory."""
+        """Wait until every process has taken every bucket, then free the slots."""
         for work in self._works:
             work.wait()
         self._works.clear()

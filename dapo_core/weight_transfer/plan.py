@@ -1,4 +1,4 @@
-"""Which tensors travel in which bucket, and where they lie in it: the same on ranks and engines."""
+"""Assigns tensors to weight buckets; ranks and engines use the same plan."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-NUM_SLOTS = 2  # buckets outside the shards: one is gathered while the other is sent
+NUM_SLOTS = 2  # one bucket is gathered while the other is sent
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor in its bucket, by its name in the model's files."""
+    """A tensor and its position in a bucket."""
 
-    name: str
+    name: str  # in the model's files
     shape: tuple[int, ...]
-    shard_rows: int  # rows of it that a rank holds; each such part has a checksum
-    offset: int = 0  # of its first element in the bucket
+    shard_rows: int  # rows per rank; each rank's part has a checksum
+    offset: int = 0  # of the first element in the bucket
 
     @property
     def numel(self) -> int:
@@ -29,9 +29,9 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """All tensors of a model in buckets, of which each holds at most `slot_numel` elements."""
+    """All tensors of a model, divided into buckets of at most `slot_numel` elements."""
 
-    dtype: torch.dtype  # of the engines
+    dtype: torch.dtype  # the engines' dtype
     buckets: tuple[tuple[PlannedTensor, ...], ...]
 
     @property
@@ -46,12 +46,12 @@ class WeightPlan:
 
 
 def bucket_numel(bucket: tuple[PlannedTensor, ...]) -> int:
-    """Elements of a bucket."""
+    """Return the number of elements in a bucket."""
     return bucket[-1].offset + bucket[-1].numel
 
 
 def plan_buckets(tensors: Iterable[PlannedTensor], dtype: torch.dtype, max_bytes: int) -> WeightPlan:
-    """The tensors in order, cut so that no bucket exceeds `max_bytes`, or the largest tensor if that is more."""
+    """Divide the tensors in order so that no bucket exceeds `max_bytes` or, if larger, the largest tensor."""
     tensors = list(tensors)
     limit = max([max_bytes // dtype.itemsize, *(planned.numel for planned in tensors)])
     buckets: list[list[PlannedTensor]] = []

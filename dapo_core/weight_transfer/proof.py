@@ -1,4 +1,4 @@
-"""Checksums of tensors as the ranks sent them and as the engines' loaders took them, and their comparison."""
+"""Compares checksums of the tensors that ranks sent with those that engines loaded."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from dapo_core.errors import RolloutError
 from dapo_core.parameter_names import sample_of
 from dapo_core.weight_transfer.plan import PlannedTensor, WeightPlan
 
-CHUNK_NUMEL = 2**22  # elements of which a device sums checksums at once
-MULTIPLIER = 0x1E3779B97F4A7C15  # odd, below 2**61: weighs each place differently
+CHUNK_NUMEL = 2**22  # elements per checksum step on a device
+MULTIPLIER = 0x1E3779B97F4A7C15  # odd, below 2**61: gives each position a different weight
 
-_ADVICE = "its rollouts would come from wrong weights; start the training again: it continues from a checkpoint"
+_ADVICE = "rollouts would use wrong weights; start the training again to continue from the last checkpoint"
 
-Checksums = dict[str, tuple[int, ...]]  # of a tensor's parts in order: the rows of one rank after another's
+Checksums = dict[str, tuple[int, ...]]  # by tensor: one checksum per rank's rows, in order
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a process of an engine took last."""
+    """Policy version and checksums of the last sync of an engine process."""
 
     policy_version: int
     checksums: Checksums
 
 
 def checksums(tensor: torch.Tensor, planned: PlannedTensor) -> tuple[int, ...]:
-    """The checksum of each part of the tensor that one rank holds."""
+    """Return a checksum for each rank's part of the tensor."""
     return tuple(map(checksum, tensor.split(planned.shard_rows)))
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """64 bits of the tensor's bytes in order: xxh3 on a CPU, elsewhere a sum that weighs each place differently.
+    """Return a 64-bit checksum of the tensor's bytes: xxh3 on a CPU, a position-weighted sum elsewhere.
 
-    Values of different kinds of device do not compare.
+    Checksums from different kinds of device are not comparable.
     """
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
-        # A numpy array of it would make the shard's memory one that cannot be given back (policy.offload).
+        # A numpy view would keep the shard's memory from being released (policy.offload).
         return xxhash.xxh3_64_intdigest((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
     return weighted_sum(flat)
 
 
 def weighted_sum(flat: torch.Tensor) -> int:
-    """Sum of the 16-bit words times a number for each place, modulo 2**64, computed where the tensor [N] is."""
+    """Return the sum of 16-bit words times position weights modulo 2**64, computed on the tensor's [N] device."""
     words = flat.view(torch.int16)
     total = 0
     for start in range(0, words.numel(), CHUNK_NUMEL):
@@ -58,37 +58,37 @@ def weighted_sum(flat: torch.Tensor) -> int:
 
 
 def merge_checksums(parts: Iterable[Mapping[str, Mapping[int, int]]]) -> Checksums:
-    """Checksums by tensor, from those of its parts by number that each rank sent."""
+    """Combine the ranks' checksums, by tensor and part number, into checksums by tensor."""
     merged: dict[str, dict[int, int]] = {}
-    for sent in parts:
-        for name, own in sent.items():
-            merged.setdefault(name, {}).update(own)
-    return {name: tuple(own[number] for number in sorted(own)) for name, own in merged.items()}
+    for rank_parts in parts:
+        for name, numbered in rank_parts.items():
+            merged.setdefault(name, {}).update(numbered)
+    return {name: tuple(numbered[number] for number in sorted(numbered)) for name, numbered in merged.items()}
 
 
 def require_arrived(plan: WeightPlan, sent: Checksums, loaded: Mapping[str, Loaded], policy_version: int) -> None:
-    """Raise RolloutError unless every process of every engine, by name, took all tensors as they were sent."""
+    """Raise RolloutError unless every engine process, by name, loaded all tensors exactly as sent."""
     unsent = sorted(plan.tensors.keys() - sent.keys())
     if unsent:
         raise RolloutError(
             f"the policy ranks did not send {sample_of(unsent)} of {len(plan.tensors)} tensors of policy version "
             f"{policy_version}: {_ADVICE}"
         )
-    for process, own in loaded.items():
-        missing = [name for name in sent if name not in own.checksums]
+    for process, result in loaded.items():
+        missing = [name for name in sent if name not in result.checksums]
         if missing:
             raise RolloutError(
                 f"{process} did not load {sample_of(missing)} of {len(sent)} tensors of policy version "
                 f"{policy_version}: {_ADVICE}"
             )
-        wrong = [name for name in sent if own.checksums[name] != sent[name]]
+        wrong = [name for name in sent if result.checksums[name] != sent[name]]
         if wrong:
             raise RolloutError(
-                f"{process} loaded other bytes than the policy ranks sent in {sample_of(wrong)} of {len(sent)} "
-                f"tensors of policy version {policy_version}: {_ADVICE}"
+                f"{process} loaded different bytes than the policy ranks sent for {sample_of(wrong)} of "
+                f"{len(sent)} tensors of policy version {policy_version}: {_ADVICE}"
             )
-        if own.policy_version != policy_version:
+        if result.policy_version != policy_version:
             raise RolloutError(
-                f"{process} holds policy version {own.policy_version} after {policy_version} was published: "
+                f"{process} has policy version {result.policy_version} after {policy_version} was published: "
                 f"{_ADVICE}"
             )

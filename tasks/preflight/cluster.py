@@ -155,7 +155,7 @@ class _NodeChecks:
         answers = ask(calls, NODE_SECONDS + more_seconds)
         for error in answers.failed.values():
             checks.add(self.findings, "answer", FAIL, str(error), ())
-        return answers.given
+        return answers.results
 
     def _compare(self, given: Mapping[Node, Any]) -> Limit | None:
         """Check the nodes' reports; returns the memory of the smallest device."""
@@ -271,7 +271,7 @@ class _NodeChecks:
                 continue
             failed = [str(answers.failed[node]) for node in (one, other) if node in answers.failed]
             results[one.name, other.name] = (
-                "; ".join(failed) if failed else max(answers.given[one], answers.given[other])
+                "; ".join(failed) if failed else max(answers.results[one], answers.results[other])
             )
         return results
 

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
-from dapo_core.memory.devices import DEVICES, find_device
-from dapo_core.memory.rates import RATES, cpu_rates
+from dapo_core.memory.devices import DEVICES, cpu_rates, find_device
 from dapo_core.memory.shape import shape_of
 from dapo_core.memory.step_time import Machine, StepTime, assumed_lengths, calibrate, step_time
 from dapo_core.metrics import METRICS_FILE
@@ -85,6 +84,5 @@ def _machine(config: TrainingConfig, gigabytes: float | None = None) -> Machine:
             f"the time of a step on train.device={train.device} depends on the device: set train.device_model to "
             f"one of {', '.join(DEVICES)}"
         )
-    size = find_device(train.device_model)
-    rates = next(RATES[name] for name, known in DEVICES.items() if known is size)
+    rates = find_device(train.device_model).rates
     return Machine(rates, rates, device_limit(config, gigabytes).num_bytes)

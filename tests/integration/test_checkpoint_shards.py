@@ -1,4 +1,4 @@
-"""Real ranks save and load: bits, random streams, other numbers of ranks, writes that take long or fail."""
+"""Real ranks save and load checkpoints: exactly, on other rank counts, asynchronously, and with failing writes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.ranks import run_ranks
 from tests.tiny_models import build_tiny
 
 META, CPU = torch.device("meta"), torch.device("cpu")
-TwoRanks = tuple[Path, Any, Any, Any]  # folder; what _save, _fail and _away returned on each rank
+TwoRanks = tuple[Path, Any, Any, Any]  # folder; results of _save, _fail and _placed by rank
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH = random_batch(num_groups=4, group_size=2)
 BATCH = replace(BATCH, old_log_probs=torch.full_like(BATCH.rollout_log_probs, -3.0))
@@ -48,7 +48,7 @@ SMALL_FILE = 8192  # bytes; less than a rank's shards
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """5 experts and a vocabulary that 3 and 4 ranks cannot share evenly."""
+    """A model whose 5 experts and vocabulary do not divide evenly over 3 and 4 ranks."""
     return build_tiny(tmp_path_factory.mktemp("model"), "qwen3_moe", seed=11)
 
 
@@ -70,7 +70,7 @@ def _update(policy: Policy, rank: int) -> Update:
 
 
 def _whole(policy: Policy) -> dict[str, torch.Tensor]:
-    """Copies of the whole parameters and of AdamW's state of each."""
+    """Return copies of the full parameters and their AdamW state."""
     tensors = {}
     for name, parameter in policy.model.named_parameters():
         tensors[name] = parameter.full_tensor().detach().clone()
@@ -80,20 +80,20 @@ def _whole(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def _draws() -> list[float]:
-    """From each generator; three normal draws leave half a pair in those that make pairs."""
+    """Draw from each generator; three normal draws leave a cached value in those that draw pairs."""
     normal = [random.gauss(0, 1) for _ in range(3)] + np.random.standard_normal(3).tolist()
     return [*normal, random.random(), np.random.random(), *torch.rand(2).tolist()]
 
 
 def _wait(policy: Policy) -> None:
-    """Until the asynchronous save is over; what became of it is not asked."""
+    """Wait for the asynchronous save without checking its result."""
     assert policy.shards._running is not None
     wait([policy.shards._running[1]])
 
 
 @contextmanager
 def _held_writes() -> Iterator[threading.Event]:
-    """Writes wait for the event."""
+    """Block writes until the event is set."""
     may_write, write_data = threading.Event(), _Writer.write_data
 
     def held(*arguments: Any) -> Any:
@@ -107,7 +107,7 @@ def _held_writes() -> Iterator[threading.Event]:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a rank had when it saved, and what came next."""
+    """A rank's state when it saved, and after the next update."""
 
     tensors: dict[str, torch.Tensor]
     draws: list[float]
@@ -118,7 +118,7 @@ class Saved:
 
 
 def _save(rank: int, config: Config, folder: Path) -> Saved:
-    """Two updates, a save into the folder that lasts until a third one is done; facts found on the way."""
+    """Update twice, then save while a third update runs; also returns facts that must hold."""
     policy, unsaved = _policy(config), _policy(config)
     facts, bytes_at_first = {}, policy.checkpoint_bytes()
     policy.save(str(folder / "first"), asynchronous=False)
@@ -126,7 +126,7 @@ def _save(rank: int, config: Config, folder: Path) -> Saved:
         _update(policy, rank)
         _update(unsaved, rank)
     tensors, expected = _whole(policy), _whole(unsaved)
-    facts["a save before the first update changes nothing"] = all(
+    facts["saving before the first update has no effect on training"] = all(
         torch.equal(tensor, expected[name]) for name, tensor in tensors.items()
     )
     facts["bytes are known before the first update"] = policy.checkpoint_bytes() == bytes_at_first
@@ -139,20 +139,20 @@ def _save(rank: int, config: Config, folder: Path) -> Saved:
         draws, sums, next_tensors = _draws(), _update(policy, rank), _whole(policy)
         policy.offload(OF_RANKS)
         policy.onload(OF_RANKS)
-        facts["the write lasts"] = not policy.is_saved()
+        facts["the write is still running"] = not policy.is_saved()
         with pytest.raises(CheckpointError, match="saved is still being written"):
             policy.save(str(folder / "other"), asynchronous=True)
         with pytest.raises(CheckpointError, match="saved is still being written"):
             policy.load(str(folder / "first"))
         may_write.set()
         _wait(policy)
-    facts["the write ends"] = policy.is_saved() and policy.is_saved()
+    facts["the write is done"] = policy.is_saved() and policy.is_saved()
     return Saved(tensors, draws, sums, next_tensors, facts, policy.checkpoint_bytes())
 
 
 def _on_two_ranks(rank: int, config: Config, folder: Path) -> tuple[Saved, Any, list[str]]:
-    """All that two ranks are needed for, in one start of them."""
-    return _save(rank, config, folder), _fail(rank, config, folder / "failing"), _away(rank, config, folder)
+    """Run everything that needs two ranks in one process group."""
+    return _save(rank, config, folder), _fail(rank, config, folder / "failing"), _placed(rank, config, folder)
 
 
 @pytest.fixture(scope="module")
@@ -167,20 +167,20 @@ def saved(two_ranks: TwoRanks) -> tuple[Path, list[Saved]]:
     return two_ranks[0], two_ranks[1]
 
 
-def test_training_during_a_save_and_a_save_during_training_do_not_matter(saved: tuple[Path, list[Saved]]) -> None:
+def test_saving_and_training_at_the_same_time_do_not_affect_each_other(saved: tuple[Path, list[Saved]]) -> None:
     for rank in saved[1]:
         assert [fact for fact, holds in rank.facts.items() if not holds] == []
 
 
 def _require_size(folder: Path, num_bytes: int, num_ranks: int) -> None:
-    """The files have the bytes that were announced, a header per tensor and the generators' states."""
+    """The files have the predicted size, plus a header per tensor and the generator states."""
     metadata = torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
     num_tensors = len(metadata.state_dict_metadata) * num_ranks
     num_file_bytes = sum(path.stat().st_size for path in folder.glob("*.distcp"))
     assert 0 < num_file_bytes - num_bytes < 2048 * num_tensors + 16384 * num_ranks
 
 
-def test_the_checkpoint_has_the_size_that_was_announced(saved: tuple[Path, list[Saved]]) -> None:
+def test_the_checkpoint_has_the_predicted_size(saved: tuple[Path, list[Saved]]) -> None:
     folder, ranks = saved
     num_elements = sum(
         tensor.numel() for name, tensor in ranks[0].tensors.items() if "exp_avg" not in name and "step" not in name
@@ -194,7 +194,7 @@ def test_the_checkpoint_has_the_size_that_was_announced(saved: tuple[Path, list[
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a rank had after loading, and what came next."""
+    """A rank's state after loading, and after the next update."""
 
     num_optimizer_steps: int
     tensors: dict[str, torch.Tensor]
@@ -205,7 +205,7 @@ class Loaded:
 
 
 def _load(rank: int, config: Config, folder: Path, again: Path) -> Loaded:
-    """Load, save elsewhere, load that into a second policy, and go on with it."""
+    """Load, save elsewhere, load that into a second policy, and update it."""
     policy = _policy(config)
     policy.load(str(folder / "saved"))
     policy.save(str(again), asynchronous=False)
@@ -245,7 +245,7 @@ def test_any_number_of_ranks_continues_from_a_checkpoint(
 
 
 def _require_same_update(loaded: Loaded, saved: Saved, more_decay: float, is_exact: bool) -> None:
-    """AdamW takes learning rate * weight decay of each weight away, beside what the moments say."""
+    """Compare updates; AdamW also subtracts learning rate * weight decay of each weight."""
     for name, tensor in loaded.next_tensors.items():
         expected = saved.next_tensors[name]
         if is_exact:
@@ -254,7 +254,7 @@ def _require_same_update(loaded: Loaded, saved: Saved, more_decay: float, is_exa
             torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
         else:
             expected = expected - 0.0075 * more_decay * saved.tensors[name]
-            # where all gradients so far are noise, so is their mean over their deviation
+            # if all gradients so far are noise, so is the ratio of their moments
             assert torch.isclose(tensor, expected, rtol=0, atol=1e-5).float().mean() > 0.995, name
 
 
@@ -266,10 +266,10 @@ def _save_to_the_end(policy: Policy, folder: Path, asynchronous: bool) -> None:
 
 
 def _fail(rank: int, config: Config, folder: Path) -> list[tuple[str, int | None]]:
-    """The errors of each rank when rank 1 may write small files only; all of them work on."""
+    """Return each rank's errors when rank 1 may only write small files; all ranks keep working."""
     policy = _policy(config)
     update, policy.optimizer.step = policy.optimizer.step, lambda: None  # type: ignore[method-assign]
-    _update(policy, rank)  # leaves gradients and makes no moments, as an update does that is skipped
+    _update(policy, rank)  # leaves gradients but creates no moments, like a skipped update
     policy.optimizer.step = update  # type: ignore[method-assign]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     errors: list[tuple[str, int | None]] = []
@@ -283,7 +283,7 @@ def _fail(rank: int, config: Config, folder: Path) -> list[tuple[str, int | None
         with pytest.raises(OSError, match="rank 1") as raised:
             _save_to_the_end(policy, folder / name, asynchronous)
         record(raised.value)
-        assert policy.is_saved()  # what was raised is not raised again
+        assert policy.is_saved()  # the error is raised only once
         policy.log_probs(_share(rank, 2))
     policy.save(str(folder / "async"), asynchronous=True)
     policy.end_save()
@@ -303,9 +303,7 @@ def _fail(rank: int, config: Config, folder: Path) -> list[tuple[str, int | None
     return errors
 
 
-def test_a_write_that_fails_on_one_rank_fails_on_all_and_ends_nothing(
-    two_ranks: TwoRanks,
-) -> None:
+def test_a_failed_write_raises_on_every_rank_and_training_continues(two_ranks: TwoRanks) -> None:
     folder = two_ranks[0] / "failing"
     for errors in two_ranks[2]:
         for name, (message, number) in zip(("sync", "async"), errors[:2], strict=True):
@@ -317,27 +315,26 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_ends_nothing(
 
 
 class _Meta(Cpu):
-    """A device whose memory is not the host's."""
+    """The meta device in place of an accelerator with its own memory."""
 
     def torch_device(self) -> torch.device:
-        """The meta device stands for one that this machine lacks."""
         return META
 
 
-def _away(rank: int, config: Config, folder: Path) -> list[str]:
-    """What does not hold of the places of weights and moments."""
+def _placed(rank: int, config: Config, folder: Path) -> list[str]:
+    """Return violated facts about where weights and moments are."""
     policy, facts = _policy(config), {}
     meta = _Meta()
     for is_offloaded, place in ((False, META), (True, CPU)):
         optimizer = torch.optim.AdamW(policy.model.parameters())
         Shards(policy._causal_lm(), optimizer, meta, is_offloaded, run_seed=0)._state(0)
         moments = {state[name].to_local().device for state in optimizer.state.values() for name in MOMENTS}
-        facts[f"new moments, offloaded {is_offloaded}, are where moments are kept"] = moments == {place}
+        facts[f"new moments with offloading {is_offloaded} are on {place}"] = moments == {place}
     _update(policy, rank)
     before = _places(policy)
     policy.save(str(folder / "kept"), asynchronous=False)
     policy.load(str(folder / "kept"))
-    facts["saving and loading move nothing"] = _places(policy) == before
+    facts["saving and loading do not move tensors"] = _places(policy) == before
     return [fact for fact, holds in facts.items() if not holds]
 
 
@@ -347,13 +344,13 @@ def _places(policy: Policy) -> list[int]:
     return [tensor.to_local().data_ptr() for tensor in tensors]
 
 
-def test_weights_and_moments_stay_where_they_are_kept(two_ranks: TwoRanks) -> None:
+def test_weights_and_moments_stay_on_their_device(two_ranks: TwoRanks) -> None:
     assert list(two_ranks[3]) == [[], []]
 
 
 @pytest.fixture
 def group(model_path: Path, ray_address: str) -> Iterator[PolicyGroup]:
-    """Two ranks behind Ray."""
+    """Two ranks as Ray actors."""
     config = _config(model_path, 2, ray_address=ray_address)
     with connected_to_ray(config.train, num_cpus=0):
         ranks = [ray.remote(_PolicyRank).options(num_cpus=1).remote() for _ in range(2)]
@@ -366,12 +363,12 @@ def group(model_path: Path, ray_address: str) -> Iterator[PolicyGroup]:
             ray.kill(rank)
 
 
-def _ask_until_saved(group: PolicyGroup) -> None:
+def _wait_until_saved(group: PolicyGroup) -> None:
     while not group.is_saved():
         pass
 
 
-def test_the_group_saves_as_one(group: PolicyGroup, tmp_path: Path) -> None:
+def test_the_policy_group_saves_and_reports_errors(group: PolicyGroup, tmp_path: Path) -> None:
     assert group.is_saved()
     file = tmp_path / "file"
     file.touch()
@@ -382,9 +379,9 @@ def test_the_group_saves_as_one(group: PolicyGroup, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is still being written"):
         group.save(str(tmp_path / "step"), asynchronous=True)
     with pytest.raises(NotADirectoryError, match="rank 0 cannot write its shards: Not a directory"):
-        _ask_until_saved(group)
+        _wait_until_saved(group)
     assert group.is_saved()
     group.save(str(tmp_path / "step"), asynchronous=True)
-    _ask_until_saved(group)
+    _wait_until_saved(group)
     _require_size(tmp_path / "step", group.checkpoint_bytes(), 2)
     group.load(str(tmp_path / "step"))

@@ -1,4 +1,4 @@
-"""Colocated ranks and engines: the order of a step, its results, and its memory."""
+"""Ranks and engines take turns on shared devices: order of a step, equal results, memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.tiny_models import build_tiny
 from tests.trainings import World, config_of
 
 NUM_STEPS = 3
-# The phases in which each kind of work is done.
+# Phases in which each kind of work is done.
 WORK: dict[str, set[Phase]] = {
     "decode": {"generate"},
     "engine log-probs": {"generate"},
@@ -44,14 +44,14 @@ WORK: dict[str, set[Phase]] = {
 
 @dataclass
 class Trace:
-    """Records the state on the device during each operation: (operation, of the rank, of the engine)."""
+    """Records (work, state held by the rank, state held by the engine) whenever work is done."""
 
     ranks: frozenset[str] = OF_RANKS
     engines: frozenset[str] = OF_ENGINES
     work: list[tuple[str, frozenset[str], frozenset[str]]] = field(default_factory=list)
 
     def record(self, patch: pytest.MonkeyPatch) -> None:
-        """Watch the policy and the engine of a training in this process."""
+        """Record the policy and the engine of a training in this process."""
 
         def watch(owner: type, name: str, note: Callable[..., None]) -> None:
             method = getattr(owner, name)
@@ -90,7 +90,7 @@ class Training:
 
 
 def _train(world: World, folder: Path, placement: str, ends: Sequence[int]) -> Training:
-    """Train until each of these steps in turn, resuming in between."""
+    """Train up to each of these steps, resuming in between."""
     trace, batches = Trace(), []
     with pytest.MonkeyPatch.context() as patch, without_ray():
         trace.record(patch)
@@ -114,14 +114,14 @@ def trainings(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {name: _train(world, folder / name, name, steps) for name, steps in ends.items()}
 
 
-def test_every_phase_finds_its_state_on_the_device(trainings: dict[str, Training]) -> None:
+def test_work_finds_the_state_on_the_device_that_the_table_lists(trainings: dict[str, Training]) -> None:
     trace = trainings["colocated"].trace.work
     assert {work for work, *_ in trace} == WORK.keys()
     for number, (work, ranks, engines) in enumerate(trace):
         assert (ranks, engines) in [COLOCATED[phase] for phase in WORK[work]], (number, work)
 
 
-def test_a_step_moves_state_in_the_documented_order(trainings: dict[str, Training]) -> None:
+def test_phases_follow_the_order_of_the_table(trainings: dict[str, Training]) -> None:
     by_holding = {holding: phase for phase, holding in COLOCATED.items()}
     phases = [by_holding[ranks, engines] for _, ranks, engines in trainings["colocated"].trace.work]
     turns = [phase for number, phase in enumerate(phases) if number == 0 or phases[number - 1] != phase]
@@ -130,12 +130,12 @@ def test_a_step_moves_state_in_the_documented_order(trainings: dict[str, Trainin
     assert turns == [*COLOCATED] * (NUM_STEPS - 1) + probe + resume + [*COLOCATED] + probe
 
 
-def test_on_separate_devices_nothing_is_freed(trainings: dict[str, Training]) -> None:
+def test_separate_devices_keep_their_state(trainings: dict[str, Training]) -> None:
     trace = trainings["separate"].trace
     assert {(ranks, engines) for _, ranks, engines in trace.work} == {(OF_RANKS, OF_ENGINES)}
 
 
-def test_both_placements_train_to_the_same_bits(
+def test_both_placements_train_bitwise_equally(
     trainings: dict[str, Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     separate, colocated = trainings["separate"], trainings["colocated"]
@@ -153,12 +153,12 @@ def test_both_placements_train_to_the_same_bits(
 
 
 def _memory() -> float:
-    """Return this process's memory in MB."""
+    """Return this process's resident memory in MB."""
     return psutil.Process().memory_info().rss / 1e6
 
 
 def _take_turns(rank: int, path: Path, folder: Path) -> dict[str, float]:
-    """Return this process's megabytes around its turn, and whether its state survives offloading."""
+    """Measure memory in MB over turns, and check that offloaded state comes back unchanged."""
     steps = {"train_prompts": 4, "mini_prompts": 4, "learning_rate": 1e-2, "warmup_steps": 0}
     config = make_config(path, train={"placement": "colocated", **steps}, rollout={"group_size": 2})
     policy = Policy(path, config)
@@ -170,7 +170,7 @@ def _take_turns(rank: int, path: Path, folder: Path) -> dict[str, float]:
     tensors = [*policy.offloader.local_tensors("weights"), *policy.offloader.local_tensors("optimizer")]
     facts["state"] = sum(tensor.nbytes for tensor in tensors) / 1e6
     before = [tensor.clone() for tensor in tensors[:3]]
-    for _ in range(2):  # a second time changes nothing
+    for _ in range(2):  # the second call has no effect
         policy.offload(OF_RANKS)
     facts["given back"] = _memory()
     policy.save(str(folder), asynchronous=False)
@@ -193,7 +193,7 @@ def _take_turns(rank: int, path: Path, folder: Path) -> dict[str, float]:
     return facts
 
 
-def test_an_offloaded_rank_on_a_cpu_frees_its_memory(tmp_path: Path) -> None:
+def test_a_rank_on_a_cpu_returns_its_memory_to_the_system(tmp_path: Path) -> None:
     """26 million parameters: 105 MB of weights, 210 MB of moments and 105 MB of gradients."""
     build_tiny(tmp_path / "model", "qwen3", hidden_size=1024, intermediate_size=4096)
     (facts,) = run_ranks(1, _take_turns, tmp_path / "model", tmp_path / "checkpoint")

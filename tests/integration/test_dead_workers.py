@@ -1,4 +1,4 @@
-"""Processes that are killed or hang: the error names them, the call ends in time, and training can restart."""
+"""Killed or hanging processes are named in the error, end calls in time, and training can restart."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from tests.batches import random_batch
 from tests.trainings import World, config_of
 
 FAR = 120.0
-QUICK = 60.0  # for a call on a dead process and for cleaning up, far below a collective's limit of half an hour
-PAUSE = 0.3  # from stopping a process to killing it, in which the others come to wait for it
+QUICK = 60.0  # for a call on a dead process and for cleanup, far below a collective's timeout of half an hour
+PAUSE = 0.3  # between stopping and killing a process, so that others wait for it
 SCORER = "def compute_score(**_):\n    return 1.0\n"
 ERRORS = {
     "dapo": DataError("no rows"),
@@ -48,12 +48,12 @@ ERRORS = {
     "fail": RuntimeError("Connection closed by peer"),
 }
 REQUESTS = [GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1"), 1) for number in range(6)]
-KILLED = r"died: it was killed, as the kernel does when memory runs out, or crashed"
+KILLED = r"died: it was killed, for example by the kernel when memory ran out, or it crashed"
 
 
 @contextmanager
 def killed_within(place: str) -> Iterator[None]:
-    """The process at `place` is stopped, and killed during the call made inside."""
+    """Stop the process at `place`, and kill it during the call inside the block."""
     match = re.match(r"pid (\d+) on ", place)
     assert match is not None
     os.kill(int(match[1]), signal.SIGSTOP)
@@ -69,7 +69,7 @@ def killed_within(place: str) -> Iterator[None]:
 
 @pytest.fixture
 def actors(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    class Actor:  # local, so that its process need not import this module
+    class Actor:  # local, so its process need not import this module
         def place(self) -> str:
             return f"pid {os.getpid()} on here"
 
@@ -86,37 +86,37 @@ def actors(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[A
             ray.kill(actor)
 
 
-def test_a_death_ends_every_call_and_is_distinguished_from_errors(actors: list[Any]) -> None:
-    sound, hanging, victim = actors
+def test_a_dead_actor_ends_every_call_and_differs_from_an_error(actors: list[Any]) -> None:
+    healthy, hanging, victim = actors
     watched = Actors()
     watched.add("policy rank", actors)
     place = watched.get(victim.place.remote())
     with pytest.raises(RayTaskError, match="Connection closed by peer"):  # no actor died
-        watched.get([sound.call.remote("fail")])
+        watched.get([healthy.call.remote("fail")])
     with pytest.raises(DataError, match=r"^no rows$"):
-        watched.get([sound.call.remote("dapo")])
+        watched.get([healthy.call.remote("dapo")])
     with pytest.raises(CheckpointError, match="the shards cannot be loaded"):
-        watched.get([sound.call.remote("shards")])
+        watched.get([healthy.call.remote("shards")])
     hanging_call = hanging.call.remote("hang")
     message = rf"^policy rank 2 of 3 \({place}\) {KILLED}$"
     with killed_within(place), pytest.raises(WorkerDied, match=message):
         watched.get([hanging_call, victim.call.remote("hang")])
-    with pytest.raises(WorkerDied, match=message):  # though the dead actor is not called
+    with pytest.raises(WorkerDied, match=message):  # even if the dead actor is not called
         watched.get([hanging_call])
-    rollouts = RolloutGroup([sound], FAR, watched)
+    rollouts = RolloutGroup([healthy], FAR, watched)
     with pytest.raises(WorkerDied, match=message):  # while waiting for groups, which takes minutes
         take_groups(rollouts)
     with pytest.raises(WorkerDied, match=message) as caught:  # after a broken collective
-        watched.get([sound.call.remote("fail")])
-    with pytest.raises(WorkerDied, match=message):  # after a save or load that the dead actor took part in
-        watched.get([sound.call.remote("shards")])
+        watched.get([healthy.call.remote("fail")])
+    with pytest.raises(WorkerDied, match=message):  # after a save or load that included the dead actor
+        watched.get([healthy.call.remote("shards")])
     assert isinstance(caught.value.__cause__, RayActorError)
     with pytest.raises(DataError, match=r"^no rows$"):
-        watched.get([sound.call.remote("dapo")])
+        watched.get([healthy.call.remote("dapo")])
 
 
-def test_waiting_for_a_hanging_worker_ends(actors: list[Any]) -> None:
-    class Hanging:  # local, so that its process need not import this module
+def test_waiting_for_a_hanging_worker_times_out(actors: list[Any]) -> None:
+    class Hanging:  # local, so its process need not import this module
         """A rollout worker whose engine never returns from its first step."""
 
         def submit(self, requests: Any) -> None:
@@ -129,58 +129,58 @@ def test_waiting_for_a_hanging_worker_ends(actors: list[Any]) -> None:
             pass
 
     worker = ray.remote(Hanging).options(num_cpus=1).remote()
-    ray.get(worker.submit.remote([]))  # its process takes a while
+    ray.get(worker.submit.remote([]))  # starting its process takes a while
     group = RolloutGroup([worker], FAR, Actors())
     group.submit(REQUESTS[:1])
     group.max_seconds = 2.0
-    assert group.finished() == []  # the poll begins, and says nothing for a second
-    questions: list[Callable[[], Any]] = [lambda: group.submit(REQUESTS[1:]), group.suspend]
+    assert group.finished() == []  # the poll starts and stays silent for a second
+    calls: list[Callable[[], Any]] = [lambda: group.submit(REQUESTS[1:]), group.suspend]
     try:
-        for ask in questions:
+        for call in calls:
             with pytest.raises(
                 RolloutError, match=r"did not answer within 2 s: .*raise sampler\.max_seconds_without_kept"
             ):
-                ask()
+                call()
     finally:
         ray.kill(worker)
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "reason"),
     [
         (ActorUnavailableError("RPC error: failed to connect", None), "it cannot be reached, so its process or"),
         (
             OutOfMemoryError("2 worker(s) were killed due to the node running low on memory."),
-            "Ray ended it because",
+            "Ray killed it because",
         ),
         (NodeDiedError("The actor died because its node has died. Node Id: 5e58"), "its node is lost"),
-        (NodeDiedError("first line\n" + "x" * 500), "x" * 200),  # unknown: the last line, cut
+        (NodeDiedError("first line\n" + "x" * 500), "x" * 200),  # unknown: the last line, truncated
     ],
 )
-def test_the_reason_is_a_phrase(error: RayError, said: str) -> None:
-    assert death_reason(error).startswith(said)
+def test_rays_errors_are_summarized_in_a_phrase(error: RayError, reason: str) -> None:
+    assert death_reason(error).startswith(reason)
     assert len(death_reason(error)) <= 200
 
 
 def take_groups(rollouts: RolloutGroup) -> NoReturn:
-    """Wait for groups without end."""
+    """Wait for groups forever."""
     while True:
         rollouts.finished()
 
 
 def update(cluster: Cluster, batch: Batch) -> float:
-    """Gradient norm of an optimizer step of both ranks."""
+    """Run an optimizer step; returns the gradient norm."""
     old_log_probs, _ = cluster.policy.log_probs(batch)
     return cluster.policy.update(replace(batch, old_log_probs=old_log_probs)).grad_norm
 
 
 @contextmanager
-def left_after_a_death(config: Config, model: Path, said: str) -> Iterator[Cluster]:
-    """A cluster that ends because of a death, quickly and with all of its processes."""
+def cluster_until_death(config: Config, model: Path, victim: str) -> Iterator[Cluster]:
+    """Yield a cluster that must end quickly, with all its processes, after `victim` dies."""
     before = set(descendants(os.getpid()))
     died_at: list[float] = []
     with ExitStack() as stack:
-        stack.enter_context(pytest.raises(WorkerDied, match=rf"^{said} \(pid \d+ on [\w.:]+\) {KILLED}$"))
+        stack.enter_context(pytest.raises(WorkerDied, match=rf"^{victim} \(pid \d+ on [\w.:]+\) {KILLED}$"))
         cluster = stack.enter_context(start_cluster(config, model))
         stack.callback(lambda: died_at.append(time.monotonic()))
         yield cluster
@@ -190,20 +190,20 @@ def left_after_a_death(config: Config, model: Path, said: str) -> Iterator[Clust
         os.sched_yield()
 
 
-def test_a_dead_process_is_named_and_can_be_restarted(ray_address: str, world: World, tmp_path: Path) -> None:
+def test_a_dead_process_is_named_and_training_can_restart(ray_address: str, world: World, tmp_path: Path) -> None:
     (tmp_path / "scorer.py").write_text(SCORER)
     config = config_of(
         train={"ray_address": ray_address},
-        rollout={"max_num_seqs": 4},  # one group after the other
+        rollout={"max_num_seqs": 4},  # one group at a time
         custom_reward={"path": str(tmp_path / "scorer.py")},
     )
     batch = random_batch(num_groups=4, group_size=4)
-    with left_after_a_death(config, world.model, "policy rank 1 of 2") as cluster:
+    with cluster_until_death(config, world.model, "policy rank 1 of 2") as cluster:
         first = update(cluster, batch)
         with killed_within(ray.get(cluster.policy.ranks[1].place.remote())):
             update(cluster, batch)
-    with left_after_a_death(config, world.model, "rollout worker 0 of 1") as cluster:
-        assert update(cluster, batch) == first  # from the same model
+    with cluster_until_death(config, world.model, "rollout worker 0 of 1") as cluster:
+        assert update(cluster, batch) == first  # from the same weights
         cluster.rollouts.submit(REQUESTS)
         groups: list[Any] = []
         while not groups:

@@ -1,4 +1,4 @@
-"""The engines on a tiny model: the responses they sample, their log-probs, and the weights they hold."""
+"""All engines on a tiny model: sampling, log-probs, weight updates, abort and sleep."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTINGS = EngineSettings(
     top_k=-1,
     memory_bytes=64 * 1024**2,
     memory_utilization=0.5,
-    threads=1,  # more would wait for each other on a model this small
+    threads=1,  # more only add contention on a model this small
 )
 END = 1  # `<|end|>` of the tiny tokenizer
 NUM_REQUESTS = 40
@@ -59,7 +59,7 @@ def shared_engine(
 
 @pytest.fixture
 def engine(shared_engine: Engine, model_path: Path) -> Iterator[Engine]:
-    """The shared engine; reset afterwards to an idle state, the folder's weights and the default settings."""
+    """The shared engine, reset afterwards: idle, initial weights, default settings."""
     yield shared_engine
     unfinished = [f"{number}" for number in range(NUM_REQUESTS)]
     shared_engine.abort(unfinished)
@@ -74,14 +74,14 @@ def load_model(path: Path) -> Any:
 
 
 def decode(engine: Engine, num_tokens: int) -> None:
-    """Step until the unfinished responses hold `num_tokens` tokens in all; fails if one of them ends."""
+    """Step until the unfinished responses have `num_tokens` tokens in total; fails if one finishes."""
     while engine.num_unfinished_tokens() < num_tokens:
         assert engine.step() == []
     assert engine.num_unfinished_tokens() == num_tokens
 
 
 def make_requests(num_requests: int = NUM_REQUESTS) -> list[GenerationRequest]:
-    """Two requests for each prompt, of 1 to 60 tokens."""
+    """Make two requests per prompt of 1 to 60 tokens."""
     numbers = random.Random(3)
     prompts = [
         [numbers.randrange(4, 300) for _ in range(numbers.randrange(1, 60))]
@@ -109,7 +109,7 @@ def run(engine: Engine, requests: list[GenerationRequest]) -> dict[str, Response
 def reference_log_probs(
     model: Any, prompt_ids: Sequence[int], response_ids: Sequence[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    """Log-probs of the response from one plain forward over the whole sequence."""
+    """Compute log-probs of the response with one forward pass over the whole sequence."""
     token_ids = torch.tensor([[*prompt_ids, *response_ids]])
     with torch.no_grad():
         log_probs = (model(token_ids).logits[0] / temperature).log_softmax(dim=-1)
@@ -127,18 +127,16 @@ def require_equal(given: list[float], expected: torch.Tensor) -> None:
 
 
 def end_bias(model: Any) -> Any:
-    """The model with an end token so likely that responses end at different lengths."""
-    # Tied embeddings: scaling the row scales its logit in both directions, so about half of the contexts like it.
+    """Make the end token likely, so that responses end at different lengths."""
+    # Tied embeddings: scaling the row scales its logit, so about half of the contexts prefer it.
     with torch.no_grad():
         model.get_input_embeddings().weight[END] *= 3.0
     return model
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_responses_end_where_they_should_with_the_log_probs_they_were_sampled_with(
-    engine, model_path, temperature
-):
-    """40 requests of different lengths through 16 rows, the second half submitted later: rows are reused."""
+def test_responses_stop_correctly_and_have_the_sampling_log_probs(engine, model_path, temperature):
+    """40 requests of different lengths share 16 rows; half of them are submitted later."""
     engine.settings = replace(SETTINGS, temperature=temperature)
     model = end_bias(load_model(model_path))
     engine.load_weights(model.named_parameters(), policy_version=1)
@@ -158,7 +156,7 @@ def test_responses_end_where_they_should_with_the_log_probs_they_were_sampled_wi
         assert response.finish_reason == "stop" or len(response.response_ids) == MAX_RESPONSE_TOKENS
 
 
-def test_log_probs_equal_a_plain_forward(engine, model_path):
+def test_log_probs_equal_a_plain_forward_pass(engine, model_path):
     model = load_model(model_path)
     whole = list(range(4, 4 + MAX_MODEL_TOKENS))
     sequences = [
@@ -171,7 +169,7 @@ def test_log_probs_equal_a_plain_forward(engine, model_path):
         require_equal(given, reference_log_probs(model, prompt_ids, response_ids))
 
 
-def test_a_response_depends_on_its_seed_not_on_its_neighbours(engine):
+def test_a_response_depends_on_its_seed_and_not_on_the_batch(engine):
     requests = make_requests()
     together = run(engine, requests)
     for request in requests[:6]:
@@ -179,11 +177,11 @@ def test_a_response_depends_on_its_seed_not_on_its_neighbours(engine):
         assert alone.response_ids == together[request.request_id].response_ids
     other_seed = run(engine, [replace(requests[0], seed=77)])["0"]
     assert other_seed.response_ids != together["0"].response_ids
-    assert together["0"].response_ids != together["1"].response_ids  # siblings: one prompt, two seeds
+    assert together["0"].response_ids != together["1"].response_ids  # siblings: same prompt, different seeds
 
 
-def test_responses_follow_the_distribution_of_the_model(engine, model_path):
-    """4000 first tokens: each of the ten likeliest within 4.5 standard deviations of its probability."""
+def test_responses_follow_the_models_distribution(engine, model_path):
+    """4000 first tokens: the ten most likely are each within 4.5 standard deviations of their probability."""
     engine.settings = replace(SETTINGS, max_response_tokens=1)
     prompt_ids = [5, 6, 7, 8]
     with torch.no_grad():
@@ -200,8 +198,8 @@ def test_responses_follow_the_distribution_of_the_model(engine, model_path):
         assert abs(counts[token] - num_samples * p) < 4.5 * deviation
 
 
-def test_greedy_responses_take_the_likeliest_tokens_beside_sampled_ones(engine, model_path):
-    """24 sampled and 8 greedy requests through 16 rows give the same responses alone and mixed."""
+def test_greedy_and_sampled_responses_can_share_a_batch(engine, model_path):
+    """24 sampled and 8 greedy requests in 16 rows give the same responses alone and mixed."""
     engine.settings = replace(SETTINGS, temperature=0.7, top_k=50, top_p=0.9)
     model = end_bias(load_model(model_path))
     engine.load_weights(model.named_parameters(), policy_version=1)
@@ -228,20 +226,20 @@ def test_greedy_responses_take_the_likeliest_tokens_beside_sampled_ones(engine, 
         require_equal(response.rollout_log_probs, at_temperature_one)
     assert {mixed[request.request_id].finish_reason for request in greedy} == {"stop", "length"}
     engine.settings = SETTINGS
-    theirs = run(engine, [replace(request, sampling=Sampling(0.7, 0.9, 50)) for request in sampled] + greedy)
-    assert {name: response.response_ids for name, response in theirs.items()} == {
+    overridden = run(engine, [replace(request, sampling=Sampling(0.7, 0.9, 50)) for request in sampled] + greedy)
+    assert {name: response.response_ids for name, response in overridden.items()} == {
         name: response.response_ids for name, response in alone.items()
-    }, "a request's own sampling goes before the engine's"
+    }, "a request's sampling overrides the engine's"
 
 
 def test_new_weights_change_log_probs_and_clear_the_prefix_cache(engine, model_path):
     requests = make_requests(2)
-    requests = [replace(request, prompt_ids=list(range(4, 68))) for request in requests]  # two whole cache blocks
+    requests = [replace(request, prompt_ids=list(range(4, 68))) for request in requests]  # two full cache blocks
     before = run(engine, requests)
     model = load_model(model_path)
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.mul_(-2.0)
-        model.model.embed_tokens.weight[10:].mul_(1.5)  # also the output head, which is tied to it
+        model.model.embed_tokens.weight[10:].mul_(1.5)  # also the tied output head
     engine.load_weights(model.named_parameters(), policy_version=7)
     assert engine.policy_version == 7
     after = run(engine, requests)
@@ -259,7 +257,7 @@ def test_new_weights_change_log_probs_and_clear_the_prefix_cache(engine, model_p
 
 
 @pytest.mark.parametrize("shared_engine", ["vllm"], indirect=True)
-def test_siblings_share_the_blocks_of_their_prompt(engine, monkeypatch):
+def test_siblings_share_cached_prompt_blocks(engine, monkeypatch):
     cached: dict[str, int] = {}
     step = engine._engine.step
 
@@ -269,19 +267,19 @@ def test_siblings_share_the_blocks_of_their_prompt(engine, monkeypatch):
         return outputs
 
     monkeypatch.setattr(engine._engine, "step", watched)
-    prompt_ids = [5 + index % 50 for index in range(70)]  # two blocks of 32 and a rest
+    prompt_ids = [5 + index % 50 for index in range(70)]  # two blocks of 32 and a remainder
     engine.submit([GenerationRequest(str(seed), prompt_ids, seed) for seed in range(4)])
     while engine.num_unfinished():
         engine.step()
     assert cached == {"0": 0, "1": 64, "2": 64, "3": 64}
 
 
-def test_abort_returns_partial_responses_and_does_not_disturb_the_others(engine):
+def test_abort_returns_partial_responses_and_leaves_others_unchanged(engine):
     requests = make_requests(4)
     undisturbed = run(engine, requests)
     engine.submit(requests)
     decode(engine, 4 * 3)  # four rows of three tokens
-    partial = {response.request_id: response for response in engine.abort(["0", "1", "not there"])}
+    partial = {response.request_id: response for response in engine.abort(["0", "1", "unknown"])}
     assert set(partial) == {"0", "1"}
     for name, response in partial.items():
         assert response.finish_reason == "abort"
@@ -293,19 +291,19 @@ def test_abort_returns_partial_responses_and_does_not_disturb_the_others(engine)
         name: undisturbed[name].response_ids for name in ("2", "3")
     }
     engine.submit(requests[:1])
-    assert engine.abort(["0"]) == [Response("0", [], [], "abort")]  # nothing was computed for it yet
+    assert engine.abort(["0"]) == [Response("0", [], [], "abort")]  # nothing has been computed yet
     assert engine.step() == []
 
 
-def test_an_aborted_response_continues_under_new_weights(engine, model_path):
-    """Each token's log-prob is from the weights that sampled it; the length limit counts all of them."""
+def test_an_aborted_response_resumes_with_new_weights(engine, model_path):
+    """Each token's log-prob comes from the weights that sampled it; the length limit counts all tokens."""
     old_model, new_model = load_model(model_path), end_bias(load_model(model_path))
     requests = make_requests(16)[8:]
     engine.submit(requests)
     decode(engine, 8 * 5)
     partial = {response.request_id: response for response in engine.abort([each.request_id for each in requests])}
     engine.load_weights(new_model.named_parameters(), policy_version=1)
-    continued = [
+    resumed = [
         replace(
             request,
             response_ids=partial[request.request_id].response_ids,
@@ -313,7 +311,7 @@ def test_an_aborted_response_continues_under_new_weights(engine, model_path):
         )
         for request in requests
     ]
-    engine.submit(continued)
+    engine.submit(resumed)
     assert engine.num_unfinished_tokens() == 8 * 5
     responses = finish(engine)
     assert {response.finish_reason for response in responses.values()} == {"stop", "length"}
@@ -328,7 +326,7 @@ def test_an_aborted_response_continues_under_new_weights(engine, model_path):
             assert len(response.response_ids) == MAX_RESPONSE_TOKENS
 
 
-def test_wrong_weights_are_named_and_complete_ones_make_the_engine_usable_again(engine, model_path):
+def test_wrong_weights_are_reported_and_a_complete_update_recovers(engine, model_path):
     weights = dict(load_model(model_path).named_parameters())
     norm = "model.norm.weight"
     with pytest.raises(RolloutError, match=r"1 of \d+ tensors are missing: model.norm.weight"):
@@ -336,11 +334,11 @@ def test_wrong_weights_are_named_and_complete_ones_make_the_engine_usable_again(
     with pytest.raises(RolloutError, match=r"no tensor model.extra.weight"):
         engine.load_weights([*weights.items(), ("model.extra.weight", torch.zeros(2))], 1)
     with pytest.raises(
-        RolloutError, match=r"model.norm.weight has shape \(63,\), the engine's model needs \(64,\)"
+        RolloutError, match=r"model.norm.weight has shape \(63,\), but the engine's model needs \(64,\)"
     ):
         engine.load_weights([*weights.items(), (norm, torch.zeros(63))], 1)
     assert engine.policy_version == 0
-    tied_head = ("lm_head.weight", weights["model.embed_tokens.weight"])  # may be given as well
+    tied_head = ("lm_head.weight", weights["model.embed_tokens.weight"])  # optional
     expected = reference_log_probs(load_model(model_path), [5, 6, 7], [8, 9])
     for version, whole in ((2, weights.items()), (3, [*weights.items(), tied_head])):
         engine.load_weights(whole, version)
@@ -355,7 +353,7 @@ def test_weights_and_log_probs_are_refused_while_requests_are_unfinished(engine)
         engine.log_probs([([5], [6])])
 
 
-def test_a_sleeping_engine_refuses_work_and_wakes_with_the_weights_it_is_given(engine, model_path):
+def test_a_sleeping_engine_refuses_work_and_wakes_with_new_weights(engine, model_path):
     requests = make_requests(4)
     before = run(engine, requests)
     engine.settings = replace(engine.settings, sleep_level=2)
@@ -364,16 +362,18 @@ def test_a_sleeping_engine_refuses_work_and_wakes_with_the_weights_it_is_given(e
         engine.sleep()
     finish(engine)
     engine.sleep()
-    with pytest.raises(RolloutError, match="cannot take requests while the engine sleeps: kv_cache, weights"):
+    with pytest.raises(RolloutError, match="cannot accept requests while the engine sleeps: kv_cache, weights"):
         engine.submit(requests)
-    with pytest.raises(RolloutError, match="cannot load weights while the engine sleeps: weights are not there"):
+    with pytest.raises(RolloutError, match="cannot load weights while the engine sleeps: weights not loaded"):
         engine.load_weights([], 1)
     engine.wake({"weights"})
     model = load_model(model_path)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(1.1)
     engine.load_weights(model.named_parameters(), 1)
-    with pytest.raises(RolloutError, match="cannot compute log-probs while the engine sleeps: kv_cache are not"):
+    with pytest.raises(
+        RolloutError, match="cannot compute log-probs while the engine sleeps: kv_cache not loaded"
+    ):
         engine.log_probs([([5], [6])])
     engine.wake({"kv_cache"})
     after = run(engine, requests)

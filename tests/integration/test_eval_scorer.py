@@ -143,7 +143,10 @@ def test_a_built_in_scorer_grades_and_the_report_shows_its_scores(
         ),
         ("score.txt", r"evaluate\.scorer=score\.txt is not .*; scorers are choice, geo3k"),
         ("absent.py", r"evaluate\.scorer=absent\.py cannot be read: No such file"),
-        ("{}/score.py:other", r"evaluate\.scorer=other is not a top-level name of .*which has compute_score, os"),
+        (
+            "{}/score.py:other",
+            r"evaluate\.scorer=other is not a top-level name of .*which defines compute_score, os",
+        ),
     ],
 )
 def test_an_unknown_scorer_is_refused_before_any_request(tmp_path: Path, scorer: str, message: str) -> None:

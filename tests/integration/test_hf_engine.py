@@ -1,4 +1,4 @@
-"""The Hugging Face engine alone: continued responses, its memory, and where responses end."""
+"""The Hugging Face engine: resumed responses, memory limit and end token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dapo_core.errors import ModelError, RolloutError
 from tests.integration.test_engines import SETTINGS, finish, make_requests, run
 
 
-def test_hf_continues_with_the_randomness_of_the_uninterrupted_response(model_path: Path) -> None:
+def test_hf_resumed_responses_equal_uninterrupted_ones(model_path: Path) -> None:
     engine = build_engine("hf", model_path, replace(SETTINGS, max_num_seqs=3), seed=0)
     requests = make_requests(6)
     uninterrupted = run(engine, requests)
@@ -30,13 +30,13 @@ def test_hf_continues_with_the_randomness_of_the_uninterrupted_response(model_pa
     engine.close()
 
 
-def test_hf_refuses_memory_that_holds_no_sequence(model_path: Path) -> None:
+def test_hf_refuses_memory_below_one_sequence(model_path: Path) -> None:
     # 2 (keys, values) x 2 layers x 1 head x 32 x 4 bytes x 96 tokens = 49152 bytes
-    with pytest.raises(RolloutError, match=r"96 tokens needs 49152 bytes of cache, and 49151 are free"):
+    with pytest.raises(RolloutError, match=r"96 tokens needs 49152 bytes of cache, but only 49151 are free"):
         build_engine("hf", model_path, replace(SETTINGS, memory_bytes=49151), seed=0)
 
 
-def test_a_folder_without_end_token_is_refused(tmp_path: Path) -> None:
+def test_a_model_folder_without_eos_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": null}')
     with pytest.raises(ModelError, match="has eos_token_id"):
         read_eos_ids(tmp_path)

@@ -1,4 +1,4 @@
-"""An update on one sequence of full length, 2,048 + 20,480 tokens, split over two ranks."""
+"""An update on a sequence of the recipes' length, 2,048 + 20,480 tokens, shared by two ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL = Qwen3Config(
     head_dim=16,
     max_position_embeddings=PROMPT + RESPONSE,
 )
-M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # of malloc.h
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # from malloc.h
 
 
 def _batch() -> Batch:
@@ -49,19 +49,19 @@ def _resident(field: str) -> int:
 def _peak_of_an_update(rank: int, config: Config) -> tuple[int, Update]:
     """Return the peak bytes of an update on the long sequence, after one on a short sequence."""
     libc = ctypes.CDLL(None)
-    for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):  # what is freed is returned
+    for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):  # return freed memory to the system
         libc.mallopt(parameter, 65_536)
     policy = Policy(config.model.path or "", config)
     short, long = (split_batch(_batch().select([row]), 1, PROMPT + RESPONSE)[0][0] for row in (0, 1))
-    policy.update(short, LossTotals.of(short.batch), measures=True)  # moments, libraries and threads
+    policy.update(short, LossTotals.of(short.batch), measures=True)  # allocates moments, libraries and threads
     gc.collect()
     before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     update = policy.update(long, LossTotals.of(long.batch), measures=True)
     return _resident("VmHWM") - before, update
 
 
-def test_an_update_on_22528_tokens_fits_the_planned_memory(tmp_path: Path) -> None:
+def test_an_update_on_22528_tokens_stays_within_the_memory_plan(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(MODEL).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     config: Any = make_config(
@@ -86,4 +86,4 @@ def test_an_update_on_22528_tokens_fits_the_planned_memory(tmp_path: Path) -> No
         assert update.measured.log_probs.shape == (1, RESPONSE)
         assert (update.measured.log_probs < 0).all()
         assert 0.8 * expected < peak < 1.2 * expected
-    assert expected < (whole_logits + scores) / 10  # 78 MiB; logits alone take 625, a head's scores 1,936
+    assert expected < (whole_logits + scores) / 10  # 78 MiB; full logits would take 625, one head's scores 1,936

@@ -1,4 +1,4 @@
-"""Shards of real FSDP2 ranks become a folder that transformers and vLLM load, tensor by tensor the same."""
+"""Merging shards of real FSDP2 ranks gives a folder that transformers and vLLM load, equal tensor by tensor."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ PROMPT_IDS, RESPONSE_IDS = [5, 6, 7, 40, 90], [8, 9, 200, 31]
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint, and what the ranks that wrote it held."""
+    """A checkpoint and the tensors of the ranks that wrote it."""
 
-    output: Path  # as dapo train leaves it, with one checkpoint
+    output: Path  # a training output with one checkpoint
     checkpoint: Path
     weights: dict[str, torch.Tensor]
-    log_probs: torch.Tensor  # [B, R] of the batch, by the sharded policy
+    log_probs: torch.Tensor  # [B, R], from the sharded policy
     is_tied: bool
 
 
@@ -55,7 +55,7 @@ def _train_all(rank: int, folders: list[Path], num_ranks: int) -> list[dict[str,
 
 
 def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -> dict[str, Any]:
-    """One update, so that no weight is what the folder had; the shards of all ranks; what the policy computes."""
+    """Update once, so that every weight changes, and save; returns the rank's weights and log-probs."""
     policy = Policy(model_path, make_config(model_path, train=TRAIN))
     batch = random_batch(num_groups=4, group_size=2)
     shares, indices = split_batch(batch, num_ranks, 4096)
@@ -69,7 +69,7 @@ def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -
 
 
 def _checkpoint(folder: Path) -> Path:
-    """The shards in the folder as a checkpoint in an output beside them."""
+    """Write the shards as a checkpoint in a training output beside them."""
     config = make_config(folder / "model", checkpoint={"asynchronous": False})
 
     def save(target: str) -> None:
@@ -81,7 +81,7 @@ def _checkpoint(folder: Path) -> Path:
 
 
 def _trained(checkpoint: Path, ranks: list[dict[str, Any]], is_tied: bool) -> Trained:
-    """What the ranks that wrote the checkpoint returned, put together."""
+    """Combine what the ranks returned."""
     log_probs = torch.zeros(random_batch(num_groups=4, group_size=2).response_mask.shape)
     for rank in ranks:
         log_probs[rank["rows"], : rank["log_probs"].shape[1]] = rank["log_probs"]
@@ -103,12 +103,14 @@ def all_trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Trained]
 
 @pytest.fixture(scope="module")
 def trained(all_trained: dict[Case, Trained]) -> Trained:
-    """The case with the most to get wrong: five experts on three ranks."""
+    """The hardest case: five experts on three ranks."""
     return all_trained["qwen3_moe", False]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{'tied' if case[1] else 'untied'}")
-def test_the_merged_model_is_the_trained_one(all_trained: dict[Case, Trained], case: Case, tmp_path: Path) -> None:
+def test_the_merged_model_equals_the_trained_one(
+    all_trained: dict[Case, Trained], case: Case, tmp_path: Path
+) -> None:
     trained = all_trained[case]
     sizes = merge_checkpoint([trained.output], tmp_path, "keep", MANY_BYTES)
     assert sizes == {
@@ -129,7 +131,7 @@ def test_the_merged_model_is_the_trained_one(all_trained: dict[Case, Trained], c
 
 
 def _require_log_probs(merged: Path, trained: Trained) -> None:
-    """Transformers opens the folder and computes what the sharded policy computed."""
+    """transformers loads the folder and reproduces the sharded policy's log-probs."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
     model, report = loaded
     assert not any(report.values())  # nothing missing, unexpected or mismatched
@@ -154,7 +156,7 @@ def merged(trained: Trained) -> Path:
 
 
 @runs_experts
-def test_vllm_gives_the_log_probs_of_transformers(merged: Path) -> None:
+def test_vllm_and_transformers_give_the_same_log_probs(merged: Path) -> None:
     engine = build_engine("vllm", merged, tiny_engine_settings(), seed=0)
     given = engine.log_probs([(PROMPT_IDS, RESPONSE_IDS)])[0]
     engine.close()
@@ -165,7 +167,7 @@ def test_vllm_gives_the_log_probs_of_transformers(merged: Path) -> None:
     torch.testing.assert_close(torch.tensor(given), expected, rtol=0, atol=1e-4)
 
 
-def test_the_folder_has_what_a_server_needs(trained: Trained, merged: Path) -> None:
+def test_the_folder_contains_what_a_server_needs(trained: Trained, merged: Path) -> None:
     original = trained.output.parent / "model"
     assert {path.name for path in merged.iterdir()} == {MERGE_MANIFEST} | {
         path.name for path in original.iterdir()
@@ -179,7 +181,7 @@ def test_the_folder_has_what_a_server_needs(trained: Trained, merged: Path) -> N
     assert GenerationConfig.from_pretrained(merged).eos_token_id == tokenizer.eos_token_id
 
 
-def test_several_bfloat16_files_hold_each_tensor_rounded_under_an_index(trained: Trained, tmp_path: Path) -> None:
+def test_bfloat16_shards_and_their_index_are_complete(trained: Trained, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     max_bytes = 30_000
     sizes = merge_checkpoint(
@@ -209,7 +211,7 @@ def _truncate_shard(checkpoint: Path) -> None:
 
 
 def _plant(name: str, content: bytes) -> Callable[[Path], object]:
-    """Into a checkpoint without digests."""
+    """Overwrite a file in a checkpoint without digests."""
 
     def damage(checkpoint: Path) -> None:
         (checkpoint / MANIFEST_FILE).unlink()
@@ -234,25 +236,25 @@ def _link_outside(checkpoint: Path) -> None:
         (flip("__1_0.distcp", 40_000), r"__1_0\.distcp( in \S+)? is damaged"),
         (
             lambda checkpoint: (checkpoint / "trainer_state.json").unlink(),
-            r"step_000007 lacks trainer_state\.json; it is not a checkpoint of dapo train",
+            r"step_000007 lacks trainer_state\.json; it is not a dapo train checkpoint",
         ),
         (flip("tensor_names.json", 9), r"tensor_names\.json is damaged"),
         (
             _plant("tensor_names.json", b'["model.norm.weight"]'),
-            r"model\.\S+ of .*/step_000007 has no counterpart among the 1 names in tensor_names\.json",
+            r"model\.\S+ in .*/step_000007 has no counterpart among the 1 names in tensor_names\.json",
         ),
         (_plant("tensor_names.json", b'["model.norm'), r"tensor_names\.json cannot be read \(Unterminated string"),
-        (_plant("tensor_names.json", b"3"), r"tensor_names\.json cannot be read \(it is no list of names"),
-        (lambda checkpoint: (checkpoint / ".metadata").unlink(), r"step_000007 holds no complete checkpoint"),
+        (_plant("tensor_names.json", b"3"), r"tensor_names\.json cannot be read \(it is not a list of names"),
+        (lambda checkpoint: (checkpoint / ".metadata").unlink(), r"step_000007 has no complete checkpoint"),
         (_plant(".metadata", b"\x80"), r"\.metadata .* cannot be read"),
         (
             _plant(".metadata", pickle.dumps(Harmful())),
-            r"cannot be read \(it asks for io\.open, which no checkpoint needs\)",
+            r"cannot be read \(it references io\.open, which no checkpoint needs\)",
         ),
         (_link_outside, r"huggingface/config\.json is a symbolic link, which is not followed"),
     ],
 )
-def test_a_damaged_checkpoint_leaves_no_model_behind(
+def test_a_damaged_checkpoint_is_reported_and_nothing_is_written(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -264,19 +266,19 @@ def test_a_damaged_checkpoint_leaves_no_model_behind(
     assert {path.name for path in tmp_path.iterdir()} <= {"step_000007", "config.json"}
 
 
-def test_an_unfinished_checkpoint_is_passed_over_and_refused_by_name(trained: Trained, tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_skipped_and_refused_if_named(trained: Trained, tmp_path: Path) -> None:
     partial = tmp_path / "output" / "checkpoints" / "step_000009.partial"
     shutil.copytree(trained.checkpoint, partial)
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         merge_checkpoint([tmp_path / "output"], tmp_path / "target", "keep", MANY_BYTES)
-    with pytest.raises(CheckpointError, match=r"step_000009\.partial was not finished"):
+    with pytest.raises(CheckpointError, match=r"step_000009\.partial is incomplete"):
         merge_checkpoint([partial], tmp_path / "target", "keep", MANY_BYTES)
     shutil.copytree(trained.checkpoint, partial.with_name("step_000007"))
     sizes = merge_checkpoint([tmp_path / "output"], tmp_path / "target", "keep", MANY_BYTES)
     assert sizes["tensors"] == len(trained.weights)
 
 
-def test_shards_of_two_nodes_are_one_model(trained: Trained, tmp_path: Path) -> None:
+def test_shards_from_two_nodes_are_merged(trained: Trained, tmp_path: Path) -> None:
     first, second = tmp_path / "node0" / "step_000007", tmp_path / "node1" / "checkpoints" / "step_000007"
     shutil.copytree(trained.checkpoint, first)
     second.mkdir(parents=True)

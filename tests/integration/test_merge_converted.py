@@ -1,4 +1,4 @@
-"""Weights that another trainer converted: found in its checkpoint, read whole, refused where they are wrong."""
+"""Converted weights of other trainers are found, merged completely and refused if wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def training(folder: Path, model: Path, *parts: str) -> Path:
-    """A training's output, with the model's weights where `parts` say, in the checkpoint of step 3 of 4."""
+    """A training output with the model's weights in the folder `parts`; step 3 is the newest."""
     shutil.copytree(model, folder.joinpath("checkpoints", *parts))
     copy_model_files(model, folder / "trainer" / "model")
     (folder / "checkpoints" / NEWEST_FILE).write_text("3")
@@ -55,7 +55,7 @@ def assert_merged(target: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize("parts", [("actor", "huggingface"), ("actor", "model", "huggingface")], ids="/".join)
-def test_a_model_that_the_trainer_saved_is_taken(model: Path, tmp_path: Path, parts: tuple[str, ...]) -> None:
+def test_a_model_saved_by_the_trainer_is_merged(model: Path, tmp_path: Path, parts: tuple[str, ...]) -> None:
     output = training(tmp_path / "t", model, "global_step_3", *parts)
     merge_checkpoint([output], tmp_path / "merged", verify_logits=True)
     assert_merged(tmp_path / "merged", model)
@@ -64,7 +64,7 @@ def test_a_model_that_the_trainer_saved_is_taken(model: Path, tmp_path: Path, pa
 def test_verls_merger_converts_distributed_weights(model: Path, tmp_path: Path) -> None:
     config = config_of(env=install(tmp_path / "site"))
     output = training(tmp_path / "t", model, "global_step_3", "actor", "dist_ckpt")
-    with pytest.raises(CheckpointError, match=r"actor holds Megatron's distributed weights.*--config RECIPE"):
+    with pytest.raises(CheckpointError, match=r"actor contains distributed Megatron weights.*--config RECIPE"):
         merge_checkpoint([output], tmp_path / "merged")
     lines: list[str] = []
     with converted(config, [output], tmp_path / "merged", lines.append) as sources:
@@ -74,14 +74,14 @@ def test_verls_merger_converts_distributed_weights(model: Path, tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "site", "t"]
 
 
-def test_a_command_of_the_recipe_converts_mindspeeds(model: Path, tmp_path: Path) -> None:
+def test_external_converter_converts_mindspeed_weights(model: Path, tmp_path: Path) -> None:
     output = training(tmp_path / "t", model, "iter_0000003", "mp_rank_00")
     with (
         pytest.raises(ConfigError, match=r"set external\.converter to its command"),
         converted(config_of(), [output], tmp_path / "merged"),
     ):
         pass
-    # As MindSpeed-RL's converter does: into a folder below the model's.
+    # Like MindSpeed-RL's converter, it writes to a subfolder of the model folder.
     script = (
         "set -e; cp -r {checkpoint}/iter_*/mp_rank_00 {model}/mg2hg; rm {model}/mg2hg/*token* {model}/mg2hg/conf*"
     )
@@ -112,36 +112,36 @@ def _no_tokenizer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (
             _change(lambda weights: weights["model.norm.weight"].fill_(float("nan"))),
-            r"norm\.weight in \S+ holds NaN",
+            r"norm\.weight in \S+ contains NaN",
         ),
         (
             _change(lambda weights: weights["lm_head.weight"][3].fill_(float("inf"))),
-            r"lm_head\.weight in \S+ holds Na",
+            r"lm_head\.weight in \S+ contains Na",
         ),
         (
             _change(lambda weights: weights.pop("lm_head.weight")),
-            r"lm_head\.weight are missing|lm_head\.weight.* missing",
+            r"missing 1 \(lm_head\.weight\), unexpected 0",
         ),
-        (_change(lambda weights: weights.update(extra=torch.ones(2))), r"extra.* not the architecture's"),
+        (_change(lambda weights: weights.update(extra=torch.ones(2))), r"missing 0, unexpected 1 \(extra\)"),
         (
             _change(lambda weights: weights.update({"model.norm.weight": torch.ones(3)})),
-            r"model\.norm\.weight in \S+ is \(3,\)",
+            r"model\.norm\.weight in \S+ has shape \(3,\)",
         ),
-        (_cut, r"is no complete model: .*file not fully covered"),
-        (_no_tokenizer, r"is no complete model: \S* ?model folder \S+ lacks a tokenizer"),
+        (_cut, r"is not a complete model: .*file not fully covered"),
+        (_no_tokenizer, r"is not a complete model: \S* ?model folder \S+ lacks a tokenizer"),
     ],
     ids=["nan", "infinity", "missing", "extra", "shape", "cut", "tokenizer"],
 )
-def test_what_a_converter_got_wrong_is_refused(
-    model: Path, tmp_path: Path, damage: Callable[[Path], None], said: str
+def test_a_wrong_conversion_is_refused(
+    model: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     damage(folder)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         merge_checkpoint([folder], tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
@@ -149,13 +149,13 @@ def test_what_a_converter_got_wrong_is_refused(
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     for step in (2, 4, 10, 12):
         (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
-    assert newest_other(tmp_path) is None  # nothing was finished
+    assert newest_other(tmp_path) is None  # none is complete
     (tmp_path / NEWEST_FILE).write_text("10\n")
     assert [other.step for other in other_checkpoints(tmp_path)] == [2, 4, 10]
     with pytest.raises(
-        CheckpointError, match=r"global_step_10/actor holds no weights that are known.*but nothing"
+        CheckpointError, match=r"global_step_10/actor has no weights in a known format: it contains nothing"
     ):
         _ = other_checkpoints(tmp_path)[-1].form
     (tmp_path / NEWEST_FILE).write_text("")
-    with pytest.raises(CheckpointError, match=r"txt holds '' instead of a step"):
+    with pytest.raises(CheckpointError, match=r"txt contains '' instead of a step"):
         newest_other(tmp_path)

@@ -1,4 +1,4 @@
-"""What a merge promises beside its result: little memory, no half-written model, a true manifest."""
+"""A merge uses bounded memory, never leaves a partial model and writes a correct manifest."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Qwen3Config
 
+from dapo_core.checkpoint.state import state_files
 from dapo_core.digests import file_digest
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.run import merge_checkpoint, open_source, remove_leftovers
@@ -28,6 +29,7 @@ from dapo_core.merge.verification import compare_logits, empty_model
 from dapo_core.merge.writer import output_tensors
 from dapo_core.model_folder import MERGE_MANIFEST
 from durable import locked
+from tests.checkpoints import make_state
 from tests.ranks import run_ranks
 from tests.verl_folders import Case, write_folders
 
@@ -43,7 +45,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def _in_child(function: Callable[..., None], *arguments: Any) -> tuple[int | None, Any]:
-    """Exit code of a process that runs `function(send, *arguments)`, and what it sent."""
+    """Run `function(send, *arguments)` in a process; returns its exit code and what it sent."""
     context = multiprocessing.get_context("forkserver")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=function, args=(sending.send, *arguments))
@@ -59,7 +61,7 @@ def _save_all(rank: int, folder: Path) -> None:
 
 
 def _save(rank: int, folder: Path, num_layers: int) -> None:
-    """A random model, of 15 MiB for each layer, as a checkpoint of verl and as one of dapo train."""
+    """Save a random model, 15 MiB per layer, as a verl and as a dapo train checkpoint."""
     config = Qwen3Config(
         vocab_size=320,
         hidden_size=512,
@@ -81,10 +83,10 @@ def _save(rank: int, folder: Path, num_layers: int) -> None:
     names = {name: parameter.shape for name, parameter in empty_model(verl / "huggingface").named_parameters()}
     state = {name: distribute_tensor(torch.randn(shape), mesh, [Shard(0)]) for name, shape in names.items()}
     torch.save(state, verl / f"model_world_size_2_rank_{rank}.pt")
-    rng = {f"rank_{rank}": torch.arange(7, dtype=torch.uint8)}  # of a trainer; a merge leaves it out
+    rng = {f"rank_{rank}": torch.arange(7, dtype=torch.uint8)}  # a merge ignores it
     dcp.save({"model": state, "rng": rng}, checkpoint_id=ours)
     (ours / "tensor_names.json").write_text(json.dumps(list(names)))
-    (ours / "trainer_state.json").write_text(json.dumps({"step": 1, "metrics": {}}))
+    (ours / "trainer_state.json").write_bytes(state_files(make_state(1))["trainer_state.json"])
 
 
 def _resident_bytes() -> int:
@@ -92,7 +94,7 @@ def _resident_bytes() -> int:
 
 
 def _merge_and_watch(send: Callable[[Any], None], large: Path, target: Path) -> None:
-    """Sends sizes and peak memory, mapped files included, of a merge from each source and to each dtype."""
+    """Send the sizes and peak memory, mapped files included, of a merge from each source."""
     sent = {}
     for source, dtype in (("verl", "keep"), ("ours", "bfloat16")):
         merge_checkpoint([large / "1" / source], target / f"{source}-warm-up", dtype)  # imports, thread pools
@@ -120,7 +122,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_memory_does_not_grow_with_the_model(large: Path, tmp_path: Path) -> None:
+def test_memory_is_bounded_whatever_the_model_size(large: Path, tmp_path: Path) -> None:
     exit_code, sent = _in_child(_merge_and_watch, large, tmp_path)
     assert exit_code == 0
     for source, (sizes, peak) in sent.items():
@@ -135,8 +137,8 @@ def _merge_and_die(send: Callable[[Any], None], source: Path, target: Path) -> N
     )
 
 
-def test_a_merge_that_is_killed_leaves_no_model(small: tuple[Path, Path], tmp_path: Path) -> None:
-    mine = tmp_path / "merged.partial"  # a name that a merge might take for its own
+def test_a_killed_merge_leaves_no_partial_model(small: tuple[Path, Path], tmp_path: Path) -> None:
+    mine = tmp_path / "merged.partial"  # a name that a merge might use itself
     mine.mkdir()
     (mine / "notes.txt").write_text("mine")
     exit_code, _ = _in_child(_merge_and_die, small[1], tmp_path / "merged")
@@ -156,7 +158,7 @@ def test_a_merge_that_is_killed_leaves_no_model(small: tuple[Path, Path], tmp_pa
     )
 
 
-def test_a_merge_that_fails_or_is_stopped_leaves_nothing(small: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_failed_or_interrupted_merge_leaves_nothing(small: tuple[Path, Path], tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
@@ -168,7 +170,7 @@ def test_a_merge_that_fails_or_is_stopped_leaves_nothing(small: tuple[Path, Path
 
     def stop(done: int, total: int) -> None:
         second = (
-            rf"merged is being written by another merge, pid {os.getpid()} on .*; wait for it, or name another"
+            rf"merged is being written by another merge, pid {os.getpid()} on .*; wait for it or choose another"
         )
         with pytest.raises(CheckpointError, match=second):
             merge_checkpoint([small[1]], tmp_path / "merged")
@@ -179,7 +181,7 @@ def test_a_merge_that_fails_or_is_stopped_leaves_nothing(small: tuple[Path, Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_target_that_cannot_be_written_is_refused_in_words(
+def test_an_unusable_target_is_refused(
     small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("mine")
@@ -187,14 +189,14 @@ def test_a_target_that_cannot_be_written_is_refused_in_words(
     (tmp_path / ".taken.merging" / "notes.txt").write_text("mine")
     for name, message in (
         (".", r"is not empty; merge into a new folder"),
-        ("file", r"file is no folder; merge into a new folder"),
+        ("file", r"file is not a folder; merge into a new folder"),
         ("file/merged", r"file/merged could not be written: .*Not a directory"),
-        ("taken", r"\.taken\.merging holds other files, and the merge needs that name; move it away"),
+        ("taken", r"\.taken\.merging contains other files, but the merge needs that name; move it away"),
     ):
         with pytest.raises(CheckpointError, match=message):
             merge_checkpoint([small[1]], tmp_path / name)
 
-    with pytest.raises(CheckpointError, match="file holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="file has no complete checkpoint"):
         merge_checkpoint([tmp_path / "file"], tmp_path / "merged")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -210,17 +212,17 @@ def test_a_target_that_cannot_be_written_is_refused_in_words(
     assert (tmp_path / ".taken.merging" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
 
 
-def test_the_manifest_has_the_digest_of_every_file_and_tensor(small: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_manifest_has_a_digest_for_every_file_and_tensor(small: tuple[Path, Path], tmp_path: Path) -> None:
     shutil.copytree(small[1], tmp_path / "step")
     chat = tmp_path / "step" / "actor" / "huggingface" / "additional_chat_templates" / "tool.jinja"
     chat.parent.mkdir()
     chat.write_text("{{ messages }}")
-    processor = ("preprocessor_config.json", "processor_config.json")  # of a model that sees images
+    processor = ("preprocessor_config.json", "processor_config.json")  # of a vision model
     for name in processor:
         (chat.parents[1] / name).write_text(f'{{"of": "{name}"}}')
     save_file({"stale": torch.zeros(2)}, chat.parents[1] / "model.safetensors")  # weights that verl may put there
     target = tmp_path / "merged"
-    target.mkdir()  # an empty folder is filled
+    target.mkdir()  # an existing empty folder is accepted
     merge_checkpoint([tmp_path / "step"], target, max_shard_bytes=60_000)
     manifest = json.loads((target / MERGE_MANIFEST).read_text())
     on_disk = {path.relative_to(target).as_posix(): path for path in target.rglob("*") if path.is_file()}
@@ -249,7 +251,7 @@ def test_the_manifest_has_the_digest_of_every_file_and_tensor(small: tuple[Path,
     assert "logits" not in manifest
 
 
-def test_logits_of_other_weights_are_refused(small: tuple[Path, Path], tmp_path: Path) -> None:
+def test_verify_logits_detects_different_weights(small: tuple[Path, Path], tmp_path: Path) -> None:
     target = tmp_path / "merged"
     merge_checkpoint([small[1]], target, "bfloat16", verify_logits=True)
     source = open_source([small[1]])
@@ -259,7 +261,7 @@ def test_logits_of_other_weights_are_refused(small: tuple[Path, Path], tmp_path:
     weights["model.layers.1.mlp.down_proj.weight"][0, 0] += 0.5
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        CheckpointError, match=r"logits differ by up to \d\S+ from those of \S+/actor on 64 tokens"
+        CheckpointError, match=r"logits differ from those of \S+/actor by up to \d\S+ on 64 tokens"
     ):
         compare_logits(target, source, outputs)
 
@@ -269,18 +271,17 @@ def _validated(output: Path, accuracies: dict[int, float | None], like: Path) ->
         place = output / "checkpoints" / f"step_{step:06d}"
         shutil.copytree(like, place, copy_function=os.link)
         (place / "trainer_state.json").unlink()
-        metrics = {} if accuracy is None else {"validation/accuracy": accuracy}
-        (place / "trainer_state.json").write_text(json.dumps({"step": step, "metrics": metrics}))
+        (place / "trainer_state.json").write_bytes(state_files(make_state(step, accuracy))["trainer_state.json"])
 
 
 @pytest.mark.parametrize(
     ("accuracies", "best"),
     [
-        ({2: 0.25, 4: 0.5, 6: 0.5, 8: None}, 4),  # of two equal ones the earlier
+        ({2: 0.25, 4: 0.5, 6: 0.5, 8: None}, 4),  # ties go to the earlier
         ({2: 0.25, 4: None, 6: 0.75}, 6),
     ],
 )
-def test_the_best_checkpoint_of_a_training_is_merged(
+def test_the_best_checkpoint_is_merged_on_request(
     large: Path, tmp_path: Path, accuracies: dict[int, float | None], best: int
 ) -> None:
     _validated(tmp_path, accuracies, large / "1" / "ours" / "step_000001")
@@ -301,7 +302,7 @@ def test_the_best_checkpoint_of_a_training_is_merged(
     assert not any(name.startswith("rng") or name.startswith("rank") for name in manifests["best"]["tensors"])
 
 
-def test_a_missing_best_checkpoint_is_named_before_anything_is_written(
+def test_a_missing_best_checkpoint_is_reported_before_anything_is_written(
     large: Path, small: tuple[Path, Path], tmp_path: Path
 ) -> None:
     one = large / "1" / "ours" / "step_000001"
@@ -309,7 +310,7 @@ def test_a_missing_best_checkpoint_is_named_before_anything_is_written(
     for source, message in (
         (
             tmp_path / "output",
-            r"no checkpoint of \S+/output was validated, .* set validation\.every and checkpoint\.k",
+            r"no checkpoint in \S+/output was validated, .* set validation\.every and checkpoint\.k",
         ),
         (one, r"step_000001 is one checkpoint, so there is no best one to choose"),
         (small[1], r"global_step_3 is one checkpoint of verl, so there is no best one"),

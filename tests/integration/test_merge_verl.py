@@ -1,4 +1,4 @@
-"""verl's FSDP checkpoints, written by real ranks, become the model that was sharded, bit for bit."""
+"""Merging verl FSDP checkpoints written by real ranks restores the model bit for bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Path, 
 
 
 def assert_same_model(merged: Path, original: Path) -> None:
-    """Same tensors by the same names in the files, and for transformers."""
+    """Same tensor names and values in the files and in transformers."""
     assert load_weights(merged).keys() == load_weights(original).keys()
     for name, weight in load_weights(merged).items():
         assert torch.equal(weight, load_weights(original)[name]), name
@@ -55,7 +55,7 @@ def assert_same_model(merged: Path, original: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_merged_model_is_the_one_that_was_sharded(
+def test_the_merged_model_equals_the_original(
     folders: dict[Case, tuple[Path, Path]], case: Case, tmp_path: Path
 ) -> None:
     original, step = folders[case]
@@ -75,7 +75,7 @@ def test_the_merged_model_is_the_one_that_was_sharded(
     assert manifest["logits"] == {"tokens": 64, "max_difference": 0.0}
 
 
-def test_shards_of_two_nodes_are_one_model(folders: dict[Case, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_shards_from_two_nodes_are_merged(folders: dict[Case, tuple[Path, Path]], tmp_path: Path) -> None:
     original, step = folders[THREE]
     first, second = tmp_path / "node0", tmp_path / "node1" / "actor"
     shutil.copytree(step / "actor", first)
@@ -92,7 +92,7 @@ def test_shards_of_two_nodes_are_one_model(folders: dict[Case, tuple[Path, Path]
     with pytest.raises(CheckpointError, match=r"rank 0 has two files, \S+rank_0\.pt and \S+rank_0\.pt; keep"):
         merge_checkpoint([second, first], tmp_path / "again")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"empty holds no model_world_size_W_rank_R\.pt, unlike the other"):
+    with pytest.raises(CheckpointError, match=r"empty has no model_world_size_W_rank_R\.pt, unlike the other"):
         merge_checkpoint([first, tmp_path / "empty"], tmp_path / "again")
 
 
@@ -152,7 +152,7 @@ def _poison(state: dict[str, Any]) -> None:
 
 
 def _rewrite(compression: int) -> Callable[[Path], None]:
-    """With the same records, compressed or not."""
+    """Rewrite the archive with the same records."""
 
     def damage(actor: Path) -> None:
         path = _shard(actor)
@@ -166,7 +166,7 @@ def _rewrite(compression: int) -> Callable[[Path], None]:
 
 
 def _flip_value(actor: Path) -> None:
-    """A bit of a tensor, which the record's CRC32 covers."""
+    """Flip a bit of a tensor, which the record's CRC32 covers."""
     with zipfile.ZipFile(_shard(actor)) as archive:
         info = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
     content = bytearray(_shard(actor).read_bytes())
@@ -189,23 +189,23 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
             lambda actor: _shard(actor).unlink(),
             r"shard model_world_size_3_rank_1\.pt of 3 is missing in \S+/actor; cop",
         ),
-        (_truncate, r"rank_1\.pt is no whole archive of torch\.save \(File is not a zip file\); copy it again"),
+        (_truncate, r"rank_1\.pt is not a complete torch\.save archive \(File is not a zip file\); copy it again"),
         (
             _rewrite(zipfile.ZIP_DEFLATED),
-            r"rank_1\.pt has compressed records, [\d,]+ bytes in [\d,]+, which torch",
+            r"rank_1\.pt has compressed or oversized records \([\d,]+ bytes in [\d,]+\), which torch",
         ),
-        (_flip_value, r"rank_1\.pt is damaged or of another checkpoint: bytes [\d,]+ to [\d,]+ do not have"),
+        (_flip_value, r"rank_1\.pt is damaged or from another checkpoint: bytes [\d,]+ to [\d,]+ do not match"),
         (
             lambda actor: (
                 _shard(actor).rename(actor.parent / "s") and _shard(actor).symlink_to(actor.parent / "s")
             ),
-            r"rank_1\.pt is a symbolic link, which is not followed; copy the file itself",
+            r"rank_1\.pt is a symbolic link, which is not followed; copy the target file",
         ),
-        (_other_size, r"rank_3\.pt and \S+rank_0\.pt were written by trainings of 4 and 3 ranks"),
-        (_swap, r"rank_1\.pt does not belong to the other shards: .*part 0, not 1; copy it again"),
+        (_other_size, r"rank_3\.pt and \S+rank_0\.pt were written by trainings with 4 and 3 ranks"),
+        (_swap, r"rank_1\.pt does not match the other shards: .*part 0, not 1; copy it again"),
         (
             _change(_rename),
-            r"rank_1\.pt does not .*: it and the first differ in 2 names, such as model\.norm\.scale",
+            r"rank_1\.pt does not .*: 2 names differ from the first shard, such as model\.norm\.scale",
         ),
         (
             _change(_halve),
@@ -217,16 +217,16 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
         ),  # 22, 22, 20
         (
             _change(_poison),
-            r"rank_1\.pt is refused: it holds more than tensors, and loading that could run code \(.*o",
+            r"rank_1\.pt is refused: it contains more than tensors, and loading it could run code \(.*o",
         ),
-        (_edit("fsdp_config.json", world_size=8), r"fsdp_config\.json is of 8 ranks, the shards' names are of 3"),
+        (_edit("fsdp_config.json", world_size=8), r"fsdp_config\.json says 8 ranks, the shard names say 3"),
         (
             _edit("huggingface/config.json", vocab_size=9),
-            r"\S+weight in \S+ is \(\d+, 64\), Qwen3Moe\S+ needs \(9, 64",
+            r"\S+weight in \S+ has shape \(\d+, 64\), but Qwen3Moe\S+ needs \(9, 64",
         ),
         (
             _edit("huggingface/config.json", num_hidden_layers=1),
-            r"0 are missing, 24 \(model\.layers\.1\.\S+, .*are not",
+            r"missing 0, unexpected 24 \(model\.layers\.1\.",
         ),  # 4 norms, 4 projections, the router, and 3 matrices of each of 5 experts
         (
             _edit("huggingface/config.json", architectures=["Foo"]),
@@ -251,7 +251,7 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
         ),
     ],
 )
-def test_a_damaged_shard_is_named_before_anything_is_written(
+def test_a_damaged_checkpoint_is_reported_before_anything_is_written(
     folders: dict[Case, tuple[Path, Path]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -266,7 +266,7 @@ def test_a_damaged_shard_is_named_before_anything_is_written(
     assert {path.name for path in tmp_path.iterdir()} <= {"actor", "s"}
 
 
-def test_tied_tensors_that_differ_are_not_dropped(folders: dict[Case, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_tied_tensors_that_differ_are_refused(folders: dict[Case, tuple[Path, Path]], tmp_path: Path) -> None:
     shutil.copytree(folders[HYBRID][1], tmp_path / "step")
     shard = tmp_path / "step" / "actor" / "model_world_size_4_rank_1.pt"
     state = torch.load(shard, weights_only=True)
@@ -274,7 +274,7 @@ def test_tied_tensors_that_differ_are_not_dropped(folders: dict[Case, tuple[Path
     state["lm_head.weight"] = DTensor(head.to_local() + 1, head._spec, requires_grad=False)
     torch.save(state, shard)
     with pytest.raises(
-        CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight of \S+ differ, although"
+        CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight in \S+ differ, although"
     ):
         merge_checkpoint([tmp_path / "step"], tmp_path / "merged")
 
@@ -287,11 +287,13 @@ def test_shards_of_two_steps_are_refused(folders: dict[Case, tuple[Path, Path]],
     (tmp_path / "a" / "global_step_3" / "actor" / "model_world_size_3_rank_1.pt").rename(
         other / "model_world_size_3_rank_1.pt"
     )
-    with pytest.raises(CheckpointError, match=r"are of global_step_3 and global_step_4; name the folders of one"):
+    with pytest.raises(
+        CheckpointError, match=r"are from global_step_3 and global_step_4; pass the folders of one"
+    ):
         merge_checkpoint([tmp_path / "a" / "global_step_3", other], tmp_path / "merged")
 
 
-def test_index_metadata_and_configuration_are_as_transformers_writes_them(
+def test_index_and_config_match_what_transformers_writes(
     folders: dict[Case, tuple[Path, Path]], tmp_path: Path
 ) -> None:
     original, step = folders[HYBRID]

@@ -1,4 +1,4 @@
-"""How verl's shards cut and name tensors: placements, meshes of several versions of torch, fused experts."""
+"""Layouts of verl shards: placements, meshes pickled by several torch versions, fused experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.verl_folders import load_weights
 
 
 def _save_placements(rank: int, folder: Path) -> None:
-    """What verl's models lack: a buffer, a replicated parameter, a scalar, a parameter cut by columns."""
+    """Save layouts beyond verl's models: a buffer, a replicated parameter, a scalar, column sharding."""
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     whole = torch.arange(15.0).reshape(5, 3)
     state = {
@@ -50,7 +50,7 @@ def _save_placements(rank: int, folder: Path) -> None:
 
 
 def _like_torch_2_7() -> None:
-    """From now on this process pickles meshes with the attributes that they had until torch 2.9."""
+    """Make this process pickle meshes with the attributes used before torch 2.9."""
 
     def state(mesh: DeviceMesh) -> dict[str, Any]:
         return {
@@ -73,12 +73,12 @@ def placed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_each_placement_gives_its_rows_once(placed: Path) -> None:
+def test_every_placement_is_read_exactly_once(placed: Path) -> None:
     source = VerlSource(find_shards([placed / "good"]))
     whole = torch.arange(15.0).reshape(5, 3)
     assert {name: [block.num_bytes for block in source.blocks(name)] for name in source.tensors} == {
         "rows": [36, 24],  # ceil(5 / 2) = 3 rows of 3 x 4 bytes, and 2
-        "single": [12],  # the second rank holds none
+        "single": [12],  # the second rank has none
         "same": [60],
         "buffer": [60],
         "count": [8],
@@ -94,7 +94,7 @@ def _values(source: VerlSource, name: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=source.tensors[name].dtype)
 
 
-def test_a_mesh_as_older_torch_pickled_it_is_understood(placed: Path) -> None:
+def test_meshes_pickled_by_older_torch_are_supported(placed: Path) -> None:
     source = VerlSource(find_shards([placed / "old"]))
     assert torch.equal(_values(source, "rows"), torch.arange(15.0))
 
@@ -102,18 +102,21 @@ def test_a_mesh_as_older_torch_pickled_it_is_understood(placed: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("columns", r"a tensor \(5, 3\) is placed as \(Shard\(dim=1\),\); verl's FSDP workers cut rows only"),
-        ("partial", r"a tensor \(5, 3\) is placed as \(Partial\(sum\),\); verl's"),
-        ("tp", r"written on a mesh \('tp',\) of 2 ranks, and can be merged from \('fsdp',\) or \('ddp', 'fsdp'\)"),
+        (
+            "columns",
+            r"a tensor \(5, 3\) has placements \(Shard\(dim=1\),\), but verl's FSDP workers shard rows only",
+        ),
+        ("partial", r"a tensor \(5, 3\) has placements \(Partial\(sum\),\), but verl's"),
+        ("tp", r"written on a mesh \('tp',\) of 2 ranks; only \('fsdp',\) and \('ddp', 'fsdp'\)"),
     ],
 )
-def test_what_fsdp_does_not_write_is_refused(placed: Path, name: str, message: str) -> None:
+def test_layouts_that_fsdp_never_writes_are_refused(placed: Path, name: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         VerlSource(find_shards([placed / name]))
 
 
 def _vision_moe() -> Any:
-    """A tiny Qwen3-VL-MoE, whose published files hold fused experts."""
+    """A tiny Qwen3-VL-MoE, whose published files have fused experts."""
     text = {
         "vocab_size": 96,
         "hidden_size": 32,
@@ -146,7 +149,7 @@ def _vision_moe() -> Any:
 
 
 def _write_rows(actor: Path, state: dict[str, torch.Tensor]) -> None:
-    """The state as two ranks of verl write it, without starting them."""
+    """Write the state as two verl ranks would, without starting them."""
     for rank in range(2):
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("fsdp",))
@@ -161,10 +164,8 @@ def _write_rows(actor: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("transformers_version", [4, 5])
-def test_fused_experts_keep_their_names_and_the_layout_of_published_files(
-    tmp_path: Path, transformers_version: int
-) -> None:
-    """transformers 4 has them in memory as in files, [E, H, 2I] and [E, I, H]; transformers 5 has rows first."""
+def test_fused_experts_keep_names_and_layout_of_published_files(tmp_path: Path, transformers_version: int) -> None:
+    """transformers 4 uses the file layout in memory, [E, H, 2I] and [E, I, H]; transformers 5 transposes it."""
     model = _vision_moe()
     model.config.save_pretrained(tmp_path / "actor" / "huggingface")
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

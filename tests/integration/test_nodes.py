@@ -1,4 +1,4 @@
-"""Several nodes, as raylets of one machine: placement, a lost node, a node without the files."""
+"""Several nodes, as raylets on one machine: placement, a lost node, a node without the files."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tests.trainings import World, config_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
-NUM_NODES, DEVICES = 4, {"NPU": 16, "GPU": 32}  # per node; the largest recipe needs all GPUs
-# A node whose port refuses is dead after 2 s instead of 15; a slow node still has as long as ever.
+NUM_NODES, DEVICES = 4, {"NPU": 16, "GPU": 32}  # GPUs per node: what the largest recipe needs on four nodes
+# A node whose port is closed is dead after 2 s instead of 15; slow nodes keep Ray's default.
 QUICK_DEATH = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 1000,
     "health_check_failure_threshold": 2,
 }
-HERE = Path("/proc/self/cwd")  # a different folder for each node's processes
+HERE = Path("/proc/self/cwd")  # a different folder for the processes of each node
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(shared: Path) -> Iterator[Cluster]:
-    """A head with two CPUs, on the trainer's node."""
+    """A head node with two CPUs, where the trainer runs."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", AUTH_TOKEN: private_token()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_prestart_worker_first_driver", "0")  # otherwise each declared CPU gets a process
@@ -62,7 +62,7 @@ def cluster(shared: Path) -> Iterator[Cluster]:
         cluster.shutdown()
 
 
-def test_a_lost_node_leaves_a_smaller_training(
+def test_training_continues_smaller_after_losing_a_node(
     cluster: Cluster,
     world: World,
     tmp_path: Path,
@@ -84,7 +84,7 @@ def test_a_lost_node_leaves_a_smaller_training(
         if step == 2 and node in cluster.worker_nodes:  # once; step 1 has its checkpoint
             workers = psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True)
             cluster.remove_node(node, allow_graceful=False)
-            psutil.wait_procs(workers)  # they end once they notice, maybe after the step
+            psutil.wait_procs(workers)  # wait until they notice, which may take longer than a step
 
     result = train(config, world.data, world.model, tmp_path, on_step=lose_node)
     assert result.steps == 3
@@ -92,12 +92,12 @@ def test_a_lost_node_leaves_a_smaller_training(
     assert "from checkpoint step_00000" in caplog.text
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
-    assert len(list(result.checkpoint.glob("*.distcp"))) == 1  # a shard of each rank
+    assert len(list(result.checkpoint.glob("*.distcp"))) == 1  # one shard per rank
 
 
 @pytest.fixture(scope="module")
 def other_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project with one line more."""
+    """A copy of the project with an extra line."""
     folder = tmp_path_factory.mktemp("project")
     for name in ("dapo_core", "downloads", "eval", "tasks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -108,7 +108,7 @@ def other_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_preflight_names_the_node_that_differs(
+def test_preflight_names_the_node_that_differs(
     cluster: Cluster, shared: Path, other_project: Path, tmp_path: Path
 ) -> None:
     (shared / "store").mkdir()
@@ -122,21 +122,21 @@ def test_the_preflight_names_the_node_that_differs(
     findings = Findings()
     check_cluster(config, None, is_whole=True, findings=findings)
     cluster.remove_node(node)
-    said = {(each.check, each.status): each for each in findings}
-    other = re.escape(said["files", FAIL].where)
-    assert re.fullmatch(r".+ \(.+, node [0-9a-f]{6}\)", said["files", FAIL].where)
-    assert said["files", FAIL].found == "does not see output /proc/self/cwd/store (no such folder)"
-    assert re.match(other, said["versions", FAIL].where)
-    assert re.fullmatch(r"code [0-9a-f]{12}, but [0-9a-f]{12} on .+", said["versions", FAIL].found)
-    assert re.match(other, said["environment", WARN].where)
-    assert said["environment", WARN].found.startswith("VLLM_USE_V1=1: unset it")
-    assert said["network", OK].found == "2 TCP connections, from each node to each other"
-    assert said["all-reduce", OK].found.startswith("over gloo between 1 pair(s) of nodes")
-    assert {("nodes", OK), ("clock", OK), ("Ray", OK)} <= said.keys()
+    by_check = {(finding.check, finding.status): finding for finding in findings}
+    other = re.escape(by_check["files", FAIL].where)
+    assert re.fullmatch(r".+ \(.+, node [0-9a-f]{6}\)", by_check["files", FAIL].where)
+    assert by_check["files", FAIL].found == "does not see output /proc/self/cwd/store (no such folder)"
+    assert re.match(other, by_check["versions", FAIL].where)
+    assert re.fullmatch(r"code [0-9a-f]{12}, but [0-9a-f]{12} on .+", by_check["versions", FAIL].found)
+    assert re.match(other, by_check["environment", WARN].where)
+    assert by_check["environment", WARN].found.startswith("VLLM_USE_V1=1: unset it")
+    assert by_check["network", OK].found == "2 TCP connections, from each node to each other"
+    assert by_check["all-reduce", OK].found.startswith("over gloo between 1 pair(s) of nodes")
+    assert {("nodes", OK), ("clock", OK), ("Ray", OK)} <= by_check.keys()
     assert not list((shared / "store").iterdir())
 
 
-def test_the_smoke_test_starts_an_engine_on_a_node(cluster: Cluster, world: World) -> None:
+def test_preflight_generates_on_an_engine_of_a_node(cluster: Cluster, world: World) -> None:
     findings = Findings()
     _ask_engine_of_node(world.model, config_of(train={"ray_address": cluster.address}), findings)
     [found] = findings
@@ -152,7 +152,7 @@ def test_the_smoke_test_starts_an_engine_on_a_node(cluster: Cluster, world: Worl
 
 @pytest.fixture(scope="module")
 def nodes(cluster: Cluster, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Four nodes with devices; the second one sees another folder at HERE. This process is connected."""
+    """Four nodes with devices, where the second has another folder HERE; this process is connected."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "output").mkdir()
     for number in range(NUM_NODES):
@@ -166,7 +166,7 @@ def nodes(cluster: Cluster, shared: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def groups(nodes: Cluster) -> Iterator[list[PlacementGroup]]:
-    """Placement groups that are removed afterwards."""
+    """Placement groups, removed afterwards."""
     groups: list[PlacementGroup] = []
     yield groups
     for group in groups:
@@ -176,7 +176,7 @@ def groups(nodes: Cluster) -> Iterator[list[PlacementGroup]]:
 RECIPES = {
     path.stem: (path, ())
     for path in sorted(CONFIGS.glob("*.yaml"))
-    if load_config(path).train.backend == "own"  # another trainer places its own processes
+    if load_config(path).train.backend == "own"  # other trainers do their own placement
 }
 SHARED = ("train.placement=colocated", "train.num_ranks=64", "rollout.num_workers=16", "rollout.tensor_parallel=4")
 
@@ -186,7 +186,7 @@ SHARED = ("train.placement=colocated", "train.num_ranks=64", "rollout.num_worker
     [*RECIPES.values(), (CONFIGS / "dapo_qwen3_32b_math.yaml", SHARED)],
     ids=[*RECIPES, "64 shared dies"],
 )
-def test_ranks_fill_nodes_in_order_and_an_engine_stays_on_one_node(
+def test_ranks_are_packed_by_node_and_each_engine_is_on_one_node(
     recipe: Path, overrides: tuple[str, ...], groups: list[PlacementGroup]
 ) -> None:
     config = load_config(recipe, overrides)
@@ -200,16 +200,16 @@ def test_ranks_fill_nodes_in_order_and_an_engine_stays_on_one_node(
     assert len(parts) == rollout.num_devices
     assert {len({part.node for part in engine}) for engine in places.engines} == {1}
     devices = {(place.group.id, place.bundle) for place in [*places.ranks, *parts]}
-    assert len(devices) == config.num_devices  # each is used once, or by a rank and a part
+    assert len(devices) == config.num_devices  # each is used once, or by a rank and an engine part
     per_node = [len(list(ranks)) for _, ranks in groupby(place.node for place in places.ranks)]
-    assert len(per_node) == len({place.node for place in places.ranks})  # a node's ranks have neighbouring numbers
+    assert len(per_node) == len({place.node for place in places.ranks})  # a node's ranks are consecutive
     if device.kind != "cpu":
         full, rest = divmod(train.num_ranks, DEVICES[device.ray_resource])
         assert len(per_node) == full + bool(rest)
         assert not [count for count in per_node[:-1] if count % train.sequence_parallel]
 
 
-def test_missing_devices_are_waited_for(nodes: Cluster, groups: list[PlacementGroup]) -> None:
+def test_placement_waits_for_missing_devices(nodes: Cluster, groups: list[PlacementGroup]) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(reserve, Demand(1, {"CPU": 1, "late": 1}), groups, 300)
         nodes.add_node(num_cpus=1, resources={"late": 1})
@@ -233,7 +233,7 @@ def test_a_node_without_the_files_is_named(nodes: Cluster, shared: Path, world: 
     assert not list((shared / "output").iterdir())
 
 
-def test_a_stage_stays_on_one_node_and_an_engine_may_span_several(groups: list[PlacementGroup]) -> None:
+def test_each_stage_is_on_one_node_and_engines_may_span_nodes(groups: list[PlacementGroup]) -> None:
     rollout = {"engine": "vllm", "num_workers": 2, "tensor_parallel": DEVICES["NPU"] // 2, "pipeline_parallel": 3}
     config = config_of(train={"device": "npu", "num_ranks": 8, "mini_prompts": 4}, rollout=rollout)
     places = place_roles(config, device_for("npu"), groups, max_seconds=300)

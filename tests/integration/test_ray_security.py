@@ -1,4 +1,4 @@
-"""A private Ray is out of reach for other machines, other users and processes without its token."""
+"""A private Ray is unreachable for other machines, other users and processes without its token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dapo_core.cluster.connection import AUTH_MODE, AUTH_TOKEN, connected_to_ray
 from dapo_core.config.train import TrainConfig
 from tasks.processes.supervisor import descendants
 
-# Joins the cluster and prints what a task there returns, or the error.
+# Joins the cluster and prints a task's result or the error.
 STRANGER = """
 import sys
 import ray
@@ -36,7 +36,7 @@ try:
 except Exception as error:
     print("RESULT", type(error).__name__, error)
 """
-# The same with a cluster of its own that has authentication off.
+# The same with its own cluster, started without authentication.
 OPEN_CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
@@ -46,7 +46,7 @@ sys.argv[1:] = [cluster.address]
 
 
 def _start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """A process with these variables of Ray's alone, in which Ray does not replace 127.0.0.1."""
+    """Start a process with only these Ray variables, in which Ray does not replace 127.0.0.1."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     own |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_NUM_REDIS_GET_RETRIES": "2"}
     return subprocess.Popen(
@@ -65,7 +65,7 @@ def _result(process: subprocess.Popen[str]) -> str:
 
 @pytest.fixture(scope="module")
 def others() -> set[int]:
-    """Processes below this one before the private Ray starts, such as the shared one of other tests."""
+    """Child processes before the private Ray starts, such as other tests' shared Ray."""
     return set(descendants(os.getpid()))
 
 
@@ -83,7 +83,7 @@ def folder(others: set[int]) -> Iterator[Path]:
 
 
 def _listeners(others: set[int]) -> list[Any]:
-    """Addresses at which this process or one below it listens, without the others and those below them."""
+    """Return the addresses that this process and its descendants listen at, without `others`."""
     below_others = {pid for other in others for pid in descendants(other)}
     return [
         socket.laddr
@@ -93,12 +93,12 @@ def _listeners(others: set[int]) -> list[Any]:
     ]
 
 
-def test_it_listens_on_loopback_alone(folder: Path, others: set[int]) -> None:
+def test_it_listens_on_loopback_only(folder: Path, others: set[int]) -> None:
     addresses = {ipaddress.ip_address(listener.ip) for listener in _listeners(others)}
     assert addresses
     assert all((getattr(address, "ipv4_mapped", None) or address).is_loopback for address in addresses)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing: asks for the address that others see
+        probe.connect(("192.0.2.1", 9))  # sends nothing: finds the address that others see
         network_address = probe.getsockname()[0]
     port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
     for host, is_open in (("127.0.0.1", True), (network_address, network_address.startswith("127."))):
@@ -106,7 +106,7 @@ def test_it_listens_on_loopback_alone(folder: Path, others: set[int]) -> None:
             assert (client.connect_ex((host, port)) == 0) == is_open
 
 
-def test_a_stranger_needs_the_token(folder: Path, others: set[int]) -> None:
+def test_other_processes_need_the_token(folder: Path, others: set[int]) -> None:
     address = ray.get_runtime_context().gcs_address
     without, wrong, right = (
         _start(STRANGER, address, **environment)
@@ -129,13 +129,13 @@ def test_a_stranger_needs_the_token(folder: Path, others: set[int]) -> None:
             data=json.dumps({"entrypoint": f"touch {folder}/stolen"}).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with pytest.raises((OSError, http.client.HTTPException)):  # 401, or no HTTP at all
+        with pytest.raises((OSError, http.client.HTTPException)):  # 401, or not HTTP at all
             urllib.request.urlopen(request, timeout=5)
     assert node["Alive"]
     assert not (folder / "stolen").exists()
 
 
-def test_its_folder_is_private_and_the_token_is_in_no_file_or_command_line(folder: Path) -> None:
+def test_its_folder_is_private_and_the_token_is_not_leaked(folder: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     token = private_token().encode()
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -144,11 +144,11 @@ def test_its_folder_is_private_and_the_token_is_in_no_file_or_command_line(folde
     lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(os.getpid())]
     assert lines
     assert not [line for line in lines if token in line]
-    own = Path.home() / ".ray" / "auth_token"  # of a cluster that this user may have
+    own = Path.home() / ".ray" / "auth_token"  # this user may have another cluster
     assert not own.exists() or token not in own.read_bytes()
 
 
 def test_a_cluster_without_tokens_is_joined_with_a_warning() -> None:
     output = _result(_start(OPEN_CLUSTER + STRANGER, RAY_AUTH_MODE="disabled"))
     assert "RESULT 42" in output, output
-    assert "is used without a token: whoever reaches its ports can run code as its user" in output
+    assert "is used without a token: anyone who can reach its ports can run code as its user" in output

@@ -1,4 +1,4 @@
-"""Python files in a model folder run only if model.trust_remote_code says so, even if someone answers `y`."""
+"""Python files in a model folder run only with model.trust_remote_code, even if someone answers `y`."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Tokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """The file that the payload creates."""
+    """A file that the payload creates."""
     return tmp_path / "ran"
 
 
 @pytest.fixture
 def planted(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model folder whose configuration and tokenizer use classes from its own Python file."""
+    """A model folder whose configuration and tokenizer reference classes in its own file."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
     folder = build_tiny_qwen3(tmp_path / "model")
     (folder / "planted.py").write_text(PAYLOAD.format(marker=str(marker)))
@@ -84,10 +84,10 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", LOADERS)
-def test_a_planted_file_does_not_run(planted: Path, marker: Path, what: str) -> None:
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_planted_file_does_not_run(planted: Path, marker: Path, loader: str) -> None:
     with pytest.raises((ModelError, CheckpointError, ValueError), match="trust_remote_code"):
-        LOADERS[what](planted)
+        LOADERS[loader](planted)
     assert not marker.exists()
 
 

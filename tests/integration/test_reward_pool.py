@@ -1,4 +1,4 @@
-"""The pool with real processes: user files that loop, die, print and raise, and what the others get."""
+"""The reward pool with real processes: user files that loop, die, print and raise do not affect other calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dapo_core.config.training import CustomRewardConfig, RewardConfig
-from dapo_core.errors import ConfigError, DataError, RewardError, RolloutError
+from dapo_core.errors import RewardError, RolloutError
 from dapo_core.reward.pool import RewardPool, ScoreRequest
 from dapo_core.reward.scorers import Score
 from eval.answers import pool as pool_module
@@ -59,7 +59,7 @@ async def later():
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes pools with the user's file, or without one, and closes them."""
+    """Build pools with or without a user's file, and close them."""
     pools: list[RewardPool] = []
 
     def build(source: str | None = USER_FILE, **reward: Any) -> RewardPool:
@@ -89,7 +89,7 @@ def drain(pool: RewardPool) -> dict[str, Score]:
     return dict(scores)
 
 
-def test_a_users_file_scores_what_it_is_given(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_users_file_scores_every_response(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
     pool = make()
     for index in range(200):
         pool.submit(f"key {index}", request("x" * index, "xxx", index=index))
@@ -100,14 +100,16 @@ def test_a_users_file_scores_what_it_is_given(make: Make, capfd: pytest.CaptureF
     assert scores["key 199"] == Score(199.0, "wrong", "199", 0.0)
     assert scores["later"] == Score(0.25, "wrong", None, 0.25)
     assert len(scores) == 201
-    out, log = capfd.readouterr()  # what the file prints is in the log
+    out, log = capfd.readouterr()  # the file's prints go to the log
     assert out == ""
     assert "loaded" in log
     assert "scoring xxx\n" in log
 
 
 @pytest.mark.parametrize("what", ["sleep", "regex"])
-def test_a_call_without_end_costs_one_time_out(make: Make, what: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hanging_call_times_out_once_and_blocks_no_other(
+    make: Make, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     pool = make(timeout_seconds=4.0, num_processes=2)
     before = pool.pids
     for index in range(20):
@@ -117,12 +119,12 @@ def test_a_call_without_end_costs_one_time_out(make: Make, what: str, caplog: py
     assert scores.pop("5") == Score(0.0, "timeout")
     assert set(scores.values()) == {Score(4.0, "right", "0", 1.0)}
     assert len(scores) == 19
-    assert 4.0 <= time.monotonic() - started < 4 * 19  # once the limit, not nineteen times
-    assert len(pool.pids & before) == 1  # the other process was left alone
+    assert 4.0 <= time.monotonic() - started < 4 * 19  # one time limit, not nineteen
+    assert len(pool.pids & before) == 1  # the other process kept running
     assert f"took longer than reward.timeout_seconds=4; the response ends in '{what}'" in caplog.text
 
 
-def test_a_failed_call_is_an_error_and_costs_no_other(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_call_is_an_error_and_affects_no_other(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     failures = {
         "exit": "ended its process (exit code 3)",
         "quit": "ended its process (exit code 0)",
@@ -147,41 +149,32 @@ def test_a_failed_call_is_an_error_and_costs_no_other(make: Make, caplog: pytest
     assert caplog.text.count("later ones are counted, not logged") == 1
 
 
-def test_finished_waits_no_longer_than_it_may(make: Make) -> None:
-    pool = make(timeout_seconds=FAR)
-    pool.submit("a", request("sleep"))
-    started = time.monotonic()
-    assert pool.finished(0.2) == []
-    assert 0.2 <= time.monotonic() - started < FAR / 2
-    assert pool.num_pending == 1
-
-
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("import nothing_of_this_name\ndef compute_score(**_): ...", "No module named 'nothing_of_this_name'"),
         ("import os\nos._exit(7)\ndef compute_score(**_): ...", r"ended \(exit code 7\)"),
         ("import time\ntime.sleep(600)\ndef compute_score(**_): ...", r"was not ready within 3 s"),
     ],
 )
-def test_a_file_that_cannot_be_loaded_is_said_at_the_start(
-    make: Make, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+def test_a_file_that_fails_to_load_is_reported_at_start(
+    make: Make, monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
     monkeypatch.setattr(pool_module, "START_SECONDS", 3.0 if "sleep" in source else pool_module.START_SECONDS)
     with pytest.raises(
-        RewardError, match=rf"(?s)custom_reward\.path=.*mine\.py.*{said}|{said}.*custom_reward\.path="
+        RewardError, match=rf"(?s)custom_reward\.path=.*mine\.py.*{message}|{message}.*custom_reward\.path="
     ) as caught:
         make(source)
     assert is_lasting(caught.value)
 
 
-def test_a_process_that_the_kernel_kills_as_it_starts_may_start_next_time(make: Make) -> None:
+def test_a_process_killed_by_the_kernel_at_start_is_worth_a_retry(make: Make) -> None:
     with pytest.raises(RolloutError, match=r"ended \(exit code -9\).* lower reward\.num_processes=2") as caught:
         make("import os\nos.kill(os.getpid(), 9)\ndef compute_score(**_): ...", num_processes=2)
     assert not is_lasting(caught.value)
 
 
-def test_rules_of_ours_need_no_process_unless_they_could_hang(make: Make) -> None:
+def test_built_in_rules_use_a_process_only_if_they_could_hang(make: Make) -> None:
     pool = make(None, timeout_seconds=5.0, scorers=("mine=math_dapo",))
     pool.submit("math", request("x" * 900 + "Answer: 19", "19"))
     pool.submit("gsm8k", request("x" * 900 + "#### 18", "19", "openai/gsm8k"))
@@ -193,22 +186,13 @@ def test_rules_of_ours_need_no_process_unless_they_could_hang(make: Make) -> Non
     pool.submit("choice", request("<think>" + "x" * 900 + "</think>\\boxed{A}", "A", "cflue"))
     pool.submit("bad truth", request("\\boxed{A}", "H", "cflue"))
     pool.submit("geo3k", request("<think>x</think>\\boxed{3}", "3", "hiyouga/geometry3k"))
-    pool.submit("factorial", request("\\boxed{99999999!}", "3", "hiyouga/geometry3k"))  # sympy tries
+    pool.submit("factorial", request("\\boxed{99999999!}", "3", "hiyouga/geometry3k"))  # sympy tries to compute it
     scores = drain(pool)
     assert (scores["choice"].verdict, scores["geo3k"].value) == ("right", 1.0)
     assert (scores["bad truth"].verdict, scores["factorial"].verdict) == ("error", "timeout")
 
 
-def test_what_cannot_be_scored_is_refused(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="data_source 'mine' has no scorer"):
-        make(None).submit("a", request("x"))
-    with pytest.raises(ConfigError, match="'mine', which is not DATA_SOURCE=SCORER"):
-        make(None, scorers=("mine",))
-    with pytest.raises(ConfigError, match=r"custom_reward\.name=compute_score is not"):
-        make("def other(): ...")
-
-
-def test_close_ends_the_processes_and_what_they_started(make: Make, tmp_path: Path) -> None:
+def test_close_ends_the_processes_and_their_children(make: Make, tmp_path: Path) -> None:
     source = (
         "import subprocess\n"
         "def compute_score(ground_truth, **_):\n"
@@ -251,7 +235,7 @@ def test_busy_and_idle_processes_die_with_their_owner(tmp_path: Path) -> None:
 
 
 def wait_until_gone(processes: list[int]) -> None:
-    """Returns when none of the processes runs; zombies whose parent has not looked do not count."""
+    """Wait until none of the processes runs; zombies do not count."""
     wait_until(lambda: not any(is_running(pid) for pid in processes), "every process to end")
 
 
@@ -262,7 +246,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_the_processes_load_nothing_heavy() -> None:
+def test_scoring_processes_import_nothing_heavy() -> None:
     code = "import dapo_core.reward.custom, eval.answers.pool, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}

@@ -1,4 +1,4 @@
-"""Engines over two processes, which share their devices with the ranks: weights, groups, and a death."""
+"""An engine over two processes, colocated with ranks: weight syncs, rollouts, and a dead process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUESTS = [GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1"), 1) f
 
 
 def _require_sync(cluster: Cluster, turns: Turns, batch: Batch, version: int) -> None:
-    """An update's weights are those that the engine computes with."""
+    """Update, sync, and check that the engine computes with the new weights."""
     timer, probe = PhaseTimer(), batch.select([0])
     turns.enter("update", timer)
     update(cluster, batch)
@@ -37,10 +37,10 @@ def _require_sync(cluster: Cluster, turns: Turns, batch: Batch, version: int) ->
     assert probe_difference(cluster.rollouts, probe, log_probs, [torch.float32]) < 1e-5
 
 
-def test_two_parts_make_one_engine(
+def test_an_engine_over_two_processes(
     ray_address: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dapo_core.cluster.actors, "PING_SECONDS", 0.5)  # only a ping sees that a follower is dead
+    monkeypatch.setattr(dapo_core.cluster.actors, "PING_SECONDS", 0.5)  # only a ping detects a dead follower
     (tmp_path / "scorer.py").write_text(SCORER)
     config = config_of(
         train={"ray_address": ray_address, "placement": "colocated"},
@@ -56,7 +56,9 @@ def test_two_parts_make_one_engine(
         assert not [path for path in {*Path("/dev/shm").iterdir()} - shared_memory if "cpushm" in path.name]
         turns = Turns(cluster.policy, cluster.rollouts, config.train)
         _require_sync(cluster, turns, batch, 1)
-        for version, is_local in enumerate([[False, False], [True, False]], 2):  # as if parts were on another node
+        for version, is_local in enumerate(
+            [[False, False], [True, False]], 2
+        ):  # pretend that parts are on another node
             cluster.weights.connect(is_local, lambda number=version: f"file://{tmp_path}/meet_{number}")
             _require_sync(cluster, turns, batch, version)
         cluster.rollouts.submit(REQUESTS)

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dapo_core import training
 from dapo_core.checkpoint.folder import best_checkpoints, checkpoint_folders, latest_checkpoint
-from dapo_core.checkpoint.state import read_state, read_step_metrics
+from dapo_core.checkpoint.state import read_state, read_state_without_groups
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.stopping import TrainingStopped
@@ -125,7 +125,7 @@ def test_validation_decides_which_checkpoint_is_kept(begun: Begun) -> None:
     assert [path.name for path in checkpoint_folders(folder)] == sorted({f"step_{best:06d}", "step_000004"})
     (kept,) = best_checkpoints(folder)
     assert kept == folder / f"step_{best:06d}"
-    assert read_step_metrics(kept)["validation/accuracy"] == begun.validated[best]
+    assert read_state_without_groups(kept).metrics["validation/accuracy"] == begun.validated[best]
 
 
 def test_a_finished_training_starts_no_worker(

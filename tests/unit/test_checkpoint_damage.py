@@ -1,4 +1,4 @@
-"""Damaged and planted checkpoints are named before a training starts, which goes on from an older one."""
+"""Damaged and malicious checkpoints are detected before training, which falls back to an older one."""
 
 from __future__ import annotations
 
@@ -33,23 +33,33 @@ from tasks.artifacts.artifact import DamagedArtifact, Output
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.chain import checkpoint_digests
-from tests.checkpoints import Harmful, ShardsOf, end, flip, make_model_folder, make_state, make_writer, names_in
+from tests.checkpoints import (
+    Harmful,
+    ShardsOf,
+    end,
+    files_below,
+    flip,
+    make_model_folder,
+    make_state,
+    make_writer,
+    names_in,
+)
 
 SHARD = "__0_0.distcp"
 
 
 def _save(folder: str) -> None:
-    """Two tensors that differ from step to step."""
+    """Save two tensors that differ from step to step."""
     step = int(Path(folder).name.partition(".")[0].removeprefix("step_"))
     state = {"model": {"a": torch.full((70, 5), float(step)), "b": torch.arange(400_000) + step}}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended
         dcp.save(state, storage_writer=_Writer(folder), no_dist=True)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of steps 5, 10 and 15."""
+    """Checkpoints of steps 5, 10 and 15."""
     folder = tmp_path_factory.mktemp("written")
     model_path = make_model_folder(folder / "model")
     writer = make_writer(folder / "checkpoints", model_path, ShardsOf(_save), keep_last=3)  # type: ignore[arg-type]
@@ -83,11 +93,11 @@ def _edit_manifest(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path],
 
 
 DAMAGE = [
-    (flip(SHARD, 3000), rf"{SHARD} is damaged or of another checkpoint: 1 of its 2 parts are not what"),
+    (flip(SHARD, 3000), rf"{SHARD} is damaged or from another checkpoint: 1 of its 2 parts differ"),
     (flip(SHARD, 0), rf"{SHARD} is damaged"),
-    (_of_another_step(SHARD), rf"{SHARD} is damaged or of another checkpoint: 2 of its 2 parts"),
-    (_of_another_step("trainer_state.json"), r"trainer_state\.json is damaged or of another checkpoint"),
-    (_of_another_step(MANIFEST_FILE), r"checkpoint_manifest\.json is of step 10, not of step_000015"),
+    (_of_another_step(SHARD), rf"{SHARD} is damaged or from another checkpoint: 2 of its 2 parts"),
+    (_of_another_step("trainer_state.json"), r"trainer_state\.json is damaged or from another checkpoint"),
+    (_of_another_step(MANIFEST_FILE), r"checkpoint_manifest\.json is for step 10, not step_000015"),
     (lambda checkpoint: (checkpoint / SHARD).unlink(), rf"{SHARD} is missing"),
     (
         lambda checkpoint: os.truncate(checkpoint / SHARD, 4000),
@@ -111,16 +121,16 @@ DAMAGE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
-def test_damage_is_named_and_training_goes_on_from_the_checkpoint_before(
+def test_damage_is_reported_and_training_continues_from_the_previous_checkpoint(
     folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], message: str
 ) -> None:
     latest = folder / "step_000015"
     verify_checkpoint(latest)
     damage(latest)
-    with pytest.raises(CheckpointError, match=rf"{message}.*; copy the file.*checkpoint\.on_damage=previous"):
+    with pytest.raises(CheckpointError, match=rf"{message}.*on_damage=previous to continue.*copy the file again"):
         find_start(folder, "auto", "stop")
     assert find_start(folder, "auto", "previous") == folder / "step_000010"
-    assert "continuing from step_000010; 1 damaged checkpoints are set aside" in caplog.text
+    assert "continuing from step_000010; set aside 1 damaged checkpoints" in caplog.text
     assert (folder / LATEST_FILE).read_text() == "step_000010\n"
     assert find_start(folder, "auto", "stop") == folder / "step_000010"
     (aside,) = folder.glob("step_000015.*.damaged")
@@ -134,13 +144,13 @@ def test_damage_is_named_and_training_goes_on_from_the_checkpoint_before(
 
 
 @pytest.mark.parametrize("damage", [flip(SHARD, 10_000), _of_another_step(SHARD)])
-def test_a_merge_reads_no_byte_unchecked(folder: Path, damage: Callable[[Path], object]) -> None:
+def test_a_merge_verifies_every_byte(folder: Path, damage: Callable[[Path], object]) -> None:
     checkpoint = folder / "step_000015"
     assert bytes(next(DcpSource(checkpoint).blocks("a")[0].read())) == torch.full((350,), 15.0).numpy().tobytes()
     damage(checkpoint)
     source = DcpSource(checkpoint)
     blocks = [block for name in ("a", "b") for block in source.blocks(name)]
-    with pytest.raises(CheckpointError, match=rf"{SHARD} is damaged or of another checkpoint: bytes \d"):
+    with pytest.raises(CheckpointError, match=rf"{SHARD} is damaged or from another checkpoint: bytes \d"):
         _ = [list(block.read()) for block in blocks]
 
 
@@ -149,7 +159,7 @@ def _model(tmp_path: Path) -> None:
     make_model_folder(tmp_path / "model")
 
 
-def test_a_checkpoint_that_is_named_is_not_replaced_by_another(folder: Path, tmp_path: Path) -> None:
+def test_an_explicitly_named_checkpoint_is_not_replaced_by_another(folder: Path, tmp_path: Path) -> None:
     flip(SHARD)(folder / "step_000015")
     new = tmp_path / "new" / "checkpoints"
     with pytest.raises(CheckpointError, match=rf"step_000015/{SHARD} is damaged"):
@@ -159,47 +169,50 @@ def test_a_checkpoint_that_is_named_is_not_replaced_by_another(folder: Path, tmp
     assert names_in(folder) == ["latest", "step_000005", "step_000010", "step_000015"]  # of another training
 
 
-def test_without_a_sound_checkpoint_nothing_starts_over(folder: Path) -> None:
+def test_without_an_intact_checkpoint_training_does_not_start_over(folder: Path) -> None:
     for step in (5, 10, 15):
         flip(SHARD)(folder / f"step_{step:06d}")
-    with pytest.raises(CheckpointError, match=rf"step_000015/{SHARD} is damaged.* no older checkpoint is sound"):
+    with pytest.raises(CheckpointError, match=rf"step_000015/{SHARD} is damaged.* no older checkpoint is intact"):
         find_start(folder, "auto")
     assert find_start(folder, "never") is None
 
 
-def test_checkpoints_of_a_training_have_its_id(written: Path) -> None:
+def test_manifests_have_the_training_id_and_list_every_file(written: Path) -> None:
     manifests = [require_files(written / f"step_{step:06d}", with_shards=False) for step in (5, 10, 15)]
     assert len({manifest.training for manifest in manifests if manifest}) == 1
     assert [manifest.step for manifest in manifests if manifest] == [5, 10, 15]
+    assert manifests[-1] is not None
+    assert {*files_below(written / "step_000015")} - {MANIFEST_FILE} == manifests[-1].files.keys()
 
 
-def test_a_checkpoint_without_a_manifest_is_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """From before there were any."""
+def test_an_old_checkpoint_without_a_manifest_is_used_with_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (folder / "step_000015" / MANIFEST_FILE).unlink()
     assert find_start(folder, "auto") == folder / "step_000015"
-    assert "step_000015 has no checkpoint_manifest.json, so damage to its files goes unnoticed" in caplog.text
+    assert "step_000015 has no checkpoint_manifest.json, so damaged files cannot be detected" in caplog.text
 
 
 def _plant(checkpoint: Path, content: bytes) -> None:
-    """Into .metadata, with a manifest that fits."""
+    """Replace .metadata, without a manifest to detect it."""
     (checkpoint / ".metadata").write_bytes(content)
     (checkpoint / MANIFEST_FILE).unlink(missing_ok=True)
 
 
-def test_a_planted_pickle_does_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_malicious_pickle_does_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoint = folder / "step_000015"
     metadata = read_metadata(checkpoint)
     metadata.state_dict_metadata["model.a"] = BytesStorageMetadata()  # torch would unpickle these bytes
-    for content, what in (
-        (pickle.dumps(Harmful()), r"it asks for io\.open, which no checkpoint needs"),
-        (pickle.dumps(metadata), r"it asks for torch\.\S+BytesStorageMetadata"),
+    for content, message in (
+        (pickle.dumps(Harmful()), r"it references io\.open, which no checkpoint needs"),
+        (pickle.dumps(metadata), r"it references torch\.\S+BytesStorageMetadata"),
         (b"\x80", r"\.metadata in \S+ cannot be read"),
     ):
         _plant(checkpoint, content)
-        with pytest.raises(CheckpointError, match=what):
+        with pytest.raises(CheckpointError, match=message):
             verify_checkpoint(checkpoint)
-        with pytest.raises(CheckpointError, match=what):
+        with pytest.raises(CheckpointError, match=message):
             _Reader(str(checkpoint)).read_metadata()
     assert not (tmp_path / "harmed").exists()
 
@@ -214,7 +227,7 @@ def test_a_shard_outside_the_checkpoint_is_not_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("is_compressed", [True, False])
-def test_an_archive_that_would_fill_the_memory_is_refused_by_its_declared_size(
+def test_an_archive_that_would_exhaust_memory_is_refused_by_its_declared_size(
     folder: Path, is_compressed: bool
 ) -> None:
     checkpoint = folder / "step_000015"
@@ -225,7 +238,7 @@ def test_an_archive_that_would_fill_the_memory_is_refused_by_its_declared_size(
         for info in before.infolist():
             after.writestr(info.filename, before.read(info), None if is_compressed else zipfile.ZIP_STORED)
     content = bytearray(bomb.getvalue())
-    if not is_compressed:  # claims 16 times the bytes in the central directory
+    if not is_compressed:  # declare 16 times the bytes in the central directory
         claimed = (4_000_000).to_bytes(4, "little")
         content = content.replace(claimed * 2, claimed + (64_000_000).to_bytes(4, "little"))
     (checkpoint / SHARD).write_bytes(content)
@@ -234,19 +247,12 @@ def test_an_archive_that_would_fill_the_memory_is_refused_by_its_declared_size(
         place.offset, place.length = 0, len(content)
     _plant(checkpoint, pickle.dumps(metadata))
     with pytest.raises(
-        CheckpointError, match=rf"{SHARD} has compressed records, \d\S+ bytes in {len(content):,},"
+        CheckpointError, match=rf"{SHARD} has compressed or oversized records \(\d\S+ bytes in {len(content):,}\)"
     ):
         verify_checkpoint(checkpoint)
 
 
-def test_the_manifest_lists_every_file(written: Path) -> None:
-    checkpoint = written / "step_000015"
-    files = json.loads((checkpoint / MANIFEST_FILE).read_text())["files"]
-    on_disk = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
-    assert on_disk - {MANIFEST_FILE} == files.keys()
-
-
-def test_the_store_keeps_digests_that_the_ranks_took_and_finds_damage_with_them(
+def test_the_store_reuses_the_ranks_digests_and_detects_damage_with_them(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = StageKey("train_policy", {}, {}, "0" * 64, {})
@@ -271,8 +277,8 @@ def test_the_store_keeps_digests_that_the_ranks_took_and_finds_damage_with_them(
         store.check("train_policy", key.key)
 
 
-def test_carried_groups_are_parsed_once_by_the_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be gigabytes of them, and their digests were compared."""
+def test_carried_groups_are_parsed_only_by_the_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be gigabytes, and their digests are verified anyway."""
     parsed = []
     monkeypatch.setattr(state, "_carried", lambda values: parsed.append(values) or _carried(values))
     verify_checkpoint(folder / "step_000015")

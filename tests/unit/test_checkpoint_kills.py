@@ -1,4 +1,4 @@
-"""A writer killed, or short of room, at each operation on the disk leaves a checkpoint to go on from."""
+"""A writer that is killed or out of disk space at any file operation leaves a usable checkpoint."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ CHANGES = ("rename", "fsync", "mkdir", "unlink", "rmdir")
 
 
 class Killed(BaseException):
-    """Stands for a SIGKILL in a test that continues."""
+    """Simulates SIGKILL in a test that continues."""
 
 
 class Disk:
-    """Every change of the file system; number `fatal` of them fails before it is made.
+    """Counts file system changes; number `fatal` fails before it is made.
 
-    `is_torn`: number `fatal` of the files opened to be written stays empty.
+    `is_torn`: instead, file number `fatal` opened for writing stays empty.
     """
 
     def __init__(self, fatal: int, is_torn: bool, error: BaseException) -> None:
@@ -49,7 +49,7 @@ class Disk:
 
     def change(self, name: str, make: Callable[[], Any]) -> Any:
         if isinstance(self.error, Killed) and self.has_failed:
-            raise self.error  # a process that was killed tidies nothing up
+            raise self.error  # a killed process cleans nothing up
         number = self.names.count("open") if self.is_torn else len(self.names)
         self.names.append(name)
         if number != self.fatal or self.has_failed or (self.is_torn and name != "open"):
@@ -76,7 +76,7 @@ def _disk(fatal: int, is_torn: bool, error: BaseException) -> Iterator[Disk]:
     with pytest.MonkeyPatch.context() as patch:
         for name in CHANGES:
             if name == "fsync" and isinstance(error, Killed):
-                continue  # what a kill leaves there is what one leaves at the next change
+                continue  # a kill there leaves the same state as at the next change
             patch.setattr(os, name, disk.wrap(name, getattr(os, name)))
         wrapped = disk.wrap("open", io.open)
         patch.setattr(io, "open", wrapped)
@@ -85,7 +85,7 @@ def _disk(fatal: int, is_torn: bool, error: BaseException) -> Iterator[Disk]:
 
 
 @pytest.fixture(autouse=True)
-def _hundreds_of_checkpoints_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fast_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(writer, "dump_config", lambda config: "run: {}\n")
 
@@ -106,7 +106,7 @@ def _keep_final(folder: Path, model_path: Path) -> None:
 def _failures(
     before: Path, model_path: Path, act: Callable[[Path, Path], None], error: BaseException
 ) -> Iterator[tuple[Path, Disk, str]]:
-    """The folder after `act` on a copy of `before`, once for every way in which a change of it can fail."""
+    """Yield the folder after `act` on a copy of `before`, once for every way in which a change can fail."""
     for is_torn in (False, True) if isinstance(error, Killed) else (False,):
         fatal = 0
         while True:
@@ -126,7 +126,7 @@ def _failures(
 
 
 def _assert_all_complete(folder: Path) -> list[int]:
-    """The steps that count, after a look at each, and at what names the last of them."""
+    """Check every complete checkpoint and `latest`; returns their steps."""
     steps = [int(path.name.removeprefix("step_")) for path in checkpoint_folders(folder)]
     for path, step in zip(checkpoint_folders(folder), steps, strict=True):
         assert_complete(path, STATES[step])
@@ -135,8 +135,8 @@ def _assert_all_complete(folder: Path) -> list[int]:
     return steps
 
 
-def _go_on(folder: Path, model_path: Path) -> None:
-    """The next attempt: what is on disk after its next checkpoint depends on nothing but the steps."""
+def _continue(folder: Path, model_path: Path) -> None:
+    """Write the next attempt's checkpoint: what is on disk afterwards depends only on the steps."""
     latest = latest_checkpoint(folder)
     next_step = 20 if latest is None else int(latest.name.removeprefix("step_")) + 5
     older = {path.name for path in checkpoint_folders(folder)} - {"step_000010"}
@@ -165,12 +165,14 @@ def test_a_kill_at_any_change_leaves_the_old_or_the_new_checkpoint(
         steps = _assert_all_complete(folder)
         assert steps in (old, sorted({*old, 20}), new)
         seen.add(tuple(steps))
-        _go_on(folder, model_path)
+        _continue(folder, model_path)
     assert {tuple(old), tuple(new)} <= seen
 
 
 @pytest.mark.slow
-def test_a_kill_while_the_finished_output_is_tidied(tmp_path: Path, model_path: Path) -> None:
+def test_a_kill_while_old_checkpoints_are_removed_keeps_the_last_and_the_best(
+    tmp_path: Path, model_path: Path
+) -> None:
     before = tmp_path / "before"
     write(make_writer(before, model_path, keep_last=9), *(STATES[step] for step in (5, 10, 15, 20)))
     seen = set()
@@ -193,15 +195,15 @@ def test_a_full_disk_at_any_change_leaves_the_old_or_the_new_checkpoint(tmp_path
         steps = _assert_all_complete(folder)
         if message:
             assert "No space left on device" in message
-            assert f"training can continue from step_{steps[-1]:06d}. Make room" in message
+            assert f"training can continue from step_{steps[-1]:06d}. Free some space" in message
             assert list(folder.glob("step_*.partial")) == []
-        else:  # nothing failed but the removal of step 10
+        else:  # only the removal of step 10 failed
             assert steps[-1] == 20
         seen.add((bool(message), steps[-1]))
-    assert seen == {(True, 15), (True, 20), (False, 20)}  # (True, 20): after it was named
+    assert seen == {(True, 15), (True, 20), (False, 20)}  # (True, 20): failed after `latest` was written
 
 
-def test_a_kill_while_a_training_is_moved_aside_loses_nothing(tmp_path: Path, model_path: Path) -> None:
+def test_a_kill_while_checkpoints_are_moved_aside_loses_nothing(tmp_path: Path, model_path: Path) -> None:
     before = tmp_path / "before"
     write(make_writer(before / "checkpoints", model_path, **KEEP), STATES[10], STATES[15])
     (before / "metrics.jsonl").write_text("{}\n", encoding="utf-8")

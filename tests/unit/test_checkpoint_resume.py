@@ -1,4 +1,4 @@
-"""Where a training starts, and that only one process writes to its checkpoints."""
+"""Which checkpoint a training starts from, and the lock on its checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.checkpoints import assert_complete, make_model_folder, make_state, ma
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """An output with checkpoints of steps 5 and 10, and metrics."""
+    """A training output with checkpoints of steps 5 and 10, and metrics."""
     model_path = make_model_folder(tmp_path / "model")
     write(make_writer(tmp_path / "output" / "checkpoints", model_path), make_state(5), make_state(10))
     for name in ("metrics.jsonl", "trackers.json", "generations/step_5.jsonl"):
@@ -26,16 +26,16 @@ def output(tmp_path: Path) -> Path:
     return tmp_path / "output"
 
 
-def test_auto_goes_on_from_the_latest(output: Path, tmp_path: Path) -> None:
+def test_auto_continues_from_the_latest_checkpoint(output: Path, tmp_path: Path) -> None:
     assert find_start(output / "checkpoints", "auto") == output / "checkpoints" / "step_000010"
     assert find_start(tmp_path / "new" / "checkpoints", "auto") is None
 
 
-def test_never_moves_all_of_the_training_aside(output: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_never_moves_the_whole_training_aside(output: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with lock_checkpoints(output / "checkpoints"):
         assert find_start(output / "checkpoints", "never") is None
-        assert names_in(output / "checkpoints") == ["lock"]  # it still keeps others out
+        assert names_in(output / "checkpoints") == ["lock"]  # still held
     (aside,) = output.glob("superseded-*")
     assert names_in(output) == ["checkpoints", aside.name]
     assert names_in(aside) == ["checkpoints", "generations", "metrics.jsonl", "trackers.json"]
@@ -51,7 +51,7 @@ def test_checkpoints_of_another_trainer_are_refused_or_set_aside(tmp_path: Path)
     folder = tmp_path / "output" / "checkpoints"
     (folder / "global_step_20" / "actor").mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("20")
-    message = r"1 checkpoints of another trainer, the newest global_step_20, .* name another --output"
+    message = r"1 checkpoints of another trainer, the newest global_step_20, .* choose another --output"
     with pytest.raises(CheckpointError, match=message):
         find_start(folder, "auto")
     assert find_start(folder, "never") is None
@@ -63,12 +63,14 @@ def test_checkpoints_of_another_trainer_are_refused_or_set_aside(tmp_path: Path)
     ("path", "step"),
     [("", 10), ("checkpoints", 10), ("checkpoints/step_000005", 5), ("checkpoints/step_000010", 10)],
 )
-def test_a_path_is_a_checkpoint_or_an_output(output: Path, tmp_path: Path, path: str, step: int) -> None:
+def test_a_path_may_be_a_checkpoint_or_a_training_output(
+    output: Path, tmp_path: Path, path: str, step: int
+) -> None:
     start = find_start(tmp_path / "new" / "checkpoints", str(output / path))
     assert start == output / "checkpoints" / f"step_{step:06d}"
 
 
-def test_a_training_begun_from_a_path_goes_on_from_its_own(
+def test_a_training_started_from_a_path_continues_from_its_own_checkpoints(
     output: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -77,17 +79,17 @@ def test_a_training_begun_from_a_path_goes_on_from_its_own(
     assert find_start(folder, resume) == Path(resume)
     write(make_writer(folder, tmp_path / "model"), make_state(7))
     assert find_start(folder, resume) == folder / "step_000007"
-    assert f"continuing from step_000007 of this output, not from checkpoint.resume={resume}" in caplog.text
+    assert f"continuing from step_000007 in this output instead of checkpoint.resume={resume}" in caplog.text
 
 
 def test_a_path_without_a_checkpoint_is_refused(output: Path, tmp_path: Path) -> None:
     partial = (output / "checkpoints" / "step_000005").rename(output / "step_000005.1a2b.partial")
     for path in (tmp_path / "model", tmp_path / "absent", partial):
-        with pytest.raises(CheckpointError, match=rf"checkpoint\.resume={path} holds no complete checkpoint"):
+        with pytest.raises(CheckpointError, match=rf"checkpoint\.resume={path} has no complete checkpoint"):
             find_start(tmp_path / "new" / "checkpoints", str(path))
 
 
-def test_a_path_that_is_not_there_is_found_before_anything_starts(output: Path) -> None:
+def test_a_missing_path_is_reported_before_anything_starts(output: Path) -> None:
     for resume in ("auto", "never", str(output)):
         require_resume(resume)
     for resume in ("Auto", str(output / "step_000099"), str(output / "metrics.jsonl")):
@@ -102,7 +104,7 @@ def test_a_second_training_in_the_same_output_is_refused(tmp_path: Path) -> None
         message = rf"{folder} is in use by pid {os.getpid()} on .*; wait until it ends, stop it, or .* --output"
         with pytest.raises(CheckpointError, match=message), lock_checkpoints(folder):
             pytest.fail("two trainings hold the lock")
-    assert names_in(folder) == []  # the output's digest is free of pids
+    assert names_in(folder) == []  # the output's digest must not depend on pids
 
 
 def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +113,7 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with (
-        pytest.raises(CheckpointError, match=r"cannot be locked .* not implemented.* name another --output"),
+        pytest.raises(CheckpointError, match=r"cannot be locked .* not implemented.* choose another --output"),
         lock_checkpoints(tmp_path),
     ):
         pytest.fail("nothing is locked")

@@ -1,4 +1,4 @@
-"""Writing checkpoints: when they appear, which are kept, and what a full disk leaves."""
+"""Writing checkpoints: when they appear, which are kept, and what happens on a full disk."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class BrokenShards(FileShards):
-    """Fails in one of its calls, after some of the shards are written."""
+    """Fails in one of its calls after writing some shards."""
 
     def __init__(self, place: str, error: Exception) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_an_asynchronous_checkpoint_appears_when_its_shards_are_written(
     assert writer.take_polled_seconds() == 0
 
 
-def test_ranks_are_asked_at_most_once_a_second(
+def test_ranks_are_polled_at_most_once_a_second(
     folder: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "POLL_SECONDS", 1e6)
@@ -98,17 +98,17 @@ def test_ranks_are_asked_at_most_once_a_second(
     writer.begin(make_state(20))
     for _ in range(3):
         writer.poll()
-    assert latest_checkpoint(folder) is None  # asked once: the shards are written at the second question
-    writer.keep(make_state(21), is_due=False)  # a step's end asks whenever it comes
+    assert latest_checkpoint(folder) is None  # polled once: the shards are written at the second poll
+    writer.keep(make_state(21), is_due=False)  # the end of a step always polls
     assert latest_checkpoint(folder) == folder / "step_000020"
 
 
 def test_the_newest_and_the_best_are_kept_across_restarts(folder: Path, model_path: Path) -> None:
-    """keep_last=2, keep_best=2: what is on disk after each step, each written by a writer of its own."""
+    """keep_last=2, keep_best=2: checkpoints on disk after each step, each written by a new writer."""
     expected = {
         5: (0.3, [5]),
         10: (0.9, [5, 10]),
-        15: (0.3, [5, 10, 15]),  # of equals, 5 is the better one
+        15: (0.3, [5, 10, 15]),  # ties go to 5
         20: (None, [5, 10, 15, 20]),  # newest: 15, 20; best: 10, 5
         25: (0.5, [10, 20, 25]),  # best: 10, 25
         30: (0.1, [10, 25, 30]),
@@ -122,12 +122,12 @@ def test_the_newest_and_the_best_are_kept_across_restarts(folder: Path, model_pa
     assert names_in(folder) == ["latest", "step_000010", "step_000040"]
 
 
-def test_a_lower_keep_last_makes_room_before_the_next_is_written(folder: Path, model_path: Path) -> None:
+def test_a_lower_keep_last_frees_space_before_the_next_checkpoint(folder: Path, model_path: Path) -> None:
     write(make_writer(folder, model_path, keep_last=3), make_state(5, 0.9), make_state(10, 0.1), make_state(15))
-    writer = make_writer(folder, model_path, keep_last=1)  # and keep_best=0, so that step 5 goes as the others
+    writer = make_writer(folder, model_path, keep_last=1)  # and keep_best=0, so step 5 is removed as well
     writer.begin(make_state(20))
     assert _steps(folder) == [15]
-    writer.begin(make_state(25))  # finishes the one before
+    writer.begin(make_state(25))  # finishes step 20
     assert _steps(folder) == [20]
     make_writer(folder, model_path, keep_last=1, asynchronous=False).begin(make_state(30))
     assert latest_checkpoint(folder) == folder / "step_000030"  # at once
@@ -136,10 +136,8 @@ def test_a_lower_keep_last_makes_room_before_the_next_is_written(folder: Path, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_on_disk", [False, True])
-def test_a_step_among_the_best_is_saved_though_none_is_due(
-    folder: Path, model_path: Path, is_on_disk: bool
-) -> None:
-    """keep_best=2: what counts are the best on disk and the one in flight; of equals the earlier is better."""
+def test_a_step_among_the_best_is_saved_even_if_not_due(folder: Path, model_path: Path, is_on_disk: bool) -> None:
+    """keep_best=2: compares with checkpoints on disk and the one in flight; ties go to the earlier."""
 
     def is_saved(accuracy: float | None, keep_best: int = 2) -> bool:
         shutil.rmtree(folder, ignore_errors=True)
@@ -167,7 +165,7 @@ def test_an_interrupt_while_publishing_leaves_a_writer_that_can_finish(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer_module, "write_atomically", interrupt)  # the folder has its name, unlike `latest`
+        patch.setattr(writer_module, "write_atomically", interrupt)  # after the rename, before `latest`
         with pytest.raises(KeyboardInterrupt):
             writer.finish()
     writer.finish()
@@ -179,7 +177,7 @@ def test_leftovers_of_killed_attempts_are_removed(folder: Path, model_path: Path
     for name in ("step_000010.partial", "step_000010.1a2b3c4d.partial"):
         (folder / name / "huggingface").mkdir(parents=True)
     (folder / "latest.1a2b3c4d.partial").write_text("step", encoding="utf-8")
-    (folder / "notes.txt").write_text("of a person", encoding="utf-8")
+    (folder / "notes.txt").write_text("a user's file", encoding="utf-8")
     make_writer(folder, model_path).begin(make_state(10))
     (partial,) = folder.glob("*.partial")
     assert partial.name.startswith("step_000010.")
@@ -190,25 +188,26 @@ def test_leftovers_of_killed_attempts_are_removed(folder: Path, model_path: Path
 def test_a_step_is_not_written_twice(folder: Path, model_path: Path) -> None:
     writer = make_writer(folder, model_path)
     write(writer, make_state(5))
-    with pytest.raises(CheckpointError, match=r"step_000005 could not be written .* it exists already"):
+    with pytest.raises(CheckpointError, match=r"step_000005 could not be written .* it already exists"):
         writer.begin(make_state(5, accuracy=0.5))
     assert_complete(folder / "step_000005", make_state(5))
 
 
-def test_room_is_looked_for_before_anything_is_written(
+def test_disk_space_is_checked_before_anything_is_written(
     folder: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = make_writer(folder, model_path, keep_last=3, keep_best=1)
     write(writer, make_state(20, 0.5))
-    lists = (METADATA_FILE, MANIFEST_FILE)  # small, and of a size that is known once all is written
+    lists = (METADATA_FILE, MANIFEST_FILE)  # small, and their size is known only at the end
     files = [path for path in (folder / "step_000020").rglob("*") if path.is_file() and path.name not in lists]
-    num_bytes = sum(path.stat().st_size for path in files)  # the next has as many: its numbers have as many digits
+    # The same for step 30, whose numbers have as many digits.
+    num_bytes = sum(path.stat().st_size for path in files)
     free = num_bytes - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 0, free))
     with pytest.raises(
         CheckpointError,
-        match=rf"checkpoint step_000030 needs {num_bytes:,} bytes, and {free:,} are free in {folder} .*; "
-        r"training can continue from step_000020\. Make room, lower checkpoint\.keep_last=3 or "
+        match=rf"checkpoint step_000030 needs {num_bytes:,} bytes, but only {free:,} are free in {folder} .*; "
+        r"training can continue from step_000020\. Free some space, lower checkpoint\.keep_last=3 or "
         r"checkpoint\.keep_best=1 .* --output or a store\.path on a larger disk",
     ):
         writer.begin(make_state(30, 0.5))
@@ -229,17 +228,17 @@ def _caused(error: CheckpointError, cause: OSError) -> CheckpointError:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "needs .* No space left .* Make room"),
-        (OSError(errno.EFBIG, "File too large"), "needs .* File too large.* Make room"),
+        (OSError(errno.ENOSPC, "No space left on device"), "needs .* No space left .* Free some space"),
+        (OSError(errno.EFBIG, "File too large"), "needs .* File too large.* Free some space"),
         (
             _caused(CheckpointError("rank 3 failed"), OSError(errno.EDQUOT, "quota")),
-            "needs .*rank 3 failed.* Make room",
+            "needs .*rank 3 failed.* Free some space",
         ),
         (OSError(errno.EIO, "Input/output error"), "step_000010 could not be written .* Input/output error"),
         (CheckpointError("rank 3 failed"), "step_000010 could not be written .* rank 3 failed"),
     ],
 )
-def test_shards_that_cannot_be_written_leave_what_was_there(
+def test_a_failed_save_keeps_the_previous_checkpoint(
     folder: Path, model_path: Path, place: str, error: Exception, message: str
 ) -> None:
     write(make_writer(folder, model_path, keep_last=1), make_state(5))
@@ -257,7 +256,7 @@ def test_shards_that_cannot_be_written_leave_what_was_there(
 
 
 def test_a_dead_rank_is_not_reported_as_a_failed_checkpoint(folder: Path, model_path: Path) -> None:
-    """The trainer starts new ranks, with a writer of their own."""
+    """The trainer then starts new ranks with a new writer."""
     write(make_writer(folder, model_path), make_state(5))
     writer = make_writer(folder, model_path, BrokenShards("is_saved", WorkerDied("rank 1")))
     writer.begin(make_state(10))

@@ -107,7 +107,7 @@ def test_config_show_prints_derived_numbers_to_stderr() -> None:
         (["plan", CONFIG, "--set", "evaluate.prompt=nosuch.txt"], "prompt=nosuch.txt is neither"),
         (["run", CONFIG, "--set", "evaluate.prompt=README.md"], "README.md contains {problem} 0 times"),
         (["plan", CONFIG, "--set", "reward.scorers=[exam=maths]"], "which is not DATA_SOURCE=SCORER"),
-        (["merge", "no/checkpoint", "no/target"], "no/checkpoint holds no complete checkpoint"),
+        (["merge", "no/checkpoint", "no/target"], "no/checkpoint has no complete checkpoint"),
         (["run", CONFIG, "--set", "store.path=README.md/store"], "store.path to another directory"),
         (["plan", "configs/arith-cpu.yml"], "No such file or directory (did you mean configs/arith_cpu.yaml?)"),
         (["plan", CONFIG, "run.seed=2"], "argument(s) (run.seed=2); to change a key, use --set SECTION.KEY=VALUE"),

@@ -1,4 +1,4 @@
-"""`auto` on a CPU: the model's own precision where its kernels run, tried in a child and remembered."""
+"""dtype `auto` on a CPU is the model's dtype if its kernels run, which a child process tests once."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tests.tiny_models import build_tiny_qwen3
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "runs", "is_remembered"),
+    ("exit_code", "runs", "is_cached"),
     [(0, True, True), (-signal.SIGILL, False, True), (-signal.SIGKILL, True, False), (1, True, False)],
 )
-def test_a_child_that_a_kernel_kills_is_remembered_and_one_that_ends_otherwise_is_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exit_code: int, runs: bool, is_remembered: bool
+def test_a_kernel_crash_is_cached_and_other_failures_are_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exit_code: int, runs: bool, is_cached: bool
 ) -> None:
     monkeypatch.setattr(cpu_dtype, "_exit_code", lambda: exit_code)
     assert runs_bfloat16(tmp_path) is runs
     monkeypatch.setattr(cpu_dtype, "_exit_code", lambda: 0 if runs is False else -signal.SIGILL)
-    assert runs_bfloat16(tmp_path) is (runs if is_remembered else not runs)
+    assert runs_bfloat16(tmp_path) is (runs if is_cached else not runs)
 
 
-def test_auto_becomes_float32_only_where_the_models_own_precision_is_killed(
+def test_auto_becomes_float32_only_if_the_models_dtype_crashes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    model = build_tiny_qwen3(tmp_path / "model")  # float32: nothing is tried
+    model = build_tiny_qwen3(tmp_path / "model")  # float32: nothing is tested
     half = Path(shutil.copytree(model, tmp_path / "half"))
     config = json.loads((half / "config.json").read_text())
     (half / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))

@@ -1,4 +1,4 @@
-"""vLLM engine arguments and parallel sizes: what is refused before anything starts."""
+"""Engine arguments and parallelism that cannot work are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from dapo_core.config.engine_args import require_known
-from dapo_core.engines.vllm_engine import LOG_PROBS, device_arguments, obey_log_probs
+from dapo_core.engines.vllm_engine import LOG_PROBS, device_arguments, set_logprobs_mode
 from dapo_core.errors import ConfigError
 from flows.config import resolve_config
 from tasks.preflight.finding import Findings
@@ -20,7 +20,7 @@ from tests.trainings import settings
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"engine_args": {"seed": 3}}, r"rollout\.engine_args\.seed is set by the project: use run\.seed"),
         ({"engine_args": {"tensor-parallel-size": 2}}, r"use rollout\.tensor_parallel"),
@@ -42,16 +42,16 @@ from tests.trainings import settings
         ),
     ],
 )
-def test_reserved_or_unsupported_engine_arguments_are_refused(keys: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_conflicting_or_unsupported_engine_keys_are_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         resolve_config(settings(rollout={"engine": "vllm", **keys}))
 
 
-def test_impossible_parallel_sizes_are_found_before_starting(tmp_path: Path) -> None:
+def test_parallelism_that_the_model_cannot_use_fails_preflight(tmp_path: Path) -> None:
     build_tiny(tmp_path / "model", "qwen3")  # two layers, no experts
     model = {"source": "path", "path": str(tmp_path / "model"), "recipe": {}}
-    for keys, said in (
-        ({"pipeline_parallel": 3}, "rollout.pipeline_parallel=3 is more stages than the model's 2 layers"),
+    for keys, message in (
+        ({"pipeline_parallel": 3}, "rollout.pipeline_parallel=3 stages cannot share 2 layers"),
         (
             {"tensor_parallel": 2, "expert_parallel": True},
             "rollout.expert_parallel=true, but qwen3 has no experts",
@@ -63,10 +63,10 @@ def test_impossible_parallel_sizes_are_found_before_starting(tmp_path: Path) -> 
         findings = Findings()
         check_model(tmp_path / "model", config, findings)
         [failed] = findings.failed
-        assert said in f"{failed}"
+        assert message in f"{failed}"
 
 
-def test_unknown_engine_arguments_are_refused_with_the_nearest_name() -> None:
+def test_unknown_engine_arguments_are_refused() -> None:
     require_known(["enforce_eager", "kv_cache_dtype", "max_num_batched_tokens"])
     with pytest.raises(
         ConfigError,
@@ -75,12 +75,12 @@ def test_unknown_engine_arguments_are_refused_with_the_nearest_name() -> None:
         require_known(["enforce_eagr"])
 
 
-def test_each_device_type_gets_its_engine_arguments() -> None:
+def test_engine_arguments_by_device() -> None:
     settings = tiny_engine_settings()  # 8 sequences of 96 tokens
     kinds = {device: device_arguments(device, settings, 96) for device in ("cpu", "cuda", "npu")}
     for arguments in kinds.values():
         require_known(arguments)
-    assert kinds["cpu"]["enable_chunked_prefill"] is False  # then a step must hold the longest prompt
+    assert kinds["cpu"]["enable_chunked_prefill"] is False  # so a step must fit the longest prompt
     assert kinds["cpu"]["max_num_batched_tokens"] >= 96
     assert kinds["cuda"] == {
         "gpu_memory_utilization": 0.5,
@@ -90,7 +90,7 @@ def test_each_device_type_gets_its_engine_arguments() -> None:
     assert kinds["npu"] == {**kinds["cuda"], "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
     many = device_arguments("npu", replace(settings, max_num_seqs=1500), 96)
     assert (many["max_num_batched_tokens"], many["max_cudagraph_capture_size"]) == (3000, 1500)
-    own = {"cudagraph_capture_sizes": [1, 8], "max_num_batched_tokens": 64}  # vLLM refuses two words on the sizes
+    own = {"cudagraph_capture_sizes": [1, 8], "max_num_batched_tokens": 64}  # vLLM rejects both keys for the sizes
     assert device_arguments("npu", replace(settings, engine_args=own), 96) == {
         "gpu_memory_utilization": 0.5,
         **own,
@@ -98,7 +98,7 @@ def test_each_device_type_gets_its_engine_arguments() -> None:
 
 
 @pytest.mark.parametrize("section", ["rollout", "serve"])
-def test_indivisible_heads_are_found_before_starting(tmp_path: Path, section: str) -> None:
+def test_devices_that_cannot_split_the_heads_fail_preflight(tmp_path: Path, section: str) -> None:
     build_tiny(tmp_path / "model", "qwen3")  # two heads
     model = {"source": "path", "path": str(tmp_path / "model"), "recipe": {}}
     changes = {"rollout": {"engine": "vllm"}, section: {"engine": "vllm"} if section == "rollout" else {}}
@@ -112,7 +112,7 @@ def test_indivisible_heads_are_found_before_starting(tmp_path: Path, section: st
 
 
 @pytest.mark.slow
-def test_head_sizes_without_a_cpu_kernel_are_found_before_starting(tmp_path: Path) -> None:
+def test_head_sizes_without_a_cpu_kernel_fail_preflight(tmp_path: Path) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert set(CPUAttentionBackend.get_supported_head_sizes()) <= set(CPU_HEAD_WIDTHS)
@@ -124,15 +124,15 @@ def test_head_sizes_without_a_cpu_kernel_are_found_before_starting(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_log_probs_are_of_the_sampled_distribution_whatever_sampler_was_built() -> None:
-    """As vllm-ascend builds its own, which is vLLM's with other kernels."""
+def test_a_sampler_built_without_the_mode_returns_log_probs_of_the_sampling_distribution() -> None:
+    """vllm-ascend builds one like this: vLLM's sampler with other kernels."""
     from vllm.v1.sample.sampler import Sampler
 
     sampler = Sampler()
     assert sampler.logprobs_mode != LOG_PROBS
-    obey_log_probs(SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler)))
-    obey_log_probs(SimpleNamespace(model_runner=SimpleNamespace(sampler=None)))
+    set_logprobs_mode(SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler)))
+    set_logprobs_mode(SimpleNamespace(model_runner=SimpleNamespace(sampler=None)))
 
-    wanted = Sampler(LOG_PROBS)
-    assert sampler.logprobs_mode == wanted.logprobs_mode == LOG_PROBS
-    assert sampler.topk_topp_sampler.logprobs_mode == wanted.topk_topp_sampler.logprobs_mode == LOG_PROBS
+    expected = Sampler(LOG_PROBS)
+    assert sampler.logprobs_mode == expected.logprobs_mode == LOG_PROBS
+    assert sampler.topk_topp_sampler.logprobs_mode == expected.topk_topp_sampler.logprobs_mode == LOG_PROBS

@@ -1,4 +1,4 @@
-"""Weight buckets with checksums, and a probe that detects engines with wrong weights."""
+"""Weight buckets, checksums and the probe detect engines with wrong weights."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ NAN = float("nan")
 
 
 def _probe(engines: list[list[list[float]]], dtype: str = "float32") -> float:
-    """The difference for responses of 2 and 1 tokens whose policy log-probs are -1, -2 and -3."""
+    """Probe responses of 2 and 1 tokens with policy log-probs -1, -2 and -3."""
     group = make_group([1.0, 1.0], num_response_tokens=[2, 1], num_prompt_tokens=3)
     batch = build_batch([group], mask_truncated=False)
-    asked = []
+    requested = []
 
     def engine_log_probs(sequences: Any) -> list[list[list[float]]]:
-        asked.extend(sequences)
+        requested.extend(sequences)
         return engines
 
     rollouts: Any = SimpleNamespace(log_probs=engine_log_probs)
     difference = probe_difference(rollouts, batch, torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), ["float32", dtype])
-    assert asked == [(list(group.prompt.prompt_ids), rollout.response_ids) for rollout in group.rollouts]
+    assert requested == [(list(group.prompt.prompt_ids), rollout.response_ids) for rollout in group.rollouts]
     return difference
 
 
 def _sampled(difference: float, is_stale: bool = False, **keys: Any) -> None:
-    """A step whose engines gave log-probs this far from the policy's, for tokens of the step's or an older one."""
+    """Check a step whose engine log-probs differ by this much from the policy's."""
     batch = build_batch([make_group([1.0, 0.0], num_response_tokens=[2, 1])], mask_truncated=False)
     batch = dataclasses.replace(batch, is_stale=batch.response_mask & is_stale)
     config = config_of(**keys)
     require_sampled_alike(batch.rollout_log_probs + difference, batch, config, [torch.float32])
 
 
-def test_tokens_sampled_from_another_distribution_end_training() -> None:
+def test_tokens_sampled_from_another_distribution_stop_the_training() -> None:
     _sampled(1e-4)
     with pytest.raises(RolloutError) as caught:
         _sampled(0.1, rollout={"temperature": 0.5})
@@ -69,7 +69,7 @@ def test_tokens_sampled_from_another_distribution_end_training() -> None:
         _sampled(NAN)
 
 
-def test_incomparable_log_probs_are_not_checked() -> None:
+def test_incomparable_log_probs_are_skipped() -> None:
     _sampled(0.1, is_stale=True)
     _sampled(0.1, rollout={"top_p": 0.9})
     _sampled(0.1, algorithm={"old_log_probs": "engine"})
@@ -83,7 +83,7 @@ def _names(plan: WeightPlan) -> list[list[str]]:
     return [[planned.name for planned in bucket] for bucket in plan.buckets]
 
 
-def test_buckets_keep_tensor_order_and_size_limit() -> None:
+def test_buckets_keep_order_and_size_limit() -> None:
     tensors = _planned(a=4, b=4, c=3, d=8, e=1, f=9)
     plan = plan_buckets(tensors, torch.bfloat16, max_bytes=20)  # 10 elements
     assert _names(plan) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
@@ -93,44 +93,44 @@ def test_buckets_keep_tensor_order_and_size_limit() -> None:
     assert plan_buckets([], torch.bfloat16, max_bytes=20).slot_numel == 0
 
 
-def test_a_checksum_depends_on_every_bit_and_its_position() -> None:
+def test_a_checksum_depends_on_every_bit_and_position() -> None:
     values = torch.arange(6, dtype=torch.bfloat16)
     swapped, negated = values[[1, 0, 2, 3, 4, 5]], values.clone()
-    negated[0] = -0.0  # equal to 0, and other bits
+    negated[0] = -0.0  # equal to 0, but with different bits
     for compute in (checksum, weighted_sum):
         assert compute(values) == compute(values.clone())
         assert len({compute(each) for each in (values, swapped, negated, values[:5], values.float())}) == 5
-    # 16-bit words of bfloat16 0 and 1 are 0 and 0x3F80; the places count from 1
+    # 16-bit words of bfloat16 0 and 1 are 0 and 0x3F80; positions count from 1
     assert weighted_sum(values[:2]) == 0x3F80 * 2 * MULTIPLIER % 2**64
 
 
 def test_a_checksum_covers_the_rows_of_one_rank() -> None:
     tensor = torch.arange(10.0).view(5, 2)
-    planned = PlannedTensor("a", (5, 2), shard_rows=2)  # of three ranks: 2, 2 and 1 rows
+    planned = PlannedTensor("a", (5, 2), shard_rows=2)  # three ranks: 2, 2 and 1 rows
     parts = [checksum(tensor[:2]), checksum(tensor[2:4]), checksum(tensor[4:])]
     assert checksums(tensor, planned) == tuple(parts)
     sent = [{"a": {2: parts[2]}}, {"a": {0: parts[0]}}, {"a": {1: parts[1]}, "b": {0: 7}}]
     assert merge_checksums(sent) == {"a": tuple(parts), "b": (7,)}
 
 
-def test_each_engine_is_compared_with_what_the_ranks_sent() -> None:
+def test_each_engine_is_compared_with_the_sent_weights() -> None:
     plan = plan_buckets(_planned(a=1, b=1), torch.float32, 8)
     sent = {"a": (1, 2), "b": (3,)}
-    sound = Loaded(7, {"a": (1, 2), "b": (3,)})
-    require_arrived(plan, sent, {"first": sound, "second": sound}, 7)
+    intact = Loaded(7, {"a": (1, 2), "b": (3,)})
+    require_arrived(plan, sent, {"first": intact, "second": intact}, 7)
     for wrong, message in (
         (
             Loaded(7, {"a": (1, 9), "b": (3,)}),
-            r"^second loaded other bytes than the policy ranks sent in 1 \(a\) of 2",
+            r"^second loaded different bytes than the policy ranks sent for 1 \(a\) of 2",
         ),
-        (Loaded(6, sound.checksums), r"^second holds policy version 6 after 7 was published: its rollouts would"),
+        (Loaded(6, intact.checksums), r"^second has policy version 6 after 7 was published: rollouts would"),
         (Loaded(7, {"b": (3,)}), r"^second did not load 1 \(a\) of 2 tensors of policy version 7"),
     ):
         with pytest.raises(RolloutError, match=message):
-            require_arrived(plan, sent, {"first": sound, "second": wrong}, 7)
+            require_arrived(plan, sent, {"first": intact, "second": wrong}, 7)
 
 
-def test_shared_memory_is_counted_and_freed() -> None:
+def test_shared_memory_counts_buckets_and_is_released() -> None:
     memory = SharedMemory.create(2, 1000, torch.float32, 2)
     reader = SharedMemory.open(memory.address, 2, 1000, torch.float32, 2)
     memory.slots[1][:] = 3.0
@@ -150,16 +150,16 @@ def test_shared_memory_is_counted_and_freed() -> None:
         SharedMemory.open("/proc/self/fd/9999", 2, 1000, torch.float32, 2)
 
 
-def test_unmapped_slots_use_huge_pages() -> None:
+def test_private_slots_use_huge_pages() -> None:
     plan = plan_buckets(_planned(a=2**20, b=2**20), torch.float32, 2**22)
     outbox, device = Outbox(plan, device_for("cpu"), 0), torch.device("cpu")
     for slot in (outbox.slot(), *new_slots(plan, device)):
         assert slot.shape == (2**20,)
-        assert "hg" in _memory_flags(slot.data_ptr())  # the advice; whether the system has any is another matter
+        assert "hg" in _memory_flags(slot.data_ptr())  # advised, whether or not the system has any
 
 
 def _memory_flags(address: int) -> list[str]:
-    """The kernel's flags of this process's memory at the address (proc_pid_smaps(5))."""
+    """Return the kernel flags of the memory at the address (proc_pid_smaps(5))."""
     is_here = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -175,7 +175,7 @@ def test_waiting_for_weights_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
         links.wait_until(lambda: False, "a bucket")
 
 
-def test_the_worst_engine_decides_within_its_precision() -> None:
+def test_the_probe_reports_the_worst_engine_and_tolerates_its_dtype() -> None:
     # first engine: (0 + 0 + 0.0003) / 3 = 0.0001; second: (0.0003 + 0.0006 + 0) / 3 = 0.0003
     engines = [[[-1.0, -2.0], [-3.0003]], [[-1.0003, -1.9994], [-3.0]]]
     assert _probe(engines) == pytest.approx(3e-4, rel=1e-3)
@@ -192,6 +192,6 @@ def test_the_worst_engine_decides_within_its_precision() -> None:
         ([[[-1.0], [-3.0]]], "returned 2 log-probs for a probe of 3 response tokens"),
     ],
 )
-def test_an_engine_with_wrong_weights_is_refused(engines: list[list[list[float]]], message: str) -> None:
+def test_an_engine_with_wrong_weights_fails_the_probe(engines: list[list[list[float]]], message: str) -> None:
     with pytest.raises(RolloutError, match=message):
         _probe(engines)

@@ -102,16 +102,15 @@ def test_memory_per_device_for_qwen3_235b() -> None:
     shape = shape_of(published_config("Qwen/Qwen3-235B-A22B-Thinking-2507") or {})
     assert shape.num_parameters == 235_093_634_560
     stage = largest_stage(recipe(), shape, splits())
-    # The last stage has the logits: 11 layers and the head. Of a layer on a device:
+    # The last stage has the logits: 11 layers and the head. Per layer and device:
     # 128 / 16 experts x 3 x 4096 x 1536 = 150,994,944; attention (2 x 64 + 2 x 4) x 128 x 4096 / 4 = 17,825,792;
     # norms 2 x 4096 + 2 x 128 = 8,448; router 128 x 4096 = 524,288. The head: 151,936 x 4096 / 4 = 155,582,464.
     dense = 11 * (17_825_792 + 8_448 + 524_288) + 155_582_464
     experts = 11 * 150_994_944
     assert stage.weights == 2 * (dense + experts)
     assert stage.gradients == 4 * (dense + experts)
-    assert stage.optimizer == 12 * (
-        dense // 4 + experts
-    )  # 4 data-parallel ranks share it; each expert is there once
+    # Four data-parallel ranks share the dense part; each expert exists once.
+    assert stage.optimizer == 12 * (dense // 4 + experts)
     assert stage.logits == 151_936 // 4 * 22_528 * 14
     half = largest_stage(
         recipe(),

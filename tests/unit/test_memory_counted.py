@@ -1,4 +1,4 @@
-"""The memory plan of a rank against what its own code allocates, counted on fake tensors."""
+"""The memory plan of a rank matches what its code allocates, counted with fake tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "num_ranks", "sequence_parallel"), [("Qwen3-8B", 16, 2), ("Qwen2.5-7B", 4, 1)])
-def test_plan_is_what_the_code_allocates(
+def test_the_plan_matches_what_the_code_allocates(
     model: str, num_ranks: int, sequence_parallel: int, bench: ModuleType, tmp_path: Path
 ) -> None:
     published: dict[str, Any] = {**(published_config(model) or {}), "num_hidden_layers": 2}

@@ -1,4 +1,4 @@
-"""The memory plan: tensors of models, bytes worked out by hand, devices, and changes that make it fit."""
+"""The memory plan: model tensors, hand-computed bytes, devices, and changes that make a training fit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def planned(config: Config, model: str, gigabytes: float | None = None) -> Memor
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("kind", MODEL_TYPES)
-def test_the_tensors_are_those_that_transformers_makes(kind: str, is_tied: bool) -> None:
+def test_tensor_shapes_match_transformers(kind: str, is_tied: bool) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -51,15 +51,15 @@ def test_the_tensors_are_those_that_transformers_makes(kind: str, is_tied: bool)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shape = shape_of(json.loads(config.to_json_string(use_diff=False)))
-    layers = [[tuple(one.shape) for one in layer.parameters()] for layer in model.model.layers]
+    layers = [[tuple(parameter.shape) for parameter in layer.parameters()] for layer in model.model.layers]
     assert [sorted(layer) for layer in shape.layers] == [sorted(layer) for layer in layers]
-    every = {id(one): one for one in model.parameters()}.values()
-    assert shape.num_parameters == sum(one.numel() for one in every)
-    # FSDP2 gives each of 5 ranks a chunk of the rows; the first has the most.
-    assert shape.shard_parameters(5) == sum(torch.chunk(one, 5)[0].numel() for one in every)
+    parameters = list(model.parameters())
+    assert shape.num_parameters == sum(parameter.numel() for parameter in parameters)
+    # FSDP2 gives each of 5 ranks a chunk of the rows; the first chunk is the largest.
+    assert shape.shard_parameters(5) == sum(torch.chunk(parameter, 5)[0].numel() for parameter in parameters)
 
 
-def test_published_models_have_their_published_sizes() -> None:
+def test_published_models_have_the_right_sizes() -> None:
     billions = {name: shape_of(config).num_parameters / 1e9 for name, config in PUBLISHED.items()}
     assert {name: round(billions[name], 2) for name in ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B")} == {
         "Qwen3-0.6B": 0.60,
@@ -72,8 +72,8 @@ def test_published_models_have_their_published_sizes() -> None:
     assert published_config("Qwen/Qwen3-8B-VL") is None
 
 
-def test_the_states_of_qwen3_32b_over_64_ranks() -> None:
-    """32,762,123,264 parameters / 64: every first dimension divides, so a shard has 511,908,176."""
+def test_state_of_qwen3_32b_over_64_ranks() -> None:
+    """32,762,123,264 parameters / 64: all first dimensions divide, so a shard has 511,908,176."""
     rank = rank_memory(recipe("dapo_qwen3_32b_math", "train.num_ranks=64"), shape_of(PUBLISHED["Qwen3-32B"]))
     assert (rank.weights, rank.gradients, rank.optimizer) == (2_047_632_704, 2_047_632_704, 4_095_265_408)
     assert rank.reference == 0
@@ -81,24 +81,24 @@ def test_the_states_of_qwen3_32b_over_64_ranks() -> None:
     assert rank_memory(with_kl, shape_of(PUBLISHED["Qwen3-32B"])).reference == 1_023_816_352  # bfloat16
 
 
-def test_an_update_of_qwen3_32b_by_hand() -> None:
-    """One row of n = 22,528 tokens on each of 64 ranks: the peak is the backward pass of the last layer."""
+def test_update_memory_of_qwen3_32b() -> None:
+    """n = 22,528 tokens on each of 64 ranks: the peak is the last layer's backward pass."""
     one_row = ("train.num_ranks=64", "train.sequence_parallel=1", "train.micro_batch_tokens=22528")
     rank = rank_memory(recipe("dapo_qwen3_32b_math", *one_row), shape_of(PUBLISHED["Qwen3-32B"]))
     tokens, hidden, queries, keys, width, vocabulary = 22_528, 5_120, 8_192, 1_024, 25_600, 151_936
     layer = 2 * hidden * (queries + keys) + 3 * hidden * width + 2 * 128 + 2 * hidden  # 487,598,336 parameters
     head = vocabulary * hidden
-    assert rank.update_weights == 2 * (2 * head + hidden) + 2 * 2 * layer  # bfloat16: root, layer, the next one
-    # head's gradient and half of the layer's in bfloat16; the reduced layer's in float32
+    assert rank.update_weights == 2 * (2 * head + hidden) + 2 * 2 * layer  # bfloat16: root, current and next layer
+    # head gradient and half of the layer's in bfloat16, the layer's reduced gradient in float32
     assert rank.update_gradients == 2 * (head + layer // 2) + 4 * layer
     norms, head_norms = 2 * 8 * hidden, 6 * (queries + keys)
-    attention = 2 * (3 * queries + 2 * keys) + 4 * 64  # q, k, v, the result twice; logsumexp of 64 heads
-    kept = norms + head_norms + attention + 4 * 2 * width  # 395,520 bytes a token
+    attention = 2 * (3 * queries + 2 * keys) + 4 * 64  # q, k, v, the output twice; logsumexp of 64 heads
+    kept = norms + head_norms + attention + 4 * 2 * width  # 395,520 bytes per token
     inputs = 64 * 2 * hidden  # of 64 checkpointed layers
     assert rank.update_activations == tokens * (inputs + kept + 2 * 2 * width + 2 * 2 * hidden)
 
 
-def test_keys_that_save_memory_save_it() -> None:
+def test_memory_keys_have_the_planned_effect() -> None:
     base = ("rollout.num_workers=8", "train.num_ranks=8", "train.micro_batch_tokens=10240")
     rank = {
         change: rank_memory(recipe("dapo_qwen3_8b_math", *base, change), shape_of(PUBLISHED["Qwen3-8B"]))
@@ -114,71 +114,71 @@ def test_keys_that_save_memory_save_it() -> None:
         )
     }
     plain = rank["train.num_ranks=8"]
-    # 36 layers' activations in place of 36 inputs and one layer's
+    # activations of 36 layers instead of 36 inputs and one layer
     assert rank["train.gradient_checkpointing=false"].update_activations > 5 * plain.update_activations
-    # 36 gathered layers and one buffer in place of one and one
+    # 36 gathered layers and one buffer instead of one and one
     layers = shape_of(PUBLISHED["Qwen3-8B"]).largest_layer * 2
     assert rank["train.reshard_after_forward=false"].update_weights - plain.update_weights == 35 * layers
     assert rank["train.logits_chunk_tokens=256"].scoring_logits * 4 == plain.scoring_logits
     assert rank["train.micro_batch_tokens=5120"].scoring_activations * 2 == plain.scoring_activations
-    # 20,480 tokens of two sequences over two ranks, 40,960 of four over four: the same on each
+    # 20,480 tokens of two sequences over two ranks, 40,960 of four over four: the same per rank
     assert rank["train.sequence_parallel=4"].scoring_activations == plain.scoring_activations
     assert rank["train.dtype=float32"].forward_weights == 2 * plain.forward_weights
     assert rank["train.fsdp_size=4"].weights == 2 * plain.weights
 
 
-def test_a_reference_that_changes_is_in_checkpoints() -> None:
+def test_checkpoints_include_a_refreshed_reference() -> None:
     kept, fresh = (
         planned(recipe("grpo_qwen3_8b_math", f"algorithm.kl.refresh_every={every}"), "Qwen3-8B")
         for every in (0, 5)
     )
     number = shape_of(PUBLISHED["Qwen3-8B"]).num_parameters
     assert kept.disk.checkpoint == 12 * number  # weights and two moments in float32
-    assert fresh.disk.checkpoint == 14 * number  # and the reference in bfloat16
+    assert fresh.disk.checkpoint == 14 * number  # plus the reference in bfloat16
     copies = [
         sum(use.host_bytes for use in plan.uses if use.what == "copy being written") for plan in (kept, fresh)
     ]
     assert copies[1] - copies[0] == kept.rank.reference > 0
 
 
-def test_a_micro_batch_is_no_larger_than_the_step() -> None:
+def test_micro_batches_are_limited_by_the_step() -> None:
     """arith_cpu: 8 x 8 / 2 = 32 responses of 120 tokens on a rank, below its 16,384 tokens."""
     shape = shape_of({"model_type": "qwen3", **recipe_config(recipe("arith_cpu").model.recipe)})
     whole, half = (
         rank_memory(recipe("arith_cpu", f"train.micro_batch_tokens={tokens}"), shape) for tokens in (7680, 3840)
     )
     assert rank_memory(recipe("arith_cpu"), shape) == whole
-    assert half.update_activations == whole.update_activations  # 3,840 tokens are learnt from
+    assert half.update_activations == whole.update_activations  # 3,840 tokens are trained on
     assert half.scoring_activations * 2 == whole.scoring_activations  # 7,680 are scored
 
 
-def test_keys_and_values_of_an_engine_over_four_dies() -> None:
+def test_kv_cache_of_an_engine_over_four_dies() -> None:
     """64 layers x 8 heads x 128 x 2 x 2 B / 4 = 65,536 B a token; 32.8e9 x 2 B / 4 of weights."""
     config = recipe("dapo_qwen3_32b_math")
     engine = engine_memory(config, shape_of(PUBLISHED["Qwen3-32B"]), 64 * GIB)
     assert engine.token_bytes == 65_536
     assert engine.sequence_bytes == 65_536 * 22_528
-    assert abs(engine.weights - 2 * 32_762_123_264 / 4) < 0.002 * engine.weights  # norms are on each
+    assert abs(engine.weights - 2 * 32_762_123_264 / 4) < 0.002 * engine.weights  # norms are replicated
     assert engine.cache == int(0.8 * 64 * GIB) - engine.fixed
     assert engine.num_sequences == engine.cache // engine.sequence_bytes == 24
-    assert engine.probe == 2_048 * 151_936 * 8  # of a prompt's part in a step, float32 twice
+    assert engine.probe == 2_048 * 151_936 * 8  # one step's prompt tokens, two float32 values per logit
     assert STEP_TOKENS == vllm_engine.PREFILL_TOKENS
     two_key_heads = shape_of({**PUBLISHED["Qwen2.5-0.5B"], "num_attention_heads": 16})
-    assert two_key_heads.token_elements(4) == two_key_heads.token_elements(2)  # copied where heads are fewer
+    assert two_key_heads.token_elements(4) == two_key_heads.token_elements(2)  # key heads are replicated
     fp8 = recipe("dapo_qwen3_32b_math", "rollout.engine_args={kv_cache_dtype: fp8}")
     assert engine_memory(fp8, shape_of(PUBLISHED["Qwen3-32B"]), None).token_bytes == 32_768
 
 
-def test_what_waits_in_host_memory_is_not_on_the_device() -> None:
+def test_offloaded_state_is_in_host_memory() -> None:
     def parts(*overrides: str) -> dict[tuple[str, str], tuple[int, int]]:
         plan = planned(recipe("dapo_qwen3_8b_math", *overrides), "Qwen3-8B")
         return {
-            (one.phase, one.what): (one.device_bytes, one.host_bytes) for one in plan.uses if one.role == "rank"
+            (use.phase, use.what): (use.device_bytes, use.host_bytes) for use in plan.uses if use.role == "rank"
         }
 
     shard = 4 * shape_of(PUBLISHED["Qwen3-8B"]).shard_parameters(8)
-    # Pinned memory comes in powers of two: 36 layers of 8 + 8 + 2 + 2 + 3 x 32 MiB with 4,224 B of norms, twice
-    # 512 MiB (of 296.75) with 2,048 B.
+    # Pinned memory is allocated in powers of two: 36 layers of 8 + 8 + 2 + 2 + 3 x 32 MiB with 4,224 B of norms,
+    # twice 512 MiB (for 296.75) with 2,048 B.
     pinned = 36 * (116 * 1024**2 + 4224) + 1024**3 + 2048
     plain, shards = parts(), parts("train.offload_shards=true")
     for phase in PHASES:
@@ -191,15 +191,15 @@ def test_what_waits_in_host_memory_is_not_on_the_device() -> None:
     assert optimizer["generate", "weights"] == (0, pinned)
     assert optimizer["anchor", "weights"] == (shard, 0)
     inputs = parts("train.offload_activations=true")["update", "activations"]
-    tokens = 10_240  # 36 inputs of 8,192 bytes a token leave, two stay
+    tokens = 10_240  # 36 inputs of 8,192 bytes per token are offloaded, two stay
     assert inputs == (plain["update", "activations"][0] - 34 * 8192 * tokens, 36 * 8192 * tokens)
 
 
-def test_on_shared_devices_what_one_side_gives_back_is_the_others() -> None:
-    """Who holds what is the table of turns; NPUs keep engines' weights on the host, CUDA discards them."""
+def test_colocated_roles_take_turns_on_the_device() -> None:
+    """The table in turns says who holds what; NPUs keep engine weights on the host, CUDA discards them."""
     config, shape = recipe("dapo_qwen3_32b_math"), shape_of(PUBLISHED["Qwen3-32B"])
     plan = planned(config, "Qwen3-32B", 61.27)
-    cells = {(one.phase, one.role, one.what): (one.device_bytes, one.host_bytes) for one in plan.uses}
+    cells = {(use.phase, use.role, use.what): (use.device_bytes, use.host_bytes) for use in plan.uses}
     engine, rank = engine_memory(config, shape, plan.limit.num_bytes), rank_memory(config, shape)
     assert cells["generate", "engine", "weights"] == (engine.weights, 0)
     assert cells["generate", "rank", "weights"] == (0, rank.pinned)
@@ -210,13 +210,13 @@ def test_on_shared_devices_what_one_side_gives_back_is_the_others() -> None:
     assert cells["publish", "engine", "weights"] == (engine.weights, 0)
     assert ("publish", "engine", "keys and values") not in cells
     (load,) = plan.loads
-    both = [one.device_bytes for one in plan.uses if one.phase == load.phase]
+    both = [use.device_bytes for use in plan.uses if use.phase == load.phase]
     assert (load.num_devices, load.peak_bytes) == (64, sum(both))
     on_cuda = planned(recipe("dapo_qwen3_8b_one_gpu"), "Qwen3-8B", 79)
-    assert not [one for one in on_cuda.uses if one.role == "engine" and one.host_bytes]
+    assert not [use for use in on_cuda.uses if use.role == "engine" and use.host_bytes]
 
 
-def test_a_stage_of_a_pipeline_holds_its_layers_and_one_of_the_large_matrices() -> None:
+def test_a_pipeline_stage_holds_its_layers_and_one_vocabulary_matrix() -> None:
     shape = shape_of(PUBLISHED["Qwen3-32B"])
     staged = recipe("dapo_qwen3_32b_math", "rollout.pipeline_parallel=2", "rollout.num_workers=8")
     engine = engine_memory(staged, shape, 64 * GIB)
@@ -225,28 +225,28 @@ def test_a_stage_of_a_pipeline_holds_its_layers_and_one_of_the_large_matrices() 
     assert engine.weights == 2 * (layers // 4 + matrix // 4 + 5_120)
 
 
-def test_weights_travel_in_two_buckets_of_at_least_the_largest_tensor() -> None:
+def test_weights_are_sent_in_two_buckets_of_at_least_the_largest_tensor() -> None:
     def sent(*overrides: str) -> set[int]:
         plan = planned(recipe("dapo_qwen3_8b_math", *overrides), "Qwen3-8B")
         return {
-            one.device_bytes for one in plan.uses if one.what in ("weights being sent", "weights being received")
+            use.device_bytes for use in plan.uses if use.what in ("weights being sent", "weights being received")
         }
 
     assert sent() == {2 * 151_936 * 4_096 * 2}  # the embedding in bfloat16, 1.16 GiB, is more than 512 MiB
     assert sent("train.weight_bucket_bytes=2147483648") == {2 * 2**31}
-    assert sent("train.weight_bucket_bytes=1099511627776") == {2 * 2 * 8_190_735_360}  # no more than there is
-    machine = planned(recipe("arith_cpu"), "Qwen3-0.6B")  # where ranks and engines read the same memory
-    assert [one.role for one in machine.uses if one.what.startswith("weights being")] == [OTHERS]
+    assert sent("train.weight_bucket_bytes=1099511627776") == {2 * 2 * 8_190_735_360}  # at most the whole model
+    machine = planned(recipe("arith_cpu"), "Qwen3-0.6B")  # ranks and engines share memory
+    assert [use.role for use in machine.uses if use.what.startswith("weights being")] == [OTHERS]
 
 
-def test_an_unknown_size_is_said_and_not_guessed() -> None:
+def test_an_unknown_device_size_is_not_guessed() -> None:
     plan = planned(recipe("dapo_qwen3_8b_math"), "Qwen3-8B")
     assert [load.fits for load in plan.loads] == [None, None]
     assert (plan.engine.num_sequences, plan.shortages) == (None, [])
     assert device_limit(recipe("dapo_qwen3_8b_math", "train.device_model=null")).num_bytes is None
 
 
-def test_devices_are_found_by_the_names_people_use() -> None:
+def test_devices_are_found_by_common_names() -> None:
     assert find_device("NVIDIA H100") is find_device("h100") is DEVICES["H100"]
     assert find_device("4090") is find_device("NVIDIA GeForce RTX 4090") is DEVICES["RTX 4090"]
     assert 78 < DEVICES["H100"].num_bytes / GIB < 79.2  # torch sees 79.1
@@ -260,7 +260,7 @@ def test_devices_are_found_by_the_names_people_use() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gigabytes", [12, 20, 24])
-def test_the_proposed_change_fits_and_has_no_key_too_many(gigabytes: float) -> None:
+def test_the_proposed_change_fits_and_is_minimal(gigabytes: float) -> None:
     config, shape = recipe("dapo_qwen3_8b_math"), shape_of(PUBLISHED["Qwen3-8B"])
 
     def replan(other: Any) -> MemoryPlan:
@@ -270,7 +270,7 @@ def test_the_proposed_change_fits_and_has_no_key_too_many(gigabytes: float) -> N
     change = smallest_change(config, shape, replan)
     assert change
     assert replan(changed(config, change)).shortages == []
-    resolve_config(changed(config, change).model_dump(mode="json"))  # nothing contradicts another key
+    resolve_config(changed(config, change).model_dump(mode="json"))  # the keys do not contradict each other
     joined = {
         "train.sequence_parallel": "train.micro_batch_tokens",
         "rollout.tensor_parallel": "rollout.num_workers",
@@ -283,10 +283,11 @@ def test_the_proposed_change_fits_and_has_no_key_too_many(gigabytes: float) -> N
 
 
 @pytest.mark.slow
-def test_no_change_is_proposed_where_none_is_enough() -> None:
+def test_no_change_is_proposed_if_none_is_enough() -> None:
     config = recipe("dapo_qwen3_8b_math")
     assert (
-        smallest_change(config, shape_of(PUBLISHED["Qwen3-8B"]), lambda one: planned(one, "Qwen3-8B", 3)) is None
+        smallest_change(config, shape_of(PUBLISHED["Qwen3-8B"]), lambda other: planned(other, "Qwen3-8B", 3))
+        is None
     )
 
 
@@ -297,18 +298,18 @@ def test_a_model_that_is_not_known_is_named(tmp_path: Path) -> None:
         plan_of(recipe("dapo_qwen3_8b_math", "model.id=you/own"))
     with pytest.raises(ConfigError, match=r"needs config\.json of models/own"):
         plan_of(recipe("dapo_qwen3_32b_math", "model.path=models/own"))
-    with pytest.raises(ModelError, match="not of model_type mamba"):
+    with pytest.raises(ModelError, match="not model_type mamba"):
         shape_of({"model_type": "mamba"})
     with pytest.raises(ModelError, match="has no 'hidden_size'"):
         shape_of({"model_type": "llama"})
-    for text, said in (("{", "is not JSON"), ("[]", "is not a JSON object")):
+    for text, message in (("{", "is not JSON"), ("[]", "is not a JSON object")):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=message):
             plan_of(recipe("dapo_qwen3_32b_math", f"model.path={tmp_path}"))
 
 
 @pytest.mark.slow
-def test_the_command_shows_the_plan_and_what_fits() -> None:
+def test_the_command_shows_the_plan_and_a_fitting_change() -> None:
     recipe_path = str(PROJECT_ROOT / "configs/dapo_qwen3_8b_math.yaml")
     shown = CliRunner().invoke(app, ["plan", recipe_path, "--memory"])
     assert (shown.exit_code, "it fits" in shown.output) == (0, True)
@@ -328,7 +329,7 @@ def test_the_command_shows_the_plan_and_what_fits() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_loads_no_torch() -> None:
+def test_planning_does_not_import_torch() -> None:
     code = (
         "from flows.config import load_config; from tasks.preflight.memory import plan_of; import sys; "
         "plan_of(load_config('configs/dapo_qwen3_32b_math.yaml')); print('torch' in sys.modules)"

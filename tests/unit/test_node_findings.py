@@ -183,7 +183,7 @@ def test_the_memory_plan_is_made_for_the_devices_found() -> None:
 
     found = planned("train.device_model=null")
     assert found.status == FAIL
-    assert "and it has 12.0" in found.found
+    assert "but has 12.0" in found.found
     assert planned().status == OK  # as the recipe names its device
 
 
@@ -284,12 +284,12 @@ def test_a_harmful_variable_is_reported_with_its_node() -> None:
 def test_files_connections_and_all_reduces_name_nodes_and_pairs() -> None:
     taken = {A: ["HCCL_HOST_SOCKET_PORT_RANGE=60000-60050"], B: []}
     findings = [
-        *of(nodes.check_seen, {B: ["model folder /models/q (other content)"], C: []}),
+        *of(nodes.check_seen, {B: ["model folder /models/q (different content)"], C: []}),
         *of(nodes.check_connections, taken, {(A, B): ["blocked"]}, 2),
         *of(nodes.check_all_reduce, {(A, B): "timed out", (B, C): 0.002, (C, A): ""}, "hccl"),
     ]
     assert [(finding.check, finding.status, finding.where, finding.found) for finding in findings] == [
-        ("files", FAIL, B, "does not see model folder /models/q (other content)"),
+        ("files", FAIL, B, "does not see model folder /models/q (different content)"),
         ("network", WARN, A, "no port of HCCL_HOST_SOCKET_PORT_RANGE=60000-60050 is free"),
         ("network", FAIL, f"from {A} to {B}", "blocked"),
         ("all-reduce", FAIL, f"between {A} and {B}", "all-reduce over hccl failed: timed out"),

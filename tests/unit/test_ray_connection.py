@@ -1,4 +1,4 @@
-"""A Ray that does not start is a death like any other: nothing of it is left, and training restarts."""
+"""Connecting to Ray: failed starts leave nothing behind and are retried; private instances are protected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from durable import locked
 
 
 class Init:
-    """In place of ray.init: starts a process as Ray does, then raises what it is given."""
+    """Replaces ray.init: starts a process like Ray, then raises the next error."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *errors: BaseException) -> None:
         self.errors = list(errors)
@@ -51,9 +51,9 @@ class Init:
 
 
 @pytest.fixture(autouse=True)
-def _surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No token of the user, and a folder with a short path."""
-    monkeypatch.setattr(connection, "ask_cluster", lambda *_: None)  # which connects in another process
+def _isolated_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Unset the user's token, and use a folder with a short path."""
+    monkeypatch.setattr(connection, "ask_cluster", lambda *_: None)  # it connects in another process
     monkeypatch.delenv(AUTH_MODE, raising=False)
     monkeypatch.delenv(AUTH_TOKEN, raising=False)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
@@ -66,7 +66,7 @@ def connect(**train: Any) -> Path | None:
         return folder
 
 
-# What ray.init raises when the raylet, the GCS or an agent dies while it starts, or a node is slow.
+# What ray.init raises if the raylet, the GCS or an agent dies during startup, or a node is slow.
 START_ERRORS = [
     Exception("The current node timed out during startup. This could happen because some of the raylet failed to"),
     RuntimeError("Failed to start GCS.  Last 0 lines of error files:\n.Please check /tmp/ray/gcs_server.out"),
@@ -77,7 +77,7 @@ START_ERRORS = [
 
 
 @pytest.mark.parametrize("error", START_ERRORS, ids=lambda error: type(error).__name__)
-def test_a_start_that_fails_is_repeated_like_after_any_death(
+def test_a_failed_start_is_retried_like_any_dead_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
 ) -> None:
     init = Init(monkeypatch, error)
@@ -96,23 +96,23 @@ def test_a_start_that_fails_is_repeated_like_after_any_death(
     assert [process.poll() for process in init.processes] == [-9]
 
 
-def test_a_killed_training_s_folder_is_removed_after_a_day_by_the_next_one(
+def test_the_folder_of_a_killed_training_is_removed_after_a_day(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = Path(os.environ["RAY_TMPDIR"])
+    parent = Path(os.environ["RAY_TMPDIR"])
     for name in ("dead", "live", "young"):
-        (place / f"dapo-ray-{name}").mkdir()
-        (place / f"dapo-ray-{name}" / LOCK_FILE).touch()
-    (place / "dapo-ray-other").mkdir()  # of another version
+        (parent / f"dapo-ray-{name}").mkdir()
+        (parent / f"dapo-ray-{name}" / LOCK_FILE).touch()
+    (parent / "dapo-ray-other").mkdir()  # from another version
     Init(monkeypatch)
-    with locked(place / "dapo-ray-live" / LOCK_FILE):
+    with locked(parent / "dapo-ray-live" / LOCK_FILE):
         for name in ("dead", "live"):
-            os.utime(place / f"dapo-ray-{name}" / LOCK_FILE, (0, 0))
+            os.utime(parent / f"dapo-ray-{name}" / LOCK_FILE, (0, 0))
         connect()
-    assert {path.name for path in place.iterdir()} == {"dapo-ray-live", "dapo-ray-young", "dapo-ray-other"}
+    assert {path.name for path in parent.iterdir()} == {"dapo-ray-live", "dapo-ray-young", "dapo-ray-other"}
 
 
-def test_the_error_names_the_reason_and_the_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_reports_the_reason_and_the_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     Init(monkeypatch, RuntimeError("Failed to start GCS.\nmore"))
     with pytest.raises(
         WorkerDied, match=r"^Ray did not start on this machine: Failed to start GCS\. \("
@@ -128,7 +128,7 @@ def test_the_error_names_the_reason_and_the_logs(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_other_errors_stay_what_they_are(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_other_errors_propagate_unchanged(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     init = Init(monkeypatch, error)
     with pytest.raises(type(error)):
         connect()
@@ -136,7 +136,7 @@ def test_other_errors_stay_what_they_are(monkeypatch: pytest.MonkeyPatch, error:
     assert not Path(init.options["_temp_dir"]).parent.exists()
 
 
-def test_a_private_ray_has_a_token_a_private_folder_and_short_paths(
+def test_a_private_ray_has_a_token_and_a_short_private_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     init = Init(monkeypatch)
@@ -153,21 +153,21 @@ def test_a_private_ray_has_a_token_a_private_folder_and_short_paths(
     assert not list(Path(os.environ["RAY_TMPDIR"]).iterdir())
 
 
-def test_joining_passes_the_token_on_and_warns_without_one(
+def test_joining_a_cluster_uses_the_token_and_warns_without_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     init = Init(monkeypatch)
     connect(ray_address="10.0.0.1:6379")
     assert "used without a token" in caplog.text
     caplog.clear()
-    monkeypatch.setenv(AUTH_TOKEN, "of the cluster")
+    monkeypatch.setenv(AUTH_TOKEN, "the cluster's")
     monkeypatch.setenv(AUTH_MODE, "token")
     connect(ray_address="10.0.0.1:6379")
-    assert (init.environment[AUTH_MODE], init.environment[AUTH_TOKEN]) == ("token", "of the cluster")
+    assert (init.environment[AUTH_MODE], init.environment[AUTH_TOKEN]) == ("token", "the cluster's")
     assert caplog.text == ""
 
 
-def test_a_cluster_that_refuses_or_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_refuses_or_does_not_answer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     Init(monkeypatch, AuthenticationError("Unauthenticated"), ConnectionError("Failed to connect"))
     with pytest.raises(ConfigError, match=r"train\.ray_address=auto refuses this process: .*RAY_AUTH_TOKEN"):
         connect(ray_address="auto")

@@ -1,4 +1,4 @@
-"""Waiting for a Ray cluster: it says what for, and a signal ends it at once."""
+"""Waiting for a Ray cluster or its resources is logged, limited and interruptible."""
 
 from __future__ import annotations
 
@@ -32,38 +32,38 @@ with StopRequest():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_wait_for_a_cluster_that_does_not_answer(number: signal.Signals) -> None:
+def test_a_signal_interrupts_waiting_for_a_cluster(number: signal.Signals) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", ASK], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as one:
-        assert one.stdout is not None
-        assert one.stdout.readline() == b"asking\n"
-        began = time.monotonic()
-        one.send_signal(number)
-        one.communicate(timeout=300)
-    assert time.monotonic() - began < room.ANSWER_SECONDS / 2
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"asking\n"
+        started = time.monotonic()
+        process.send_signal(number)
+        process.communicate(timeout=300)
+    assert time.monotonic() - started < room.ANSWER_SECONDS / 2
 
 
-def test_who_asks_a_cluster_ends_with_the_process_that_wants_to_know() -> None:
-    with subprocess.Popen([sys.executable, "-c", ASK], cwd=ROOT, stdout=subprocess.PIPE) as one:
-        while not (below := descendants(one.pid)):
-            assert one.poll() is None
+def test_the_querying_child_ends_with_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", ASK], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        while not (below := descendants(process.pid)):
+            assert process.poll() is None
             time.sleep(0.01)
-        [asking] = below
-        end = os.pidfd_open(asking)
-        while "_raylet" not in Path(f"/proc/{asking}/maps").read_text():  # it has begun
+        [child] = below
+        end = os.pidfd_open(child)
+        while "_raylet" not in Path(f"/proc/{child}/maps").read_text():  # it has started
             time.sleep(0.01)
-        os.kill(asking, signal.SIGSTOP)  # it does nothing by itself any more
-        one.kill()
+        os.kill(child, signal.SIGSTOP)  # it can no longer exit by itself
+        process.kill()
     assert select.select([end], [], [], 60)[0]
     os.close(end)
     command = [sys.executable, "-m", "dapo_core.cluster.room", "127.0.0.1:1", str(os.getppid())]
-    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (asked.stdout, asked.stderr) == ("", ""), "its parent has ended before it could say so to the kernel"
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("", ""), "its parent ended before it could register with the kernel"
 
 
 @pytest.mark.slow
-def test_what_a_cluster_has_and_why_it_does_not_answer(
+def test_resources_are_returned_and_failures_explained(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     popen = subprocess.Popen
@@ -79,19 +79,19 @@ def test_what_a_cluster_has_and_why_it_does_not_answer(
     with pytest.raises(WorkerDied, match=r"train\.ray_address=auto does not answer: ConnectionError: none runs"):
         room.ask_cluster("auto")
     answer("import time; time.sleep(60)")
-    monkeypatch.setattr(room, "WORD_SECONDS", 0.0)
+    monkeypatch.setattr(room, "LOG_SECONDS", 0.0)
     caplog.set_level("INFO")
-    with pytest.raises(WorkerDied, match=r"nothing came within 0\.5 s"):
+    with pytest.raises(WorkerDied, match=r"did not answer within 0\.5 s"):
         room.ask_cluster("auto", max_seconds=0.5)
     assert "for the Ray cluster at train.ray_address=auto to answer" in caplog.text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_left", [False, True])
-def test_auto_without_a_ray_says_what_to_type(
+def test_auto_without_a_ray_explains_how_to_start_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_left: bool
 ) -> None:
-    if is_left:  # the address of a Ray that has ended
+    if is_left:  # the address file of a Ray that has ended
         (tmp_path / "ray").mkdir()
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
@@ -101,7 +101,7 @@ def test_auto_without_a_ray_says_what_to_type(
 import sys
 from ray._private import services
 from dapo_core.cluster.room import main
-services.psutil.process_iter = lambda *_: []  # the Rays of others on this machine
+services.psutil.process_iter = lambda *_: []  # hide other Ray instances on this machine
 sys.exit(main("auto"))
 """
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -116,7 +116,7 @@ sys.exit(main("auto"))
 
 
 class Group:
-    """A placement group that never has room; each look takes a second of the clock."""
+    """A placement group that is never placed; each wait advances the clock."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -126,7 +126,7 @@ class Group:
         return False
 
 
-def test_waiting_for_room_says_every_ten_seconds_what_for_and_gives_up(
+def test_waiting_for_resources_is_logged_every_ten_seconds_and_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -135,9 +135,9 @@ def test_waiting_for_room_says_every_ten_seconds_what_for_and_gives_up(
     monkeypatch.setattr(placement.ray, "cluster_resources", lambda: resources)
     monkeypatch.setattr(placement.ray, "available_resources", dict)
     caplog.set_level("INFO")
-    with pytest.raises(ConfigError, match="Ray has no room for 4 workers of 1 CPU within 300 s"):
-        placement._wait_for_room(Group(clock), "4 workers of 1 CPU", 300.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"Ray has no free resources for 4 workers of .* after 300 s"):
+        placement._wait_until_placed(Group(clock), placement.Demand(4, {"CPU": 1}), 300.0)  # type: ignore[arg-type]
     assert len(caplog.messages) == 29
     assert caplog.messages[0].startswith(
-        "waiting since 10 s for room in Ray for 4 workers of 1 CPU: it has {'CPU'"
+        "waiting for 10 s for Ray resources for 4 workers of {'CPU': 1}: total {'CPU'"
     )

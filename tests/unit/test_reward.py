@@ -1,4 +1,4 @@
-"""The rules for mathematics on texts as models write them, their routing, and the overlong penalty."""
+"""Scoring rules on realistic responses, their routing, and the overlong penalty."""
 
 from __future__ import annotations
 
@@ -31,25 +31,18 @@ from dapo_core.reward.scorers import (
 from eval.answers.math_dapo import unwrap
 from eval.problems.registry import SETS, load_set
 
-
-def test_right_and_wrong_are_plus_and_minus_one() -> None:
-    right, wrong = score_math("12 + 7 = 19\nAnswer: 19", "19"), score_math("Answer: 18", "19")
-    assert (right.value, right.verdict, right.answer, right.acc) == (1.0, "right", "19", 1.0)
-    assert (wrong.value, wrong.verdict, wrong.answer, wrong.acc) == (-1.0, "wrong", "18", 0.0)
-
-
-# (response, verdict of the project's rule, of verl's, which reads the last answer line only)
+# (response, verdict of this project's rule, verdict of verl's, which reads only the last answer line)
 PLACES = [
     ("Answer: 18\nNo, again.\nAnswer: 19", "right", "right"),  # the last one counts
     ("Answer: 19\nNo, again.\nAnswer: 18", "wrong", "wrong"),
     ("ANSWER : 19", "right", "right"),
     ("answer:\n19", "right", "right"),
     ("Answer:\n\\boxed{19}", "right", "right"),
-    ("So \\boxed{18}, no, \\boxed{19}.", "right", "no_answer"),  # boxed where there is no `Answer:`
-    ("\\boxed{19} but Answer: 18", "wrong", "wrong"),  # which goes before boxed
+    ("So \\boxed{18}, no, \\boxed{19}.", "right", "no_answer"),  # boxed counts without `Answer:`
+    ("\\boxed{19} but Answer: 18", "wrong", "wrong"),  # `Answer:` takes precedence over boxed
     ("Answer: 19\nand then \\boxed{18}", "right", "right"),
-    ("Answer: 19" + " " * 290, "right", "right"),  # the 300 characters begin with the `A`
-    ("Answer: 19" + " " * 291, "no_answer", "no_answer"),  # and here behind it
+    ("Answer: 19" + " " * 290, "right", "right"),  # the 300 characters start at the `A`
+    ("Answer: 19" + " " * 291, "no_answer", "no_answer"),  # and here after it
     ("Answer: 19" + "." * 400 + "Answer: 18", "wrong", "wrong"),
     ("I do not know", "no_answer", "no_answer"),
     ("", "no_answer", "no_answer"),
@@ -61,25 +54,27 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("response", "verdict", "verdict_in_verl"), PLACES)
-def test_where_the_answer_stands(response: str, verdict: str, verdict_in_verl: str) -> None:
+def test_which_answer_in_the_response_counts(response: str, verdict: str, verdict_in_verl: str) -> None:
     for score, expected in (
         (score_math(response, "19"), verdict),
         (score_math_as_verl(response, "19"), verdict_in_verl),
     ):
-        assert (score.verdict, score.value) == (expected, 1.0 if expected == "right" else -1.0)
+        is_right = expected == "right"
+        assert (score.verdict, score.value, score.acc) == (expected, 1.0 if is_right else -1.0, is_right)
+        assert score.answer == {"right": "19", "wrong": "18", "no_answer": None}[expected]
 
 
-# (answer, ground truth, verl's rule, the project's), each worked through the two rules by hand.
+# (answer, ground truth, right by verl's rule, right by this project's rule), each derived by hand.
 VERL_FORMS = [
     ("34", "34", True, True), ("$34$", "34", True, True), ("34.", "34", False, True),
-    ("$34$.", "34", True, True), ("$34.$", "34", True, True),  # `.$` is `$`, and text around a formula goes
+    ("$34$.", "34", True, True), ("$34.$", "34", True, True),  # `.$` becomes `$`; text around a formula is dropped
     ("**34**", "34", False, False), ("034", "34", False, False), ("34.0", "34", False, False),
     ("1/2", "\\frac{1}{2}", False, False), ("3^2", "9", False, False),  # nothing is computed
     ("0.5", "\\frac12", False, False), ("3 \\cdot 4", "34", False, False),
     ("50%", "50", False, True), ("50\\%", "50", False, True),
-    ("12,34", "1234", True, False), ("1,2", "12", True, False),  # all commas between digits go
+    ("12,34", "1234", True, False), ("1,2", "12", True, False),  # commas between digits are dropped
     ("1,234", "1234", True, True), ("1234 dollars", "\\$1,234", True, True),
-    ("-1,234", "-1234", False, True), ("1,234.5", "1234.5", False, True),  # but only digits
+    ("-1,234", "-1234", False, True), ("1,234.5", "1234.5", False, True),  # digits only
     ("1{,}234", "1234", True, True), ("1,\\!234", "1234", True, True), ("1\\;000", "1000", True, True),
     ("1\\,000", "1000", False, True), ("1 234", "1234", True, True),
     ("(1, 2)", "(1,2)", True, True), ("\\left(1,2\\right)", "(1,2)", False, True),
@@ -91,7 +86,7 @@ VERL_FORMS = [
     ("34^\\circ", "34", True, True), ("34^{\\circ}", "34", True, True), ("34 kg", "34", False, False),
     ("34 tickets", "34", False, True), ("34 children tickets", "34", True, False),
     ("34\\text{ cm}", "34", True, True), ("34\\text{ m}", "34", True, False),
-    ("34\\mathrm{th}", "34", True, False), ("issue 34", "is34", True, False),  # "sue" goes
+    ("34\\mathrm{th}", "34", True, False), ("issue 34", "is34", True, False),  # "sue" is dropped
     ('"34"', "34", True, False), ("34 \\text{and} 35", "34,35", True, False),
     ("1,2,\\ldots", "1,2,", True, False),
     ("\\text{even}", "even", True, True), ("\\mbox{even}", "even", True, True),
@@ -106,7 +101,7 @@ VERL_FORMS = [
 
 
 @pytest.mark.parametrize(("answer", "truth", "is_right_in_verl", "is_right"), VERL_FORMS)
-def test_math_dapo_is_verls_rule_to_the_letter_when_asked(
+def test_math_dapo_matches_verls_rule_exactly_in_compat_mode(
     answer: str, truth: str, is_right_in_verl: bool, is_right: bool
 ) -> None:
     response = f"So it is.\nAnswer: {answer}"
@@ -123,7 +118,7 @@ def test_math_dapo_is_verls_rule_to_the_letter_when_asked(
         (81, -0.1, -0.1),
         (90, -1.0, -1.0),
         (100, -2.0, -2.0),
-        (110, -2.0, -3.0),  # clamped; verl goes on: -2 * (110 - 80) / 20
+        (110, -2.0, -3.0),  # clamped; verl continues: -2 * (110 - 80) / 20
         (10_000, -2.0, -992.0),
     ],
 )
@@ -139,7 +134,7 @@ def test_overlong_penalty(num_tokens: int, penalty: float, in_verl: float) -> No
     [
         ("\\text{a} b", "a b"),
         ("\\boxed{\\text{\\mathrm{\\textbf{x}}}}", "x"),
-        ("\\text{\\frac{\\sqrt{\\frac{1}{2}}}{2}}", "\\frac{\\sqrt{\\frac{1}{2}}}{2}"),  # braces three deep
+        ("\\text{\\frac{\\sqrt{\\frac{1}{2}}}{2}}", "\\frac{\\sqrt{\\frac{1}{2}}}{2}"),  # nested three deep
         ("\\text{a", "\\text{a"),
         ("\\text{a}}", "a}"),
         ("}\\text{{a}", "}\\text{{a}"),
@@ -147,13 +142,13 @@ def test_overlong_penalty(num_tokens: int, penalty: float, in_verl: float) -> No
         ("\\context{a}", "\\context{a}"),
     ],
 )
-def test_unwrapping(text: str, plain: str) -> None:
+def test_unwrapping_latex_text_commands(text: str, plain: str) -> None:
     assert unwrap(text) == plain
 
 
 @pytest.mark.parametrize("name", ["math_dapo", "gsm8k"])
-def test_a_hostile_tail_takes_no_time(name: str) -> None:
-    # These two rules run without a time limit.
+def test_hostile_input_is_scored_in_linear_time(name: str) -> None:
+    # these rules run without a time limit
     assert SCORERS[name].window_characters == 300
     for tail in (
         "\\text{" * 50, "\\boxed{" * 42, "\\text{" * 25 + "}" * 125, "{" * 150 + "}" * 150, "Answer:" + "$" * 293,
@@ -186,12 +181,12 @@ def test_rules_without_a_time_limit_never_raise(response: str, truth: str) -> No
         ("#### 18\n#### 17", "wrong", "17"),
         ("#### 1,8", "right", "18"),
         ("#### -18", "wrong", "-18"),
-        ("#### 18.", "wrong", "18."),  # compared as a string, as verl does
+        ("#### 18.", "wrong", "18."),  # compared as a string, like verl
         ("#### 18.0", "wrong", "18.0"),
         ("#### $18", "no_answer", None),
         ("####18", "no_answer", None),
         ("the answer is 18", "no_answer", None),
-        ("#### 18" + " " * 293, "right", "18"),  # the 300 characters begin with the first #
+        ("#### 18" + " " * 293, "right", "18"),  # the 300 characters start at the first #
         ("#### 18" + " " * 294, "no_answer", None),
         ("", "no_answer", None),
     ],
@@ -211,13 +206,13 @@ def test_gsm8k(response: str, verdict: str, answer: str | None) -> None:
         ("<think>...</think> \\boxed{13}", 0.1, "wrong"),
         ("so \\boxed{13}", 0.0, "wrong"),
         ("<think>13.5</think> 13.5", 0.0, "no_answer"),
-        ("<think>\\boxed{13.5}</think>", 0.9, "right"),  # the box must follow the thought for the format
-        (" <think></think>\\boxed{13.5}", 0.9, "right"),  # which must begin the response
+        ("<think>\\boxed{13.5}</think>", 0.9, "right"),  # for the format, the box must follow the thinking
+        (" <think></think>\\boxed{13.5}", 0.9, "right"),  # and <think> must start the response
         ("<think></think>\\boxed{13} \\boxed{13.5}", 1.0, "right"),
-        ("<think></think>\\boxed{a} \\boxed{13.5", 0.1, "no_answer"),  # the last box counts, and never closes
+        ("<think></think>\\boxed{a} \\boxed{13.5", 0.1, "no_answer"),  # the last box counts, but is never closed
         ("<think></think>\\boxed{\\frac{27}{2}}", 1.0, "right"),  # the same value
         ("<think></think>\\boxed{ }", 0.1, "no_answer"),
-        ("<think></think>\\boxed{9^{9^{9^9}}}", 0.1, "wrong"),  # not computed
+        ("<think></think>\\boxed{9^{9^{9^9}}}", 0.1, "wrong"),  # not evaluated
         ("", 0.0, "no_answer"),
     ],
 )
@@ -250,7 +245,7 @@ def test_math_verify_compares_values(response: str, truth: str, verdict: str) ->
     )
 
 
-def test_geo3k_compares_values_as_latex_and_reads_a_long_response_in_linear_time() -> None:
+def test_geo3k_compares_latex_values_and_checks_the_format_in_linear_time() -> None:
     root = "5 \\sqrt { 2 }"
     answers = ("5\\sqrt{2}", "\\sqrt{50}", "\\sqrt{51}", "{{{")
     assert [score_geo3k(f"\\boxed{{{answer}}}", root).acc for answer in answers] == [1.0, 1.0, 0.0, 0.0]
@@ -259,7 +254,7 @@ def test_geo3k_compares_values_as_latex_and_reads_a_long_response_in_linear_time
     assert time.process_time() - started < 0.5
 
 
-def test_rules_read_what_follows_the_thinking_and_verls_read_all_of_it() -> None:
+def test_rules_ignore_the_thinking_and_verls_rules_read_it() -> None:
     answers = {
         "math_dapo": "Answer: 34",
         "math_boxed": "\\boxed{34}",
@@ -274,7 +269,7 @@ def test_rules_read_what_follows_the_thinking_and_verls_read_all_of_it() -> None
         assert VERL_SCORERS[name](f"<think>{answers[name]}", "34").verdict == "right"
 
 
-def test_every_data_source_has_its_scorer_and_the_configuration_goes_before_the_table() -> None:
+def test_every_data_source_has_a_scorer_and_configuration_overrides_the_table() -> None:
     assert set(routes().values()) == set(SCORERS) == set(VERL_SCORERS)
     known = {"arithmetic": "math_boxed", "openai/gsm8k": "gsm8k", "cflue": "choice", "math": "math_verify"}
     assert known.items() <= routes().items()
@@ -284,20 +279,20 @@ def test_every_data_source_has_its_scorer_and_the_configuration_goes_before_the_
 
 
 @pytest.mark.parametrize(
-    ("entries", "said"),
+    ("entries", "message"),
     [
         (("mine",), "'mine', which is not DATA_SOURCE=SCORER .* choice, geo3k, gsm8k, math_boxed, math_dapo"),
         (("=gsm8k",), "'=gsm8k', which is not DATA_SOURCE=SCORER"),
         (("mine=gsm9k",), "'mine=gsm9k', which is not DATA_SOURCE=SCORER with a known scorer"),
-        (("mine=gsm8k", "mine=choice"), "'mine' two scorers, gsm8k and choice"),
+        (("mine=gsm8k", "mine=choice"), "'mine' to two scorers, gsm8k and choice"),
     ],
 )
-def test_a_bad_entry_is_named(entries: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_bad_entry_of_reward_scorers_is_named(entries: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         require_scorers((), RewardConfig(scorers=entries), CustomRewardConfig())
 
 
-def test_an_unknown_data_source_names_the_known_ones() -> None:
+def test_an_unknown_data_source_lists_the_known_ones() -> None:
     with pytest.raises(
         DataError,
         match=r"data_source 'gsm9k' has no scorer; known are .*arithmetic, .*data_source .*reward\.scorers",
@@ -312,24 +307,24 @@ if "DAPO_TEST_DATA" in os.environ:
     def read_rows(*names: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in DATA.joinpath(*names).read_text("utf-8").splitlines()]
 
-    def test_every_solution_of_the_real_gsm8k_scores_one() -> None:
+    def test_all_real_gsm8k_solutions_score_one() -> None:
         rows = read_rows("gsm8k", "test.jsonl")
         truths = [row["answer"].rpartition("#### ")[2].replace(",", "") for row in rows]
         for wrong, expected in (("", 1.0), ("1", 0.0)):
             scores = [score_gsm8k(row["answer"], truth + wrong) for row, truth in zip(rows, truths, strict=True)]
             assert [score.value for score in scores] == [expected] * 1319
 
-    def test_the_golds_of_the_real_math500_score_right_and_others_do_not() -> None:
+    def test_real_math500_answers_are_right_and_altered_ones_wrong() -> None:
         solutions = [row["solution"] for row in read_rows("math500", "test.jsonl")]
         golds = [item.gold for item in load_set(DATA / "math500" / "test.jsonl", "math500").items]
         ending = "Therefore, the final answer is: $\\boxed{{{}}}$. I hope it is correct."
         assert [score_math(ending.format(gold), gold).verdict for gold in golds] == ["right"] * 500
         assert [score_math(ending.format(f"{gold}1"), gold).verdict for gold in golds] == ["wrong"] * 500
-        # 22 boxes begin more than 300 characters before the end; 2 solutions have another `answer:` after the box
+        # 22 boxes start more than 300 characters before the end; 2 solutions have another `answer:` after the box
         scored = Counter(score_math(*pair).verdict for pair in zip(solutions, golds, strict=True))
         assert scored == {"right": 476, "no_answer": 22, "wrong": 2}
 
-    def test_the_right_choice_of_the_real_geometry3k_scores_one_and_others_do_not() -> None:
+    def test_only_the_right_choice_of_real_geometry3k_problems_scores_one() -> None:
         rows = read_rows("geometry3k", "sample.jsonl")
         assert len(rows) == 42
         for row in rows:

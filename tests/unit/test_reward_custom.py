@@ -1,4 +1,4 @@
-"""The user's file: found without being run, and its results as scores."""
+"""User-defined scorers: checked without executing the file; results converted to scores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dapo_core.reward.scorers import Score
         (0, Score(0.0, "wrong", None, 0.0)),
         (True, Score(1.0, "right", None, 1.0)),
         (-1, Score(-1.0, "wrong", None, -1.0)),
-        (0.4, Score(0.4, "wrong", None, 0.4)),  # without acc the score stands for it
+        (0.4, Score(0.4, "wrong", None, 0.4)),  # acc defaults to the score
         (np.float32(0.5), Score(0.5, "wrong", None, 0.5)),
         ({"score": 0.2, "acc": True}, Score(0.2, "right", None, 1.0)),
         ({"score": 1.0, "acc": 0.5}, Score(1.0, "wrong", None, 0.5)),
@@ -32,7 +32,7 @@ from dapo_core.reward.scorers import Score
         ({"score": 1, "pred": 34}, Score(1.0, "right", "34", 1.0)),
     ],
 )
-def test_results(result: Any, score: Score) -> None:
+def test_results_become_scores(result: Any, score: Score) -> None:
     assert to_score(result) == score
 
 
@@ -50,13 +50,13 @@ def test_results(result: Any, score: Score) -> None:
         ({"score": None}, TypeError),
     ],
 )
-def test_results_that_are_no_score(result: Any, error: type[Exception]) -> None:
+def test_invalid_results_are_refused(result: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         to_score(result)
 
 
 @pytest.mark.parametrize("prefix", ["def", "async def"])
-def test_sync_and_async_functions_get_the_arguments_by_name(tmp_path: Path, prefix: str) -> None:
+def test_sync_and_async_functions_are_called_with_keyword_arguments(tmp_path: Path, prefix: str) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         f"{prefix} judge(solution_str, extra_info, ground_truth, data_source):\n"
@@ -68,7 +68,7 @@ def test_sync_and_async_functions_get_the_arguments_by_name(tmp_path: Path, pref
     assert score == Score(7.0, "right", "math_dapo|Answer: 3|3", 7.0)
 
 
-def test_a_changed_file_is_read_again_within_the_second(tmp_path: Path) -> None:
+def test_a_file_changed_within_a_second_is_reloaded(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     for value in (1, 2):
         path.write_text(
@@ -94,29 +94,32 @@ def required(path: Path, source: str) -> None:
         "compute_score = lambda **_: 1.0",
         "class compute_score: ...",
         "try:\n    import fast\nexcept ImportError:\n    def compute_score(**_): ...",
-        "raise SystemExit  # is not run\ndef compute_score(**_): ...",
+        "raise SystemExit  # not executed\ndef compute_score(**_): ...",
     ],
 )
-def test_a_function_is_found_without_running_the_file(tmp_path: Path, source: str) -> None:
+def test_a_function_is_found_without_executing_the_file(tmp_path: Path, source: str) -> None:
     required(tmp_path / "mine.py", source)
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
-        ("def score(**_): ...", r"custom_reward\.name=compute_score is not .* which has score; set custom_reward"),
-        ("def score():\n    def compute_score(**_): ...\n    compute_score = 1", "which has score;"),
-        ("class A:\n    def compute_score(self): ...", "which has A;"),
-        ("", "which has none;"),
-        ("def compute_score(:", r"custom_reward\.path=.*mine\.py is not Python: "),
+        (
+            "def score(**_): ...",
+            r"custom_reward\.name=compute_score is not .* which defines score; set custom_reward",
+        ),
+        ("def score():\n    def compute_score(**_): ...\n    compute_score = 1", "which defines score;"),
+        ("class A:\n    def compute_score(self): ...", "which defines A;"),
+        ("", "which defines none;"),
+        ("def compute_score(:", r"custom_reward\.path=.*mine\.py is not valid Python: "),
     ],
 )
-def test_a_function_or_a_file_that_is_not_there_is_named(tmp_path: Path, source: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_missing_function_or_file_is_named(tmp_path: Path, source: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         required(tmp_path / "mine.py", source)
-    gone = CustomRewardConfig(path=str(tmp_path / "gone.py"))
-    with pytest.raises(ConfigError, match=r"custom_reward\.path=.*gone\.py cannot be read: No such file"):
-        require_scorers((), RewardConfig(), gone)
+    missing = CustomRewardConfig(path=str(tmp_path / "missing.py"))
+    with pytest.raises(ConfigError, match=r"custom_reward\.path=.*missing\.py cannot be read: No such file"):
+        require_scorers((), RewardConfig(), missing)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +130,16 @@ def test_a_function_or_a_file_that_is_not_there_is_named(tmp_path: Path, source:
         ("solution_str, ground_truth, **others", True),
         ("**everything", True),
         ("solution, truth", False),
-        ("data_source, solution_str, ground_truth", False),  # extra_info is always given
+        ("data_source, solution_str, ground_truth", False),  # extra_info is always passed
         ("data_source, solution_str, ground_truth, extra_info, model", False),
         ("data_source, solution_str, ground_truth, extra_info, *, model", False),
         ("data_source, /, solution_str, ground_truth, extra_info", False),
         ("*arguments", False),
     ],
 )
-def test_parameters_are_checked_before_any_response(tmp_path: Path, parameters: str, is_callable: bool) -> None:
+def test_a_function_with_wrong_parameters_is_refused_up_front(
+    tmp_path: Path, parameters: str, is_callable: bool
+) -> None:
     path = tmp_path / "reward.py"
     source = f"def compute_score({parameters}):\n    return 1.0\n"
     if is_callable:

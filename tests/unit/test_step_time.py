@@ -1,4 +1,4 @@
-"""The estimated seconds of a training step: the published log, operations, waves of sequences, calibration."""
+"""Step time estimates: the published log, operations, decoding waves, calibration."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 
 from dapo_core.config.training import TrainingConfig
 from dapo_core.flops import training_flops
-from dapo_core.memory.devices import DEVICES
+from dapo_core.memory.devices import DEVICES, cpu_rates
 from dapo_core.memory.published import published_config
-from dapo_core.memory.rates import RATES, cpu_rates
 from dapo_core.memory.shape import ModelShape, shape_of
 from dapo_core.memory.step_time import (
     ANCHOR,
@@ -28,8 +27,9 @@ from dapo_core.memory.step_time import (
     step_time,
 )
 
-A3 = Machine(RATES["Atlas 800T A3"], RATES["Atlas 800T A3"], DEVICES["Atlas 800T A3"].num_bytes)
-# The settings of the published log: Qwen3-32B on 64 dies, engines over four, all responses of a step at once.
+DIE = DEVICES["Atlas 800T A3"]
+A3 = Machine(DIE.rates, DIE.rates, DIE.num_bytes)
+# Settings of the published log: Qwen3-32B on 64 dies, engines over four, all responses of a step at once.
 PUBLISHED: dict[str, Any] = {
     "data": {"max_prompt_tokens": 2048},
     "sampler": {"dynamic": False, "gen_prompts": 64, "max_staleness": 0},
@@ -49,7 +49,7 @@ PUBLISHED: dict[str, Any] = {
         "micro_batch_tokens": 5632,
     },
 }
-SECONDS = {GENERATE: 1315.25 - 8.66, ANCHOR: 116.21, UPDATE: 303.92}  # 8.66 of generation are weights
+SECONDS = {GENERATE: 1315.25 - 8.66, ANCHOR: 116.21, UPDATE: 303.92}  # 8.66 s of generation are weight sync
 STEP_SECONDS = 1738.03
 
 
@@ -59,7 +59,7 @@ def shape(name: str) -> ModelShape:
     return shape_of(published)
 
 
-def test_published_log_is_reproduced_from_its_settings() -> None:
+def test_the_published_log_is_reproduced_from_its_settings() -> None:
     config = TrainingConfig.model_validate(PUBLISHED)
     for lengths in (assumed_lengths(config), Lengths(152.89, 7385.14, 20480, 1.0)):
         found = step_time(config, shape("Qwen3-32B"), A3, lengths)
@@ -67,21 +67,24 @@ def test_published_log_is_reproduced_from_its_settings() -> None:
         for phase, seconds in SECONDS.items():
             assert found.seconds[phase] == pytest.approx(seconds, rel=0.25), phase
     assert found.trained_tokens == pytest.approx(7_718_944, rel=1e-5)
-    assert "364 TFLOP/s, of which policy and prompts reach 28%" in found.assumptions[1]
+    assert "364 TFLOP/s, 28% reached in training and prefill" in found.assumptions[1]
 
 
-def test_every_pass_over_a_step_takes_an_update() -> None:
+def test_update_time_grows_with_the_number_of_passes() -> None:
     one, two = (
         TrainingConfig.model_validate({**PUBLISHED, "train": {**PUBLISHED["train"], "passes": passes}})
         for passes in (1, 2)
     )
-    once, twice = (step_time(each, shape("Qwen3-32B"), A3, assumed_lengths(each)) for each in (one, two))
-    assert twice.seconds == {**once.seconds, UPDATE: 2 * once.seconds[UPDATE]}  # 2 mini-batches: anchored anyway
+    once, twice = (step_time(config, shape("Qwen3-32B"), A3, assumed_lengths(config)) for config in (one, two))
+    assert twice.seconds == {
+        **once.seconds,
+        UPDATE: 2 * once.seconds[UPDATE],
+    }  # 2 mini-batches need an anchor anyway
     assert twice.update_flops == 2 * once.update_flops
 
 
 @pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-30B-A3B"])
-def test_forward_is_a_third_of_the_operations_of_training(name: str) -> None:
+def test_a_forward_pass_is_a_third_of_the_training_operations(name: str) -> None:
     config = {"mlp_only_layers": [], **(published_config(name) or {})}
     lengths = np.array([100.0, 2000.0])
     tokens, squares = float(lengths.sum()), float((lengths**2).sum())
@@ -89,40 +92,41 @@ def test_forward_is_a_third_of_the_operations_of_training(name: str) -> None:
     assert 3 * forward_flops(shape(name), tokens, squares, 1500) == pytest.approx(whole)
 
 
-def test_quantiles_of_responses_have_their_mean_and_the_published_cut() -> None:
+def test_response_quantiles_have_the_given_mean_and_published_truncation() -> None:
     responses = Lengths(153, 7385, 20480, 1.0).responses()
     assert np.mean(responses) == pytest.approx(7385, rel=1e-3)
     assert np.mean(np.array(responses) == 20480) == pytest.approx(0.039, abs=0.003)
 
 
-def test_few_slots_decode_in_waves_and_groups_that_go_on_fill_them() -> None:
+def test_few_slots_decode_in_waves_and_carried_groups_fill_them() -> None:
     settings = {**PUBLISHED, "rollout": {**PUBLISHED["rollout"], "max_num_seqs": 8}}
     narrow = TrainingConfig.model_validate(settings)
     wide = TrainingConfig.model_validate(PUBLISHED)
     lengths = assumed_lengths(wide)
-    wave, whole = (step_time(each, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE] for each in (narrow, wide))
-    assert (
-        2.5 < wave / whole < 4
-    )  # 64 sequences, 0.36 of the longest in the mean, in 8 slots: 2.9 times the steps, and their ends
+    wave, whole = (
+        step_time(config, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE] for config in (narrow, wide)
+    )
+    # 64 sequences with a mean of 0.36 of the longest, in 8 slots: 2.9 times the steps, plus the tails
+    assert 2.5 < wave / whole < 4
     ahead = TrainingConfig.model_validate({**settings, "sampler": {"dynamic": False, "gen_prompts": 192}})
     assert step_time(ahead, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE] < 0.95 * wave
     wide_ahead = TrainingConfig.model_validate({**PUBLISHED, "sampler": {"dynamic": False, "gen_prompts": 192}})
     half = step_time(wide_ahead, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE]
-    assert 0.4 * whole < half < 0.6 * whole  # a response to the limit spreads over two steps
+    assert 0.4 * whole < half < 0.6 * whole  # a response of maximum length spreads over two steps
 
 
-def test_small_micro_batches_wait_for_messages() -> None:
+def test_small_micro_batches_are_limited_by_communication() -> None:
     train = {**PUBLISHED["train"], "sequence_parallel": 1, "micro_batch_tokens": 22528}
     long = TrainingConfig.model_validate({**PUBLISHED, "train": train})
     short = TrainingConfig.model_validate({**PUBLISHED, "train": {**train, "micro_batch_tokens": 282}})
     lengths = assumed_lengths(long)
-    seconds = [step_time(each, shape("Qwen3-32B"), A3, lengths).seconds[UPDATE] for each in (long, short)]
+    seconds = [step_time(config, shape("Qwen3-32B"), A3, lengths).seconds[UPDATE] for config in (long, short)]
     assert seconds[0] == pytest.approx(361, rel=0.05)  # 2.35e18 operations on 64 x 364e12 x 0.28
     # 7,759,462 tokens / 64 / 282: 430 micro-batches; each gathers 65.5 GB twice and reduces 131 at 0.7 x 196 GB/s
     assert seconds[1] == pytest.approx(430 * 262.1e9 / (0.7 * 196e9), rel=0.01)
 
 
-def test_run_calibrates_lengths_and_phases() -> None:
+def test_a_run_calibrates_lengths_and_phases() -> None:
     config = TrainingConfig.model_validate(
         {
             "algorithm": {"kl": {"place": "loss"}},
@@ -156,7 +160,3 @@ def test_run_calibrates_lengths_and_phases() -> None:
     assert "medians of 2 steps" in again.assumptions[0]
     assert "generate x 2.00" in again.assumptions[-1]
     assert calibrate(config, small, machine, [skipped]) is None
-
-
-def test_every_device_of_the_table_has_rates() -> None:
-    assert set(RATES) == set(DEVICES)

@@ -130,9 +130,7 @@ def test_a_checkpoint_beyond_total_steps_is_refused(
         refusals.append(str(error))
     assert bool(refusals) == is_refused
     if is_refused:
-        assert refusals[0].startswith(
-            f"{start} is of training step {step}, so that train.total_steps=4 leaves no step"
-        )
+        assert refusals[0].startswith(f"{start} is at training step {step}, so train.total_steps=4 leaves no step")
         assert f"raise it above {step}" in refusals[0]
 
 

@@ -153,7 +153,7 @@ def test_a_checkpoint_is_verified_before_ray_starts(
 
     monkeypatch.setattr(training, "start_cluster", start_cluster)
     config = make_config(model_path, checkpoint={"on_damage": on_damage}, train={"total_steps": 40})
-    damaged = r"step_000010/__0_0\.distcp is damaged or of another checkpoint"
+    damaged = r"step_000010/__0_0\.distcp is damaged or from another checkpoint"
     with pytest.raises((CheckpointError, ConfigError), match=damaged if on_damage == "stop" else "Ray starts"):
         training.train(config, tmp_path, model_path, tmp_path)
     left = ["latest", "step_000005", "step_000010"] if on_damage == "stop" else ["latest", "step_000005"]
