@@ -67,7 +67,7 @@ def test_the_command_takes_logs_and_folders(logs: dict[str, Path], tmp_path: Pat
     assert re.search(r"`verl.log` \(verl\) \| +`own` \(own\) \|", done.output)
     assert (tmp_path / "out" / "trainings.html").is_file()
     refused = CliRunner().invoke(app, ["compare", sides[0], "--gate", "pooled >= before"])
-    assert (refused.exit_code, "are of evaluations" in refused.output) == (2, True)
+    assert (refused.exit_code, "do not apply to training logs" in refused.output) == (2, True)
 
 
 def test_a_file_without_steps_is_refused(tmp_path: Path) -> None:

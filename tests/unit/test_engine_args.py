@@ -51,7 +51,7 @@ def test_parallelism_that_the_model_cannot_use_fails_preflight(tmp_path: Path) -
     build_tiny(tmp_path / "model", "qwen3")  # two layers, no experts
     model = {"source": "path", "path": str(tmp_path / "model"), "recipe": {}}
     for keys, message in (
-        ({"pipeline_parallel": 3}, "rollout.pipeline_parallel=3 stages cannot share 2 layers"),
+        ({"pipeline_parallel": 3}, "rollout.pipeline_parallel=3 is more stages than the model's 2 layers"),
         (
             {"tensor_parallel": 2, "expert_parallel": True},
             "rollout.expert_parallel=true, but qwen3 has no experts",
