@@ -29,6 +29,7 @@ from flows.config import load_config
 from tasks.preflight.cluster import check_cluster
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 from tasks.preflight.smoke import _ask_engine_of_node
+from tests.processes import wait_until
 from tests.trainings import World, config_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,6 +172,9 @@ def groups(nodes: Cluster) -> Iterator[list[PlacementGroup]]:
     yield groups
     for group in groups:
         remove_placement_group(group)
+    wait_until(  # Ray frees node by node, and the next test's groups would be packed around what is not free yet
+        lambda: ray.available_resources().get("NPU") == NUM_NODES * DEVICES["NPU"], "all devices are free"
+    )
 
 
 RECIPES = {
