@@ -172,9 +172,15 @@ def groups(nodes: Cluster) -> Iterator[list[PlacementGroup]]:
     yield groups
     for group in groups:
         remove_placement_group(group)
-    wait_until(  # Ray frees node by node, and the next test's groups would be packed around what is not free yet
-        lambda: ray.available_resources().get("NPU") == NUM_NODES * DEVICES["NPU"], "all devices are free"
+    # Ray frees node by node; the next test's groups would be packed around devices that are still in use.
+    wait_until(
+        lambda: free_devices() == {name: NUM_NODES * count for name, count in DEVICES.items()}, "free devices"
     )
+
+
+def free_devices() -> dict[str, float]:
+    available = ray.available_resources()
+    return {name: available.get(name, 0) for name in DEVICES}
 
 
 RECIPES = {
