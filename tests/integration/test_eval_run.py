@@ -344,7 +344,7 @@ def test_servers_with_different_models_and_keys_with_invalid_characters_are_refu
 ) -> None:
     with running() as other:
         other.root = "another-folder"
-        message = f"{other.url} serves another-folder, {server.url} folder-of-the-model"
+        message = f"{other.url} serves another-folder and {server.url} folder-of-the-model"
         with pytest.raises(ServeError, match=message):
             served_model_identity([Endpoint(url, "m") for url in (server.url, other.url)])
     with pytest.raises(ServeError, match="VLLM_API_KEY holds a character") as caught:
