@@ -303,9 +303,7 @@ def _from_content(report: Mapping[str, Any], name: str, label: str, path: Path) 
 
 def _series(points: Sequence[Point], reference: Point) -> Series:
     to_previous = list(zip(points[1:], points, strict=False))
-    to_first = [
-        (point, points[0]) for point in points[2:]
-    ]  # for the second point, the first is also the previous one
+    to_first = [(point, points[0]) for point in points[2:]]  # the second point's is in `to_previous`
     changes = _compare_all([*to_previous, *to_first])
     num_previous = len(to_previous)
     return Series(

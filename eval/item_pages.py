@@ -143,7 +143,6 @@ def _samples(samples: Sequence[Row], texts: _Texts) -> list[dict[str, Any]]:
 
 
 def _packed(value: Any) -> str:
-    text = redact(
-        json.dumps(value, ensure_ascii=True, separators=(",", ":"))
-    )  # exports cannot redact inside the packed text
+    # Redacted here, because exports cannot look into the packed text.
+    text = redact(json.dumps(value, ensure_ascii=True, separators=(",", ":")))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()

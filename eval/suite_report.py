@@ -35,7 +35,7 @@ from eval.suite_comparison import BenchmarkChange, Paired, SuiteComparison, comp
 from eval.training import Steps, read_training_metrics, skipped_steps_notes
 
 CHECKPOINT_PAGE = "checkpoints.html"
-Keep = Callable[[str, Callable[[], Plots]], Plots]  # (name, draw) -> plots, cached or drawn
+Keep = Callable[[str, Callable[[], Plots]], Plots]  # (name, draw) -> plots; tests pass one that draws none
 # Fields of the headline's report that a suite's report.json omits: they are in the benchmark's own report.
 _OWN_PAGE = ("flips", "items", "transitions", "groups", "num_groups", "expected_false_alarms", "lengths", "gain")
 

@@ -28,7 +28,7 @@ def dapo_nightly(
     max_late_hours: Annotated[float, Field(gt=0)] = 3.0,
     fresh_seed: bool = True,
 ) -> dict[str, Any] | State[Any]:
-    """Train and report like dapo-full, and compare with last night's model; skipped if late or in use."""
+    """Train and report like dapo-full, beside last night's model; skipped if late or while another run trains."""
     scheduled = flow_run.scheduled_start_time
     changes = (*overrides, *(seed_of_night(scheduled_night()) if fresh_seed else ()))
     settings = load_config(config, (*changes, *with_last_night(load_config(config, changes))))

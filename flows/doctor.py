@@ -224,7 +224,7 @@ def check_access(url: str) -> Finding:
     hosts = own_addresses() if is_here else [str(parts.hostname)]
     open_at = [host for host in hosts if lets_anyone_in(parts._replace(netloc=f"{host}:{parts.port}").geturl())]
     if open_at:
-        found = f"no password at {', '.join(open_at)}: anyone there can run code as the worker's user"
+        found = f"no password at {', '.join(open_at)}: anyone who can reach it can run code as the worker's user"
         advice = f"export {AUTH_VARIABLES[0]}=USER:PASSWORD for the server, {AUTH_VARIABLES[1]} for its clients"
         return Finding("Prefect access", WARN, found, advice)
     return Finding(

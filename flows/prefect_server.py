@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.ports import free_ports
-from flows.prefect_access import AUTH_VARIABLES, ServicesError, connected, is_healthy
+from flows.prefect_access import AUTH_VARIABLES, ServicesError, connected, is_healthy, is_listening
 from flows.services import NUM_LOG_LINES, PREFECT, api_url, indented, wait_until
 from tasks.processes.child import SupervisedProcess, background_command
 
@@ -55,7 +55,7 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
         port, auth = free_ports(HOST)[0], f"dapo:{secrets.token_urlsafe()}"
         url, settings = f"http://{HOST}:{port}/api", {**SETTINGS, "api.auth_string": auth}
         server = stack.enter_context(_private_server(url, port, auth))
-        wait = partial(wait_for_private_server, server, url)
+        wait = partial(wait_for_private_server, server, url, port)
         os.environ |= dict.fromkeys(AUTH_VARIABLES, auth)
     from prefect.settings import temporary_settings
 
@@ -75,10 +75,14 @@ def require_server(url: str) -> None:
         pass
 
 
-def wait_for_private_server(server: SupervisedProcess, url: str) -> None:
-    """Wait until this server responds; raises ServicesError if it does not."""
-    wait_until(lambda: server.poll() is not None or is_healthy(url), STARTUP_SECONDS)
-    if server.poll() is not None or not is_healthy(url):
+def wait_for_private_server(server: SupervisedProcess, url: str, port: int) -> None:
+    """Wait until this server responds; raises ServicesError if it does not, or if another one has its port."""
+
+    def is_ready() -> bool:  # another run may have taken the port since it was chosen
+        return is_healthy(url) and is_listening(server.pid, port)
+
+    wait_until(lambda: server.poll() is not None or is_ready(), STARTUP_SECONDS)
+    if not is_ready():
         raise ServicesError(
             f"the Prefect server for this run does not respond at {url}; {server.log_path} ends:\n"
             + indented(server.tail(NUM_LOG_LINES))
@@ -93,7 +97,7 @@ def _private_server(url: str, port: int, auth: str) -> Iterator[SupervisedProces
     except OSError as error:
         raise ServicesError(f"cannot use PREFECT_HOME={log_path.parents[1]}: {error}; set another one") from None
     command = [*PREFECT, "server", "start", "--port", str(port), *OPTIONS]
-    # Children do not inherit Prefect's variables, which may hold secrets.
+    # Children inherit no Prefect secrets, but the server needs them.
     env = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_")}
     env |= {"PREFECT_API_URL": url, **dict.fromkeys(AUTH_VARIABLES, auth)}
     try:

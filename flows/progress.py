@@ -51,7 +51,7 @@ class TrainingLog:
         if step == 0:
             words = "validated before training"
             if "validation/accuracy" in metrics:
-                words = f"{metrics['validation/accuracy']:.1%} of held-out problems right before training"
+                words = f"accuracy {metrics['validation/accuracy']:.1%} on held-out problems before training"
             logger.info("training step 0/%d: %s", self.total_steps, words)
             return
         shown = {name: text for name, text in STEP_PARTS.items() if name in metrics}

@@ -37,10 +37,12 @@ class Commands(TyperGroup):
             message, context = str(getattr(error, "message", "")), getattr(error, "ctx", None)
             command, path = getattr(context, "command", None), getattr(context, "command_path", "")
             unknown = UNKNOWN_COMMAND.fullmatch(message)
+            lists = getattr(command, "invoke_without_command", False)  # `config` does not list when given alone
+            lists_and_shows = lists and "show" in getattr(command, "commands", ())
             if "unexpected extra argument" in message and "=" in message:
                 if any("--set" in each.opts for each in getattr(command, "params", ())):
                     vars(error)["message"] = f"{message}; to change a key, use --set SECTION.KEY=VALUE"
-            elif unknown and "show" in getattr(command, "commands", ()):
+            elif unknown and lists_and_shows:
                 vars(error)["message"] = f"{message} One of them: {path} show {unknown[1]}; all: {path}"
             raise
 

@@ -169,8 +169,8 @@ def _undivided_layers(splits: Splits, model: Layers, names: Mapping[str, str]) -
         )
     elif splits.virtual and (splits.pipeline == 1 or any(layers % splits.virtual for layers in stages)):
         yield (
-            f"{names['virtual']}={splits.virtual} must divide the layers of each of several pipeline stages, "
-            f"which have {stages}"
+            f"{names['virtual']}={splits.virtual} needs several pipeline stages and must divide the layers of "
+            f"each ({stages})"
         )
 
 

@@ -51,7 +51,7 @@ _ENV = {
     "HYDRA_FULL_ERROR": "1", "PYTHONUNBUFFERED": "1", "RAY_DEDUP_LOGS": "0", "TASK_QUEUE_ENABLE": "2",
     "HCCL_IF_BASE_PORT": "24703",
 }  # fmt: skip
-_ENV_MEGATRON_IMAGES = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "CPU_AFFINITY_CONF": "2"}
+_ENV_IMAGES = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "CPU_AFFINITY_CONF": "2"}
 _START = '''"""Prepare the rows in MindSpeed's format unless they are up to date, then start its training."""
 
 import hashlib
@@ -112,9 +112,7 @@ def render(
     if "defaults" in content:
         command.append(_searchpath(ours))
     files = {f"{CONFIG}.yaml": _text(content)}
-    if content["megatron_training"]["data_path"] == str(
-        places.folder / "data"
-    ):  # rows that it has to prepare first
+    if content["megatron_training"]["data_path"] == str(places.folder / "data"):  # it prepares these rows first
         files[f"{ROWS}.yaml"] = _text(prepared)
         files[START] = _START.format(folder=str(places.folder), rows=str(prepared["input"]), name=ROWS)
         command = [str(places.folder / START), *command]
@@ -147,7 +145,7 @@ def environment(tree: Mapping[str, Any], trainer: str) -> dict[str, str]:
     """Return the environment of the trainer's process, without external.env."""
     address = tree["train"]["ray_address"]
     ray = {} if address is None else {"RAY_ADDRESS": str(address)}
-    return {**_ENV, **(_ENV_MEGATRON_IMAGES if trainer == "mindspeed-mm" else {}), **ray}
+    return {**_ENV, **(_ENV_IMAGES if trainer == "mindspeed-mm" else {}), **ray}
 
 
 def _environment_settings(ours: Mapping[str, Any], trainer: str, places: Places) -> Iterator[Setting]:

@@ -114,6 +114,7 @@ def test_config_show_prints_derived_numbers_to_stderr() -> None:
         (["runs", "latest"], "dapo runs show latest; all: "),
         (["datasets", "gsm8k"], "dapo datasets show gsm8k; all: "),
         (["runs", "shwo"], "No such command 'shwo'. Did you mean 'show'?\n"),
+        (["config", CONFIG], f"No such command '{CONFIG}'.\n"),
         (["init", "x.yaml", "--model", "m", "--data", "a", "--data", "b"], "--data is given 2 times; give one"),
         (["serve", "no/model"], "model folder no/model does not exist in /"),
         (["eval", "--base-url", "http://127.0.0.1:1", "--data", "x.csv", "--output", "o"], "x.csv is not a file"),

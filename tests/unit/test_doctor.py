@@ -196,7 +196,7 @@ class Anyone(BaseHTTPRequestHandler):
 @pytest.mark.parametrize(
     ("host", "answers", "status", "found"),
     [
-        ("0.0.0.0", 200, WARN, "anyone there can run code as the worker's user"),
+        ("0.0.0.0", 200, WARN, "anyone who can reach it can run code as the worker's user"),
         ("0.0.0.0", 401, OK, "password required"),
         ("127.0.0.1", 200, OK, "reachable from this machine only"),
     ],

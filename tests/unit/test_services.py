@@ -301,13 +301,17 @@ def test_proxies_are_only_used_for_remote_servers(keeper: str, monkeypatch: pyte
     assert [path for path, _ in Keeper.asked] == ["http://prefect.invalid/api/health", "/api/health"]
 
 
-def test_a_private_server_that_exits_is_reported_with_its_log(tmp_path: Path) -> None:
+def test_a_private_server_is_not_confused_with_another_one_on_its_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.prefect_server.is_healthy", lambda _: True)
     command = [sys.executable, "-c", "print('port in use')"]
     with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
         background_command(command, log_path=tmp_path / "log", label="Prefect") as server,
-        pytest.raises(ServicesError, match=r"does not respond at http://127.0.0.1:9/api; .*\n  \| port in use"),
+        pytest.raises(ServicesError, match=r"does not respond at http://here/api; .*\n  \| port in use"),
     ):
-        wait_for_private_server(server, "http://127.0.0.1:9/api")
+        wait_for_private_server(server, "http://here/api", listener.getsockname()[1])
 
 
 def set_up(monkeypatch: pytest.MonkeyPatch, *argv: str, api_url: str | None = None) -> dict[str, str] | None:
