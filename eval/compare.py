@@ -67,7 +67,7 @@ class Side:
     mean_response_tokens: float | None
     thinking: Thinking | None
     scorer: dict[str, float] | None  # {mean_score, errors} if a scorer grades
-    judge: dict[str, float] | None  # see eval.summary.summarise_votes
+    judge: dict[str, float | None] | None  # see eval.summary.summarise_votes
     acc_norm: float | None  # if options are scored by log-probs
     num_finished: int  # right or wrong responses: neither truncated nor without an answer
     finished_accuracy: float  # over those

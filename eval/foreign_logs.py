@@ -62,10 +62,15 @@ def import_log(path: str | Path, output: str | Path) -> Summary:
     if (folder / SETTINGS_FILE).exists():
         raise ResultsError(f"{folder} holds an evaluation; choose another --output")
     golds = {row.gold for row in log.rows}
-    kind = GRADERS["choice" if all(map(_OPTIONS.fullmatch, golds)) else "mathematics"]
+    options = {row.id: tuple((row.details or {}).get("options", ())) for row in log.rows}
+    is_choice = all(map(_OPTIONS.fullmatch, golds))
+    kind = GRADERS["loglikelihood" if any(options.values()) else "choice" if is_choice else "mathematics"]
     with exclusive(folder), kind() as grader:
         rows = [row if row.failure else regrade_row(row, grader) for row in log.rows]
-        first = {row.id: Item(row.id, row.prompt, row.gold, row.subject, row.level) for row in reversed(rows)}
+        first = {
+            row.id: Item(row.id, row.prompt, row.gold, row.subject, row.level, options[row.id])
+            for row in reversed(rows)
+        }
         num_samples = max(row.sample for row in rows) + 1
         sampling = replace(log.sampling, num_samples=num_samples)
         settings = make_settings(
@@ -112,11 +117,15 @@ def _file_at(path: Path) -> Path:
     """Return the file, or the only log in a folder."""
     if path.is_file():
         return path
-    patterns = ("samples_*.jsonl", "predictions/*/*.json*", "*/*.json*", "*.json*")
+    patterns = ("samples_*.jsonl", "*/samples_*.jsonl", "predictions/*/*.json*", "*/*.json*", "*.json*")
     for pattern in patterns if path.is_dir() else ():
         if found := sorted(one for one in path.glob(pattern) if not one.stem.endswith("_failed")):
             if len(found) > 1:
-                raise ResultsError(f"{path} has {len(found)} logs: name one of {', '.join(map(str, found[:9]))}")
+                listed = ", ".join(map(str, found[:9]))
+                raise ResultsError(
+                    f"{path} has {len(found)} logs, and one is imported at a time: type dapo grade {found[0]} "
+                    f"--output FOLDER, with a FOLDER for each. They are {listed}{', ...' if found[9:] else ''}"
+                )
             return found[0]
     raise ResultsError(f"{path} has no log; {_DIRECTIONS}")
 
@@ -138,21 +147,49 @@ def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
     benchmark, _, date = file.stem.removeprefix("samples_").rpartition("_")
     beside = file.with_name(f"results_{date}.json")
     about = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
+    model = str(about.get("model_name") or "unknown")
+    first_filter = min(line["filter"] for line in lines)
+    lines = [line for line in lines if line["filter"] == first_filter]
     settings = _arguments(lines[0])[1]
+    if isinstance(settings, str):  # a continuation: the log-likelihoods of options, without sampling
+        rows = [_options_row(file, line) for line in lines]
+        return Log("lm-eval", benchmark or file.stem, model, rows, Sampling(1))
     sampling = Sampling(
         max_tokens=settings.get("max_gen_toks") or settings.get("max_tokens") or 0,
         temperature=settings.get("temperature"),
         top_p=settings.get("top_p"),
         stop=tuple(settings.get("until") or ()),
     )
-    filters = {line["filter"] for line in lines}
     rows = [
         _row(line["doc_id"], _messages(_arguments(line)[0]), response, line["target"])
         for line in lines
-        if line["filter"] == min(filters)
         for response in line["resps"][0]
     ]
-    return Log("lm-eval", benchmark or file.stem, str(about.get("model_name") or "unknown"), rows, sampling)
+    return Log("lm-eval", benchmark or file.stem, model, rows, sampling)
+
+
+def _options_row(file: Path, line: Mapping[str, Any]) -> Row:
+    """Read one line of a multiple-choice task: requests (prompt, option) with [log-likelihood, is greedy].
+
+    Skips the unconditional requests of acc_mutual_info. Raises ResultsError unless the prompt has several options.
+    """
+    requests = [line["arguments"][f"gen_args_{number}"] for number in range(len(line["arguments"]))]
+    prompt = requests[0]["arg_0"]
+    pairs = [
+        (str(one["arg_1"]).strip(), float(result[0]))
+        for one, result in zip(requests, line["filtered_resps"], strict=True)
+        if one["arg_0"] == prompt
+    ]
+    options, target = [option for option, _ in pairs], str(line["target"])
+    gold = options[int(target)] if target.isdecimal() and int(target) < len(options) else target
+    if len(set(options)) < 2 or gold not in options:
+        raise ResultsError(
+            f"{file}: document {line['doc_id']} has {len(set(options))} options after one prompt and the target "
+            f"{target!r}; of lm-eval's log-likelihoods, only multiple choice with one right option is imported"
+        )
+    likeliest = max(pairs, key=lambda pair: pair[1])[0]
+    details = {"options": options, "log_probs": [value for _, value in pairs]}
+    return _row(line["doc_id"], _messages(prompt), likeliest, gold, details=details)
 
 
 def _arguments(line: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

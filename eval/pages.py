@@ -54,9 +54,9 @@ def field_of(content: Mapping[str, Any]) -> Callable[..., Markup]:
     return field
 
 
-def percent(share: float) -> str:
-    """A share as "81.8 %"."""
-    return f"{100 * share:.1f} %"
+def percent(share: float | None) -> str:
+    """A share as "81.8 %"; "none" for a share of nothing."""
+    return "none" if share is None else f"{100 * share:.1f} %"
 
 
 def points(share: float) -> str:

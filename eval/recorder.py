@@ -83,7 +83,9 @@ class Recorder:
         self._expected = [(item, sample) for item in items for sample in range(self._sampling.num_samples)]
         # Exact, because the float 0.29 * 100 is below 29.
         self._max_failed = int(Fraction(str(benchmark.max_failed_ratio)) * len(self._expected))
-        self._rows = _resume(self.folder, settings, items, grader)
+        self._rows = _resume(
+            self.folder, settings, {(item.id, sample): item for item, sample in self._expected}, grader
+        )
         self.num_missing = sum((item.id, sample) not in self._rows for item, sample in self._expected)
         self._num_failed = self._num_failed_in_a_row = self._num_refused = 0
         self._file: TextIO | None = None
@@ -238,9 +240,12 @@ def _set_grade(row: Row, grade: Grade) -> None:
 
 
 def _resume(
-    output_dir: Path, settings: dict[str, Any], items: Sequence[Item], grader: Grader
+    output_dir: Path, settings: dict[str, Any], expected: Mapping[RowKey, Item], grader: Grader
 ) -> dict[RowKey, Row]:
-    """Return the valid rows of an earlier attempt and prepare the folder for more."""
+    """Return the valid rows of an earlier attempt and prepare the folder for more.
+
+    Raises ResultsError for rows that answer no expected item.
+    """
     stored = read_settings(output_dir) or {}
     served = stored.pop(SERVED, None)
     rows: dict[RowKey, Row] = {}
@@ -249,14 +254,14 @@ def _resume(
             _move_aside(output_dir, describe_differences(stored, settings))
     else:
         found = {key: without_judge(row) for key, row in read_rows(output_dir).items()}
+        _refuse_foreign(output_dir, found, expected)
         rows = {key: row for key, row in found.items() if row.is_answered}
         if stored != settings:
             reasons = "; ".join(describe_differences(stored, settings))
             logger.warning("%s: regrading stored responses (%s)", output_dir, reasons)
             (output_dir / SUMMARY_FILE).unlink(missing_ok=True)
-            by_id = {item.id: item for item in items}
             with ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads:
-                graded = threads.map(lambda row: regrade_row(row, grader, by_id[row.id]), rows.values())
+                graded = threads.map(lambda row: regrade_row(row, grader, expected[row.key]), rows.values())
                 rows = {row.key: row for row in graded}
         write_rows(output_dir, rows.values())  # drops a torn last line before appending
     if rows:
@@ -266,6 +271,17 @@ def _resume(
         num_rows = settings["num_items"] * settings["sampling"]["num_samples"]
         logger.info("%s: continuing, %d of %d responses are stored", output_dir, len(rows), num_rows)
     return rows
+
+
+def _refuse_foreign(output_dir: Path, rows: Mapping[RowKey, Row], expected: Mapping[RowKey, Item]) -> None:
+    """Raise ResultsError for rows of other items, samples or prompts, which only editing can add."""
+    foreign = [row for key, row in rows.items() if key not in expected or row.prompt != expected[key].prompt]
+    if foreign:
+        raise ResultsError(
+            f"{output_dir / RESULTS_FILE}: {len(foreign)} of {len(rows)} rows answer no request of this "
+            f"evaluation (first: item {foreign[0].id!r}, sample {foreign[0].sample}): the file was edited, or "
+            "joined with another. Remove these rows and repeat the command, or choose another --output"
+        )
 
 
 def _rows_of(earlier: Path | None) -> Iterable[Row]:
@@ -337,12 +353,20 @@ def _log(summary: Summary, name: str) -> None:
     if (scorer := summary.scorer) is not None:
         logger.info("mean score %.3f; the scorer failed on %d responses", scorer["mean_score"], scorer["errors"])
     if (judge := summary.judge) is not None:
-        logger.info(
-            "judge: %.1f %% right, agrees with the grader on %.1f %%; %d responses have no verdict",
-            100 * judge["accuracy"],
-            100 * judge["grader_agreement"],
-            judge["failed"],
-        )
+        if judge["accuracy"] is None or judge["grader_agreement"] is None:
+            logger.warning(
+                "judge: no verdict on any of %d responses, so it is not compared with the grader. A reply must "
+                "end in a line that says only right or wrong: see votes.jsonl, evaluate.judge.prompt and "
+                "evaluate.judge.max_response_tokens",
+                judge["judged"],
+            )
+        else:
+            logger.info(
+                "judge: %.1f %% right, agrees with the grader on %.1f %%; %d responses have no verdict",
+                100 * judge["accuracy"],
+                100 * judge["grader_agreement"],
+                judge["failed"],
+            )
     if summary.repeats and summary.repeats["differing_responses"]:
         logger.warning(
             "greedy samples differ on %.1f %% of %d items (answers on %.1f %%): this server is not deterministic",

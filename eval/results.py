@@ -224,7 +224,14 @@ def read_evaluation(directory: str | Path, with_texts: bool = True) -> Evaluatio
         )
     rows = read_rows(directory, with_texts)
     expected = settings["num_items"] * settings["sampling"]["num_samples"]
-    if len(rows) != expected:
+    if len(rows) > expected:
+        last = next(reversed(rows.values()))
+        raise ResultsError(
+            f"{directory / RESULTS_FILE} has {len(rows)} rows, but the evaluation has {expected} responses: the "
+            f"file was edited, or joined with another. Remove the {len(rows) - expected} added rows (the last row "
+            f"is item {last.id!r}, sample {last.sample})"
+        )
+    if len(rows) < expected:
         raise ResultsError(
             f"{directory} holds {len(rows)} of {expected} responses: the evaluation did not finish, or lines were "
             "lost since. Run the same evaluation again; only missing requests are sent."

@@ -47,7 +47,7 @@ class Summary:
     mean_response_tokens: float | None
     thinking: Thinking | None
     scorer: dict[str, float] | None  # {mean_score, errors: failed calls} with evaluate.scorer
-    judge: dict[str, float] | None  # see summarise_votes
+    judge: dict[str, float | None] | None  # see summarise_votes
     acc_norm: float | None  # lm-eval's, with evaluate.mode=loglikelihood
     by_limit: list[Budget]  # results under lower token limits
     aisbench: dict[str, float]  # {accuracy, raises: rows on which AISBench's own code would raise}
@@ -226,12 +226,12 @@ def _repeats(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def summarise_votes(rows: Sequence[Row]) -> dict[str, float] | None:
+def summarise_votes(rows: Sequence[Row]) -> dict[str, float | None] | None:
     """Return {judged, accuracy, failed, vote_agreement, grader_agreement} of judged rows, None for other rows.
 
     `accuracy` covers responses with a majority, and truncated ones as wrong. `failed` counts responses without a
     majority. `vote_agreement` is the mean share of agreeing pairs of votes on a response (1 for single votes),
-    `grader_agreement` the share of verdicts equal to the grader's.
+    `grader_agreement` the share of verdicts equal to the grader's. A share of nothing is None.
     """
     judged = [row.details["judge"] for row in rows if row.details and "judge" in row.details]
     if not judged:
@@ -239,23 +239,23 @@ def summarise_votes(rows: Sequence[Row]) -> dict[str, float] | None:
     decided = [one for one in judged if one["verdict"] is not None]
     pairs = [_pairs_that_agree([vote for vote in one["votes"] if vote]) for one in judged]
     agreements = [share for share in pairs if share is not None]
-    num_cut = sum(row.verdict == "truncated" for row in rows)
+    num_cut = sum(row.verdict == "truncated" for row in rows) if decided else 0
+    has_votes = any(vote for one in judged for vote in one["votes"])
     return {
         "judged": len(judged),
         "failed": len(judged) - len(decided),
         "accuracy": _share([one["verdict"] == "right" for one in decided] + [False] * num_cut),
-        "vote_agreement": sum(agreements) / len(agreements) if agreements else 1.0,
+        "vote_agreement": sum(agreements) / len(agreements) if agreements else 1.0 if has_votes else None,
         "grader_agreement": _share([(one["verdict"] == "right") == (one["grader"] == "right") for one in decided]),
     }
 
 
 def _pairs_that_agree(votes: Sequence[str]) -> float | None:
-    pairs = [one == other for one, other in itertools.combinations(votes, 2)]
-    return _share(pairs) if pairs else None
+    return _share([one == other for one, other in itertools.combinations(votes, 2)])
 
 
-def _share(values: Sequence[bool]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _share(values: Sequence[bool]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def group_by(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dapo_core.errors import ConfigError, DataError
 from dapo_core.reward.custom import require_function
-from dapo_core.reward.scorers import DATA_SOURCES, SCORERS
+from dapo_core.reward.scorers import DATA_SOURCES, SCORERS, require_package
 from eval.problems.registry import SETS
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ def require_scorers(data_sources: Collection[str], reward: RewardConfig, custom:
     """Raise unless every data source can be scored; the user's file is not executed.
 
     ConfigError for a bad entry of reward.scorers, or a custom_reward.path that is missing, not Python or lacks the
-    function; DataError for a data source without a scorer.
+    function, and for a scorer without its package; DataError for a data source without a scorer.
     """
     table = routes(reward.scorers)
     if custom.path is not None:
         require_function(Path(custom.path), custom.name)
         return
     for data_source in sorted(data_sources):
-        scorer_name(data_source, table)
+        require_package(f"data_source {data_source!r}", scorer_name(data_source, table))

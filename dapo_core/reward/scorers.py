@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from dapo_core.errors import DataError
+from dapo_core.errors import ConfigError, DataError
 from eval.answers.choice import find_options, option_letters
 from eval.answers.extraction import extract_boxed
 from eval.answers.math_dapo import WINDOW_CHARACTERS, answer_line, normalize, normalize_as_verl
@@ -155,6 +156,7 @@ class Scorer:
     rule: Callable[[str, str], Score]
     window_characters: int | None = None
     reads_thinking: bool = False
+    package: str | None = None  # from the extra `chain`, that the rule imports
 
     def __call__(self, response: str, ground_truth: str) -> Score:
         if not self.reads_thinking:
@@ -166,11 +168,23 @@ class Scorer:
 SCORERS: Mapping[str, Scorer] = {
     "math_dapo": Scorer(score_math, WINDOW_CHARACTERS),
     "math_boxed": Scorer(score_math, WINDOW_CHARACTERS),  # not affected by algorithm.compat
-    "math_verify": Scorer(score_math_verify),
+    "math_verify": Scorer(score_math_verify, package="math-verify"),
     "choice": Scorer(score_choice),
-    "geo3k": Scorer(score_geo3k, reads_thinking=True),  # the format includes the tags
+    "geo3k": Scorer(score_geo3k, reads_thinking=True, package="math-verify"),  # the format includes the tags
     "gsm8k": Scorer(score_gsm8k, WINDOW_CHARACTERS),
 }
+
+
+def require_package(key: str, name: str) -> None:
+    """Raise ConfigError if the scorer imports a package that is not installed; `key` chose it."""
+    package = SCORERS[name].package
+    if package is not None and importlib.util.find_spec(package.replace("-", "_")) is None:
+        raise ConfigError(
+            f"{key} uses the scorer {name}, which needs the package {package} to compare values; it is not "
+            f"installed: pip install {package}"
+        )
+
+
 VERL_SCORERS: Mapping[str, Scorer] = {
     **SCORERS,
     "math_dapo": Scorer(score_math_as_verl, WINDOW_CHARACTERS, reads_thinking=True),

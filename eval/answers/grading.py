@@ -143,7 +143,7 @@ class ScorerGrader(Grader):
         self._pool, self._scorer = pool, scorer
         self._lock = threading.Lock()
         self._has_scored = False
-        self._first_failure: CallFailed | None = None
+        self._failures: dict[str, CallFailed] = {}  # the first of each kind
 
     def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
         """Apply the exact rule, which decides whether two answers are equal (maj@k)."""
@@ -155,7 +155,8 @@ class ScorerGrader(Grader):
             return _REQUEST_FAILED
         failed = Grade(None, _unless_cut(finish_reason, "wrong"), None, False, False)
         if self.num_killed >= _MAX_FAILURES and not self._has_scored:
-            error = f"was not called, because its first {self.num_killed} calls failed: {self._first_failure}"
+            first = next(iter(self._failures.values()))
+            error = f"was not called, because its first {self.num_killed} calls failed: {first}"
             return failed._replace(details={"error": error})
         call = (self._scorer, item.data_source or "", response, item.gold, dict(item.extra_info))
         try:
@@ -163,8 +164,9 @@ class ScorerGrader(Grader):
         except CallFailed as error:
             with self._lock:
                 self.num_killed += 1
-                self._first_failure = self._first_failure or error
-            logger.info("scoring %r %s", response[-100:], error)
+                is_first = self._failures.setdefault(_kind_of(error), error) is error
+            if is_first:
+                logger.warning("scoring %r %s\n(similar failures are only counted)", response[-100:], error)
             return failed._replace(details={"error": str(error)})
         except StartFailed as error:
             kind = EvaluationError if error.failure is None else InputError
@@ -184,6 +186,12 @@ class ScorerGrader(Grader):
     def close(self) -> None:
         """Stop the processes."""
         self._pool.close()
+
+
+def _kind_of(error: CallFailed) -> str:
+    """Return the last code line of the traceback, or the whole message without one."""
+    places = [line for line in str(error).splitlines() if line.startswith("  File ")]
+    return places[-1] if places else str(error)
 
 
 class MathGrader(Grader):

@@ -8,14 +8,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 from eval.answers.grading import GraderName
 from eval.problems import ProblemsError
 from eval.problems.files import columns_of, merge_repeats, read_problems
 from eval.problems.items import EvaluationSet, Item, Problem
 from eval.problems.prompts import DEFAULT, PLACE, Api, Template, find_template, make_prompt
-from eval.problems.rows import CHAT, PREPARED, SOLVED, ProblemSet
+from eval.problems.rows import CHAT, INTEGER_ANSWER, PREPARED, SOLVED, ProblemSet
 from eval.problems.sets.mathematics import ARITHMETIC, BENCHMARKS, TRAINING_SETS
 from eval.problems.sets.multiple_choice import CFLUE, CHOICE, GPQA_DIAMOND
 
@@ -123,7 +123,7 @@ def load_set(
     if mode == "loglikelihood":
         template = _OPTIONS_TEMPLATE if prompt == DEFAULT else find_template(prompt, DEFAULT)
         template = replace(template, system=system_prompt)
-        with_options = tuple(_item_with_options(one, template) for one in held_out.problems)
+        with_options = _items_with_options(held_out.problems, template)
         return EvaluationSet(with_options, held_out.name, template, "loglikelihood", held_out.num_repeats)
     template = replace(find_template(prompt, held_out.template), system=system_prompt)
     items = tuple(
@@ -154,43 +154,103 @@ def _num_repeats(path: Path, problems: Sequence[Problem]) -> int:
     return 1
 
 
-def _item_with_options(problem: Problem, template: Template) -> Item:
-    """Make an item whose options are the texts of `choices` in extra_info, else the letters listed in the problem.
+def _items_with_options(problems: Sequence[Problem], template: Template) -> tuple[Item, ...]:
+    """Make items whose options are the texts of `choices` in extra_info, else the letters listed in the problem.
 
-    The gold answer becomes one of the options. A last paragraph that asks for a box is dropped, since a base model
-    is not asked to reason. Raises ProblemsError unless exactly one of several options is right.
+    The gold answer becomes one of the options. Raises ProblemsError unless exactly one of several is right.
     """
-    choices, labels = _choices(problem.extra_info.get("choices"))
-    question, _, last = problem.text.rpartition("\n\n")
-    question = question if question and "\\boxed" in last else problem.text
-    if not choices:
-        listed = list(dict.fromkeys(_LISTED.findall(question)))
-        choices = labels = tuple(listed) if "".join(listed) == _LABELS[: len(listed)] else ()
-    gold = _gold_index(problem.gold.strip(), choices, labels)
-    if len(choices) < 2 or gold is None:
-        raise ProblemsError(
-            f"{problem.id}: evaluate.mode=loglikelihood needs one right option of several, but this problem has "
-            f"{len(choices)} options and the answer {problem.gold!r}; list options as lines A., B., ... or as "
-            "`choices`, or set evaluate.mode=generate"
-        )
     system = f"{template.system}\n\n" if template.system else ""
-    return Item(
-        problem.id, system + template.render(question), choices[gold], problem.subject, problem.level, choices
+    options = [_options_of(problem) for problem in problems]
+    golds: dict[str, int] = {}
+    for dataset in {problem.dataset: None for problem in problems}:  # the sets of one file may differ
+        members = [pair for pair in zip(problems, options, strict=True) if pair[0].dataset == dataset]
+        golds |= _gold_indices(members)
+    return tuple(
+        Item(
+            problem.id,
+            system + template.render(one.question),
+            one.texts[golds[problem.id]],
+            problem.subject,
+            problem.level,
+            one.texts,
+        )
+        for problem, one in zip(problems, options, strict=True)
     )
 
 
-def _choices(given: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (texts, labels) from a list of texts, or from ARC's {text: [...], label: [...]}."""
-    texts = given.get("text") if isinstance(given, Mapping) else given
-    if not isinstance(texts, list | tuple):
-        return (), ()
+class _Options(NamedTuple):
+    question: str
+    texts: tuple[str, ...]
+    labels: tuple[str, ...]
+    has_integer_labels: bool = False
+
+
+def _options_of(problem: Problem) -> _Options:
+    """Return the options of a problem, and its text without a last paragraph that asks a base model for a box."""
+    question, _, last = problem.text.rpartition("\n\n")
+    question = question if question and "\\boxed" in last else problem.text
+    given = problem.extra_info.get("choices")
+    texts = given.get("text") if isinstance(given, Mapping) else given  # ARC's {text: [...], label: [...]}
     labels = given.get("label") if isinstance(given, Mapping) else None
-    return tuple(map(str, texts)), tuple(map(str, labels or _LABELS[: len(texts)]))
+    if not isinstance(texts, list | tuple) or not texts:
+        listed = list(dict.fromkeys(_LISTED.findall(question)))
+        texts = labels = listed if "".join(listed) == _LABELS[: len(listed)] else ()
+    if len(texts) < 2:
+        raise ProblemsError(
+            f"{problem.id}: evaluate.mode=loglikelihood needs one right option of several, but this problem has "
+            f"{len(texts)} options and the answer {problem.gold!r}; list options as lines A., B., ... or as "
+            "`choices`, or set evaluate.mode=generate"
+        )
+    labels = labels or _LABELS[: len(texts)]
+    is_integer = all(type(label) is int for label in labels)
+    return _Options(question, tuple(map(str, texts)), tuple(map(str, labels)), is_integer)
 
 
-def _gold_index(gold: str, choices: tuple[str, ...], labels: tuple[str, ...]) -> int | None:
-    """Return the index of the right option, which gold names by label, text or index."""
-    for names in (labels, choices, tuple(map(str, range(len(choices))))):
-        if gold in names:
-            return names.index(gold)
-    return None
+def _gold_indices(members: Sequence[tuple[Problem, _Options]]) -> dict[str, int]:
+    """Return the index of each problem's right option, reading the gold answers of a set in one way.
+
+    They are all labels, all texts or all indices from 0. Raises ProblemsError if none of these fits all of them,
+    or if several do and differ.
+    """
+    found = [_readings(*member) for member in members]
+    complete = [name for name in _READINGS if all(name in one for one in found)]
+    if not complete:
+        counts = {name: sum(name in one for one in found) for name in _READINGS}
+        most = max(_READINGS, key=counts.__getitem__)
+        problem, options = next(pair for pair, one in zip(members, found, strict=True) if most not in one)
+        fits = ", ".join(f"{counts[name]} are {name}" for name in _READINGS)
+        raise ProblemsError(
+            f"evaluate.mode=loglikelihood needs one right option of several, named in one way by all rows: of "
+            f"{len(members)} answers, {fits}. {problem.id} has {len(options.texts)} options and the answer "
+            f"{problem.gold!r}: correct the answers, or set evaluate.mode=generate"
+        )
+    unclear = [
+        problem
+        for (problem, _), one in zip(members, found, strict=True)
+        if len({one[name] for name in complete}) > 1
+    ]
+    if unclear:
+        first = ", ".join(f"{problem.id}: {problem.gold!r}" for problem in unclear[:3])
+        raise ProblemsError(
+            f"all {len(members)} answers can be read as {' and as '.join(complete)} of the options, and "
+            f"{len(unclear)} then mean different options ({first}): write the key `answer` as the option's letter "
+            "(A, B, ...) or as its index from 0, a JSON integer without quotes"
+        )
+    return {problem.id: one[complete[0]] for (problem, _), one in zip(members, found, strict=True)}
+
+
+_READINGS = ("labels", "texts", "indices")
+
+
+def _readings(problem: Problem, options: _Options) -> dict[str, int]:
+    """Return the index of the right option under each reading that fits; integers never name texts."""
+    names = {
+        "labels": options.labels,
+        "texts": options.texts,
+        "indices": tuple(map(str, range(len(options.texts)))),
+    }
+    if problem.extra_info.get(INTEGER_ANSWER):
+        kept = "labels" if options.has_integer_labels else "indices"
+        names = {kept: names[kept]}
+    gold = problem.gold.strip()
+    return {name: known.index(gold) for name, known in names.items() if gold in known}

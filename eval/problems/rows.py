@@ -17,6 +17,7 @@ from eval.problems.prompts import Message
 Row = Mapping[str, Any]
 Hub = Literal["huggingface", "modelscope", "url"]
 Split = Literal["train", "test"]
+INTEGER_ANSWER = "is_integer_answer"  # in extra_info beside `choices`, because gold answers are texts
 
 
 class Unusable(ValueError):
@@ -135,6 +136,8 @@ def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
         info = ()
     if not isinstance(info, dict | None):
         raise Unusable("an extra_info that is not a JSON object, the form in which checkpoints store it")
+    if info and "choices" in info:
+        info = {**info, **_options(info["choices"], model.get("ground_truth"))}
     return problem_of(
         row,
         text_of(row, "problem") or bare(messages[-1]["content"]),
@@ -156,8 +159,15 @@ def read_solved(row: Row) -> Problem:
     """
     text = needed(text_of(row, "problem"), "no problem")
     gold = extract_boxed(text_of(row, "solution") or "") or text_of(row, "answer")
-    info = {"choices": row["choices"]} if row.get("choices") else {}
+    info = _options(row.get("choices"), row.get("answer"))
     return problem_of(row, text, needed(gold, "neither an answer nor a boxed solution"), extra_info=info)
+
+
+def _options(choices: Any, answer: Any) -> dict[str, Any]:
+    """Return the options as stored in extra_info, and whether the answer is an integer."""
+    if not choices:
+        return {}
+    return {"choices": choices} | ({INTEGER_ANSWER: True} if type(answer) is int else {})
 
 
 # DAPO-Math-17k's schema, which training reads; extra_info is optional.

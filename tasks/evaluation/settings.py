@@ -14,7 +14,7 @@ from typing import Any
 
 from dapo_core.errors import ConfigError
 from dapo_core.reward.custom import require_function
-from dapo_core.reward.scorers import SCORERS
+from dapo_core.reward.scorers import SCORERS, require_package
 from eval.answers.grading import Grader, ScorerGrader
 from eval.answers.pool import Pool
 from eval.dispatch import Limits
@@ -175,7 +175,9 @@ def grader_for(settings: EvaluateConfig) -> Grader | None:
         return None
     file, rule = scorer_file(settings), f"scorer-{settings.scorer}/1"
     arguments: tuple[str, ...] = ()
-    if file is not None:
+    if file is None:
+        require_package(f"evaluate.scorer={settings.scorer}", settings.scorer)
+    else:
         arguments = (str(file[0]), file[1])
         rule = f"scorer-{file[0].name}:{file[1]}/{sha256_of(file[0])[:SHORT_DIGEST]}"
     pool = Pool(

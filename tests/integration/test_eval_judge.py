@@ -13,15 +13,17 @@ from dapo_core.errors import ConfigError
 from eval import EvaluationError, InputError
 from eval.compare import ComparisonError, compare
 from eval.endpoint import Endpoint, Sampling
+from eval.item_pages import pack_items
 from eval.judge import VOTES_FILE, Judge, read_vote
 from eval.recorder import Benchmark
 from eval.regrade import regrade
-from eval.report import make_report, render_markdown
-from eval.results import Row, read_rows
+from eval.report import make_report, render_html, render_markdown
+from eval.results import Row, load_evaluation, read_rows
 from eval.run import evaluate_all
 from eval.summary import Summary, summarise_votes
 from flows.config import load_config_or_defaults
 from tasks.evaluation.settings import judge_for
+from tests.evaluations import no_plots
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
 SAMPLING = Sampling(max_tokens=64)
@@ -114,6 +116,23 @@ def test_votes_are_reported_beside_the_grader_and_failed_votes_are_not_verdicts(
     evaluated(server, tmp_path / "alone", None)
     with pytest.raises(ComparisonError, match=r"judge.* before, unset after"):
         compare(tmp_path / "before", tmp_path / "alone")
+
+
+def test_a_judge_without_a_readable_vote_has_no_shares(
+    server: ArithmeticServer, court: ArithmeticServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule(court, "u", "u", "u")
+    with caplog.at_level("INFO"):
+        summary, _ = evaluated(server, tmp_path / "out", judge_for(settings_of(court, tmp_path)))
+    shares = dict.fromkeys(("accuracy", "vote_agreement", "grader_agreement"))
+    assert summary.judge == {"judged": 3, "failed": 3, **shares}
+    assert "judge: no verdict on any of 3 responses" in caplog.text
+    comparison = compare(tmp_path / "out", tmp_path / "out")
+    report = make_report(comparison, [])
+    [line] = [line for line in render_markdown(report).splitlines() if "LLM judge" in line]
+    assert line.split()[4:8] == ["none", "|", "none", "|"]
+    page = render_html(report, no_plots(comparison, []), pack_items(*[load_evaluation(tmp_path / "out")] * 2))
+    assert page.count('data-field="before/judge/accuracy" data-form="percent">none<') == 1
 
 
 def test_as_the_headline_the_majority_is_the_verdict_and_undecided_responses_are_not_wrong(

@@ -18,6 +18,8 @@ from eval.regrade import regrade
 from eval.report import make_report, render_markdown
 from eval.results import read_rows
 from flows.config import load_config_or_defaults
+from tasks.data.prepare import write_held_out
+from tasks.data.sources import eval_sources
 from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, running
 
@@ -44,8 +46,8 @@ def test_the_likeliest_option_is_the_answer_as_in_lm_eval(server: ArithmeticServ
         tmp_path,
         {"problem": LISTED, "answer": "A"},
         {"problem": f"{LISTED}\n\nReason, and put the letter within \\boxed{{}}.", "answer": "C"},
-        {"problem": "The sky is", "choices": CHOICES, "answer": "very very blue"},
-        {"problem": "The ruby is", "choices": CHOICES, "answer": "0"},  # a number, as in HellaSwag
+        {"problem": "The sky is", "choices": CHOICES, "answer": "B"},
+        {"problem": "The ruby is", "choices": CHOICES, "answer": "A"},
         {"problem": "Grass is", "choices": CHOICES, "answer": "B"},
     )
     asked = load_set(path, mode="loglikelihood")
@@ -82,6 +84,61 @@ def test_a_template_file_and_a_system_prompt_come_before_the_options(tmp_path: P
     [item] = asked.items
     assert item.prompt == "Be right.\n\nQ: 1 + 1?\nA: 2\n\nQ: The sky is\nA:"
     assert (item.options, item.gold) == (tuple(CHOICES), "seven")  # ARC's labels may be numbers
+
+
+def golds_of(path: Path) -> list[str]:
+    return [item.gold for item in load_set(path, mode="loglikelihood").items]
+
+
+NUMBERS = ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "golds"),
+    [
+        ([3, 1], ["4", "2"]),  # integers are indices, as in MMLU
+        (["3", "1", "0"], ["4", "2", "1"]),  # 0 is not a text: all are indices, as in HellaSwag
+        (["3", "1", "4"], ["3", "1", "4"]),  # 4 is not an index: all are texts
+        (["D", "B"], ["4", "2"]),
+    ],
+)
+def test_the_answers_of_a_set_are_read_in_one_way(
+    tmp_path: Path, answers: list[int | str], golds: list[str]
+) -> None:
+    solved = [{"problem": f"p{n}", "choices": NUMBERS, "answer": one} for n, one in enumerate(answers)]
+    assert golds_of(written(tmp_path, *solved)) == golds
+    chats = [
+        {
+            "data_source": "mine",
+            "prompt": [{"role": "user", "content": one["problem"]}],
+            "reward_model": {"ground_truth": one["answer"]},
+            "extra_info": {"choices": NUMBERS},
+        }
+        for one in solved
+    ]
+    path = written(tmp_path, *chats)
+    assert golds_of(path) == golds
+    config = load_config_or_defaults(None, [f"data.eval={path}"])
+    write_held_out(config, eval_sources(config), tmp_path / "prepared.parquet")  # keeps integers apart from texts
+    assert golds_of(tmp_path / "prepared.parquet") == golds
+
+
+def test_answers_that_can_be_read_in_several_ways_are_refused(tmp_path: Path) -> None:
+    rows = [{"problem": f"p{n}", "choices": NUMBERS, "answer": one} for n, one in enumerate(["3", "1"])]
+    with pytest.raises(ProblemsError) as caught:
+        golds_of(written(tmp_path, *rows))
+    assert str(caught.value) == (
+        "all 2 answers can be read as texts and as indices of the options, and 2 then mean different options "
+        "(row-0: '3', row-1: '1'): write the key `answer` as the option's letter (A, B, ...) or as its index from "
+        "0, a JSON integer without quotes"
+    )
+
+
+def test_answers_that_no_reading_fits_are_refused(tmp_path: Path) -> None:
+    answers = ["A", "blue", "B", "1"]
+    rows = [{"problem": f"p{n}", "choices": ["red", "blue"], "answer": one} for n, one in enumerate(answers)]
+    with pytest.raises(ProblemsError, match=r"4 answers, 2 are labels, 1 are texts, 1 are indices\. row-1 has 2"):
+        golds_of(written(tmp_path, *rows))
 
 
 @pytest.mark.parametrize(

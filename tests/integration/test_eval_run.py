@@ -229,6 +229,24 @@ def test_a_torn_line_costs_only_its_row_and_rows_of_another_version_are_not_over
     assert sum(server.asked.values()) == 7
 
 
+def test_rows_of_another_evaluation_are_refused_and_kept(endpoints: list[Endpoint], tmp_path: Path) -> None:
+    evaluate(make_set(3), endpoints, SAMPLING, tmp_path)
+    results = tmp_path / "results.jsonl"
+    text = results.read_text()
+    row = json.loads(text.splitlines()[-1])
+    for changes in ({"id": "zzz"}, {"sample": 1}, {"prompt": [{"role": "user", "content": "4 + 1 = ?"}]}):
+        foreign = {**row, **changes}
+        results.write_text(text + json.dumps(foreign) + "\n")
+        message = rf"1 of \d rows answer no .*item '{foreign['id']}', sample {foreign['sample']}\).* joined with"
+        for grader in ("mathematics", "choice"):  # continued and regraded
+            with pytest.raises(ResultsError, match=message):
+                evaluate(replace(make_set(3), grader=grader), endpoints, SAMPLING, tmp_path)
+        assert len(results.read_text().splitlines()) == 4
+    results.write_text(text + json.dumps({**row, "id": "zzz"}))
+    with pytest.raises(ResultsError, match=r"has 4 rows, but the evaluation has 3 .*the 1 added .*item 'zzz'"):
+        regrade(tmp_path)
+
+
 def test_changed_settings_start_over_and_are_logged(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dapo_core.errors import ConfigError
+from dapo_core.reward.routing import require_scorers
 from eval import InputError
 from eval.compare import compare
 from eval.endpoint import Endpoint, Sampling
@@ -95,6 +97,37 @@ def test_a_scorer_file_grades_and_its_failures_are_counted(
     path.write_text("import nothing_of_this_name\n\ndef compute_score(**_):\n    return 1\n")
     with pytest.raises(InputError, match=r"correct evaluate\.scorer\n(.|\n)*nothing_of_this_name"):
         evaluated(server, tmp_path / "out", path)
+
+
+def test_the_same_failure_of_a_scorer_is_logged_once(
+    server: ArithmeticServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "score.py"
+    path.write_text(
+        "def compute_score(extra_info, **_):\n    number = extra_info['index']\n    if number == 7:\n"
+        "        return 1\n    if number % 2:\n        raise ValueError(f'odd\\n{number}')\n"
+        "    raise KeyError(number)\n"
+    )
+    with caplog.at_level("INFO"):
+        summary = evaluated(server, tmp_path / "out", path, 12)
+    assert summary.scorer is not None
+    assert summary.scorer["errors"] == 11
+    assert caplog.text.count("Traceback") == 2
+    assert "the scorer failed on 11 responses" in caplog.text
+
+
+@pytest.mark.parametrize("scorer", ["math_verify", "geo3k"])
+def test_a_scorer_without_its_package_is_refused_before_any_request(
+    scorer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # as if not installed
+    message = rf"{scorer}, which needs the package math-verify .*pip install math-verify"
+    with pytest.raises(ConfigError, match=rf"evaluate\.scorer={scorer} uses the scorer {message}"):
+        grader_for(load_config_or_defaults(None, [f"evaluate.scorer={scorer}"]).evaluate)
+    config = load_config_or_defaults(None, [f"reward.scorers=[sums={scorer}]"])
+    with pytest.raises(ConfigError, match=message):
+        require_scorers({"sums"}, config.reward, config.custom_reward)
+    require_scorers({"openai/gsm8k"}, config.reward, config.custom_reward)
 
 
 def test_a_hanging_scorer_is_given_up_and_delays_no_request(

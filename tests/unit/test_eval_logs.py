@@ -16,6 +16,7 @@ import pytest
 from eval.compare import ComparisonError, compare
 from eval.exported_logs import export_inspect, export_lm_eval
 from eval.foreign_logs import import_log, read_log
+from eval.regrade import regrade
 from eval.results import Evaluation, ResultsError, load_evaluation, read_rows, read_settings, write_rows
 from tests.evaluations import write_results
 
@@ -86,6 +87,48 @@ def test_an_exported_lm_eval_log_survives_a_round_trip(tmp_path: Path) -> None:
         compare(tmp_path / "own", tmp_path / "back")
 
 
+def multiple_choice(number: int, target: str, options: list[str], values: list[float]) -> str:
+    """Make a line of lm-eval 0.4's log of a multiple-choice task."""
+    prompt = f"Question: {number}?\nAnswer:"
+    requests = {f"gen_args_{i}": {"arg_0": prompt, "arg_1": f" {text}"} for i, text in enumerate(options)}
+    results = [[str(value), "False"] for value in values]
+    line = {
+        "doc_id": number, "doc": {}, "target": target, "arguments": requests, "resps": [[one] for one in results],
+        "filtered_resps": results, "filter": "none", "metrics": ["acc", "acc_norm"],
+    }  # fmt: skip
+    return json.dumps(line) + "\n"
+
+
+def test_an_lm_eval_log_of_multiple_choice_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "samples_arc_1.jsonl"
+    file.write_text(
+        multiple_choice(0, "1", ["red", "very very blue"], [-3.0, -2.0])
+        + multiple_choice(1, "1", ["red", "very very blue"], [-2.0, -3.0])  # by character, blue is likelier
+        + multiple_choice(2, "no", ["yes", "no"], [-1.0, -2.0])
+    )
+    summary = import_log(file, tmp_path / "out")
+    assert (summary.accuracy, summary.acc_norm) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert (summary.settings["benchmark"], summary.settings["grader"]) == ("arc", "loglikelihood/1")
+    assert fields_of(tmp_path / "out", "answer", "gold") == [
+        ("very very blue", "very very blue"), ("red", "very very blue"), ("yes", "no")
+    ]  # fmt: skip
+    assert regrade(tmp_path / "out").summary.accuracy == summary.accuracy
+
+
+def test_other_log_likelihoods_of_lm_eval_are_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "samples_lambada_1.jsonl"
+    file.write_text(multiple_choice(0, " word", ["word"], [-3.0]))
+    with pytest.raises(ResultsError, match=r"document 0 has 1 options .*only multiple choice"):
+        read_log(file)
+
+
+def test_a_folder_of_exported_benchmarks_says_what_to_type(tmp_path: Path) -> None:
+    for name in ("aime24", "math500"):
+        export_lm_eval(evaluation(tmp_path / name), tmp_path / "logs" / name)
+    with pytest.raises(ResultsError, match=r"has 2 logs, .* type dapo grade \S+aime24/samples_sums_\S+ --output"):
+        read_log(tmp_path / "logs")
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"resps": 1}\n', '{"id": 1, "pred'])
 def test_an_unreadable_log_is_refused_with_the_supported_formats(tmp_path: Path, text: str) -> None:
     (tmp_path / "samples_x_1.jsonl").write_text(text)
@@ -98,7 +141,7 @@ def test_ambiguous_folders_and_used_outputs_are_refused(tmp_path: Path) -> None:
         read_log(tmp_path)
     for name in ("a", "b"):
         (tmp_path / f"samples_{name}_1.jsonl").write_text("{}")
-    with pytest.raises(ResultsError, match="has 2 logs: name one of"):
+    with pytest.raises(ResultsError, match=r"has 2 logs, .* type dapo grade \S+samples_a_1\.jsonl --output"):
         read_log(tmp_path)
     write_results(tmp_path / "used", "r")
     with pytest.raises(ResultsError, match="choose another --output"):
