@@ -248,7 +248,7 @@ def validates(config: ChainConfig) -> bool:
 
 
 def training_files(config: ChainConfig) -> dict[str, str]:
-    """Digests of the custom scorer, reference model and initial checkpoint that the configuration names.
+    """Digests of the custom scorer, reference model, initial checkpoint and external rows in the configuration.
 
     Raises ConfigError, ModelError or CheckpointError if one is missing or unusable.
     """

@@ -52,10 +52,8 @@ logger = logging.getLogger(__name__)
 Build = Callable[[Path], Mapping[str, Any] | Output]
 
 UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
-NO_FOLDER_ERRORS = (
-    errno.EEXIST,
-    errno.ENOENT,
-)  # from mkdir: a file has that name, or the file system is like /proc
+# From mkdir: a file has that name, or the file system is like /proc.
+NO_FOLDER_ERRORS = (errno.EEXIST, errno.ENOENT)
 PROBE_BYTES = 64 * 1024
 FINISHED, PARTIAL, DAMAGED, REMOVED = "", ".partial", ".damaged", ".removed"
 _ATTEMPT = re.compile(r"(\d+)(|\.partial|\.damaged|\.removed)")

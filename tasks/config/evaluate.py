@@ -124,8 +124,8 @@ _REQUEST_KEYS = {
     "n": "evaluate.num_samples",
     "best_of": "evaluate.num_samples",
     "stop": "evaluate.prompt: the template defines it",
-    "stream": "nothing: responses are not streamed",
-    "echo": "nothing: responses exclude the prompt",
+    "stream": "the evaluation: responses are not streamed",
+    "echo": "the evaluation: responses exclude the prompt",
     "chat_template_kwargs": "evaluate.chat_template_kwargs",
 }
 

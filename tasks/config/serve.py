@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from dapo_core.config.fields import Section, key, volatile
 
-# Arguments that have a key of their own. vLLM accepts _ for - in long arguments, and = before a value.
+# What to use instead of each argument. vLLM accepts _ for - in long arguments, and = before a value.
 _SERVE_KEYS = {
     "--tensor-parallel-size": "serve.tensor_parallel",
     "-tp": "serve.tensor_parallel",
@@ -25,8 +25,8 @@ _SERVE_KEYS = {
     "--host": "serve.host",
     "--port": "serve.port",
     "--trust-remote-code": "model.trust_remote_code",
-    "--served-model-name": "nothing: the evaluation sets the name",
-    "--hf-token": "nothing: a server loads a local folder",
+    "--served-model-name": "none: the evaluation sets the name",
+    "--hf-token": "none: a server loads a local folder",
     "--api-key": "the environment variable VLLM_API_KEY, which `ps` does not show",
 }
 
@@ -93,5 +93,5 @@ class ServeConfig(Section):
             name = word.partition("=")[0]
             name = name.replace("_", "-") if name.startswith("--") else name
             if name in _SERVE_KEYS:
-                raise ValueError(f"serve.extra_args: {word} has a key of its own; use {_SERVE_KEYS[name]}")
+                raise ValueError(f"serve.extra_args: {word} cannot be given here; use {_SERVE_KEYS[name]}")
         return self

@@ -90,9 +90,8 @@ def _rendered(config: ChainConfig, inputs: Inputs, version: str | None, python: 
     if (checkpoints / NEWEST_FILE).is_file() or config.checkpoint.resume == "never":
         tree["checkpoint"]["resume"] = "auto"  # its own checkpoint takes precedence; `never` moved it aside
     if config.checkpoint.keep_steps or config.checkpoint_steps:
-        tree["checkpoint"]["keep_last"] = (
-            None  # keep all, since the trainer would remove these too; the stage removes the rest
-        )
+        # Keep all, since the trainer would remove these steps too; the stage removes the rest.
+        tree["checkpoint"]["keep_last"] = None
     external = config.external
     places = Places(
         folder=inputs.folder,

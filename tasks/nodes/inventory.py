@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import shlex
 import string
@@ -145,6 +146,11 @@ class Inventory(Section):
             raise ValueError(f"head = {self.head} is not among the hosts{nearest(self.head, names)}")
         if duplicates := [name for name, count in Counter(names).items() if count > 1]:
             raise ValueError(f"host {', '.join(duplicates)} is listed twice; remove one")
+        by_address: dict[str, str] = {}
+        for host in self.hosts:
+            other = by_address.setdefault(_canonical(host.reached_at), host.name)
+            if other != host.name:
+                raise ValueError(f"hosts {other} and {host.name} have the same address {host.reached_at}")
         if unset := [host.name for host in self.hosts if host.devices is None and self.devices is None]:
             raise ValueError(f"devices is not set for {', '.join(unset)}: set the number per host, such as 16")
         if self.device == "cpu" and self.num_cpus is not None:
@@ -209,6 +215,14 @@ def resolve(tree: Mapping[str, Any], source: str) -> Inventory:
     if problems:
         raise ConfigError("\n".join(f"{source}: {problem}" for problem in dict.fromkeys(problems)))
     return inventory
+
+
+def _canonical(address: str) -> str:
+    """Normalize an address or a host name, so that different spellings compare equal."""
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        return address.lower()
 
 
 def _explain(problem: ErrorDetails) -> str:

@@ -191,7 +191,10 @@ class _NodeChecks:
             checks.check_clocks(skews, self.findings)
 
     def _skew_of(self, node: Node) -> tuple[float, float] | None:
-        """Return the seconds that a node's clock is ahead, and the error: half of the shortest round trip."""
+        """Return the seconds that a node's clock is ahead, and the error: half of the shortest round trip.
+
+        None if the node does not answer one of the readings.
+        """
         readings = []
         for _ in range(NUM_CLOCK_READINGS):
             began = time.time()

@@ -61,7 +61,7 @@ def megatron_change(config: ChainConfig, shape: ModelShape, plan: MemoryPlan) ->
 
 
 def _engines_exceed(plan: MemoryPlan) -> bool:
-    """True if the engines exceed the device: no sequence fits their cache, or the peak is outside the update."""
+    """True if the engines exceed the device: no sequence fits their cache, or the peak is not a rank's."""
     return plan.engine.num_sequences == 0 or plan.loads[0].phase not in ("anchor", "update")
 
 

@@ -182,11 +182,8 @@ class NodeProbe:
         ranges = port_ranges(environment, ray_options())
         ports = {name: self._serve(first, last, greeting) for name, (first, last) in ranges.items()}
         addresses = {"Ray's address": address} | chosen_addresses(environment)
-        return {
-            "ports": ports,
-            "addresses": addresses,
-            "word": greeting,
-        }  # nodes may run other versions: keep the keys
+        # Nodes may run other versions of this code: keep the keys.
+        return {"ports": ports, "addresses": addresses, "word": greeting}
 
     def _serve(self, first: int, last: int, greeting: str) -> int | None:
         class Greet(socketserver.BaseRequestHandler):

@@ -3,8 +3,8 @@
 (For commands that may outlive this process, see detached.py.)
 
     this process -> supervisor.py (own session, subreaper) -> command -> whatever the command starts
-                        |   ^------ a pipe with the output ------+ +-- log file without secrets, followed from
-                        here; children hold none of our pipes or terminals
+                        |   ^------ a pipe with the output ------+
+                        +-- log file without secrets, followed from here: no child holds a pipe or terminal of ours
 
 Linux only, because it needs the parent-death signal and subreapers.
 """

@@ -65,7 +65,7 @@ class Record:
 
 
 class DetachedProcess(RunningCommand):
-    """A detached command that was started or attached to; an error in the block stops it unless it `survives`."""
+    """A detached command that was started or attached to; an error in the block may stop it."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ def attach_or_start(
 ) -> None:
     """Run a command to completion, or attach to the one that already writes to this log; pass on each line.
 
-    An interruption stops the command unless `options.survives` it; then the next run attaches to it.
+    An interruption stops the command, unless `options.survives` returns True for it: then the next run attaches.
     Raises ChildProcessFailed if the exit code is not 0.
     """
     with _find_or_start(command, prepare_log(log_path, label), label, options) as process:

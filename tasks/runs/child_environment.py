@@ -19,9 +19,8 @@ from tasks.serve_model.command import API_KEY_VARIABLE, SOCKETS_VARIABLE, serve_
 from tasks.stages import EVALUATE_MODEL
 
 Rows = list[dict[str, Any]]
-COMMANDS = {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1"
-}  # set by every `dapo` command; also hides the progress of weight loading
+# Set by every `dapo` command; also hides the progress of weight loading.
+COMMANDS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 def child_environment(link: Link, metrics: Mapping[str, Any], environment: Mapping[str, str]) -> Rows:

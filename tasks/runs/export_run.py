@@ -73,10 +73,7 @@ def _write_documents(folder: Path, run: RecordedRun, config: ChainConfig, report
     for name in (REPORT_FOLDER, MANIFESTS_FOLDER):
         (folder / name).mkdir()
     report_folder = run.folder / REPORT_FOLDER
-    for path in (
-        *report_folder.rglob("report.*"),
-        *report_folder.glob("data_card.*"),
-    ):  # including each benchmark's
+    for path in (*report_folder.rglob("report.*"), *report_folder.glob("data_card.*")):  # each benchmark's too
         copied = folder / REPORT_FOLDER / path.relative_to(report_folder)
         copied.parent.mkdir(exist_ok=True)
         copied.write_text(portable(_read_report(run, path)), "utf-8")

@@ -71,9 +71,7 @@ class RecordedRun:
     stages: Mapping[str, StageRecord]
     error: str | None
     report: Mapping[str, Any] | None  # the headline: before, after, difference, p, n
-    environment: Sequence[
-        Mapping[str, Any]
-    ] = ()  # variables of child processes: name, value, children, why, stages
+    environment: Sequence[Mapping[str, Any]] = ()  # of child processes: name, value, children, why, stages
 
     def __post_init__(self) -> None:
         if not all(map(_LABEL.fullmatch, self.stages)):  # they name files in exports

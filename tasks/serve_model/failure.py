@@ -73,7 +73,7 @@ def describe_death(exit_code: int) -> str:
     """The meaning of a negative exit code, and a fix if known."""
     if -exit_code == signal.SIGILL:
         return (
-            "SIGILL: this CPU lacks an instruction that a kernel uses, such as bfloat16; set "
+            "SIGILL: this CPU lacks an instruction that a kernel uses, such as one for bfloat16; set "
             "serve.dtype=float32 (and rollout.dtype=float32)"
         )
     return f"the process {describe_exit(exit_code)}"

@@ -27,6 +27,7 @@ from tasks.processes import detached, supervisor
 from tasks.processes.child import ChildProcessFailed
 from tasks.processes.detached import DetachOptions, Record, attach_or_start, read_record
 from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
+from tests.sources import Clock
 
 OPTIONS = DetachOptions(unwatched_seconds=300.0, stop_seconds=300.0, grace_seconds=0.5)
 
@@ -197,6 +198,20 @@ def test_a_watched_command_keeps_running(stem: Path, monkeypatch: pytest.MonkeyP
         print("watched")
     """
     assert run(stem, python(code, record)) == ["watched"]
+    clock = Clock()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", clock)
+        detached_by = {"stem": str(stem), "unwatched_seconds": 1.5}
+        watching = supervisor.Supervisor([], os.getpid(), 0.5, 10.0, None, detached_by)
+        for touch in range(5):
+            os.utime(record, ns=(touch, touch))
+            watching._check_watchers(stem)
+            clock.now += 1.4
+            watching._check_watchers(stem)
+            assert watching.stopping == ""
+        clock.now += 0.2
+        watching._check_watchers(stem)
+    assert watching.stopping == supervisor.UNWATCHED
 
 
 def test_without_unwatched_time_a_command_ends_with_its_parent(stem: Path) -> None:

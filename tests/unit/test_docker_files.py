@@ -95,3 +95,45 @@ def test_each_kind_of_device_has_a_dockerfile() -> None:
 @pytest.mark.parametrize("device", FILES)
 def test_a_dockerfile_matches_the_versions_files_and_variables(device: str) -> None:
     assert list(problems(device, FILES[device].read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "old", "new", "problem"),
+    [
+        ("npu", "v0.23.0-a3", "latest", "quay.io/ascend/vllm-ascend:latest has no version"),
+        ("npu", "v0.23.0-a3", "v0.24.0-a3", "vllm-ascend:v0.24.0-a3 is not of vllm-ascend 0.23.0"),
+        (
+            "cpu",
+            "python:3.11-slim",
+            "python:3.14-slim",
+            "python:3.14-slim-bookworm has another Python than the set",
+        ),
+        ("cpu", "COPY eval/ eval/", "COPY evl/ eval/", "evl/ is not in the repository"),
+        ("cpu", "COPY eval/ eval/", "COPY eval/ tests/ ./", ".dockerignore leaves tests/ out"),
+        ("cuda", "COPY eval/ eval/\n", "", "eval is not copied"),
+        (
+            "cuda",
+            "COPY requirements/cuda.txt requirements/cuda.txt\n",
+            "",
+            "requirements/cuda.txt is used but not copied",
+        ),
+        (
+            "cuda",
+            " --no-cache-dir --no-deps -r",
+            " --no-deps -r",
+            "pip keeps its cache in: python3 -m pip install",
+        ),
+        ("cpu", "--no-install-recommends ", "", "apt leaves files behind: apt-get update"),
+        ("npu", "TASK_QUEUE_ENABLE=1", "TASK_QUEUE_ENABLED=1", "TASK_QUEUE_ENABLED is in no row of the table"),
+        ("npu", "ENABLE_NZ=0", "ENABLE_NZ=1", "VLLM_ASCEND_ENABLE_NZ=1, but the table has '0'"),
+        ("cuda", "USER dapo\n", "", "runs as root"),
+        ("cuda", " wget", "", "wget is not installed"),
+    ],
+)
+def test_each_fault_of_a_dockerfile_is_found(device: str, old: str, new: str, problem: str) -> None:
+    text = FILES[device].read_text()
+    assert old in text
+
+    found = list(problems(device, text.replace(old, new)))
+
+    assert [each for each in found if problem in each], found

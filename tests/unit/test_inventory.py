@@ -72,6 +72,8 @@ def test_the_command_that_runs_a_line_on_a_host(tmp_path: Path, text: str, comma
         ("hosts: [a]", "devices is not set for a: set the number per host, such as 16"),
         ("hosts: [a]\ndevices: 0", "devices = 0 is invalid: input should be greater than or equal to 1"),
         ("hosts: [a, b, a]\ndevices: 1", "host a is listed twice"),
+        ("hosts: [{name: a, address: fd00::1}, 'fd00:0::1']\ndevices: 1", "a and fd00:0::1 have the same address"),
+        ("hosts: [A, a]\ndevices: 1", "hosts A and a have the same address a"),
         ("hosts: [node1, node2]\nhead: nod2\ndevices: 1", "head = nod2 is not among the hosts (did you mean"),
         ("hosts: [a]\ndevice: gpu\ndevices: 1", "device = 'gpu' is invalid: input should be 'cpu'"),
         ("hosts: [a]\ndevise: npu\ndevices: 1", "unknown key devise (did you mean device, devices?)"),

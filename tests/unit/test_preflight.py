@@ -21,6 +21,7 @@ from eval.gates import LAST_NIGHT
 from flows.config import Config, resolve_config
 from tasks.preflight import inputs
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, PreflightError
+from tasks.preflight.prompts import asked_forms
 from tasks.preflight.run import examine, require_ready
 from tests.tiny_models import build_tiny
 
@@ -203,6 +204,19 @@ def test_prompts_that_ask_for_another_form_than_the_evaluation_are_a_warning(tmp
     assert finding.check == "prompts"
     assert "training asks for Answer:" in finding.found
     assert "evaluation for \\boxed{}" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("text", "forms"),
+    [
+        ("put it in \\boxed{}", ["\\boxed{}"]),
+        ("The last line is of the form Answer: $Answer (without quotes)", ["Answer:"]),
+        ('output the final answer after "####".', ["####"]),
+        ("What is 2 + 3?", []),
+    ],
+)
+def test_the_answer_format_that_a_prompt_asks_for(text: str, forms: list[str]) -> None:
+    assert asked_forms(text) == forms
 
 
 def test_caches_devices_and_ports_are_checked_against_the_recipe(tmp_path: Path, model: Path) -> None:

@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from typer.testing import CliRunner
 from dapo_core.cluster import started
 from dapo_core.cluster.started import clusters_folder, token_environment
 from flows.cli import app
-from tasks.nodes import interface, launch, on_node
+from tasks.nodes import interface, launch, on_node, reach
 from tasks.nodes.inventory import Inventory
 from tasks.nodes.reach import Answer, ask
 from tasks.preflight.environment import TABLE
@@ -100,6 +102,27 @@ def test_ctrl_c_does_not_wait_for_a_host_that_hangs_and_says_how_to_stop_the_res
             up.kill()
     assert up.returncode == 130
     assert "`dapo cluster down nodes.yaml --store store` stops it" in errors
+
+
+def test_an_interrupt_kills_a_command_that_starts_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_one, cancelled = reach._ask, list[threading.Event]()
+
+    def ask_and_keep(*arguments: Any) -> Answer:
+        cancelled.append(arguments[-1])
+        return ask_one(*arguments)
+
+    def start(*words: Any, **given: Any) -> subprocess.Popen[str]:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        cancelled[0].wait()
+        return subprocess.Popen(*words, **given)
+
+    monkeypatch.setattr(reach, "_ask", ask_and_keep)
+    monkeypatch.setattr(reach, "Popen", start)
+    shell = "sh -c 'exec sleep 600' {host}"
+    started_at = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ask(Inventory(hosts=("a",), device="cpu", devices=1, shell=shell, connect_seconds=600), {"a": {}})
+    assert time.monotonic() - started_at < 300
 
 
 @pytest.mark.parametrize(
@@ -203,6 +226,10 @@ def test_each_device_kind_gets_the_interface_variables_of_the_table() -> None:
     rows = [row for row in yaml.safe_load(TABLE.read_text()) if row.get("must_be") == "interface"]
     for device, variables in INTERFACE_VARIABLES.items():
         assert set(variables) == {row["name"] for row in rows if device in row.get("devices", (device,))}
+
+
+def test_an_ipv6_address_is_joined_with_its_port_in_brackets() -> None:
+    assert launch._join("fd00::1", 6379) == "[fd00::1]:6379"
 
 
 def test_a_ray_tmpdir_that_is_too_long_is_refused_by_name() -> None:

@@ -7,11 +7,45 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dapo_core.errors import ConfigError
 from tasks.nodes import scheduler
 from tasks.nodes.inventory import Inventory
 from tasks.nodes.scheduler import expand, from_scheduler
+
+
+@st.composite
+def _brackets(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A bracket and the numbers in it, each range padded with its own number of zeros."""
+    texts, numbers = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        first, length, width = draw(st.integers(0, 1200)), draw(st.integers(0, 12)), draw(st.integers(1, 5))
+        width = max(width, len(str(first)))
+        texts.append(f"{first:0{width}}" + (f"-{first + length:0{width}}" if length else ""))
+        numbers += [f"{number:0{width}}" for number in range(first, first + length + 1)]
+    return f"[{','.join(texts)}]", numbers
+
+
+@st.composite
+def _items(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A name with up to two brackets, and the names that it expands to."""
+    word = st.from_regex(r"[a-z][a-z0-9-]{0,5}[a-z]", fullmatch=True)
+    text = draw(word)
+    names = [text]
+    for _ in range(draw(st.integers(0, 2))):
+        bracket, numbers = draw(_brackets())
+        end = draw(st.one_of(st.just(""), word))
+        text += bracket + end
+        names = [name + number + end for name in names for number in numbers]
+    return text, names
+
+
+@pytest.mark.slow
+@given(st.lists(_items(), min_size=1, max_size=4))
+def test_expansion_returns_the_compressed_names(items: list[tuple[str, list[str]]]) -> None:
+    assert expand(",".join(text for text, _ in items)) == [name for _, names in items for name in names]
 
 
 def test_expansion_equals_scontrol_s() -> None:

@@ -90,6 +90,21 @@ def test_only_a_held_lock_has_a_holder(tmp_path: Path) -> None:
     assert durable.find_holder(path) is None
 
 
+@pytest.mark.slow
+def test_a_waiting_run_names_the_holder_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "training.lock"
+    caplog.set_level(logging.INFO, logger="durable")
+    with contextlib.ExitStack() as other:
+        other.enter_context(hold(path, "run-7"))
+        release = release_after_word(other.pop_all(), caplog)
+        with hold(path, "run-8"):
+            assert str(durable.find_holder(path)).startswith("run run-8 (pid ")
+        release.join()
+    [message] = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
+    assert message.startswith("waiting for run run-7 (pid ")
+    assert f"), which holds the lock {path} (" in message
+
+
 def test_inspecting_the_lock_does_not_skip_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "GRACE_SECONDS", DEADLINE_SECONDS)  # a look may be slow here
     path = tmp_path / "training.lock"
