@@ -35,7 +35,6 @@ from eval.suite_comparison import BenchmarkChange, Paired, SuiteComparison, comp
 from eval.training import Steps, read_training_metrics, skipped_steps_notes
 
 CHECKPOINT_PAGE = "checkpoints.html"
-Keep = Callable[[str, Callable[[], Plots]], Plots]  # (name, draw) -> plots, cached or drawn
 # Fields of the headline's report that a suite's report.json omits: they are in the benchmark's own report.
 _OWN_PAGE = ("flips", "items", "transitions", "groups", "num_groups", "expected_false_alarms", "lengths", "gain")
 
@@ -58,7 +57,6 @@ def write_suite_report(
     output_dir: str | Path | None,
     provenance: Provenance = UNKNOWN,
     gates: Sequence[str] = (),
-    keep: Keep = lambda _, draw: draw(),
 ) -> dict[str, Any]:
     """Write report.json, report.md and report.html to `output_dir`, if given; return the content of report.json.
 
@@ -79,7 +77,7 @@ def write_suite_report(
         parse_gate(gate, names, [BEFORE, *models.baselines, *models.absent, LAST_NIGHT]) for gate in gates
     ]
     steps = read_training_metrics(train_metrics) if train_metrics is not None else []
-    work = _SuiteWriter(suite, provenance, steps, output_dir, keep)
+    work = _SuiteWriter(suite, provenance, steps, output_dir)
     baselines = {name: _Column(name, read_suite(folder)) for name, folder in models.baselines.items()}
     checkpoints = {
         step: _Column(f"step {step}", read_suite(folder)) for step, folder in models.checkpoints.items()
@@ -161,11 +159,9 @@ class _Column:
 class _SuiteWriter:
     """Compares and writes a suite one benchmark at a time, so that only one has its responses in memory."""
 
-    def __init__(
-        self, suite: Suite, provenance: Provenance, steps: Steps, output_dir: str | Path | None, keep: Keep
-    ) -> None:
+    def __init__(self, suite: Suite, provenance: Provenance, steps: Steps, output_dir: str | Path | None) -> None:
         self.pairs: list[Paired] = []
-        self._suite, self._provenance, self._steps, self._keep = suite, provenance, steps, keep
+        self._suite, self._provenance, self._steps = suite, provenance, steps
         self._output_dir = None if output_dir is None else Path(output_dir)
         self._is_suite = len(suite.members) > 1
         self._headline: dict[str, Any] = {}
@@ -190,7 +186,7 @@ class _SuiteWriter:
         if self._output_dir is None:
             return
         items = pack_items(before, after)
-        plots = self._keep(name, lambda: {**draw_plots(comparison, steps), **_prompt_plots(provenance)})
+        plots = {**draw_plots(comparison, steps), **_prompt_plots(provenance)}
         if self._is_suite:
             write_pages(report, render_html(report, plots, items), self._output_dir / name)
         else:
@@ -250,10 +246,8 @@ class _SuiteWriter:
     def _render_front(self, report: Mapping[str, Any]) -> str:
         from markupsafe import Markup
 
-        def draw() -> Plots:
-            return {"training": training_plots(self._steps), **_prompt_plots(self._provenance)}
-
-        plots = {**self._keep(POOLED, draw), "suite": suite_plots(report)}
+        training = {"training": training_plots(self._steps), **_prompt_plots(self._provenance)}
+        plots = {**training, "suite": suite_plots(report)}
         return render(
             "suite.html.j2",
             report=report,

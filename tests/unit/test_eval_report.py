@@ -37,9 +37,9 @@ from tests.evaluations import (
     make_items,
     make_row,
     make_rows,
-    no_plots,
     packed_items,
     settings_of,
+    write_report,
     write_results,
 )
 
@@ -307,7 +307,7 @@ def test_markdown_is_narrow_and_its_tables_survive_pipes(tmp_path: Path) -> None
     items = [replace(item, id=f"test/some_subject/{i}|0.json", **changes) for i, item in enumerate(ITEMS)]
     before = write_results(tmp_path / "b", "w" * 8, items)
     after = write_results(tmp_path / "a", "r" * 8, items)
-    write_suite_report(Models(before, after), None, tmp_path / "report", keep=no_plots)
+    write_report(Models(before, after), None, tmp_path / "report")
     lines = (tmp_path / "report" / "report.md").read_text().splitlines()
     assert max(map(len, lines)) <= 100
     tables: list[list[str]] = [[]]

@@ -19,7 +19,7 @@ from eval.suite import Member, write_suite
 from eval.suite_comparison import problem_digests
 from eval.suite_report import Models, write_suite_report
 from flows.cli import app
-from tests.evaluations import make_rows, no_plots, write_results
+from tests.evaluations import make_rows, write_report, write_results
 
 # rises by 6 of 20, falls by 8 of 20, falls by 1 of 4: McNemar p 2 / 2^6, 2 / 2^8, 1
 OUTCOMES = {
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "instruct", 1, {"algebra": 1.0, "words": 1.0}, "instruct <b>")
     models = Models(folder / "before", folder / "after", {"instruct": folder / "instruct"})
     gates = ("words >= before - 1", "algebra >= instruct")
-    write_suite_report(models, None, folder / "report", Provenance(title="A <suite>"), gates, no_plots)
+    write_report(models, None, folder / "report", Provenance(title="A <suite>"), gates)
     return folder
 
 
@@ -201,7 +201,7 @@ def test_a_failed_gate_is_exit_status_3(folder: Path, gate: str, status: int) ->
 def test_gates_of_a_single_benchmark_are_in_its_own_report(folder: Path, tmp_path: Path) -> None:
     models = Models(folder / "before" / "words", folder / "after" / "words", {"other": folder / "after" / "words"})
     gates = ("words.no_answer <= 5", "pooled >= other")
-    report = write_suite_report(models, None, tmp_path / "report", Provenance(), gates, no_plots)
+    report = write_report(models, None, tmp_path / "report", Provenance(), gates)
     assert [gate["is_passed"] for gate in report["gates"]] == [False, True]
     assert report["verdict"].endswith("GATES FAILED, 1 of 2: words.no_answer <= 5 (measured 40, threshold 5 %).")
     page = (tmp_path / "report" / "report.html").read_text()
@@ -231,7 +231,7 @@ def test_the_best_checkpoint_is_chosen_on_one_half_and_measured_on_the_other(tmp
         last_step=60,
         absent={"step 50": "no room"},
     )
-    report = write_suite_report(models, None, tmp_path / "report", Provenance(title="T"), (), no_plots)
+    report = write_report(models, None, tmp_path / "report", Provenance(title="T"))
     curve, best = report["checkpoints"], report["checkpoints"]["best"]
     assert curve["steps"] == [0, 20, 40, 60]
     assert [share["accuracy"] for share in curve["pooled"]] == [4 / 60, 20 / 60, 34 / 60, 30 / 60]
