@@ -10,7 +10,7 @@ from typing import Any, Literal
 from eval import InputError, breakdown
 from eval.answers.grading import grade
 from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part, Speed
-from eval.identity import describe_weights
+from eval.identity import describe_weights, show_same_weights
 from eval.results import (
     SERVED,
     Evaluation,
@@ -51,6 +51,8 @@ class Side:
     """Results of one of the two models, over the paired items."""
 
     model: str
+    name: str | None  # served name
+    urls: tuple[str, ...]  # of the servers
     weights: str  # description of what identifies them
     engine: str | None  # version and settings, as reported by the server
     evaluation: str  # digest of the measurement; copies share it
@@ -110,6 +112,7 @@ class Comparison:
     after: Side
     n: int
     num_samples: int
+    is_same_model: bool  # proven, see eval.identity.show_same_weights
     unpaired: Unpaired
     difference: float
     ci95: tuple[float, float]
@@ -171,6 +174,7 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         after=_side(after, sides[1]),
         n=n,
         num_samples=k,
+        is_same_model=_is_same_model(before.settings, after.settings),
         unpaired=_unpaired(pairs),
         difference=change.difference,
         ci95=change.ci95,
@@ -227,6 +231,10 @@ def _comparable_settings(side: Evaluation) -> dict[str, Any]:
     return settings
 
 
+def _is_same_model(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    return bool(before["model"] == after["model"]) and show_same_weights(before.get(SERVED), after.get(SERVED))
+
+
 def _unpaired(pairs: Sequence[Pair]) -> Unpaired:
     left_out = [(x, y) for x, y in pairs if not (is_answered(x) and is_answered(y))]
     num_failed = [[sum(not row.is_answered for row in side) for side in pair] for pair in pairs]
@@ -244,13 +252,16 @@ def _unpaired(pairs: Sequence[Pair]) -> Unpaired:
 
 
 def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
+    served = evaluation.settings.get(SERVED) or {}
     total = _group(items)
     rows = _rows(items)
     finished = [row for row in rows if row.verdict in ("right", "wrong")]
     return Side(
         model=str(evaluation.settings["model"]),
-        weights=describe_weights(evaluation.settings.get(SERVED)),
-        engine=(evaluation.settings.get(SERVED) or {}).get("engine"),
+        name=served.get("name"),
+        urls=tuple(served.get("urls", ())),
+        weights=describe_weights(served),
+        engine=served.get("engine"),
         evaluation=evaluation.digest,
         sampling=evaluation.settings["sampling"],
         n=total.n,

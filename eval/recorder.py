@@ -19,8 +19,8 @@ from eval import EvaluationError, InputError, RequestsRefused
 from eval.answers.extraction import split_thinking
 from eval.answers.grading import Grade, Grader
 from eval.dispatch import Batch, Outcome, Request
-from eval.endpoint import Sampling
-from eval.identity import Weights
+from eval.endpoint import Endpoint, Sampling
+from eval.identity import HAS_FILES, Weights
 from eval.judge import VOTES_FILE, Judge, judged, without_judge
 from eval.problems.items import EvaluationSet, Item
 from eval.results import (
@@ -111,9 +111,14 @@ class Recorder:
             if (item.id, sample) not in self._rows
         ]
 
-    def keep_weights(self, weights: Weights) -> None:
-        """Store which weights produce the answers."""
-        self.settings[SERVED] = weights.to_json()
+    def keep_weights(self, weights: Weights, endpoints: Sequence[Endpoint]) -> None:
+        """Store which weights produce the answers, and who serves them."""
+        self.settings[SERVED] = {
+            **weights.to_json(),
+            HAS_FILES: weights.has_local_files,
+            "name": endpoints[0].model,
+            "urls": [endpoint.address for endpoint in endpoints],
+        }
         write_json(self.folder / SETTINGS_FILE, self.settings)
 
     async def grade(self, batch: Batch) -> list[Row]:

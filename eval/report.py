@@ -162,7 +162,7 @@ def notes(comparison: Comparison) -> list[str]:
         return []
     found = []
     sides = {"before": comparison.before, "after": comparison.after}
-    if comparison.before.model == comparison.after.model:
+    if comparison.is_same_model:
         found.append(SAME_MODEL)
     if (comparison.settings.get("judge") or {}).get("headline"):
         found.append(
@@ -235,7 +235,7 @@ def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict
         "benchmark": f"{settings.get('benchmark') or provenance.problems}, {n} items"
         + (f", {k} responses each" if k > 1 else ""),
         **{
-            f"model {side}": model_words(provenance.models.get(side), result.model)
+            f"model {side}": model_words(provenance.models.get(side, result.name), result.model)
             for side, result in sides.items()
         },
         "prompt": f"{template['name']}, {settings.get('api', 'unknown API')}{system}",

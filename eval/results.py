@@ -27,7 +27,7 @@ RESULTS_FILE = "results.jsonl"
 SUMMARY_FILE = "summary.json"
 # Settings that affect verdicts but not responses: if they change, stored rows are graded again.
 GRADING_SETTINGS = ("grader", "golds", "judge")
-SERVED = "served"  # the setting that identifies the served weights, compared by `eval.identity`
+SERVED = "served"  # who served which weights; not among the settings that must agree, see `eval.identity`
 
 _TEXTS = ("prompt", "response", "reasoning", "details")  # not part of an evaluation's digest
 RowKey = tuple[str, int]  # (item id, sample number)
@@ -332,8 +332,8 @@ def make_settings(
 ) -> dict[str, Any]:
     """Return everything that stored rows depend on. Rows with equal settings can be reused.
 
-    The model is its content digest if known, else its served name. The URL and the client's limits do not affect
-    an answer and are omitted.
+    The model is its content digest if known, else its served name. The client's limits do not affect an answer
+    and are omitted. The server is recorded later, under SERVED.
     """
     return {
         "benchmark": benchmark,

@@ -28,7 +28,7 @@ from eval.report import (
     run_fields,
     write_pages,
 )
-from eval.results import Evaluation, load_evaluation, make_folder
+from eval.results import SERVED, Evaluation, load_evaluation, make_folder
 from eval.statistics import SIGNIFICANCE
 from eval.suite import Member, Suite, describe_suite, read_suite
 from eval.suite_comparison import BenchmarkChange, Paired, SuiteComparison, compare_suite
@@ -134,7 +134,9 @@ class _Column:
             self.missing[member.name] = "it was not evaluated"
             return
         evaluation = load_evaluation(self._folders[member.name], with_texts=False)
-        self._model = model_words(None, str(evaluation.settings["model"]))
+        self._model = model_words(
+            (evaluation.settings.get(SERVED) or {}).get("name"), evaluation.settings["model"]
+        )
         try:
             found = {
                 side: compare_evaluations(*((other, evaluation) if is_later else (evaluation, other)))
@@ -229,7 +231,7 @@ class _SuiteWriter:
     def _notes(self, compared: SuiteComparison) -> list[str]:
         if compared.is_one_evaluation:
             return []
-        found = [SAME_MODEL] if self._headline["before"]["model"] == self._headline["after"]["model"] else []
+        found = [SAME_MODEL] if compared.is_same_model else []
         found += [
             f"{row.num_elsewhere} problems of {row.name} also occur in an earlier benchmark; the pool counts them "
             f"only there."
