@@ -61,17 +61,12 @@ def write_suite_report(
     """Write report.json, report.md and report.html to `output_dir`, if given; return the content of report.json.
 
     With several benchmarks these describe the suite, and each benchmark has its own report in a subfolder. If a
-    baseline lacks a benchmark or used other settings, that benchmark is left out there, with the reason. Raises
-    what `compare_evaluations` and `parse_gate` raise, and ComparisonError if the two sides have different
-    benchmarks.
+    baseline lacks a benchmark or used other settings, that benchmark is left out there, with the reason. A
+    benchmark that only one side has is named and not compared. Raises what `compare_evaluations` and `parse_gate`
+    raise, and ComparisonError if the two sides have no common benchmark.
     """
-    suite = describe_suite(models.after)
     folders = {BEFORE: read_suite(models.before), "after": read_suite(models.after)}
-    if folders[BEFORE].keys() != folders["after"].keys():
-        listed = "; ".join(f"{', '.join(found)} {side}" for side, found in folders.items())
-        raise ComparisonError(
-            f"the two sides have different benchmarks: {listed}. Evaluate both on the same ones."
-        )
+    suite = _common_suite(models)
     names = [member.name for member in suite.members] if len(suite.members) > 1 else []
     parsed_gates = [
         parse_gate(gate, names, [BEFORE, *models.baselines, *models.absent, LAST_NIGHT]) for gate in gates
@@ -101,13 +96,44 @@ def write_suite_report(
     whole = {step: column.pairs[BEFORE] for step, column in checkpoints.items() if not column.missing}
     curve = checkpoint_curve(whole | ({models.last_step: work.pairs} if models.last_step and whole else {}))
     extras = {
-        "nights": _night_sentences(baselines, provenance),
+        "more": [*_left_out_sentences(folders), *_night_sentences(baselines, provenance)],
+        "not_compared": {side: _only_in(folders, side) for side in folders},
         "gates": [asdict(result) for result in results],
         "baselines": [baseline.content() for baseline in baselines.values()],
         "absent": {**models.absent, **missing},
         "checkpoints": curve and asdict(curve),
     }
     return work.finish(compared, results, extras)
+
+
+def _common_suite(models: Models) -> Suite:
+    """The benchmarks of both sides, in the order of `after`, with its headline if both have it.
+
+    Raises ComparisonError if there are none.
+    """
+    before, after = describe_suite(models.before), describe_suite(models.after)
+    names = {member.name for member in before.members}
+    common = tuple(member for member in after.members if member.name in names)
+    if not common:
+        listed = ", ".join(one.name for one in before.members), ", ".join(one.name for one in after.members)
+        raise ComparisonError(
+            f"the two sides have no common benchmark: {listed[0]} before; {listed[1]} after. Evaluate both on the "
+            "same ones."
+        )
+    headlines = [side.headline for side in (after, before) if side.headline in [one.name for one in common]]
+    return Suite(common, headlines[0] if headlines else common[0].name)
+
+
+def _only_in(folders: Mapping[str, Mapping[str, Path]], side: str) -> list[str]:
+    others = [found for name, found in folders.items() if name != side]
+    return [name for name in folders[side] if not any(name in found for found in others)]
+
+
+def _left_out_sentences(folders: Mapping[str, Mapping[str, Path]]) -> list[str]:
+    """Name the benchmarks that only one side has."""
+    found = {side: only for side in folders if (only := _only_in(folders, side))}
+    listed = "; ".join(f"{', '.join(only)} (only {side})" for side, only in found.items())
+    return [f"Not compared: {listed}."] if listed else []
 
 
 def _night_sentences(baselines: Mapping[str, _Column], provenance: Provenance) -> list[str]:
@@ -134,9 +160,8 @@ class _Column:
             self.missing[member.name] = "it was not evaluated"
             return
         evaluation = load_evaluation(self._folders[member.name], with_texts=False)
-        self._model = model_words(
-            (evaluation.settings.get(SERVED) or {}).get("name"), evaluation.settings["model"]
-        )
+        served = evaluation.settings.get(SERVED) or {}
+        self._model = model_words(served.get("name"), str(evaluation.settings["model"]))
         try:
             found = {
                 side: compare_evaluations(*((other, evaluation) if is_later else (evaluation, other)))
@@ -202,7 +227,7 @@ class _SuiteWriter:
         if self._is_suite:
             report = {key: value for key, value in report.items() if key not in _OWN_PAGE}
             report |= self._front(compared)
-        sentences = report.get("sentences", [report["verdict"]]) + report.pop("nights") + describe_gates(results)
+        sentences = report.get("sentences", [report["verdict"]]) + report.pop("more") + describe_gates(results)
         report |= {"verdict": " ".join(sentences), "sentences": sentences}
         report["is_one_evaluation"] = compared.is_one_evaluation
         report["is_failed"] = any(result.is_passed is False for result in results)
@@ -222,7 +247,7 @@ class _SuiteWriter:
             "sentences": suite_verdict(compared, self._suite.headline),
             "notes": [*skipped_steps_notes(self._steps), *self._notes(compared)],
             "measured": {label: words for label, words in headline["measured"].items() if label in shared},
-            "graders": {**headline["graders"], "disagreements": []},
+            "graders": headline["graders"] and {**headline["graders"], "disagreements": []},
             "headline": self._suite.headline,
             **_content(compared),
             "asked": self._asked,

@@ -173,12 +173,26 @@ def test_weights_decide_the_pooled_change(tmp_path: Path) -> None:
     )
 
 
-def test_sides_with_different_benchmarks_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "before", 0, {"algebra": 1.0, "tiny": 1.0}, "base")
-    write(tmp_path / "after", 1, {"algebra": 1.0, "words": 1.0}, "trained")
+def test_the_common_benchmarks_are_compared_and_the_others_named(tmp_path: Path) -> None:
+    before = write(tmp_path / "before", 0, {"tiny": 1.0, "algebra": 1.0}, "base")
+    after = write(tmp_path / "after", 1, {"words": 1.0, "algebra": 1.0, "tiny": 1.0}, "trained")
+    report = write_report(Models(before, after), None, tmp_path / "report")
+    assert [row["name"] for row in report["benchmarks"]] == ["algebra", "tiny"]
+    assert report["headline"] == "tiny"  # before's, since after's is not shared
+    assert report["not_compared"] == {"before": [], "after": ["words"]}
+    for name in ("report.md", "report.html"):
+        assert "Not compared: words (only after)." in (tmp_path / "report" / name).read_text()
+
+
+def test_one_common_benchmark_is_reported_alone_and_none_refused(tmp_path: Path) -> None:
+    before = write(tmp_path / "before", 0, {"algebra": 1.0, "tiny": 1.0}, "base")
+    after = write(tmp_path / "after", 1, {"algebra": 1.0, "words": 1.0}, "trained")
+    report = write_report(Models(before, after), None, tmp_path / "report")
+    assert report["verdict"].endswith("Not compared: tiny (only before); words (only after).")
+    assert report["difference"] == pytest.approx(0.3)
     with pytest.raises(ComparisonError) as error:
-        write_suite_report(Models(tmp_path / "before", tmp_path / "after"), None, None)
-    assert "different benchmarks: algebra, tiny before; algebra, words after" in str(error.value)
+        write_suite_report(Models(before / "tiny", after), None, None)
+    assert "no common benchmark: own before; algebra, words after" in str(error.value)
 
 
 def test_one_stored_evaluation_on_both_sides_is_reported_as_such(tmp_path: Path) -> None:
