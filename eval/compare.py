@@ -17,6 +17,7 @@ from eval.results import (
     Row,
     Samples,
     describe_differences,
+    has_aisbench,
     is_answered,
     load_evaluation,
     mean_response_tokens,
@@ -127,7 +128,7 @@ class Comparison:
     transitions: dict[str, dict[str, float]]
     lengths: Lengths
     by_limit: list[tuple[Budget, ...]]  # both sides under simulated lower token limits
-    graders: Graders
+    graders: Graders | None  # None unless AISBench's rule graded the responses too
     metrics: dict[str, MetricChange]
     lost: tuple[Flip, ...]
     gained: tuple[Flip, ...]
@@ -189,7 +190,7 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         transitions=breakdown.transitions_of(paired),
         lengths=breakdown.length_change(_rows(sides[0]), _rows(sides[1])),
         by_limit=by_limit(before.settings["sampling"].get("max_tokens"), _rows(sides[0]), _rows(sides[1])),
-        graders=breakdown.compare_graders(paired),
+        graders=breakdown.compare_graders(paired) if has_aisbench(before.settings) else None,
         metrics=breakdown.compare_metrics(*sides, same_answer_by(grade)) if k > 1 else {},
         lost=_flips(lost, is_gain=False),
         gained=_flips(gained, is_gain=True),

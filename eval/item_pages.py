@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.formulas import Formulas
 from eval.pages import render
-from eval.results import Evaluation, Row, Samples, is_answered, num_right
+from eval.results import Evaluation, Row, Samples, has_aisbench, is_answered, num_right
 from redaction import redact
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def pack_items(before: Evaluation, after: Evaluation) -> PackedItems:
     """Pack all items of two comparable evaluations. Changed items come first and get page space first."""
     pairs = [(samples, after.items[identity]) for identity, samples in before.items.items()]
     pairs.sort(key=_place)
+    is_twice = has_aisbench(before.settings)
     rows = [row for pair in pairs for samples in pair for row in samples]
     texts = _Texts(len(rows) + sum(row.reasoning is not None for row in rows))
     chunks: list[list[str]] = [[]]
@@ -50,7 +51,7 @@ def pack_items(before: Evaluation, after: Evaluation) -> PackedItems:
         if size > CHUNK_CHARS:
             chunks.append([])
             size = 0
-        body = _body(pair, texts)
+        body = _body(pair, texts, is_twice)
         index.append([*_index_entry(pair), len(chunks) - 1, len(chunks[-1])])
         chunks[-1].append(body)
         size += len(body)
@@ -120,7 +121,7 @@ def shown_sample(samples: Samples, right: bool) -> int:
     return next((number for number, row in enumerate(samples) if row.is_right == right), 0)
 
 
-def _body(pair: tuple[Samples, Samples], texts: _Texts) -> str:
+def _body(pair: tuple[Samples, Samples], texts: _Texts, is_twice: bool) -> str:
     direction = direction_of(pair)
     sides = [
         {"name": name, "samples": _samples(samples, texts), "shown": shown_sample(samples, is_shown)}
@@ -130,7 +131,13 @@ def _body(pair: tuple[Samples, Samples], texts: _Texts) -> str:
         )
     ]
     first = pair[0][0]
-    return render("item.html.j2", problem=texts.end_of(first.problem), gold=first.gold, sides=sides)
+    return render(
+        "item.html.j2",
+        problem=texts.end_of(first.problem),
+        gold=first.gold,
+        sides=sides,
+        has_aisbench=is_twice,
+    )
 
 
 def _samples(samples: Sequence[Row], texts: _Texts) -> list[dict[str, Any]]:

@@ -329,12 +329,11 @@ def _make_row(request: Request, outcome: Outcome) -> Row:
 
 def _log(summary: Summary, name: str) -> None:
     logger.info(
-        "%saccuracy %.1f %% on %d responses (AISBench's rule %.1f %%, no answer %.1f %%, truncated %.1f %%, "
-        "failed requests %.1f %%)",
+        "%saccuracy %.1f %% on %d responses (%sno answer %.1f %%, truncated %.1f %%, failed requests %.1f %%)",
         f"{name}: " if name else "",
         100 * summary.accuracy,
         summary.n,
-        100 * summary.aisbench["accuracy"],
+        f"AISBench's rule {100 * summary.aisbench['accuracy']:.1f} %, " if summary.aisbench else "",
         100 * summary.no_answer_rate,
         100 * summary.truncated_rate,
         100 * summary.request_failed_rate,

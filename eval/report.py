@@ -183,6 +183,8 @@ def notes(comparison: Comparison) -> list[str]:
             f"on the models."
         )
     aisbench = comparison.graders
+    if aisbench is None:
+        return [*found, THESE_MODELS]
     if aisbench.before == aisbench.after == 0 < max(comparison.before.accuracy, comparison.after.accuracy):
         found.append(
             "AISBench's rule marks no response right on either side: it looks for \\boxed{} and 'answer is', but "

@@ -205,6 +205,14 @@ class Evaluation:
         return digest.hexdigest()
 
 
+def has_aisbench(settings: Mapping[str, Any]) -> bool:
+    """True if AISBench's rule graded the responses beside the exact rule.
+
+    Other graders fill its columns with their own verdicts, and a judge as the headline replaces the exact ones.
+    """
+    return "+aisbench" in str(settings["grader"]) and not (settings.get("judge") or {}).get("headline")
+
+
 def load_evaluation(directory: str | Path, with_texts: bool = True) -> Evaluation:
     """Load a finished evaluation with one item per problem. Raises ResultsError like `read_evaluation`.
 
