@@ -33,6 +33,9 @@ GROUP_FIELDS = ("level", "subject")
 _NOT_COMPARED = ("model", SERVED, "num_items", "prompts", "golds")
 
 
+MAX_RESPONSE_CHARS = 6000  # of a response or thinking in a report
+
+
 class ComparisonError(InputError):
     """Two evaluations cannot be paired: their items, prompts, sampling settings or graders differ."""
 
@@ -86,7 +89,7 @@ class Flip:
     subject: str | None
     problem: str  # the last message of the prompt
     gold: str
-    before: dict[str, Any]  # {verdict, answer, response, num_right}
+    before: dict[str, Any]  # {verdict, answer, response: its end, num_left_out: characters, num_right}
     after: dict[str, Any]
 
 
@@ -316,9 +319,11 @@ def _flips(pairs: Sequence[Pair], is_gain: bool) -> tuple[Flip, ...]:
 
 def _sample_fields(samples: Samples, right: bool) -> dict[str, Any]:
     row = next((row for row in samples if row.is_right == right), samples[0])
+    response = row.response and row.response[-MAX_RESPONSE_CHARS:]
     return {
         "verdict": row.verdict,
         "answer": row.answer,
-        "response": row.response,
+        "response": response,
+        "num_left_out": row.num_chars[1] - len(response or ""),
         "num_right": num_right(samples),
     }

@@ -277,7 +277,7 @@ def _rows_of(earlier: Path | None) -> Iterable[Row]:
     """Return the outlines of earlier results, or nothing if another version wrote them."""
     if earlier is not None:
         with contextlib.suppress(ResultsError):
-            return read_rows(earlier, with_texts=False).values()
+            return read_rows(earlier, max_chars=0).values()
     return ()
 
 

@@ -90,7 +90,7 @@ def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = U
     }
     if comparison.num_samples == 1:
         report["mcnemar"] = {"b": num_lost, "c": num_gained, "p": comparison.p, "mid_p": comparison.mid_p}
-    return json.loads(json.dumps(report))  # as read back from the file: tuples become lists
+    return report
 
 
 def run_fields(steps: Steps, provenance: Provenance) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from durable import write_atomically
 from eval.checkpoint_curve import checkpoint_curve
-from eval.compare import ComparisonError, compare_evaluations
+from eval.compare import MAX_RESPONSE_CHARS, ComparisonError, compare_evaluations
 from eval.gates import BEFORE, LAST_NIGHT, GateResult, check_gate, describe_gates, parse_gate
 from eval.item_pages import pack_items
 from eval.pages import field_of, format_p, percent, plain_p, points, points_interval, render
@@ -78,8 +77,8 @@ def write_suite_report(
         step: _Column(f"step {step}", read_suite(folder)) for step, folder in models.checkpoints.items()
     }
     for member in suite.members:
-        with_texts = output_dir is not None  # only the pages show texts
-        before, after = (load_evaluation(folders[side][member.name], with_texts) for side in (BEFORE, "after"))
+        max_chars = 0 if output_dir is None else MAX_RESPONSE_CHARS  # only the pages show texts
+        before, after = (load_evaluation(folders[side][member.name], max_chars) for side in (BEFORE, "after"))
         work.add(member.name, member.weight, before, after)
         for baseline in baselines.values():
             baseline.add(member, {BEFORE: before, "after": after})
@@ -159,7 +158,7 @@ class _Column:
         if member.name not in self._folders:
             self.missing[member.name] = "it was not evaluated"
             return
-        evaluation = load_evaluation(self._folders[member.name], with_texts=False)
+        evaluation = load_evaluation(self._folders[member.name], max_chars=0)
         served = evaluation.settings.get(SERVED) or {}
         self._model = model_words(served.get("name"), str(evaluation.settings["model"]))
         try:
@@ -231,7 +230,6 @@ class _SuiteWriter:
         report |= {"verdict": " ".join(sentences), "sentences": sentences}
         report["is_one_evaluation"] = compared.is_one_evaluation
         report["is_failed"] = any(result.is_passed is False for result in results)
-        report = json.loads(json.dumps(report))
         if self._output_dir is not None:
             if report["checkpoints"]:
                 write_checkpoint_page(report, self._output_dir)

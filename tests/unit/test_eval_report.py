@@ -122,7 +122,13 @@ def test_report_numbers_by_hand(report: dict[str, Any], folder: Path) -> None:
     assert "model" not in report["settings"]
     flip = report["flips"]["gained"][1]
     assert (flip["problem"], flip["gold"], flip["level"], flip["subject"]) == ("3 + 1 | <b>?", "4", "1", "add")
-    assert flip["before"] == {"verdict": "no_answer", "answer": None, "response": "no idea", "num_right": 0}
+    assert flip["before"] == {
+        "verdict": "no_answer",
+        "answer": None,
+        "response": "no idea",
+        "num_left_out": 0,
+        "num_right": 0,
+    }
     assert flip["after"]["answer"] == "4"
 
 
@@ -343,7 +349,7 @@ def test_figures_of_aisbench_only_where_its_rule_was_applied(
     report = write_report(Models(*sides), None, tmp_path / "report")
     assert (report["graders"] is not None) is is_twice
     texts = [(tmp_path / "report" / name).read_text() for name in ("report.md", "report.html")]
-    assert ["AISBench" in text.replace("grader: exact/5+aisbench", "") for text in texts] == [is_twice] * 2
+    assert ["AISBench" in text for text in texts] == [is_twice] * 2
     evaluation = load_evaluation(sides[1])
     summary = summarise(evaluation, lambda *_: False)
     found = (summary.aisbench, summary.agreement, summary.disagreements)

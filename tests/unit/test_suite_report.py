@@ -247,7 +247,7 @@ def test_the_best_checkpoint_is_chosen_on_one_half_and_measured_on_the_other(tmp
     )
     report = write_report(models, None, tmp_path / "report", Provenance(title="T"))
     curve, best = report["checkpoints"], report["checkpoints"]["best"]
-    assert curve["steps"] == [0, 20, 40, 60]
+    assert curve["steps"] == (0, 20, 40, 60)
     assert [share["accuracy"] for share in curve["pooled"]] == [4 / 60, 20 / 60, 34 / 60, 30 / 60]
     # Step 20 wins on the first half by luck and is far behind on the second.
     assert (best["step"], best["num_reported_on"]) == (20, sum(second))
