@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eval.answers.grading import ChoiceGrader, LikelihoodGrader
 from eval.compare import compare, compare_evaluations
+from eval.exported_logs import export_inspect
 from eval.report import SAME_MODEL, make_report, notes, verdict
-from eval.results import Evaluation
+from eval.results import Evaluation, load_evaluation
 from eval.suite import Member, write_suite
 from eval.suite_report import Models, write_suite_report
-from tests.evaluations import compared, evaluation, make_items, make_rows, settings_of, write_results
+from eval.summary import summarise
+from tests.evaluations import compared, evaluation, make_items, make_rows, settings_of, write_report, write_results
 
 ITEMS = make_items(8)
 AFTER = "rwrrwrrr"
@@ -94,6 +98,35 @@ def test_the_same_model_is_claimed_only_with_proof(before: Any, after: Any, is_s
     single = compare(*(folder / "one" for folder in folders))
     assert (SAME_MODEL in notes(single)) is is_same
     assert (SAME_MODEL in write_suite_report(Models(*folders), None, None)["notes"]) is is_same
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_twice"),
+    [
+        ({}, True),
+        ({"judge": {"model": "j", "votes": 1, "headline": False}}, True),
+        ({"judge": {"model": "j", "votes": 1, "headline": True}}, False),
+        ({"grader": "scorer-own/1"}, False),
+        ({"grader": LikelihoodGrader.rule}, False),
+        ({"grader": ChoiceGrader.rule}, False),
+    ],
+)
+def test_figures_of_aisbench_only_where_its_rule_was_applied(
+    settings: dict[str, Any], is_twice: bool, tmp_path: Path
+) -> None:
+    sides = [
+        write_results(tmp_path / side, letters, settings=settings) for side, letters in (("b", "rw"), ("a", "tr"))
+    ]
+    report = write_report(Models(*sides), None, tmp_path / "report")
+    assert (report["graders"] is not None) is is_twice
+    texts = [(tmp_path / "report" / name).read_text() for name in ("report.md", "report.html")]
+    assert ["AISBench" in text for text in texts] == [is_twice] * 2
+    evaluation = load_evaluation(sides[1])
+    summary = summarise(evaluation, lambda *_: False)
+    found = (summary.aisbench, summary.agreement, summary.disagreements)
+    assert [one is not None for one in found] == [is_twice] * 3
+    [path] = export_inspect(evaluation, tmp_path / "log.json")
+    assert ("aisbench" in json.loads(path.read_text())["samples"][0]["scores"]) is is_twice
 
 
 def test_note_on_a_token_limit_that_truncates_half_of_the_responses() -> None:
