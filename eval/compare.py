@@ -10,13 +10,14 @@ from typing import Any, Literal
 from eval import InputError, breakdown
 from eval.answers.grading import grade
 from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part, Speed
-from eval.identity import describe_weights
+from eval.identity import describe_weights, show_same_weights
 from eval.results import (
     SERVED,
     Evaluation,
     Row,
     Samples,
     describe_differences,
+    has_aisbench,
     is_answered,
     load_evaluation,
     mean_response_tokens,
@@ -30,6 +31,9 @@ from eval.thinking import Budget, Thinking, by_limit, measure_thinking
 GROUP_FIELDS = ("level", "subject")
 # Settings that may differ: the model is being compared; the others are checked item by item.
 _NOT_COMPARED = ("model", SERVED, "num_items", "prompts", "golds")
+
+
+MAX_RESPONSE_CHARS = 6000  # of a response or thinking in a report
 
 
 class ComparisonError(InputError):
@@ -51,6 +55,8 @@ class Side:
     """Results of one of the two models, over the paired items."""
 
     model: str
+    name: str | None  # served name
+    urls: tuple[str, ...]  # of the servers
     weights: str  # description of what identifies them
     engine: str | None  # version and settings, as reported by the server
     evaluation: str  # digest of the measurement; copies share it
@@ -83,7 +89,7 @@ class Flip:
     subject: str | None
     problem: str  # the last message of the prompt
     gold: str
-    before: dict[str, Any]  # {verdict, answer, response, num_right}
+    before: dict[str, Any]  # {verdict, answer, response: its end, num_left_out: characters, num_right}
     after: dict[str, Any]
 
 
@@ -110,6 +116,7 @@ class Comparison:
     after: Side
     n: int
     num_samples: int
+    is_same_model: bool  # proven, see eval.identity.show_same_weights
     unpaired: Unpaired
     difference: float
     ci95: tuple[float, float]
@@ -124,7 +131,7 @@ class Comparison:
     transitions: dict[str, dict[str, float]]
     lengths: Lengths
     by_limit: list[tuple[Budget, ...]]  # both sides under simulated lower token limits
-    graders: Graders
+    graders: Graders | None  # None unless AISBench's rule graded the responses too
     metrics: dict[str, MetricChange]
     lost: tuple[Flip, ...]
     gained: tuple[Flip, ...]
@@ -171,6 +178,7 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         after=_side(after, sides[1]),
         n=n,
         num_samples=k,
+        is_same_model=_is_same_model(before.settings, after.settings),
         unpaired=_unpaired(pairs),
         difference=change.difference,
         ci95=change.ci95,
@@ -185,7 +193,7 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         transitions=breakdown.transitions_of(paired),
         lengths=breakdown.length_change(_rows(sides[0]), _rows(sides[1])),
         by_limit=by_limit(before.settings["sampling"].get("max_tokens"), _rows(sides[0]), _rows(sides[1])),
-        graders=breakdown.compare_graders(paired),
+        graders=breakdown.compare_graders(paired) if has_aisbench(before.settings) else None,
         metrics=breakdown.compare_metrics(*sides, same_answer_by(grade)) if k > 1 else {},
         lost=_flips(lost, is_gain=False),
         gained=_flips(gained, is_gain=True),
@@ -227,6 +235,10 @@ def _comparable_settings(side: Evaluation) -> dict[str, Any]:
     return settings
 
 
+def _is_same_model(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    return bool(before["model"] == after["model"]) and show_same_weights(before.get(SERVED), after.get(SERVED))
+
+
 def _unpaired(pairs: Sequence[Pair]) -> Unpaired:
     left_out = [(x, y) for x, y in pairs if not (is_answered(x) and is_answered(y))]
     num_failed = [[sum(not row.is_answered for row in side) for side in pair] for pair in pairs]
@@ -244,13 +256,16 @@ def _unpaired(pairs: Sequence[Pair]) -> Unpaired:
 
 
 def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
+    served = evaluation.settings.get(SERVED) or {}
     total = _group(items)
     rows = _rows(items)
     finished = [row for row in rows if row.verdict in ("right", "wrong")]
     return Side(
         model=str(evaluation.settings["model"]),
-        weights=describe_weights(evaluation.settings.get(SERVED)),
-        engine=(evaluation.settings.get(SERVED) or {}).get("engine"),
+        name=served.get("name"),
+        urls=tuple(served.get("urls", ())),
+        weights=describe_weights(served),
+        engine=served.get("engine"),
         evaluation=evaluation.digest,
         sampling=evaluation.settings["sampling"],
         n=total.n,
@@ -304,9 +319,11 @@ def _flips(pairs: Sequence[Pair], is_gain: bool) -> tuple[Flip, ...]:
 
 def _sample_fields(samples: Samples, right: bool) -> dict[str, Any]:
     row = next((row for row in samples if row.is_right == right), samples[0])
+    response = row.response and row.response[-MAX_RESPONSE_CHARS:]
     return {
         "verdict": row.verdict,
         "answer": row.answer,
-        "response": row.response,
+        "response": response,
+        "num_left_out": row.num_chars[1] - len(response or ""),
         "num_right": num_right(samples),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from redaction import add_secret
 
@@ -27,6 +27,12 @@ class Endpoint:
     def url(self, path: str) -> str:
         """Return the URL of a path such as "chat/completions"."""
         return f"{self.base_url.rstrip('/').removesuffix('/v1')}/v1/{path}"
+
+    @property
+    def address(self) -> str:
+        """The base URL without credentials or a query, which may contain a key."""
+        parts = urlsplit(self.base_url)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
     def has_ended(self) -> bool:
         """True if the server is known to have ended for good. Subclasses know servers that we started."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from durable import write_atomically
-from eval.results import Evaluation, Row, make_folder, rate
+from eval.results import Evaluation, Row, has_aisbench, make_folder, rate
 
 _VALUES = {"right": "C", "no_answer": "N"}  # inspect_ai's correct and no answer; all others are incorrect
 
@@ -30,10 +30,10 @@ def export_inspect(evaluation: Evaluation, output: str | Path) -> list[Path]:
         "config": {"epochs": evaluation.num_samples},
         "metadata": {"settings": settings},
     }
-    shares = {
-        "exact": rate(rows, lambda row: row.is_right),
-        "aisbench": rate(rows, lambda row: row.aisbench_right),
-    }
+    is_twice = has_aisbench(settings)
+    shares = {"exact": rate(rows, lambda row: row.is_right)}
+    if is_twice:
+        shares["aisbench"] = rate(rows, lambda row: row.aisbench_right)
     scores = [
         {"name": name, "scorer": name, "metrics": {"accuracy": {"name": "accuracy", "value": share}}}
         for name, share in shares.items()
@@ -45,14 +45,14 @@ def export_inspect(evaluation: Evaluation, output: str | Path) -> list[Path]:
         "eval": about,
         "plan": {"config": config},
         "results": {"total_samples": len(rows), "completed_samples": num_answered, "scores": scores},
-        "samples": [_inspect_sample(row, model) for row in rows],
+        "samples": [_inspect_sample(row, model, is_twice) for row in rows],
     }
     path = Path(output)
     make_folder(path.parent)
     return [_write(path, json.dumps(log, ensure_ascii=False, indent=1))]
 
 
-def _inspect_sample(row: Row, model: str) -> dict[str, Any]:
+def _inspect_sample(row: Row, model: str, is_twice: bool) -> dict[str, Any]:
     messages = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
     sample: dict[str, Any] = {
         "id": row.id,
@@ -70,6 +70,7 @@ def _inspect_sample(row: Row, model: str) -> dict[str, Any]:
     reply = {"role": "assistant", "content": [*thinking, {"type": "text", "text": row.response}]}
     default = "max_tokens" if row.verdict == "truncated" else "stop"
     stop = {None: "unknown", "content_filter": "content_filter"}.get(row.finish_reason, default)
+    aisbench = {"value": "C" if row.aisbench_right else "I", "answer": row.aisbench_answer}
     tokens = row.response_tokens or 0
     usage = {"input_tokens": 0, "output_tokens": tokens, "total_tokens": tokens}
     return {
@@ -82,7 +83,7 @@ def _inspect_sample(row: Row, model: str) -> dict[str, Any]:
         },
         "scores": {
             "exact": {"value": _VALUES.get(row.verdict, "I"), "answer": row.answer, "explanation": row.verdict},
-            "aisbench": {"value": "C" if row.aisbench_right else "I", "answer": row.aisbench_answer},
+            **({"aisbench": aisbench} if is_twice else {}),
         },
     }
 

@@ -54,7 +54,7 @@ class Formulas:
 
     def render(self, text: str) -> Markup:
         """Convert a text to HTML: formulas to MathML with their source as annotation, the rest escaped."""
-        from markupsafe import Markup, escape
+        from markupsafe import Markup
 
         pieces: list[str] = []
         position = 0
@@ -63,9 +63,9 @@ class Formulas:
             is_block = name in ("dollars", "brackets", "environment")
             formula = self._convert(match.group(name), is_block)
             if formula is not None:
-                pieces += [escape(text[position : match.start()]), formula]
+                pieces += [html.escape(text[position : match.start()]), formula]
                 position = match.end()
-        return Markup("".join([*pieces, escape(text[position:])]))
+        return Markup("".join([*pieces, html.escape(text[position:])]))
 
     def _convert(self, latex: str, is_block: bool) -> str | None:
         key = latex, is_block

@@ -258,7 +258,7 @@ def _from_store(store: Path) -> list[Point]:
 
 
 def _from_results(name: str, folder: Path, suite: Path) -> Point:
-    evaluation = load_evaluation(folder, with_texts=False)
+    evaluation = load_evaluation(folder, max_chars=0)
     written = (folder / RESULTS_FILE).stat().st_mtime
     return Point(
         benchmark=name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from eval import InputError
@@ -16,6 +17,7 @@ _TOP_TOKENS = 5
 # Mean difference in nats allowed for the same weights: bfloat16 has a resolution of 1/8 from 16 on.
 _TOLERANCE = 0.15
 
+HAS_FILES = "has_local_files"  # in the stored form
 NO_LOGPROBS = "the server returns no log-probs"
 
 LogProbs = tuple[dict[str, float], ...]  # of the likeliest tokens at each position of a greedy continuation
@@ -49,6 +51,11 @@ class Weights:
         """Convert to the form stored in settings.json."""
         return asdict(self)
 
+    @property
+    def has_local_files(self) -> bool:
+        """True if the model's folder is on this machine, so that the model's digest covers its files."""
+        return self.root is not None and next(Path(self.root).glob("*.safetensors"), None) is not None
+
     def difference(self, other: Weights) -> str | None:
         """Describe how the other weights provably differ from these, or return None."""
         if self.root != other.root:
@@ -72,6 +79,19 @@ def describe_weights(stored: Mapping[str, Any] | None) -> str:
     folder = f"folder {weights.root}" if weights.root else "no folder named"
     proof = "log-probs of a fixed prompt" if weights.logprobs else NO_LOGPROBS
     return f"{folder}, {proof}"
+
+
+def show_same_weights(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> bool:
+    """True if the stored forms of two evaluations of one name or digest prove equal weights.
+
+    The name alone proves nothing: a server may load other weights under it.
+    """
+    one, other = Weights.of(before), Weights.of(after)
+    if before is None or after is None or one is None or other is None:
+        return False
+    if one.logprobs and other.logprobs:
+        return one.difference(other) is None
+    return bool(before.get(HAS_FILES) and after.get(HAS_FILES))
 
 
 def probe_requests(model: str) -> tuple[tuple[str, dict[str, Any]], ...]:

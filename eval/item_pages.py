@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from eval.compare import MAX_RESPONSE_CHARS
 from eval.formulas import Formulas
 from eval.pages import render
-from eval.results import Evaluation, Row, Samples, is_answered, num_right
+from eval.results import Evaluation, Row, Samples, has_aisbench, is_answered, num_right
 from redaction import redact
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
 MAX_PAGE_CHARS = 24_000_000  # over all responses; beyond it the page refers to results.jsonl
-MAX_RESPONSE_CHARS = 6000
 MIN_RESPONSE_CHARS = 400
 MAX_FORMULAS = 20_000  # about a third of a millisecond each
 CHUNK_CHARS = 500_000  # of HTML, before compression
@@ -41,6 +41,7 @@ def pack_items(before: Evaluation, after: Evaluation) -> PackedItems:
     """Pack all items of two comparable evaluations. Changed items come first and get page space first."""
     pairs = [(samples, after.items[identity]) for identity, samples in before.items.items()]
     pairs.sort(key=_place)
+    is_twice = has_aisbench(before.settings)
     rows = [row for pair in pairs for samples in pair for row in samples]
     texts = _Texts(len(rows) + sum(row.reasoning is not None for row in rows))
     chunks: list[list[str]] = [[]]
@@ -50,7 +51,7 @@ def pack_items(before: Evaluation, after: Evaluation) -> PackedItems:
         if size > CHUNK_CHARS:
             chunks.append([])
             size = 0
-        body = _body(pair, texts)
+        body = _body(pair, texts, is_twice)
         index.append([*_index_entry(pair), len(chunks) - 1, len(chunks[-1])])
         chunks[-1].append(body)
         size += len(body)
@@ -83,20 +84,24 @@ class _Texts:
         self._left = MAX_PAGE_CHARS
         self._formulas = Formulas(MAX_FORMULAS)
 
-    def end_of(self, text: str) -> tuple[int, Markup | None]:
-        """(number of characters cut, end of the text as HTML); the HTML is None once the page is full."""
+    def end_of(self, text: str, num_chars: int | None = None) -> tuple[int, Markup | None]:
+        """(number of characters cut, end of the text as HTML); the HTML is None once the page is full.
+
+        `num_chars` is the length of the whole text, if `text` is only its end.
+        """
+        num_cut = 0 if num_chars is None else num_chars - len(text)
         if self._left <= 0:
-            return len(text), None
-        start = _start_of_end(text, self._max_chars)
+            return num_cut + len(text), None
+        start = _start_of_end(text, self._max_chars, num_cut > 0)
         self._left -= len(text) - start
-        return start, self._formulas.render(text[start:])
+        return num_cut + start, self._formulas.render(text[start:])
 
 
-def _start_of_end(text: str, max_chars: int) -> int:
+def _start_of_end(text: str, max_chars: int, is_cut: bool) -> int:
     """Start of the last `max_chars`, moved to a paragraph, line or word so that it does not split a formula."""
-    if len(text) <= max_chars:
+    if len(text) <= max_chars and not is_cut:
         return 0
-    start = len(text) - max_chars
+    start = max(0, len(text) - max_chars)
     for mark in ("\n\n", "\n", " "):
         found = text.find(mark, start, start + max_chars // 4)
         if found >= 0:
@@ -120,7 +125,7 @@ def shown_sample(samples: Samples, right: bool) -> int:
     return next((number for number, row in enumerate(samples) if row.is_right == right), 0)
 
 
-def _body(pair: tuple[Samples, Samples], texts: _Texts) -> str:
+def _body(pair: tuple[Samples, Samples], texts: _Texts, is_twice: bool) -> str:
     direction = direction_of(pair)
     sides = [
         {"name": name, "samples": _samples(samples, texts), "shown": shown_sample(samples, is_shown)}
@@ -130,14 +135,24 @@ def _body(pair: tuple[Samples, Samples], texts: _Texts) -> str:
         )
     ]
     first = pair[0][0]
-    return render("item.html.j2", problem=texts.end_of(first.problem), gold=first.gold, sides=sides)
+    return render(
+        "item.html.j2",
+        problem=texts.end_of(first.problem),
+        gold=first.gold,
+        sides=sides,
+        has_aisbench=is_twice,
+    )
 
 
 def _samples(samples: Sequence[Row], texts: _Texts) -> list[dict[str, Any]]:
     shown = []
     for row in samples:
-        num_left_out, text = texts.end_of(row.response if row.response is not None else row.failure or "")
-        thinking = texts.end_of(row.reasoning) if row.reasoning else None
+        num_thinking, num_chars = row.num_chars
+        if row.response is None:
+            num_left_out, text = texts.end_of(row.failure or "")
+        else:
+            num_left_out, text = texts.end_of(row.response, num_chars)
+        thinking = texts.end_of(row.reasoning, num_thinking) if row.reasoning else None
         shown.append({"row": row, "num_left_out": num_left_out, "text": text, "thinking": thinking})
     return shown
 

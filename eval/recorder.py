@@ -19,8 +19,8 @@ from eval import EvaluationError, InputError, RequestsRefused
 from eval.answers.extraction import split_thinking
 from eval.answers.grading import Grade, Grader
 from eval.dispatch import Batch, Outcome, Request
-from eval.endpoint import Sampling
-from eval.identity import Weights
+from eval.endpoint import Endpoint, Sampling
+from eval.identity import HAS_FILES, Weights
 from eval.judge import VOTES_FILE, Judge, judged, without_judge
 from eval.problems.items import EvaluationSet, Item
 from eval.results import (
@@ -113,9 +113,14 @@ class Recorder:
             if (item.id, sample) not in self._rows
         ]
 
-    def keep_weights(self, weights: Weights) -> None:
-        """Store which weights produce the answers."""
-        self.settings[SERVED] = weights.to_json()
+    def keep_weights(self, weights: Weights, endpoints: Sequence[Endpoint]) -> None:
+        """Store which weights produce the answers, and who serves them."""
+        self.settings[SERVED] = {
+            **weights.to_json(),
+            HAS_FILES: weights.has_local_files,
+            "name": endpoints[0].model,
+            "urls": [endpoint.address for endpoint in endpoints],
+        }
         write_json(self.folder / SETTINGS_FILE, self.settings)
 
     async def grade(self, batch: Batch) -> list[Row]:
@@ -288,7 +293,7 @@ def _rows_of(earlier: Path | None) -> Iterable[Row]:
     """Return the outlines of earlier results, or nothing if another version wrote them."""
     if earlier is not None:
         with contextlib.suppress(ResultsError):
-            return read_rows(earlier, with_texts=False).values()
+            return read_rows(earlier, max_chars=0).values()
     return ()
 
 
@@ -340,12 +345,11 @@ def _make_row(request: Request, outcome: Outcome) -> Row:
 
 def _log(summary: Summary, name: str) -> None:
     logger.info(
-        "%saccuracy %.1f %% on %d responses (AISBench's rule %.1f %%, no answer %.1f %%, truncated %.1f %%, "
-        "failed requests %.1f %%)",
+        "%saccuracy %.1f %% on %d responses (%sno answer %.1f %%, truncated %.1f %%, failed requests %.1f %%)",
         f"{name}: " if name else "",
         100 * summary.accuracy,
         summary.n,
-        100 * summary.aisbench["accuracy"],
+        f"AISBench's rule {100 * summary.aisbench['accuracy']:.1f} %, " if summary.aisbench else "",
         100 * summary.no_answer_rate,
         100 * summary.truncated_rate,
         100 * summary.request_failed_rate,

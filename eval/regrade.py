@@ -73,7 +73,10 @@ def describe(regraded: Regraded) -> str:
     """Describe the changes for a terminal."""
     grader = regraded.summary.settings["grader"]
     lines = [f"{regraded.directory}: {regraded.summary.num_items} items, {regraded.grader_before} -> {grader}"]
-    for rule, transitions in (("exact", regraded.verdicts), ("aisbench", regraded.aisbench)):
+    by_rule = {"exact": regraded.verdicts, "aisbench": regraded.aisbench}
+    if regraded.summary.aisbench is None:
+        by_rule = {"verdicts": regraded.verdicts}
+    for rule, transitions in by_rule.items():
         changes = [f"{count} {before} -> {after}" for (before, after), count in sorted(transitions.items())]
         lines.append(f"{rule}: {', '.join(changes) or 'no verdict changed'}")
     if regraded.num_killed:

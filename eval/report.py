@@ -90,7 +90,7 @@ def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = U
     }
     if comparison.num_samples == 1:
         report["mcnemar"] = {"b": num_lost, "c": num_gained, "p": comparison.p, "mid_p": comparison.mid_p}
-    return json.loads(json.dumps(report))  # as read back from the file: tuples become lists
+    return report
 
 
 def run_fields(steps: Steps, provenance: Provenance) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def notes(comparison: Comparison) -> list[str]:
         return []
     found = []
     sides = {"before": comparison.before, "after": comparison.after}
-    if comparison.before.model == comparison.after.model:
+    if comparison.is_same_model:
         found.append(SAME_MODEL)
     if (comparison.settings.get("judge") or {}).get("headline"):
         found.append(
@@ -183,6 +183,8 @@ def notes(comparison: Comparison) -> list[str]:
             f"on the models."
         )
     aisbench = comparison.graders
+    if aisbench is None:
+        return [*found, THESE_MODELS]
     if aisbench.before == aisbench.after == 0 < max(comparison.before.accuracy, comparison.after.accuracy):
         found.append(
             "AISBench's rule marks no response right on either side: it looks for \\boxed{} and 'answer is', but "
@@ -235,7 +237,7 @@ def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict
         "benchmark": f"{settings.get('benchmark') or provenance.problems}, {n} items"
         + (f", {k} responses each" if k > 1 else ""),
         **{
-            f"model {side}": model_words(provenance.models.get(side), result.model)
+            f"model {side}": model_words(provenance.models.get(side, result.name), result.model)
             for side, result in sides.items()
         },
         "prompt": f"{template['name']}, {settings.get('api', 'unknown API')}{system}",

@@ -27,7 +27,7 @@ RESULTS_FILE = "results.jsonl"
 SUMMARY_FILE = "summary.json"
 # Settings that affect verdicts but not responses: if they change, stored rows are graded again.
 GRADING_SETTINGS = ("grader", "golds", "judge")
-SERVED = "served"  # the setting that identifies the served weights, compared by `eval.identity`
+SERVED = "served"  # who served which weights; not among the settings that must agree, see `eval.identity`
 
 _TEXTS = ("prompt", "response", "reasoning", "details")  # not part of an evaluation's digest
 RowKey = tuple[str, int]  # (item id, sample number)
@@ -116,13 +116,13 @@ class Row:
 
 @dataclass
 class Outline(Row):
-    """A row without response and thinking, which most statistics do not need. Never written."""
+    """A row with only the ends of response and thinking, or None, which suffices for reports. Never written."""
 
     chars: tuple[int, int] = (0, 0)
 
     @property
     def num_chars(self) -> tuple[int, int]:
-        """Characters of the omitted thinking and response."""
+        """Characters of the whole thinking and response."""
         return self.chars
 
 
@@ -205,15 +205,20 @@ class Evaluation:
         return digest.hexdigest()
 
 
-def load_evaluation(directory: str | Path, with_texts: bool = True) -> Evaluation:
+def has_aisbench(settings: Mapping[str, Any]) -> bool:
+    """True if AISBench's rule graded the responses beside the exact rule, and no judge replaces their verdicts."""
+    return "+aisbench" in str(settings["grader"]) and not (settings.get("judge") or {}).get("headline")
+
+
+def load_evaluation(directory: str | Path, max_chars: int | None = None) -> Evaluation:
     """Load a finished evaluation with one item per problem. Raises ResultsError like `read_evaluation`.
 
-    Without texts the rows are outlines, which for long responses take a hundredth of the memory.
+    With `max_chars` the rows are outlines with this much of each text; 0 takes a hundredth of the memory.
     """
-    return read_evaluation(directory, with_texts).by_problem()
+    return read_evaluation(directory, max_chars).by_problem()
 
 
-def read_evaluation(directory: str | Path, with_texts: bool = True) -> Evaluation:
+def read_evaluation(directory: str | Path, max_chars: int | None = None) -> Evaluation:
     """Load a finished evaluation as stored. Raises ResultsError if it is missing or unfinished."""
     directory = Path(directory)
     settings = read_settings(directory)
@@ -222,7 +227,7 @@ def read_evaluation(directory: str | Path, with_texts: bool = True) -> Evaluatio
         raise ResultsError(
             f"{directory} {fault}: it is not a results folder of `dapo eval`; name the folder given as --output"
         )
-    rows = read_rows(directory, with_texts)
+    rows = read_rows(directory, max_chars)
     expected = settings["num_items"] * settings["sampling"]["num_samples"]
     if len(rows) > expected:
         last = next(reversed(rows.values()))
@@ -256,16 +261,16 @@ def is_answered(samples: Samples) -> bool:
     return all(row.is_answered for row in samples)
 
 
-def read_rows(directory: Path, with_texts: bool = True) -> dict[RowKey, Row]:
+def read_rows(directory: Path, max_chars: int | None = None) -> dict[RowKey, Row]:
     """Read rows or outlines in file order. Torn lines are skipped; the last row per sample counts.
 
     Raises ResultsError for a line written by another version.
     """
-    rows = (_parse_row(directory, fields, with_texts) for fields in iterate_json_lines(directory / RESULTS_FILE))
+    rows = (_parse_row(directory, fields, max_chars) for fields in iterate_json_lines(directory / RESULTS_FILE))
     return {row.key: row for row in rows}
 
 
-def _parse_row(directory: Path, fields: Any, with_texts: bool) -> Row:
+def _parse_row(directory: Path, fields: Any, max_chars: int | None) -> Row:
     try:
         prompt = fields["prompt"]
         row = Row(**{**fields, "prompt": prompt if isinstance(prompt, str) else tuple(prompt)})
@@ -275,9 +280,11 @@ def _parse_row(directory: Path, fields: Any, with_texts: bool) -> Row:
         raise ResultsError(
             f"{directory} has a row of another version or program ({error}): use that version, or another folder"
         ) from None
-    if with_texts:
+    if max_chars is None:
         return row
-    return Outline(**{**vars(row), "response": None, "reasoning": None}, chars=row.num_chars)
+    texts = {"response": row.response, "reasoning": row.reasoning} if max_chars else {}
+    ends = {name: text and text[-max_chars:] for name, text in texts.items()}
+    return Outline(**{**vars(row), "response": None, "reasoning": None, **ends}, chars=row.num_chars)
 
 
 def write_rows(directory: Path, rows: Iterable[Row]) -> None:
@@ -339,8 +346,8 @@ def make_settings(
 ) -> dict[str, Any]:
     """Return everything that stored rows depend on. Rows with equal settings can be reused.
 
-    The model is its content digest if known, else its served name. The URL and the client's limits do not affect
-    an answer and are omitted.
+    The model is its content digest if known, else its served name. The client's limits do not affect an answer
+    and are omitted. The server is recorded later, under SERVED.
     """
     return {
         "benchmark": benchmark,

@@ -63,7 +63,7 @@ def evaluate_all(
         known = next((served for recorder in recorders if (served := recorder.served) is not None), None)
         dispatcher = Dispatcher(endpoints, limits or Limits(), known)
         if incomplete:
-            _Session(incomplete, dispatcher, known).run(on_progress)
+            _Session(incomplete, dispatcher, endpoints, known).run(on_progress)
         return _finish(recorders, ", ".join(endpoint.base_url for endpoint in endpoints), dispatcher.outage)
 
 
@@ -106,9 +106,15 @@ def _finish(recorders: Sequence[Recorder], servers: str, outage: str) -> list[Su
 class _Session:
     """Sends the missing requests of several benchmarks as one queue."""
 
-    def __init__(self, recorders: Sequence[Recorder], dispatcher: Dispatcher, weights: Weights | None) -> None:
+    def __init__(
+        self,
+        recorders: Sequence[Recorder],
+        dispatcher: Dispatcher,
+        endpoints: Sequence[Endpoint],
+        weights: Weights | None,
+    ) -> None:
         self._recorders = {recorder.name: recorder for recorder in recorders}
-        self._dispatcher = dispatcher
+        self._dispatcher, self._endpoints = dispatcher, endpoints
         if weights is not None:
             self._keep_weights(weights)
 
@@ -150,7 +156,7 @@ class _Session:
 
     def _keep_weights(self, weights: Weights) -> None:
         for recorder in self._recorders.values():
-            recorder.keep_weights(weights)
+            recorder.keep_weights(weights, self._endpoints)
 
     def _stop_if_hopeless(self, recorder: Recorder) -> None:
         """Drop a benchmark when only failures come back; stop when no other is left."""

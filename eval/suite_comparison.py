@@ -56,6 +56,7 @@ class SuiteComparison:
     benchmarks: tuple[BenchmarkChange, ...]
     pooled: PooledChange
     is_one_evaluation: bool  # both sides are copies of one measurement, in every benchmark
+    is_same_model: bool  # proven in every benchmark
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Paired:
     row: BenchmarkChange
     right: dict[str, tuple[int, int]]  # problem digest -> right responses (before, after)
     is_one_evaluation: bool
+    is_same_model: bool
 
     @staticmethod
     def of(name: str, weight: float, comparison: Comparison, evaluation: Evaluation) -> Paired:
@@ -90,7 +92,7 @@ class Paired:
             after_metrics=_metrics_of(after),
         )
         right = {problems[i]: (x, y) for i, (x, y) in comparison.items.items() if x is not None and y is not None}
-        return Paired(row, right, comparison.is_one_evaluation)
+        return Paired(row, right, comparison.is_one_evaluation, comparison.is_same_model)
 
 
 def _metrics_of(side: Side) -> dict[str, float | None]:
@@ -118,7 +120,12 @@ def compare_suite(pairs: Sequence[Paired]) -> SuiteComparison:
         for pair, p_holm, items in zip(pairs, adjusted, counted, strict=True)
     )
     pooled = _pooled([(row, items) for row, items in zip(rows, counted, strict=True) if items])
-    return SuiteComparison(rows, pooled, all(pair.is_one_evaluation for pair in pairs))
+    return SuiteComparison(
+        rows,
+        pooled,
+        is_one_evaluation=all(pair.is_one_evaluation for pair in pairs),
+        is_same_model=all(pair.is_same_model for pair in pairs),
+    )
 
 
 def problem_digests(evaluation: Evaluation) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from durable import write_atomically
 from eval.checkpoint_curve import checkpoint_curve
-from eval.compare import ComparisonError, compare_evaluations
+from eval.compare import MAX_RESPONSE_CHARS, ComparisonError, compare_evaluations
 from eval.gates import BEFORE, LAST_NIGHT, GateResult, check_gate, describe_gates, parse_gate
 from eval.item_pages import pack_items
 from eval.pages import field_of, format_p, percent, plain_p, points, points_interval, render
@@ -28,14 +27,13 @@ from eval.report import (
     run_fields,
     write_pages,
 )
-from eval.results import Evaluation, load_evaluation, make_folder
+from eval.results import SERVED, Evaluation, load_evaluation, make_folder
 from eval.statistics import SIGNIFICANCE
 from eval.suite import Member, Suite, describe_suite, read_suite
 from eval.suite_comparison import BenchmarkChange, Paired, SuiteComparison, compare_suite
 from eval.training import Steps, read_training_metrics, skipped_steps_notes
 
 CHECKPOINT_PAGE = "checkpoints.html"
-Keep = Callable[[str, Callable[[], Plots]], Plots]  # (name, draw) -> plots; tests pass one that draws none
 # Fields of the headline's report that a suite's report.json omits: they are in the benchmark's own report.
 _OWN_PAGE = ("flips", "items", "transitions", "groups", "num_groups", "expected_false_alarms", "lengths", "gain")
 
@@ -58,35 +56,29 @@ def write_suite_report(
     output_dir: str | Path | None,
     provenance: Provenance = UNKNOWN,
     gates: Sequence[str] = (),
-    keep: Keep = lambda _, draw: draw(),
 ) -> dict[str, Any]:
     """Write report.json, report.md and report.html to `output_dir`, if given; return the content of report.json.
 
     With several benchmarks these describe the suite, and each benchmark has its own report in a subfolder. If a
-    baseline lacks a benchmark or used other settings, that benchmark is left out there, with the reason. Raises
-    what `compare_evaluations` and `parse_gate` raise, and ComparisonError if the two sides have different
-    benchmarks.
+    baseline lacks a benchmark or used other settings, that benchmark is left out there, with the reason. A
+    benchmark that only one side has is named and not compared. Raises what `compare_evaluations` and `parse_gate`
+    raise, and ComparisonError if the two sides have no common benchmark.
     """
-    suite = describe_suite(models.after)
     folders = {BEFORE: read_suite(models.before), "after": read_suite(models.after)}
-    if folders[BEFORE].keys() != folders["after"].keys():
-        listed = "; ".join(f"{', '.join(found)} {side}" for side, found in folders.items())
-        raise ComparisonError(
-            f"the two sides have different benchmarks: {listed}. Evaluate both on the same ones."
-        )
+    suite = _common_suite(models)
     names = [member.name for member in suite.members] if len(suite.members) > 1 else []
     parsed_gates = [
         parse_gate(gate, names, [BEFORE, *models.baselines, *models.absent, LAST_NIGHT]) for gate in gates
     ]
     steps = read_training_metrics(train_metrics) if train_metrics is not None else []
-    work = _SuiteWriter(suite, provenance, steps, output_dir, keep)
+    work = _SuiteWriter(suite, provenance, steps, output_dir)
     baselines = {name: _Column(name, read_suite(folder)) for name, folder in models.baselines.items()}
     checkpoints = {
         step: _Column(f"step {step}", read_suite(folder)) for step, folder in models.checkpoints.items()
     }
     for member in suite.members:
-        with_texts = output_dir is not None  # only the pages show texts
-        before, after = (load_evaluation(folders[side][member.name], with_texts) for side in (BEFORE, "after"))
+        max_chars = 0 if output_dir is None else MAX_RESPONSE_CHARS  # only the pages show texts
+        before, after = (load_evaluation(folders[side][member.name], max_chars) for side in (BEFORE, "after"))
         work.add(member.name, member.weight, before, after)
         for baseline in baselines.values():
             baseline.add(member, {BEFORE: before, "after": after})
@@ -103,13 +95,44 @@ def write_suite_report(
     whole = {step: column.pairs[BEFORE] for step, column in checkpoints.items() if not column.missing}
     curve = checkpoint_curve(whole | ({models.last_step: work.pairs} if models.last_step and whole else {}))
     extras = {
-        "nights": _night_sentences(baselines, provenance),
+        "more": [*_left_out_sentences(folders), *_night_sentences(baselines, provenance)],
+        "not_compared": {side: _only_in(folders, side) for side in folders},
         "gates": [asdict(result) for result in results],
         "baselines": [baseline.content() for baseline in baselines.values()],
         "absent": {**models.absent, **missing},
         "checkpoints": curve and asdict(curve),
     }
     return work.finish(compared, results, extras)
+
+
+def _common_suite(models: Models) -> Suite:
+    """The benchmarks of both sides, in the order of `after`, with its headline if both have it.
+
+    Raises ComparisonError if there are none.
+    """
+    before, after = describe_suite(models.before), describe_suite(models.after)
+    names = {member.name for member in before.members}
+    common = tuple(member for member in after.members if member.name in names)
+    if not common:
+        listed = ", ".join(one.name for one in before.members), ", ".join(one.name for one in after.members)
+        raise ComparisonError(
+            f"the two sides have no common benchmark: {listed[0]} before; {listed[1]} after. Evaluate both on the "
+            "same ones."
+        )
+    headlines = [side.headline for side in (after, before) if side.headline in [one.name for one in common]]
+    return Suite(common, headlines[0] if headlines else common[0].name)
+
+
+def _only_in(folders: Mapping[str, Mapping[str, Path]], side: str) -> list[str]:
+    others = [found for name, found in folders.items() if name != side]
+    return [name for name in folders[side] if not any(name in found for found in others)]
+
+
+def _left_out_sentences(folders: Mapping[str, Mapping[str, Path]]) -> list[str]:
+    """Name the benchmarks that only one side has."""
+    found = {side: only for side in folders if (only := _only_in(folders, side))}
+    listed = "; ".join(f"{', '.join(only)} (only {side})" for side, only in found.items())
+    return [f"Not compared: {listed}."] if listed else []
 
 
 def _night_sentences(baselines: Mapping[str, _Column], provenance: Provenance) -> list[str]:
@@ -135,8 +158,9 @@ class _Column:
         if member.name not in self._folders:
             self.missing[member.name] = "it was not evaluated"
             return
-        evaluation = load_evaluation(self._folders[member.name], with_texts=False)
-        self._model = model_words(None, str(evaluation.settings["model"]))
+        evaluation = load_evaluation(self._folders[member.name], max_chars=0)
+        served = evaluation.settings.get(SERVED) or {}
+        self._model = model_words(served.get("name"), str(evaluation.settings["model"]))
         try:
             found = {
                 side: compare_evaluations(*((other, evaluation) if is_later else (evaluation, other)))
@@ -161,11 +185,9 @@ class _Column:
 class _SuiteWriter:
     """Compares and writes a suite one benchmark at a time, so that only one has its responses in memory."""
 
-    def __init__(
-        self, suite: Suite, provenance: Provenance, steps: Steps, output_dir: str | Path | None, keep: Keep
-    ) -> None:
+    def __init__(self, suite: Suite, provenance: Provenance, steps: Steps, output_dir: str | Path | None) -> None:
         self.pairs: list[Paired] = []
-        self._suite, self._provenance, self._steps, self._keep = suite, provenance, steps, keep
+        self._suite, self._provenance, self._steps = suite, provenance, steps
         self._output_dir = None if output_dir is None else Path(output_dir)
         self._is_suite = len(suite.members) > 1
         self._headline: dict[str, Any] = {}
@@ -190,7 +212,7 @@ class _SuiteWriter:
         if self._output_dir is None:
             return
         items = pack_items(before, after)
-        plots = self._keep(name, lambda: {**draw_plots(comparison, steps), **_prompt_plots(provenance)})
+        plots = {**draw_plots(comparison, steps), **_prompt_plots(provenance)}
         if self._is_suite:
             write_pages(report, render_html(report, plots, items), self._output_dir / name)
         else:
@@ -204,11 +226,10 @@ class _SuiteWriter:
         if self._is_suite:
             report = {key: value for key, value in report.items() if key not in _OWN_PAGE}
             report |= self._front(compared)
-        sentences = report.get("sentences", [report["verdict"]]) + report.pop("nights") + describe_gates(results)
+        sentences = report.get("sentences", [report["verdict"]]) + report.pop("more") + describe_gates(results)
         report |= {"verdict": " ".join(sentences), "sentences": sentences}
         report["is_one_evaluation"] = compared.is_one_evaluation
         report["is_failed"] = any(result.is_passed is False for result in results)
-        report = json.loads(json.dumps(report))
         if self._output_dir is not None:
             if report["checkpoints"]:
                 write_checkpoint_page(report, self._output_dir)
@@ -224,7 +245,7 @@ class _SuiteWriter:
             "sentences": suite_verdict(compared, self._suite.headline),
             "notes": [*skipped_steps_notes(self._steps), *self._notes(compared)],
             "measured": {label: words for label, words in headline["measured"].items() if label in shared},
-            "graders": {**headline["graders"], "disagreements": []},
+            "graders": headline["graders"] and {**headline["graders"], "disagreements": []},
             "headline": self._suite.headline,
             **_content(compared),
             "asked": self._asked,
@@ -233,7 +254,7 @@ class _SuiteWriter:
     def _notes(self, compared: SuiteComparison) -> list[str]:
         if compared.is_one_evaluation:
             return []
-        found = [SAME_MODEL] if self._headline["before"]["model"] == self._headline["after"]["model"] else []
+        found = [SAME_MODEL] if compared.is_same_model else []
         found += [
             f"{row.num_elsewhere} problems of {row.name} also occur in an earlier benchmark; the pool counts them "
             f"only there."
@@ -250,10 +271,8 @@ class _SuiteWriter:
     def _render_front(self, report: Mapping[str, Any]) -> str:
         from markupsafe import Markup
 
-        def draw() -> Plots:
-            return {"training": training_plots(self._steps), **_prompt_plots(self._provenance)}
-
-        plots = {**self._keep(POOLED, draw), "suite": suite_plots(report)}
+        training = {"training": training_plots(self._steps), **_prompt_plots(self._provenance)}
+        plots = {**training, "suite": suite_plots(report)}
         return render(
             "suite.html.j2",
             report=report,

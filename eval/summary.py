@@ -16,6 +16,7 @@ from eval.results import (
     Evaluation,
     Row,
     Samples,
+    has_aisbench,
     is_answered,
     mean_response_tokens,
     num_right,
@@ -50,9 +51,9 @@ class Summary:
     judge: dict[str, float | None] | None  # see summarise_votes
     acc_norm: float | None  # lm-eval's, with evaluate.mode=loglikelihood
     by_limit: list[Budget]  # results under lower token limits
-    aisbench: dict[str, float]  # {accuracy, raises: rows on which AISBench's own code would raise}
-    agreement: dict[str, int]  # of the two graders, see count_agreement
-    disagreements: list[dict[str, Any]]  # rows that only one grader calls right
+    aisbench: dict[str, float] | None  # {accuracy, raises: its own code would raise}; None if not its rule
+    agreement: dict[str, int] | None  # of the two graders, see count_agreement
+    disagreements: list[dict[str, Any]] | None  # rows that only one grader calls right
     samples: dict[str, dict[str, Any]] | None  # avg@k, pass@k, maj@k -> {value, ci95}; None for one sample
     repeats: dict[str, float] | None  # see _repeats; None unless several greedy samples
     settings: dict[str, Any]
@@ -62,6 +63,7 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
     """Summarise an evaluation. `is_same` decides whether two answers count as one (maj@k)."""
     settings, rows = evaluation.settings, evaluation.rows
     answered = [row for row in rows if row.is_answered]
+    is_twice = has_aisbench(settings)
     num_samples, temperature = evaluation.num_samples, settings["sampling"]["temperature"]
     return Summary(
         accuracy=rate(answered, lambda row: row.is_right),
@@ -82,9 +84,11 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
         aisbench={
             "accuracy": rate(answered, lambda row: row.aisbench_right),
             "raises": sum(row.aisbench_raises for row in answered),
-        },
-        agreement=count_agreement(answered),
-        disagreements=list_disagreements(answered),
+        }
+        if is_twice
+        else None,
+        agreement=count_agreement(answered) if is_twice else None,
+        disagreements=list_disagreements(answered) if is_twice else None,
         samples=_sample_metrics(evaluation, is_same) if num_samples > 1 else None,
         repeats=_repeats(answered) if num_samples > 1 and temperature == 0 else None,
         settings=settings,

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from eval import suite_report
 from eval.answers.grading import VERDICTS
 from eval.compare import Comparison, compare_evaluations
 from eval.endpoint import Endpoint, Sampling
@@ -125,5 +128,12 @@ def packed_items(page: str) -> tuple[list[list[Any]], list[str]]:
 
 
 def no_plots(*_: object) -> Plots:
-    """Empty plots, also as `keep` of `write_suite_report`: drawing takes most of a report's time."""
+    """Empty plots, in place of `draw_plots`."""
     return {name: [""] for name in ("accuracy", "gain", "length", "limit", "transition", "training", "prompts")}
+
+
+def write_report(*arguments: Any) -> dict[str, Any]:
+    """Call `write_suite_report` without drawing plots, which takes most of its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suite_report, "draw_plots", no_plots)
+        return suite_report.write_suite_report(*arguments)

@@ -78,10 +78,11 @@ def evaluate(
 
 
 def _print_summary(folder: Path, summary: Summary) -> None:
+    aisbench = f" (AISBench's rule {summary.aisbench['accuracy']:.1%})" if summary.aisbench else ""
     typer.echo(
-        f"{folder}: accuracy {summary.accuracy:.1%} of {summary.n} (AISBench's rule "
-        f"{summary.aisbench['accuracy']:.1%}), no answer {summary.no_answer_rate:.1%}, "
-        f"truncated {summary.truncated_rate:.1%}, failed requests {summary.request_failed_rate:.1%}"
+        f"{folder}: accuracy {summary.accuracy:.1%} of {summary.n}{aisbench}, "
+        f"no answer {summary.no_answer_rate:.1%}, truncated {summary.truncated_rate:.1%}, "
+        f"failed requests {summary.request_failed_rate:.1%}"
     )
 
 

@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from eval import RequestsRefused
+from eval.compare import compare
 from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
 from eval.identity import ModelChangedError
+from eval.report import UNKNOWN, describe_measurement
 from eval.results import load_evaluation, read_rows, read_settings
+from eval.summary import Summary
 from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
@@ -93,20 +97,41 @@ def test_the_identity_of_the_weights_is_stored_and_a_missing_one_reported(
         evaluate(make_set(6), [Endpoint(server.url, "m")], SAMPLING, tmp_path / name, limits=LIMITS)
         return (read_settings(tmp_path / name) or {})["served"]
 
-    root = ArithmeticServer.root
-    assert served("completions") == {"root": root, "logprobs": [ArithmeticServer.logprobs], "engine": "adder-1"}
+    root, by = ArithmeticServer.root, {"has_local_files": False, "name": "m", "urls": [server.url]}
+    known = {"root": root, "logprobs": [ArithmeticServer.logprobs], "engine": "adder-1", **by}
+    assert served("completions") == known
     assert server.num_probes <= 5  # one per connection and one at the end, not one per answer
     server.is_chat_only = True
-    assert served("chat") == {"root": root, "logprobs": [ArithmeticServer.logprobs], "engine": "adder-1"}
+    assert served("chat") == known
     server.logprobs = None
     with caplog.at_level(logging.WARNING):
-        assert served("neither") == {"root": root, "logprobs": None, "engine": None}
+        assert served("neither") == {"root": root, "logprobs": None, "engine": None, **by}
         server.fails_on_probes = True
-        assert served("fails") == {"root": None, "logprobs": None, "engine": None}
+        assert served("fails") == {"root": None, "logprobs": None, "engine": None, **by}
     assert f"returns no log-probs: only its model folder {root} identifies its weights" in caplog.text
     summary = json.loads((tmp_path / "neither" / "summary.json").read_text())
     assert summary["settings"]["served"]["root"] == root
     assert "served" not in load_evaluation(tmp_path / "neither").shared_settings
+
+
+def test_the_server_is_recorded_without_credentials_and_may_move(
+    server: ArithmeticServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ask(url: str, name: str) -> Summary:
+        endpoints = [Endpoint(url, "m")]
+        return evaluate(make_set(6), endpoints, SAMPLING, tmp_path / name, limits=LIMITS, model_digest="0" * 64)
+
+    for name, url in (("before", server.url), ("after", server.url.replace("//", "//user:secret@"))):
+        server.behave = lambda handler, prompt, _: prompt[:2] == "3 " and handler.send(400, b"too long")
+        with pytest.raises(RequestsRefused):
+            ask(url, name)
+        server.behave = lambda *_: False
+        assert ask(f"{url}/v1", name).n == 6
+        assert (read_settings(tmp_path / name) or {})["served"]["urls"] == [f"{server.url}/v1"]
+        assert "secret" not in (tmp_path / name / "summary.json").read_text()
+    assert "superseded" not in caplog.text
+    compared = compare(tmp_path / "before", tmp_path / "after")
+    assert describe_measurement(compared, UNKNOWN)["model before"] == "m (sha256 000000000000)"
 
 
 def test_a_server_that_closes_every_connection_is_not_probed_more_than_once_per_answer(

@@ -284,12 +284,13 @@ def test_compare_refuses_incomparable_evaluations(tmp_path: Path) -> None:
 
 
 def test_compare_renders_markdown_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = [write_results(tmp_path / name, letters) for name, letters in (("before", "rw"), ("after", "wr"))]
+    served = {"served": {"root": "m", "logprobs": [{" a": -0.1}]}}
+    before, after = (write_results(tmp_path / name, name[1:], settings=served) for name in ("1rw", "2wr"))
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    app(["compare", *map(str, sides)], standalone_mode=False)
+    app(["compare", str(before), str(after)], standalone_mode=False)
     shown = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
     assert shown != terminal.getvalue()  # with colours or bold
     assert "Both sides are the same model" in shown

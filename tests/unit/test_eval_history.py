@@ -13,8 +13,8 @@ from eval.endpoint import Sampling
 from eval.history import make_history, measure_trend, render_markdown, write_page
 from eval.results import ResultsError
 from eval.suite import Member, write_suite
-from eval.suite_report import Models, write_suite_report
-from tests.evaluations import make_items, no_plots, write_results
+from eval.suite_report import Models
+from tests.evaluations import make_items, write_report, write_results
 
 ITEMS = make_items(8)
 
@@ -75,7 +75,7 @@ def test_reports_folders_and_stores_read_the_same(tmp_path: Path, caplog: pytest
     before = write_night(tmp_path, 1, "wwwwwwww")
     after = write_night(tmp_path, 2, "rrrrwwwf")
     folder = tmp_path / "store" / "runs" / "20260101T000000.000Z-123456" / "report"
-    write_suite_report(Models(before, after), None, folder, keep=no_plots)
+    write_report(Models(before, after), None, folder)
     for path in (folder / "report.json", folder, folder.parent, tmp_path / "store"):
         ((point,),) = [series.points for series in make_history([path])]
         assert point.label == "20260101T000000.000Z-123456"
@@ -97,7 +97,7 @@ def test_an_evaluation_reused_by_later_runs_counts_once(tmp_path: Path, monkeypa
     nights = [write_night(tmp_path, day, letters) for day, letters in ((1, "rwwwwwww"), (2, "rrwwwwww"))]
     runs = tmp_path / "store" / "runs"
     for run, after in (("1", nights[0]), ("2", nights[1]), ("3", nights[1]), ("4", nights[1])):
-        report = write_suite_report(Models(nights[0], after), None, runs / run / "report", keep=no_plots)
+        report = write_report(Models(nights[0], after), None, runs / run / "report")
         report["created_at"] = f"2026-01-0{run}T00:00:00Z"
         (runs / run / "report" / "report.json").write_text(json.dumps(report))
     history = make_history([tmp_path / "store", runs / "4"])
@@ -158,7 +158,7 @@ def test_a_suite_report_provides_all_its_benchmarks(tmp_path: Path) -> None:
         write_suite_night(tmp_path, 2, words="rrrw", sums="rrwr"),
     ]
     folder = tmp_path / "store" / "runs" / "1" / "report"
-    write_suite_report(Models(*sides), None, folder, keep=no_plots)
+    write_report(Models(*sides), None, folder)
     history = make_history([tmp_path / "store"])
     assert [(series.benchmark, series.points[0].accuracy) for series in history] == [
         ("words", 0.75),

@@ -22,11 +22,16 @@ def thinking_results(folder: Path, outcomes: str, model: str) -> Path:
     return folder
 
 
-def figures_of(*folders: Path, with_texts: bool) -> dict[str, Any]:
-    fields = asdict(compare_evaluations(*(load_evaluation(folder, with_texts) for folder in folders)))
+def figures_of(*folders: Path, max_chars: int | None) -> dict[str, Any]:
+    fields = asdict(compare_evaluations(*(load_evaluation(folder, max_chars) for folder in folders)))
     for flip in (*fields["lost"], *fields["gained"]):
-        assert (flip["after"].pop("response") is not None) is with_texts
-        flip["before"].pop("response")
+        for side in ("before", "after"):
+            response, num_left_out = flip[side].pop("response"), flip[side].pop("num_left_out")
+            assert (len(response or ""), num_left_out) in (
+                (0, 0),
+                (max_chars, 20_000 - (max_chars or 0)),
+                (6000, 14_000),
+            )
     return fields
 
 
@@ -35,16 +40,20 @@ def test_outlines_give_the_statistics_of_complete_rows(tmp_path: Path) -> None:
         thinking_results(tmp_path / "a", "rwntf rrrr", "m"),
         thinking_results(tmp_path / "b", "wrrrr rrww", "n"),
     )
-    assert figures_of(*folders, with_texts=False) == figures_of(*folders, with_texts=True)
-    digests = [load_evaluation(folders[0], with_texts).digest for with_texts in (True, False)]
-    assert digests[0] == digests[1] != load_evaluation(folders[1], with_texts=False).digest
+    assert (
+        figures_of(*folders, max_chars=0)
+        == figures_of(*folders, max_chars=9)
+        == figures_of(*folders, max_chars=None)
+    )
+    digests = [load_evaluation(folders[0], max_chars).digest for max_chars in (None, 0)]
+    assert digests[0] == digests[1] != load_evaluation(folders[1], max_chars=0).digest
 
 
 def test_outlines_take_little_memory(tmp_path: Path) -> None:
     folder = thinking_results(tmp_path / "a", "r" * 400, "m")  # 400 responses of 20 kB: 8 MB
     tracemalloc.start()
     try:
-        load_evaluation(folder, with_texts=False)
+        load_evaluation(folder, max_chars=0)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

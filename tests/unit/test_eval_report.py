@@ -37,9 +37,9 @@ from tests.evaluations import (
     make_items,
     make_row,
     make_rows,
-    no_plots,
     packed_items,
     settings_of,
+    write_report,
     write_results,
 )
 
@@ -120,7 +120,8 @@ def test_report_numbers_by_hand(report: dict[str, Any], folder: Path) -> None:
     assert "model" not in report["settings"]
     flip = report["flips"]["gained"][1]
     assert (flip["problem"], flip["gold"], flip["level"], flip["subject"]) == ("3 + 1 | <b>?", "4", "1", "add")
-    assert flip["before"] == {"verdict": "no_answer", "answer": None, "response": "no idea", "num_right": 0}
+    texts = {"answer": None, "response": "no idea", "num_left_out": 0}
+    assert flip["before"] == {"verdict": "no_answer", "num_right": 0, **texts}
     assert flip["after"]["answer"] == "4"
 
 
@@ -307,7 +308,7 @@ def test_markdown_is_narrow_and_its_tables_survive_pipes(tmp_path: Path) -> None
     items = [replace(item, id=f"test/some_subject/{i}|0.json", **changes) for i, item in enumerate(ITEMS)]
     before = write_results(tmp_path / "b", "w" * 8, items)
     after = write_results(tmp_path / "a", "r" * 8, items)
-    write_suite_report(Models(before, after), None, tmp_path / "report", keep=no_plots)
+    write_report(Models(before, after), None, tmp_path / "report")
     lines = (tmp_path / "report" / "report.md").read_text().splitlines()
     assert max(map(len, lines)) <= 100
     tables: list[list[str]] = [[]]

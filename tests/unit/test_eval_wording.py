@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from eval.compare import compare_evaluations
-from eval.report import make_report, notes, verdict
-from eval.results import Evaluation
-from tests.evaluations import compared, evaluation, make_items, make_rows, settings_of
+from eval.answers.grading import ChoiceGrader, LikelihoodGrader
+from eval.compare import compare, compare_evaluations
+from eval.exported_logs import export_inspect
+from eval.report import SAME_MODEL, make_report, notes, verdict
+from eval.results import Evaluation, load_evaluation
+from eval.suite import Member, write_suite
+from eval.suite_report import Models, write_suite_report
+from eval.summary import summarise
+from tests.evaluations import compared, evaluation, make_items, make_rows, settings_of, write_report, write_results
 
 ITEMS = make_items(8)
 AFTER = "rwrrwrrr"
@@ -47,11 +55,10 @@ def test_the_interval_has_width_even_if_all_items_changed_alike(before: str, aft
     assert result.ci95[1] - result.ci95[0] > 0.3
 
 
-def test_notes_on_equal_models_missing_log_probs_and_disagreeing_graders() -> None:
+def test_notes_on_missing_log_probs_and_disagreeing_graders() -> None:
     def has_note(text: str, *sides: Evaluation) -> bool:
         return any(text in note for note in notes(compare_evaluations(*sides)))
 
-    assert has_note("same model", evaluation(ITEMS, AFTER), evaluation(ITEMS, AFTER[::-1]))
     served = settings_of(ITEMS, served={"root": "m", "logprobs": None})
     blind = Evaluation.of(served, make_rows(ITEMS, AFTER))
     assert has_note("The server returned no log-probs after training", evaluation(ITEMS, AFTER[::-1]), blind)
@@ -64,6 +71,62 @@ def test_notes_on_equal_models_missing_log_probs_and_disagreeing_graders() -> No
     unread = replace(result, graders=replace(result.graders, before=0.0, after=0.0, difference=0.0, p=1.0))
     assert any("AISBench's rule marks no response right on either side" in note for note in notes(unread))
     assert not any("The graders disagree" in note for note in notes(unread))
+
+
+SERVED = {"root": "/models/m", "logprobs": [{" a": -0.5, " an": -2.0}], "has_local_files": False}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_same"),
+    [
+        (SERVED, SERVED, True),
+        (SERVED, {**SERVED, "logprobs": [{" a": -3.5, " an": -0.1}]}, False),  # other weights under the same name
+        (SERVED, {**SERVED, "root": "/models/other"}, False),
+        (SERVED, {**SERVED, "logprobs": None}, False),
+        (*2 * [{**SERVED, "logprobs": None}], False),  # only the name is known to be equal
+        (*2 * [{**SERVED, "logprobs": None, "has_local_files": True}], True),  # the digest covers the files
+        (None, None, False),
+    ],
+)
+def test_the_same_model_is_claimed_only_with_proof(before: Any, after: Any, is_same: bool, tmp_path: Path) -> None:
+    folders = []
+    for name, served, letters in (("before", before, AFTER), ("after", after, AFTER[::-1])):
+        folders.append(folder := tmp_path / name)
+        for member in ("one", "two"):
+            write_results(folder / member, letters, ITEMS, settings={"served": served})
+        write_suite(folder, [Member("one"), Member("two")], "one")
+    single = compare(*(folder / "one" for folder in folders))
+    assert (SAME_MODEL in notes(single)) is is_same
+    assert (SAME_MODEL in write_suite_report(Models(*folders), None, None)["notes"]) is is_same
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_twice"),
+    [
+        ({}, True),
+        ({"judge": {"model": "j", "votes": 1, "headline": False}}, True),
+        ({"judge": {"model": "j", "votes": 1, "headline": True}}, False),
+        ({"grader": "scorer-own/1"}, False),
+        ({"grader": LikelihoodGrader.rule}, False),
+        ({"grader": ChoiceGrader.rule}, False),
+    ],
+)
+def test_figures_of_aisbench_only_where_its_rule_was_applied(
+    settings: dict[str, Any], is_twice: bool, tmp_path: Path
+) -> None:
+    sides = [
+        write_results(tmp_path / side, letters, settings=settings) for side, letters in (("b", "rw"), ("a", "tr"))
+    ]
+    report = write_report(Models(*sides), None, tmp_path / "report")
+    assert (report["graders"] is not None) is is_twice
+    texts = [(tmp_path / "report" / name).read_text() for name in ("report.md", "report.html")]
+    assert ["AISBench" in text for text in texts] == [is_twice] * 2
+    evaluation = load_evaluation(sides[1])
+    summary = summarise(evaluation, lambda *_: False)
+    found = (summary.aisbench, summary.agreement, summary.disagreements)
+    assert [one is not None for one in found] == [is_twice] * 3
+    [path] = export_inspect(evaluation, tmp_path / "log.json")
+    assert ("aisbench" in json.loads(path.read_text())["samples"][0]["scores"]) is is_twice
 
 
 def test_note_on_a_token_limit_that_truncates_half_of_the_responses() -> None:

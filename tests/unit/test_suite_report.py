@@ -19,7 +19,7 @@ from eval.suite import Member, write_suite
 from eval.suite_comparison import problem_digests
 from eval.suite_report import Models, write_suite_report
 from flows.cli import app
-from tests.evaluations import make_rows, no_plots, write_results
+from tests.evaluations import make_rows, write_report, write_results
 
 # rises by 6 of 20, falls by 8 of 20, falls by 1 of 4: McNemar p 2 / 2^6, 2 / 2^8, 1
 OUTCOMES = {
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "instruct", 1, {"algebra": 1.0, "words": 1.0}, "instruct <b>")
     models = Models(folder / "before", folder / "after", {"instruct": folder / "instruct"})
     gates = ("words >= before - 1", "algebra >= instruct")
-    write_suite_report(models, None, folder / "report", Provenance(title="A <suite>"), gates, no_plots)
+    write_report(models, None, folder / "report", Provenance(title="A <suite>"), gates)
     return folder
 
 
@@ -173,12 +173,26 @@ def test_weights_decide_the_pooled_change(tmp_path: Path) -> None:
     )
 
 
-def test_sides_with_different_benchmarks_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "before", 0, {"algebra": 1.0, "tiny": 1.0}, "base")
-    write(tmp_path / "after", 1, {"algebra": 1.0, "words": 1.0}, "trained")
+def test_the_common_benchmarks_are_compared_and_the_others_named(tmp_path: Path) -> None:
+    before = write(tmp_path / "before", 0, {"tiny": 1.0, "algebra": 1.0}, "base")
+    after = write(tmp_path / "after", 1, {"words": 1.0, "algebra": 1.0, "tiny": 1.0}, "trained")
+    report = write_report(Models(before, after), None, tmp_path / "report")
+    assert [row["name"] for row in report["benchmarks"]] == ["algebra", "tiny"]
+    assert report["headline"] == "tiny"  # before's, since after's is not shared
+    assert report["not_compared"] == {"before": [], "after": ["words"]}
+    for name in ("report.md", "report.html"):
+        assert "Not compared: words (only after)." in (tmp_path / "report" / name).read_text()
+
+
+def test_one_common_benchmark_is_reported_alone_and_none_refused(tmp_path: Path) -> None:
+    before = write(tmp_path / "before", 0, {"algebra": 1.0, "tiny": 1.0}, "base")
+    after = write(tmp_path / "after", 1, {"algebra": 1.0, "words": 1.0}, "trained")
+    report = write_report(Models(before, after), None, tmp_path / "report")
+    assert report["verdict"].endswith("Not compared: tiny (only before); words (only after).")
+    assert report["difference"] == pytest.approx(0.3)
     with pytest.raises(ComparisonError) as error:
-        write_suite_report(Models(tmp_path / "before", tmp_path / "after"), None, None)
-    assert "different benchmarks: algebra, tiny before; algebra, words after" in str(error.value)
+        write_suite_report(Models(before / "tiny", after), None, None)
+    assert "no common benchmark: own before; algebra, words after" in str(error.value)
 
 
 def test_one_stored_evaluation_on_both_sides_is_reported_as_such(tmp_path: Path) -> None:
@@ -201,7 +215,7 @@ def test_a_failed_gate_is_exit_status_3(folder: Path, gate: str, status: int) ->
 def test_gates_of_a_single_benchmark_are_in_its_own_report(folder: Path, tmp_path: Path) -> None:
     models = Models(folder / "before" / "words", folder / "after" / "words", {"other": folder / "after" / "words"})
     gates = ("words.no_answer <= 5", "pooled >= other")
-    report = write_suite_report(models, None, tmp_path / "report", Provenance(), gates, no_plots)
+    report = write_report(models, None, tmp_path / "report", Provenance(), gates)
     assert [gate["is_passed"] for gate in report["gates"]] == [False, True]
     assert report["verdict"].endswith("GATES FAILED, 1 of 2: words.no_answer <= 5 (measured 40, threshold 5 %).")
     page = (tmp_path / "report" / "report.html").read_text()
@@ -231,9 +245,9 @@ def test_the_best_checkpoint_is_chosen_on_one_half_and_measured_on_the_other(tmp
         last_step=60,
         absent={"step 50": "no room"},
     )
-    report = write_suite_report(models, None, tmp_path / "report", Provenance(title="T"), (), no_plots)
+    report = write_report(models, None, tmp_path / "report", Provenance(title="T"))
     curve, best = report["checkpoints"], report["checkpoints"]["best"]
-    assert curve["steps"] == [0, 20, 40, 60]
+    assert curve["steps"] == (0, 20, 40, 60)
     assert [share["accuracy"] for share in curve["pooled"]] == [4 / 60, 20 / 60, 34 / 60, 30 / 60]
     # Step 20 wins on the first half by luck and is far behind on the second.
     assert (best["step"], best["num_reported_on"]) == (20, sum(second))
