@@ -40,11 +40,11 @@ CORE_TESTS := $(patsubst %,tests/unit/test_%.py,advantage balance batch checkpoi
   renamed_device training)
 # Excluded: vLLM (see test-ascend-engine), the slowest tests, and trainings on threads, which crash a CUDA build of
 # torch 2.10 without a device (FakeTensorMode).
-CORE_EXCLUDED := test_vllm_gives or test_killed or test_placement or test_an_error_of or test_a_step_without or \
+CORE_EXCLUDED := test_vllm_and_transformers or test_a_killed or test_placement or test_a_worker_error or test_a_stalled_step or \
   test_too_little or test_names_and_memory
 ENGINE_TESTS := $(patsubst %,tests/integration/test_%.py,engines weight_sync merge)
 # Excluded: batches of greedy and sampled requests, since vLLM 0.23's CPU sampler then loses the seeds.
-ENGINE_SELECTION := test_vllm_gives or weight_sync or (vllm and not two and not test_greedy_responses)
+ENGINE_SELECTION := test_vllm_and_transformers or weight_sync or (vllm and not two and not test_greedy_and_sampled)
 
 test-ascend-set: test-ascend-core test-ascend-engine ## test the training core and vLLM with the newest Ascend set's versions on this CPU
 

@@ -17,7 +17,7 @@ def compute_score(
 ) -> dict[str, Any]:
     """Return +1 if the response names exactly the options of `ground_truth` ("D", "ABD", "A,B,D"), else -1.
 
-    Like the evaluation, it only reads the text after the thinking.
+    Options are read as in the evaluation, from the text after the thinking.
     """
     chosen = find_options(solution_str)
     is_right = bool(chosen) and chosen == option_letters(ground_truth)
