@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,6 +25,9 @@ ANSWER_COLUMNS = (
 )  # fmt: skip
 Hub = Literal["huggingface", "modelscope", "url"]
 Split = Literal["train", "test"]
+
+
+_PINNED = re.compile(r"#sha256=[0-9a-f]{64}$|@[0-9a-f]{40}(?:/|$)")
 
 
 class Unusable(ValueError):
@@ -76,6 +80,15 @@ class ProblemSet:
                 "one of these, or name its id there"
             )
         return sources[hub]
+
+    @property
+    def unpinned(self) -> tuple[Split, ...]:
+        """The splits whose default source names a branch or no revision, so that its rows may change."""
+        splits: tuple[Split, ...] = ("train", "test")
+        sources = {
+            split: next(iter((self.train if split == "train" else self.test).values()), "") for split in splits
+        }
+        return tuple(split for split, source in sources.items() if source and not _PINNED.search(source))
 
 
 def text_of(row: Row | None, *keys: str) -> str | None:
