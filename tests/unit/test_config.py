@@ -50,19 +50,6 @@ def _leaves(
 LEAVES = {key: (section, field) for key, section, field in _leaves()}
 
 
-def test_commands_that_only_evaluate_need_neither_data_nor_model(tmp_path: Path) -> None:
-    path = tmp_path / "suite.yaml"
-    path.write_text("evaluate: {benchmarks: [math500]}\ndata: {columns: {problem: question, answer: result}}\n")
-    config = load_config_or_defaults(path, ["evaluate.num_samples=2"])
-    assert ([*config.evaluate.named], config.evaluate.num_samples, config.run.name) == (["math500"], 2, "suite")
-    assert config.data.columns.answer == "result"
-    with pytest.raises(ConfigError, match=r"data\.train is not set.*\n.*data\.eval.*\n.*model\.path is not set"):
-        load_config(path)  # a run needs them
-    path.write_text("evaluate: {benchmarks: [math500]}\nmodel: {sorce: recipe}\n")
-    with pytest.raises(ConfigError, match=r"unknown key model\.sorce"):
-        load_config_or_defaults(path)
-
-
 def test_overrides_take_precedence_over_the_file_and_the_file_over_defaults(recipe: Path) -> None:
     config = load_config(recipe, ["train.warmup_steps=7", "rollout.group_size=4", "rollout.group_size=8"])
     assert config.train.warmup_steps == 7  # --set over the file
