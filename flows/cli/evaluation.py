@@ -81,13 +81,18 @@ def evaluate(
     summaries = evaluate_all(benchmarks, servers, limits=limits_of(settings), model_digest=identity)
     for one, summary in zip(benchmarks, summaries, strict=True):
         _print_summary(one.output_dir, summary)
-    if chosen and (dropped := set(load_config_or_defaults(config).evaluate.gates) - set(settings.gates)):
-        typer.echo(f"Gates not checked: {'; '.join(sorted(dropped))} (for the benchmarks of {config}).")
-    _check_gates(output, settings)
+    _check_gates(output, settings, config if chosen else None)
 
 
-def _check_gates(output: Path, settings: EvaluateConfig) -> None:
-    """Print the outcome of evaluate.gates; exit with 3 if one failed."""
+def _check_gates(output: Path, settings: EvaluateConfig, replaced: Path | None) -> None:
+    """Print the outcome of evaluate.gates; exit with 3 if one failed.
+
+    Options replaced the benchmarks of the recipe `replaced`; its gates are only named.
+    """
+    from flows.config import load_config_or_defaults
+
+    if replaced and (dropped := set(load_config_or_defaults(replaced).evaluate.gates) - set(settings.gates)):
+        typer.echo(f"Gates not checked: {'; '.join(sorted(dropped))} (for the benchmarks of {replaced}).")
     if not settings.gates:
         return
     from eval.gates import BEFORE, LAST_NIGHT, describe_gates

@@ -63,9 +63,8 @@ def render(
     machines, source = machines_of(inventory, os.environ)
     changes = ["train.ray_address=auto", *(overrides or ())]
     if config is None:
-        settings = load_config_or_defaults(None, [f"train.device={machines.device}", *changes])
-    else:
-        settings = load_config(config, changes)
+        changes.insert(0, f"train.device={machines.device}")
+    settings = load_config_or_defaults(None, changes) if config is None else load_config(config, changes)
     place = forms.Site(source or "an allocation", tuple(site or ()))
     path = _in_project(config) if config is not None and is_slurm else config
     recipe = None if path is None else forms.Recipe(str(path), tuple(overrides or ()))

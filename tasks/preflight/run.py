@@ -196,7 +196,10 @@ def check_baselines(config: ChainConfig, findings: Findings) -> None:
                 found = describe_fetch(model_of(baseline))
         except (Unreachable, ServerUnreachable) as error:
             findings.add(
-                check, WARN, str(error), "if this persists, the run uses its stored results, or has no such column"
+                check,
+                WARN,
+                str(error),
+                "if this persists, the run uses its stored results, or goes on without this column",
             )
         except (DapoError, EvaluationError, DownloadError) as error:
             status = WARN if baseline.name == LAST_NIGHT else FAIL  # added by the nightly flow, not by the recipe
