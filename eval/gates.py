@@ -11,7 +11,7 @@ from downloads.nearest import nearest
 from eval import InputError
 from eval.problems.registry import POOLED
 
-BEFORE = "before"
+BEFORE, AFTER = "before", "after"
 LAST_NIGHT = "last-night"  # the column that a nightly run adds if there is an earlier night
 ACCURACY = "accuracy"
 METRICS = (ACCURACY, "finished", "truncated", "no_answer", "request_failed", "tokens")
@@ -26,7 +26,8 @@ _GATE = re.compile(
 _DECIMALS = 9  # of a percentage; hides binary rounding
 
 Metrics = Mapping[str, float | None]  # {metric: percent, or tokens}
-# {column: {benchmark or `pooled`: (metrics of the column, metrics after training)}}, over the same items
+# {column: {benchmark or `pooled`: (metrics of the column, metrics after training)}}, over the same items.
+# The column `after` is for gates that name none.
 Measured = Mapping[str, Mapping[str, tuple[Metrics, Metrics]]]
 
 
@@ -48,7 +49,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class GateResult:
-    """Outcome of a gate. `is_passed` is None if there is no comparable earlier night."""
+    """Outcome of a gate. `is_passed` is None if its column was not measured: nothing can be said."""
 
     gate: str
     unit: str
@@ -82,37 +83,36 @@ def parse_gate(text: str, benchmarks: Sequence[str], columns: Sequence[str]) -> 
     return Gate(text.strip(), name if benchmarks else POOLED, metric, match["sign"], column, points)
 
 
-def check_gate(gate: Gate, measured: Measured) -> GateResult:
+def check_gate(gate: Gate, measured: Measured, absent: Mapping[str, str] | None = None) -> GateResult:
     """Check a gate against the measured values, not their intervals.
 
-    A missing value fails the gate, except for `last-night`: that night may not exist or not be comparable.
+    A gate whose whole column is missing is not checked; `absent` says why it is. Otherwise a missing value fails
+    the gate, except for `last-night`, which may not be comparable.
     """
     unit = "tokens" if gate.metric == "tokens" else "%"
-    reference, after = measured.get(gate.column or BEFORE, {}).get(gate.name, ({}, {}))
+    column = gate.column or AFTER
+    if column not in measured:
+        default = "there is no earlier night" if column == LAST_NIGHT else f"{column} was not evaluated"
+        return GateResult(gate.text, unit, None, None, None, (absent or {}).get(column, default))
+    reference, after = measured[column].get(gate.name, ({}, {}))
     value = after.get(gate.metric)
     base = 0.0 if gate.column is None else reference.get(gate.metric)
     if value is None or base is None:
-        is_night = gate.column == LAST_NIGHT
         where = f"for {gate.column}" if gate.column else "after training"
         reason = f"{gate.name} has no {gate.metric} {where}"
-        if is_night and LAST_NIGHT not in measured:
-            reason = "there is no earlier night"
-        return GateResult(gate.text, unit, value, None, None if is_night else False, reason)
+        return GateResult(gate.text, unit, value, None, None if column == LAST_NIGHT else False, reason)
     value, bound = round(value, _DECIMALS), round(base + gate.points, _DECIMALS)
     return GateResult(gate.text, unit, value, bound, _SIGNS[gate.sign](value, bound), None)
 
 
 def describe_gates(results: Sequence[GateResult]) -> list[str]:
-    """The outcome of the gates in one sentence, naming those that failed; [] without gates."""
-    if not results:
-        return []
-    failed = [result for result in results if result.is_passed is False]
-    skipped = sum(result.is_passed is None for result in results)
-    more = f", {skipped} without a comparable earlier night" if skipped else ""
-    if not failed:
-        return [f"Gates: {len(results) - skipped} of {len(results)} passed{more}."]
-    words = (f"{result.gate} ({_values(result)})" for result in failed)
-    return [f"GATES FAILED, {len(failed)} of {len(results)}{more}: {'; '.join(words)}."]
+    """The outcome of the gates in sentences, naming those that failed or were not checked; [] without gates."""
+    failed = [f"{result.gate} ({_values(result)})" for result in results if result.is_passed is False]
+    unchecked = [f"{result.gate} ({result.reason})" for result in results if result.is_passed is None]
+    num_passed = len(results) - len(failed) - len(unchecked)
+    sentences = [f"Gates: {num_passed} of {len(results)} passed."] if num_passed and not failed else []
+    sentences += [f"GATES FAILED, {len(failed)} of {len(results)}: {'; '.join(failed)}."] if failed else []
+    return sentences + ([f"Gates not checked: {'; '.join(unchecked)}."] if unchecked else [])
 
 
 def _values(result: GateResult) -> str:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from durable import read_json_lines, write_atomically
-from eval import EvaluationError, InputError
+from eval import EvaluationError, InputError, RequestsRefused
+from eval.client import Connection, RequestError
 from eval.dispatch import Dispatcher, Limits, Outcome, Request, run_in_thread
 from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
@@ -24,6 +25,8 @@ from eval.results import Row
 logger = logging.getLogger(__name__)
 
 VOTES_FILE = "votes.jsonl"
+KEY_VARIABLE = "DAPO_JUDGE_API_KEY"
+_CHECK_SECONDS = 60.0
 Vote = Literal["right", "wrong"]
 PROMPT = """You compare the final answer of a response with the right answer of a problem.
 
@@ -78,6 +81,43 @@ class Judge:
         """Return the judge's prompt for a response, without its thinking."""
         values = {"problem": row.problem, "gold": row.gold, "response": row.response or ""}
         return _PLACE.sub(lambda place: values[place[1]], self.prompt)
+
+
+def check_judge(judge: Judge) -> None:
+    """Request one token from the judge. Raises RequestsRefused if it rejects the API key or the model's name.
+
+    Other failures may be over when votes are requested, so they are only logged.
+    """
+    seconds = min(judge.limits.timeout_seconds, _CHECK_SECONDS)
+    prompt = ({"role": "user", "content": "RIGHT or WRONG?"},)
+
+    async def ask() -> None:
+        async with Connection(judge.endpoint, seconds) as connection:
+            try:
+                await connection.generate(prompt, replace(judge.sampling, max_tokens=1))
+            except RequestError as error:
+                if fix := _fix(judge, str(error)):
+                    raise RequestsRefused(fix) from None
+                logger.warning(
+                    "the judge %s (evaluate.judge) does not answer yet: %s", judge.endpoint.model, error
+                )
+
+    run_in_thread(ask(), lambda: None)
+
+
+def _fix(judge: Judge, failure: str) -> str:
+    """Return what to change if the judge's server rejects every request, else ""."""
+    rejection = re.match(r"HTTP (401|403|404)\b", failure)
+    if rejection is None:
+        return ""
+    url, model = judge.endpoint.base_url, judge.endpoint.model
+    if rejection[1] == "404":
+        change = f"it has no model {model}: correct evaluate.judge.model, or the path in evaluate.judge.base_url"
+    elif judge.endpoint.api_key:
+        change = f"it rejects the API key in {KEY_VARIABLE}: correct the key"
+    else:
+        change = f"it requires an API key, and {KEY_VARIABLE} is not set: export it"
+    return f"the judge's server {url} refuses every vote; {change}. Its reply: {failure}"
 
 
 def read_vote(text: str) -> Vote | None:
@@ -158,7 +198,8 @@ def _collect_votes(path: Path, rows: Sequence[Row], judge: Judge) -> dict[str, V
         async def finish(request: Request, outcome: Outcome) -> None:
             if outcome.answer is None:
                 failures.append(str(outcome.failure))
-                if len(votes) == num_stored and len(failures) >= dispatcher.max_consecutive_failures:
+                is_hopeless = len(votes) == num_stored and len(failures) >= dispatcher.max_consecutive_failures
+                if is_hopeless or _fix(judge, failures[-1]):
                     dispatcher.stop()
                 return
             vote = read_vote(outcome.answer.text)
@@ -168,6 +209,8 @@ def _collect_votes(path: Path, rows: Sequence[Row], judge: Judge) -> dict[str, V
             file.flush()
 
         run_in_thread(dispatcher.run(requests, finish), dispatcher.stop)
+    if fix := next(filter(None, (_fix(judge, failure) for failure in failures)), ""):
+        raise RequestsRefused(f"{fix}. The responses are kept: repeat the command after that")
     num_lost = sum(request.item.id not in votes for request in requests)
     if num_lost:
         reason = failures[0] if failures else dispatcher.outage

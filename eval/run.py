@@ -18,6 +18,7 @@ from eval.answers.grading import GRADERS
 from eval.dispatch import Batch, Dispatcher, Limits, Outcome, Request, run_in_thread
 from eval.endpoint import Endpoint
 from eval.identity import ModelChangedError, Weights
+from eval.judge import check_judge
 from eval.recorder import Benchmark, Recorder
 from eval.results import Row, exclusive, make_folder, make_settings
 from eval.summary import Summary
@@ -45,6 +46,8 @@ def evaluate_all(
     rows and failed requests are sent. If only the grader or the gold answers differ, stored rows are graded
     again. Otherwise the benchmark starts over, and the old files move to `superseded-N/`.
 
+    A judge is asked once first. Raises RequestsRefused if it rejects the API key or its model's name.
+
     Raises EvaluationError if more than `max_failed_ratio` of a benchmark's requests failed, or RequestsRefused
     if the server refused all of those. Finished rows are kept for the next attempt, and other benchmarks are
     completed.
@@ -63,6 +66,8 @@ def evaluate_all(
         known = next((served for recorder in recorders if (served := recorder.served) is not None), None)
         dispatcher = Dispatcher(endpoints, limits or Limits(), known)
         if incomplete:
+            for judge in {one.judge.endpoint: one.judge for one in benchmarks if one.judge is not None}.values():
+                check_judge(judge)
             _Session(incomplete, dispatcher, endpoints, known).run(on_progress)
         return _finish(recorders, ", ".join(endpoint.base_url for endpoint in endpoints), dispatcher.outage)
 

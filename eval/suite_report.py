@@ -10,7 +10,7 @@ from typing import Any
 from durable import write_atomically
 from eval.checkpoint_curve import checkpoint_curve
 from eval.compare import MAX_RESPONSE_CHARS, ComparisonError, compare_evaluations
-from eval.gates import BEFORE, LAST_NIGHT, GateResult, check_gate, describe_gates, parse_gate
+from eval.gates import AFTER, BEFORE, LAST_NIGHT, GateResult, check_gate, describe_gates, parse_gate
 from eval.item_pages import pack_items
 from eval.pages import field_of, format_p, percent, plain_p, points, points_interval, render
 from eval.plots import Plots, checkpoint_plot, draw_plots, prompt_length_plot, suite_plots, training_plots
@@ -85,10 +85,10 @@ def write_suite_report(
         for checkpoint in checkpoints.values():
             checkpoint.add(member, {BEFORE: before}, is_later=True)
     compared = compare_suite(work.pairs)
-    measured: dict[str, Any] = {BEFORE: _measured(compared)}
+    measured: dict[str, Any] = dict.fromkeys((BEFORE, AFTER), _measured(compared))
     for name, baseline in baselines.items():
         measured[name] = _measured(baseline.comparison("after")) if baseline.pairs else {}
-    results = [check_gate(gate, measured) for gate in parsed_gates]
+    results = [check_gate(gate, measured, models.absent) for gate in parsed_gates]
     missing = {
         column.name: "; ".join(column.missing.values()) for column in checkpoints.values() if column.missing
     }
@@ -133,6 +133,22 @@ def _left_out_sentences(folders: Mapping[str, Mapping[str, Path]]) -> list[str]:
     found = {side: only for side in folders if (only := _only_in(folders, side))}
     listed = "; ".join(f"{', '.join(only)} (only {side})" for side, only in found.items())
     return [f"Not compared: {listed}."] if listed else []
+
+
+def check_own_gates(folder: str | Path, gates: Sequence[str], columns: Sequence[str]) -> list[GateResult]:
+    """Check gates on one evaluation; those that compare it with one of `columns` are not checked.
+
+    Raises what `parse_gate` raises.
+    """
+    suite, folders, pairs = describe_suite(folder), read_suite(folder), []
+    for member in suite.members:
+        evaluation = load_evaluation(folders[member.name], max_chars=0)
+        comparison = compare_evaluations(evaluation, evaluation)
+        pairs.append(Paired.of(member.name, member.weight, comparison, evaluation))
+    names = [member.name for member in suite.members] if len(suite.members) > 1 else []
+    measured, reason = {AFTER: _measured(compare_suite(pairs))}, "dapo compare --gate checks it against {}"
+    absent = {column: reason.format(column) for column in columns}
+    return [check_gate(parse_gate(gate, names, columns), measured, absent) for gate in gates]
 
 
 def _night_sentences(baselines: Mapping[str, _Column], provenance: Provenance) -> list[str]:

@@ -56,10 +56,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_config_or_defaults(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Return `load_config`, or the defaults and overrides without a file, for commands that need one section."""
-    if path is not None:
-        return load_config(path, overrides)
-    tree: dict[str, Any] = {"data": {"train": "arithmetic", "eval": "arithmetic"}, "model": {"source": "recipe"}}
+    """Return `load_config` for commands that need neither a training set nor a model; the file may lack both."""
+    tree: dict[str, Any] = {} if path is None else loading.read_recipe(Path(path))
+    if isinstance(data := tree.get("data") or {}, dict):
+        tree["data"] = {"train": "arithmetic", "eval": "arithmetic", **data}
+    tree["model"] = tree.get("model") or {"source": "recipe"}
     return resolve_config(loading.overridden(tree, overrides))
 
 

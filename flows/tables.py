@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dapo_core.config.derived import Quantity
     from dapo_core.memory.plan import Load, MemoryPlan
     from dapo_core.memory.step_time import StepTime
-    from eval.problems.rows import ProblemSet
+    from eval.problems.rows import ProblemSet, Split
     from interop.account import Account
     from tasks.config import ChainConfig
     from tasks.data.reading import SetCount, Shown
@@ -167,10 +167,15 @@ def print_time(time: StepTime) -> None:
 
 
 def print_sets(sets: Sequence[ProblemSet]) -> None:
-    """Print the registered datasets."""
+    """Print the registered datasets; * marks a use whose default source is not pinned."""
     table = Table("name", "use", "problems", "scorer", "licence")
     for one in sets:
-        uses = [use for use, source in (("train", one.train), ("eval", one.test)) if source]
+        kinds: dict[str, Split] = {"train": "train", "eval": "test"}
+        uses = [
+            f"{use}*" if split in one.unpinned else use
+            for use, split in kinds.items()
+            if (one.train if split == "train" else one.test)
+        ]
         uses = uses or ["generated" if one.name == "arithmetic" else "your own files"]
         table.add_row(
             one.name,
@@ -180,6 +185,7 @@ def print_sets(sets: Sequence[ProblemSet]) -> None:
             one.licence,
         )
     print_table(table)
+    typer.echo("* the default source is a branch, not a commit: its rows may change (docs/data.md)")
 
 
 def print_set(one: ProblemSet) -> None:

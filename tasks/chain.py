@@ -37,6 +37,7 @@ from tasks.runs.report import Columns, report_run, send_report
 from tasks.runs.run import Run
 from tasks.runs.suite import benchmarks_of, link_stored_results, suite_metrics
 from tasks.serve_model.command import served_name
+from tasks.serve_model.failure import ServerUnreachable
 from tasks.serve_model.servers import Server, serve_model
 from tasks.stages import benchmark_files, validates
 
@@ -104,6 +105,8 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
     """
     link = link_of(run.config, label)
     key = link.key(data, *([] if model is None else [model]))
+    if model is None:
+        served_model(link.config, baseline_of(link)).remember()
 
     def build(folder: Path) -> Mapping[str, Any]:
         log_path = run.store.log_path(key.stage, key.key)
@@ -142,7 +145,8 @@ def served(
     """Yield servers, digest and folder of a model; without `model`, those of the baseline behind `base_url`."""
     if model is None:
         baseline = served_model(link.config, baseline_of(link))
-        baseline.remember()
+        if baseline.failure:
+            raise ServerUnreachable(baseline.failure)
         yield [baseline.server], baseline.digest, served_folder(baseline.server)
         return
     name = served_name(model.digest)

@@ -88,10 +88,15 @@ def load(root: type[Root], path: str | Path, overrides: Sequence[str] = ()) -> R
     `run.name` defaults to the file name. Raises ConfigError for an unreadable file, an unknown key (naming the
     nearest one), a value out of bounds, an unresolved placeholder, or keys that contradict each other.
     """
-    tree = overridden(read_tree(Path(path)), overrides)
+    return resolve(root, overridden(read_recipe(Path(path)), overrides))
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Return the sections and keys that a recipe sets; `run.name` defaults to the file name."""
+    tree = read_tree(path)
     if isinstance(run := tree.get("run") or {}, dict):
-        tree["run"] = {"name": Path(path).stem, **run}
-    return resolve(root, tree)
+        tree["run"] = {"name": path.stem, **run}
+    return tree
 
 
 def resolve(root: type[Root], tree: Mapping[str, Any]) -> Root:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from eval.answers.grading import GraderName
 from eval.problems import ProblemsError
-from eval.problems.files import columns_of, merge_repeats, read_problems
+from eval.problems.files import (
+    columns_of,
+    find_schema,
+    iterate_rows,
+    merge_repeats,
+    problems_of,
+    read_problems,
+)
 from eval.problems.items import EvaluationSet, Item, Problem
 from eval.problems.prompts import DEFAULT, PLACE, Api, Template, find_template, make_prompt
-from eval.problems.rows import CHAT, INTEGER_ANSWER, PREPARED, SOLVED, ProblemSet
+from eval.problems.rows import CHAT, INTEGER_ANSWER, PREPARED, SOLVED, ProblemSet, Row, guess_columns, schema_with
 from eval.problems.sets.mathematics import ARITHMETIC, BENCHMARKS, TRAINING_SETS
 from eval.problems.sets.multiple_choice import CFLUE, CHOICE, GPQA_DIAMOND
 
@@ -32,6 +40,7 @@ POOLED = "pooled"  # names all benchmarks of a suite together
 # The default for the user's own files: DAPO-Math-17k's schema, or {problem, answer}.
 OWN = ProblemSet("own", "your own file", "yours", (CHAT, SOLVED), scorer="math_verify")
 
+NUM_TRIED = 50  # rows used to recognize the schema of a file
 _LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OPTIONS_TEMPLATE = Template("loglikelihood", PLACE + "\nAnswer:")
 _LISTED = re.compile(r"^\s*\(?([A-Z])[.):．、：]\s*\S", re.MULTILINE)
@@ -55,6 +64,56 @@ def find_suite(name: str) -> tuple[str, ...]:
     return SUITES[name]
 
 
+def read_as(path: Path, rows: Sequence[Row], known: ProblemSet) -> list[tuple[dict[str, Any], Problem]]:
+    """The first rows as read by a registered set, with their problems; empty if a row does not fit."""
+    try:
+        tried = list(problems_of(path, [rows] if rows else [], known.schemas))
+    except ProblemsError:
+        return []
+    schema = find_schema(path, rows[0], known.schemas)
+    read = rows[0].keys() & {*schema.columns, *schema.others}
+    found = [
+        ({name: row[name] for name in read}, problem) for _, row, problem in tried if isinstance(problem, Problem)
+    ]
+    return found if len(found) == len(tried) else []
+
+
+def _is_unmistakable(found: Sequence[tuple[Row, Problem]]) -> bool:
+    """True if the set's schema does more than name columns, as with answers inside texts, or options."""
+    return any(
+        not {problem.text, problem.gold} <= {str(value) for value in row.values()} for row, problem in found
+    )
+
+
+def published_as(path: Path, rows: Sequence[Row]) -> ProblemSet | None:
+    """Return the registered set whose schema reads all rows and does more than name columns; None without one."""
+    return next(
+        (
+            known
+            for known in SETS.values()
+            if known.name != "choice" and _is_unmistakable(read_as(path, rows, known))
+        ),
+        None,
+    )
+
+
+def recognize(path: Path) -> ProblemSet:
+    """Return how to read the user's own file: OWN, or a registered set's schema, or columns with usual names."""
+    rows = list(itertools.islice(itertools.chain.from_iterable(iterate_rows(path)), NUM_TRIED))
+    if not rows or any(read_as(path, [row], OWN) for row in rows):
+        return OWN
+    if (known := published_as(path, rows)) is not None:
+        logger.info(
+            "%s: rows as in %s; --dataset %s checks that the set is complete", path, known.name, known.name
+        )
+        return replace(known, name=OWN.name, num_items=None)
+    problem, answer = guess_columns(rows[0])
+    if problem is None or answer is None:
+        return OWN
+    logger.info("%s: the problem is in column %s and the answer in %s, by their names", path, problem, answer)
+    return replace(OWN, schemas=(schema_with(problem, answer),))
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """Distinct problems to evaluate with, and their default template and grader."""
@@ -71,8 +130,8 @@ def read_held_out(path: Path, name: str | None = None) -> HeldOut:
 
     Raises ProblemsError for unusable rows, and for a file that is not the complete set.
     """
-    known = OWN if name is None else find_set(name)
     is_prepared = path.suffix == ".parquet" and set(PREPARED.columns).issubset(columns_of(path))
+    known = find_set(name) if name is not None else OWN if is_prepared else recognize(path)
     problems = merge_repeats(path, read_problems(path, (PREPARED,) if is_prepared else known.schemas))
     prepared = {problem.dataset for problem in problems if problem.grader}
     if prepared and name is not None and prepared != {name}:
@@ -96,7 +155,11 @@ def read_held_out(path: Path, name: str | None = None) -> HeldOut:
     if len(prepared) > 1:  # the report groups by set, and ids of different sets may collide
         problems = [replace(one, id=f"{one.dataset}/{one.id}", subject=one.dataset) for one in problems]
     return HeldOut(
-        tuple(problems), None if known is OWN else known.name, template, grader, _num_repeats(path, problems)
+        tuple(problems),
+        None if known.name == OWN.name else known.name,
+        template,
+        grader,
+        _num_repeats(path, problems),
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,9 +16,19 @@ from eval.problems.items import Problem
 from eval.problems.prompts import Message
 
 Row = Mapping[str, Any]
+# Usual names of the user's own columns, the likeliest first.
+PROBLEM_COLUMNS = (
+    "problem", "question", "query", "prompt", "instruction", "input", "messages", "conversation", "text",
+)  # fmt: skip
+ANSWER_COLUMNS = (
+    "answer", "final_answer", "gold", "ground_truth", "expected", "target", "label", "solution", "output",
+)  # fmt: skip
 Hub = Literal["huggingface", "modelscope", "url"]
 Split = Literal["train", "test"]
 INTEGER_ANSWER = "is_integer_answer"  # in extra_info beside `choices`, because gold answers are texts
+
+
+_PINNED = re.compile(r"#sha256=[0-9a-f]{64}$|@[0-9a-f]{40}(?:/|$)")
 
 
 class Unusable(ValueError):
@@ -70,6 +81,15 @@ class ProblemSet:
                 "one of these, or name its id there"
             )
         return sources[hub]
+
+    @property
+    def unpinned(self) -> tuple[Split, ...]:
+        """The splits whose default source names a branch or no revision, so that its rows may change."""
+        splits: tuple[Split, ...] = ("train", "test")
+        sources = {
+            split: next(iter((self.train if split == "train" else self.test).values()), "") for split in splits
+        }
+        return tuple(split for split, source in sources.items() if source and not _PINNED.search(source))
 
 
 def text_of(row: Row | None, *keys: str) -> str | None:
@@ -179,3 +199,24 @@ CHAT = Schema(
 # What `dapo prepare-data` writes: the same with each row's set, template and grader.
 PREPARED = Schema((*CHAT.columns, "dataset", "template", "grader"), read_chat, CHAT.others)
 SOLVED = Schema(("problem",), read_solved, (*Schema.others, "solution", "answer", "type", "subfield", "choices"))
+
+
+def guess_columns(names: Collection[str], given: Mapping[str, str] | None = None) -> tuple[str | None, str | None]:
+    """Return the columns with problem and answer: as `given`, else by their names, None if no name fits."""
+    given = given or {}
+    by_word = {name.lower().strip(): name for name in names if name not in given.values()}
+    problem = given.get("problem") or next((by_word[word] for word in PROBLEM_COLUMNS if word in by_word), None)
+    answers = (by_word[word] for word in ANSWER_COLUMNS if word in by_word and by_word[word] != problem)
+    return problem, given.get("answer") or next(answers, None)
+
+
+def schema_with(problem: str, answer: str) -> Schema:
+    """Return the schema of rows with the problem, a text or a chat, and the answer in these columns."""
+
+    def read(row: Row) -> Problem:
+        messages = chat_of(row[problem])
+        text = messages[-1]["content"] if messages else needed(text_of(row, problem), f"no {problem}")
+        gold = needed(text_of(row, answer), f"no {answer}").strip()
+        return problem_of(row, text, gold, messages=messages)
+
+    return Schema((problem, answer), read)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,6 +16,7 @@ from flows.services import DEFAULT_STORE
 if TYPE_CHECKING:
     from eval.suite_report import Models
     from eval.summary import Summary
+    from tasks.config.evaluate import EvaluateConfig
     from tasks.runs.history import RecordedRun
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -59,7 +61,10 @@ def evaluate(
     ] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Evaluate a served model on every item of a dataset or suite; the API key comes from VLLM_API_KEY."""
+    """Evaluate a served model on every item of a dataset or suite; the API key comes from VLLM_API_KEY.
+
+    Exit status 3 if a gate of evaluate.gates fails; gates that compare two models are only named.
+    """
     from eval.endpoint import Endpoint
     from eval.run import evaluate_all
     from flows.config import load_config_or_defaults
@@ -67,7 +72,8 @@ def evaluate(
     from tasks.evaluation.settings import benchmarks_into, limits_of, load_sets
     from tasks.serve_model.command import API_KEY_VARIABLE
 
-    recipe = load_config_or_defaults(config, [*(overrides or ()), *_chosen(dataset, data, suite)])
+    chosen = _chosen(dataset, data, suite, overrides or ())
+    recipe = load_config_or_defaults(config, [*chosen, *(overrides or ())])
     settings, sets = recipe.evaluate, load_sets(recipe, data, dataset)
     servers = [Endpoint(url, model_name, os.environ.get(API_KEY_VARIABLE, "")) for url in base_url]
     identity, folder = served_model_identity(servers), served_folder(servers[0])
@@ -75,6 +81,28 @@ def evaluate(
     summaries = evaluate_all(benchmarks, servers, limits=limits_of(settings), model_digest=identity)
     for one, summary in zip(benchmarks, summaries, strict=True):
         _print_summary(one.output_dir, summary)
+    _check_gates(output, settings, config if chosen else None)
+
+
+def _check_gates(output: Path, settings: EvaluateConfig, replaced: Path | None) -> None:
+    """Print the outcome of evaluate.gates; exit with 3 if one failed.
+
+    Options replaced the benchmarks of the recipe `replaced`; its gates are only named.
+    """
+    from flows.config import load_config_or_defaults
+
+    if replaced and (dropped := set(load_config_or_defaults(replaced).evaluate.gates) - set(settings.gates)):
+        typer.echo(f"Gates not checked: {'; '.join(sorted(dropped))} (for the benchmarks of {replaced}).")
+    if not settings.gates:
+        return
+    from eval.gates import BEFORE, LAST_NIGHT, describe_gates
+    from eval.suite_report import check_own_gates
+
+    columns = (BEFORE, *(one.name for one in settings.baselines), LAST_NIGHT)
+    results = check_own_gates(output, settings.gates, columns)
+    for sentence in describe_gates(results):
+        typer.secho(sentence, bold=True)
+    exit_by_gates({"is_failed": any(result.is_passed is False for result in results)})
 
 
 def _print_summary(folder: Path, summary: Summary) -> None:
@@ -86,12 +114,19 @@ def _print_summary(folder: Path, summary: Summary) -> None:
     )
 
 
-def _chosen(dataset: str | None, data: str | None, suite: str | None) -> list[str]:
-    """Return the overrides for the options; they replace the recipe's benchmarks."""
-    if suite is not None and (dataset is not None or data is not None):
-        raise typer.BadParameter("cannot be combined with --dataset or --data", param_hint="--suite")
-    if dataset is None and data is None and suite is None:
+def _chosen(dataset: str | None, data: str | None, suite: str | None, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides for the options; they replace the recipe's benchmarks and gates."""
+    options = {"--dataset": dataset, "--data": data, "--suite": suite}
+    given = [name for name, value in options.items() if value is not None]
+    if not given:
         return []
+    if suite is not None and len(given) > 1:
+        raise typer.BadParameter("cannot be combined with --dataset or --data", param_hint="--suite")
+    if any(override.partition("=")[0].strip() == "evaluate.benchmarks" for override in overrides):
+        raise typer.BadParameter(
+            "cannot be combined with --set evaluate.benchmarks, which names others; remove one of the two",
+            param_hint=given[0],
+        )
     from eval.problems.registry import find_suite
 
     benchmarks = find_suite(suite) if suite is not None else ()

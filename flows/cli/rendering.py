@@ -50,7 +50,7 @@ def render(
 
     Interfaces, variables and resources match `dapo cluster up` and `dapo doctor env`. Nothing is started.
     """
-    from flows.config import load_config_or_defaults
+    from flows.config import load_config, load_config_or_defaults
     from tasks.nodes.rendering import render as forms
     from tasks.nodes.scheduler import machines_of
 
@@ -61,8 +61,10 @@ def render(
     if is_scripts and site:
         raise typer.BadParameter("needs --slurm or --kuberay", param_hint="--site")
     machines, source = machines_of(inventory, os.environ)
-    device = [] if config is not None else [f"train.device={machines.device}"]
-    settings = load_config_or_defaults(config, [*device, "train.ray_address=auto", *(overrides or ())])
+    changes = ["train.ray_address=auto", *(overrides or ())]
+    if config is None:
+        changes.insert(0, f"train.device={machines.device}")
+    settings = load_config_or_defaults(None, changes) if config is None else load_config(config, changes)
     place = forms.Site(source or "an allocation", tuple(site or ()))
     path = _in_project(config) if config is not None and is_slurm else config
     recipe = None if path is None else forms.Recipe(str(path), tuple(overrides or ()))

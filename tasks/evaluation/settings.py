@@ -19,7 +19,7 @@ from eval.answers.grading import Grader, ScorerGrader
 from eval.answers.pool import Pool
 from eval.dispatch import Limits
 from eval.endpoint import Endpoint, Sampling
-from eval.judge import PROMPT, Judge
+from eval.judge import KEY_VARIABLE, PROMPT, Judge
 from eval.problems.files import columns_of
 from eval.problems.items import EvaluationSet
 from eval.problems.registry import load_set
@@ -166,7 +166,6 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
 SCORER_SECONDS = 30.0  # per call
 NUM_SCORERS = 4
 SHORT_DIGEST = 12
-JUDGE_KEY_VARIABLE = "DAPO_JUDGE_API_KEY"
 
 
 def grader_for(settings: EvaluateConfig) -> Grader | None:
@@ -196,7 +195,7 @@ def judge_for(settings: EvaluateConfig) -> Judge | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"evaluate.judge.prompt={named.prompt} cannot be read: {error}") from None
     return Judge(
-        Endpoint(named.base_url, named.model, os.environ.get(JUDGE_KEY_VARIABLE)),
+        Endpoint(named.base_url, named.model, os.environ.get(KEY_VARIABLE)),
         Sampling(named.max_response_tokens, named.temperature, seed=settings.seed),
         named.votes,
         prompt,

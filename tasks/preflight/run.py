@@ -185,7 +185,8 @@ def check_baselines(config: ChainConfig, findings: Findings) -> None:
         check = f"baseline {baseline.name}"
         try:
             if baseline.base_url is not None:
-                served_model(config, baseline)
+                if failure := served_model(config, baseline).failure:
+                    raise ServerUnreachable(failure)
                 found = f"{baseline.base_url} serves {baseline.model}"
             elif baseline.path is not None:
                 require_servable(baseline.path, config.serve, os.environ)
@@ -194,7 +195,12 @@ def check_baselines(config: ChainConfig, findings: Findings) -> None:
                 fetched_inputs(model_of(baseline))
                 found = describe_fetch(model_of(baseline))
         except (Unreachable, ServerUnreachable) as error:
-            findings.add(check, WARN, str(error), "if this persists, the run goes on without this column")
+            findings.add(
+                check,
+                WARN,
+                str(error),
+                "if this persists, the run uses its stored results, or goes on without this column",
+            )
         except (DapoError, EvaluationError, DownloadError) as error:
             status = WARN if baseline.name == LAST_NIGHT else FAIL  # added by the nightly flow, not by the recipe
             findings.add(check, status, str(error), f"correct or remove {baseline.name} in evaluate.baselines")

@@ -13,11 +13,10 @@ from typing import Any
 from rich.filesize import decimal
 
 from dapo_core.errors import ConfigError
-from eval.problems import ProblemsError
-from eval.problems.files import find_schema, iterate_problems, iterate_rows, problems_of
+from eval.problems.files import iterate_problems, iterate_rows
 from eval.problems.items import Problem
-from eval.problems.registry import OWN, SETS
-from eval.problems.rows import ProblemSet, Row, chat_of
+from eval.problems.registry import NUM_TRIED, OWN, SETS, published_as, read_as
+from eval.problems.rows import Row, chat_of, guess_columns
 from tasks.config import ChainConfig
 from tasks.data.reading import SetCount, iterate_source, to_row
 from tasks.data.sources import train_sources
@@ -27,7 +26,6 @@ from tasks.preflight.prompts import longest_prompt, prompt_tokens
 logger = logging.getLogger(__name__)
 
 NO_COLUMNS: Mapping[str, str] = {}
-NUM_TRIED = 50  # rows used to recognize the schema of a file
 HELD_OUT_PART, MIN_HELD_OUT, MAX_HELD_OUT = 10, 8, 500  # without a held-out set: every tenth row
 MAX_SPLIT_BYTES = 64 * 1024**2
 LARGE_FILE_BYTES = 4 * 1024**2  # reading takes seconds from here on
@@ -36,8 +34,6 @@ BATCH_PROMPTS = 1000  # tokenized at once
 MAX_LEFT_OUT_RATIO = 0.5  # more suggests wrong columns or a wrong model
 _REMOTE = re.compile(r"(hf|modelscope|https?):")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_PROBLEMS = ("problem", "question", "query", "prompt", "instruction", "input", "messages", "conversation", "text")
-_ANSWERS = ("answer", "final_answer", "gold", "ground_truth", "expected", "target", "label", "solution", "output")
 
 
 def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) -> Any:
@@ -53,11 +49,10 @@ def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) ->
         )
     if not columns:
         rows = list(itertools.islice(itertools.chain.from_iterable(iterate_rows(path)), NUM_TRIED))
-        if _read_as(path, rows, OWN):
+        if read_as(path, rows, OWN):
             return name
-        for known in SETS.values():
-            if known.name != "choice" and _is_unmistakable(_read_as(path, rows, known)):
-                return [{"set": known.name, "path": name}]
+        if (known := published_as(path, rows)) is not None:
+            return [{"set": known.name, "path": name}]
     return [{"set": name, "columns": guessed_columns(path, columns)}]
 
 
@@ -72,10 +67,7 @@ def guessed_columns(path: Path, given: Mapping[str, str] = NO_COLUMNS) -> dict[s
     names = list(rows[0])
     if unknown := [name for name in given.values() if name not in names]:
         raise ConfigError(f"{path} has no column {unknown[0]}, only {', '.join(names)}; correct --columns")
-    by_word = {name.lower().strip(): name for name in names if name not in given.values()}
-    problem = given.get("problem") or next((by_word[word] for word in _PROBLEMS if word in by_word), None)
-    answers = (by_word[word] for word in _ANSWERS if word in by_word and by_word[word] != problem)
-    answer = given.get("answer") or next(answers, None)
+    problem, answer = guess_columns(names, given)
     if problem is None or answer is None:
         if len(names) == 1 and (signs := set(names[0]) & set(";\t|")):
             raise ConfigError(f"{path} is separated by {signs.pop()!r}; save it with commas")
@@ -93,27 +85,6 @@ def parse_columns(text: str | None) -> dict[str, str]:
     if not all(name in ("problem", "answer") and column for name, _, column in pairs):
         raise ConfigError(f"--columns {text} is not problem=NAME,answer=NAME")
     return {name: column for name, _, column in pairs}
-
-
-def _read_as(path: Path, rows: Sequence[Row], known: ProblemSet) -> list[tuple[dict[str, Any], Problem]]:
-    """The first rows as read by a registered set, with their problems; empty if a row does not fit."""
-    try:
-        tried = list(problems_of(path, [rows] if rows else [], known.schemas))
-    except ProblemsError:
-        return []
-    schema = find_schema(path, rows[0], known.schemas)
-    read = rows[0].keys() & {*schema.columns, *schema.others}
-    found = [
-        ({name: row[name] for name in read}, problem) for _, row, problem in tried if isinstance(problem, Problem)
-    ]
-    return found if len(found) == len(tried) else []
-
-
-def _is_unmistakable(found: Sequence[tuple[Row, Problem]]) -> bool:
-    """True if the set's schema does more than name columns, as with answers inside texts, or options."""
-    return any(
-        not {problem.text, problem.gold} <= {str(value) for value in row.values()} for row, problem in found
-    )
 
 
 def data_sets(

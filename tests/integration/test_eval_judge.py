@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dapo_core.errors import ConfigError
-from eval import EvaluationError, InputError
+from eval import EvaluationError, InputError, RequestsRefused
 from eval.compare import ComparisonError, compare
 from eval.endpoint import Endpoint, Sampling
 from eval.item_pages import pack_items
@@ -41,6 +41,9 @@ def rule(court: ArithmeticServer, *verdicts: str) -> None:
     words = {"r": "It is.\n**Verdict: RIGHT**", "w": "\nwrong.\n", "u": "I cannot say"}
 
     def behave(handler: Handler, prompt: str, attempt: int) -> bool:
+        if handler.body["max_tokens"] == 1:  # the check before the first item, which is no vote
+            court.requests.pop()
+            return handler.say("It")
         letter = verdicts[int(prompt.split()[1])][handler.body["seed"] - 1234]
         return handler.send(500, b"overloaded") if letter == "f" else handler.say(words[letter], reasoning="hm")
 
@@ -171,12 +174,48 @@ def test_as_the_headline_the_majority_is_the_verdict_and_undecided_responses_are
     assert (len(server.requests), summary.accuracy, rows[1].failure) == (num_asked, 0.5, None)
 
 
+@pytest.mark.parametrize(
+    ("status", "key", "change"),
+    [
+        (401, "", "DAPO_JUDGE_API_KEY is not set"),
+        (401, "a-wrong-key-of-the-judge", "it rejects the API key in DAPO_JUDGE_API_KEY"),
+        (404, "", "it has no model court: correct evaluate.judge.model"),
+    ],
+)
+def test_a_judge_that_refuses_every_vote_is_found_before_the_first_item(
+    server: ArithmeticServer,
+    court: ArithmeticServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    key: str,
+    change: str,
+) -> None:
+    monkeypatch.setenv("DAPO_JUDGE_API_KEY", key)
+    judge = judge_for(settings_of(court, tmp_path))
+    court.behave = lambda handler, prompt, attempt: handler.send(status, b"no")
+    with pytest.raises(RequestsRefused, match=f"{change}.*HTTP {status}: no") as caught:
+        evaluated(server, tmp_path / "out", judge)
+    assert (caught.value.is_lasting, len(server.requests), len(court.requests)) == (True, 0, 1)
+
+    # The key expires later: the responses are kept, and no further vote is requested.
+    court.behave = lambda handler, prompt, attempt: (
+        handler.say("It") if handler.body["max_tokens"] == 1 else handler.send(status, b"no")
+    )
+    with pytest.raises(RequestsRefused, match=f"{change}.*The responses are kept"):
+        evaluated(server, tmp_path / "out", judge)
+    num_asked = len(server.requests)
+    rule(court, "r", "r", "r")
+    assert evaluated(server, tmp_path / "out", judge)[0].judge is not None
+    assert len(server.requests) == num_asked
+
+
 def test_a_judge_that_never_answers_is_an_error_but_responses_are_kept(
     server: ArithmeticServer, court: ArithmeticServer, tmp_path: Path
 ) -> None:
-    court.behave = lambda handler, prompt, attempt: handler.send(401, b"who are you")
+    court.behave = lambda handler, prompt, attempt: handler.send(400, b"what")
     judge = judge_for(settings_of(court, tmp_path))
-    with pytest.raises(EvaluationError, match=r"all 3 votes of court at .*\(evaluate\.judge\) failed: HTTP 401"):
+    with pytest.raises(EvaluationError, match=r"all 3 votes of court at .*\(evaluate\.judge\) failed: HTTP 400"):
         evaluated(server, tmp_path / "out", judge)
     num_asked = len(server.requests)
     rule(court, "r", "r", "r")

@@ -225,3 +225,37 @@ def test_a_named_suite_is_evaluated_with_its_published_sets(
         CliRunner().invoke(app, [*words, "--suite", "tini"]).exception
     )
     assert CliRunner().invoke(app, [*words, "--suite", "tiny", "--dataset", "math500"]).exit_code == 2
+
+
+def test_gates_on_one_evaluation_are_checked_and_others_are_named(
+    servers: list[ArithmeticServer], tmp_path: Path
+) -> None:
+    files = {name: write_sums(tmp_path / f"{name}.json", first, 4) for name, first in (("one", 0), ("two", 500))}
+    gates = ["one >= 99", "two.tokens <= 4", "pooled >= before", "one >= last-night - 1"]
+    evaluate = {"prompt": "bare", "benchmarks": [str(path) for path in files.values()], "gates": gates}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"evaluate": evaluate}))
+
+    def run(output: str, *words: str) -> tuple[int, str]:
+        asked = ["eval", "--base-url", servers[0].url, "--model-name", "m", "--output", str(tmp_path / output)]
+        done = CliRunner().invoke(app, [*asked, *words])
+        return done.exit_code, " ".join(done.output.split())
+
+    status, printed = run("suite", "--config", str(recipe))
+    assert status == 3, printed
+    assert "GATES FAILED, 1 of 4: two.tokens <= 4 (measured 5, threshold 4 tokens)." in printed
+    assert "Gates not checked: pooled >= before (dapo compare --gate checks it against before); one >=" in printed
+    gates[1:] = []
+    recipe.write_text(json.dumps({"evaluate": evaluate}))
+    status, printed = run("suite", "--config", str(recipe))
+    assert (status, printed.endswith("Gates: 1 of 1 passed.")) == (0, True)
+
+    # Options replace the recipe's benchmarks, and --set adds gates to them.
+    one = ("--data", str(files["one"]), "--config", str(recipe), "--set", "evaluate.prompt=bare")
+    status, printed = run("alone", *one, "--set", "evaluate.gates=[one > 100]")
+    assert (status, "GATES FAILED, 1 of 1: one > 100 (measured 100, threshold 100 %)." in printed) == (3, True)
+    status, printed = run("alone", *one)
+    assert (status, f"Gates not checked: one >= 99 (for the benchmarks of {recipe})." in printed) == (0, True)
+    for option, value in (("--suite", "math"), ("--dataset", "math500"), ("--data", str(files["one"]))):
+        status, printed = run("both", option, value, "--set", "evaluate.benchmarks=[aime24]")
+        assert (status, "cannot be combined with --set evaluate.benchmarks" in printed) == (2, True), printed

@@ -15,7 +15,7 @@ from eval.endpoint import Endpoint, Sampling
 from eval.problems.prompts import TEMPLATES, Template, make_prompt
 from eval.report import UNKNOWN, describe_measurement
 from eval.results import load_evaluation, make_settings
-from flows.config import load_config_or_defaults
+from flows.config import load_config, load_config_or_defaults
 from tasks.config.evaluate import BenchmarkConfig
 from tasks.evaluation.settings import load_sets, sampling_of
 from tests.evaluations import make_items, write_results
@@ -156,3 +156,16 @@ def test_data_columns_map_a_file_s_columns(tmp_path: Path) -> None:
     plain = tmp_path / "plain.csv"
     plain.write_text("problem,answer\nWhat is 1 + 1?,2\n")
     assert load_sets(config, str(plain))[""].items[0].gold == "2"
+
+
+def test_commands_that_only_evaluate_need_neither_data_nor_model(tmp_path: Path) -> None:
+    path = tmp_path / "suite.yaml"
+    path.write_text("evaluate: {benchmarks: [math500]}\ndata: {columns: {problem: question, answer: result}}\n")
+    config = load_config_or_defaults(path, ["evaluate.num_samples=2"])
+    assert ([*config.evaluate.named], config.evaluate.num_samples, config.run.name) == (["math500"], 2, "suite")
+    assert config.data.columns.answer == "result"
+    with pytest.raises(ConfigError, match=r"data\.train is not set.*\n.*data\.eval.*\n.*model\.path is not set"):
+        load_config(path)  # a run needs them
+    path.write_text("evaluate: {benchmarks: [math500]}\nmodel: {sorce: recipe}\n")
+    with pytest.raises(ConfigError, match=r"unknown key model\.sorce"):
+        load_config_or_defaults(path)

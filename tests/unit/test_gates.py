@@ -8,11 +8,13 @@ from eval.gates import Gate, GateError, check_gate, describe_gates, parse_gate
 
 NAMES = ("math500", "gpqa-diamond")
 COLUMNS = ("before", "qwen3-8", "last-night")
+BEFORE = {
+    "math500": ({"accuracy": 60.0, "tokens": 900.0}, {"accuracy": 59.0, "tokens": 850.0, "truncated": 4.0}),
+    "pooled": ({"accuracy": 40.0}, {"accuracy": 40.0}),
+}
 MEASURED = {
-    "before": {
-        "math500": ({"accuracy": 60.0, "tokens": 900.0}, {"accuracy": 59.0, "tokens": 850.0, "truncated": 4.0}),
-        "pooled": ({"accuracy": 40.0}, {"accuracy": 40.0}),
-    },
+    "before": BEFORE,
+    "after": BEFORE,
     "qwen3-8": {"math500": ({"accuracy": 58.5}, {"accuracy": 59.0})},
 }
 
@@ -72,7 +74,7 @@ def test_a_gate_compares_the_measured_values(text: str, bound: float, is_passed:
     assert (result.bound, result.is_passed, result.reason) == (bound, is_passed, None)
 
 
-def test_a_missing_value_fails_its_gate_except_for_last_night() -> None:
+def test_a_missing_value_fails_its_gate_and_a_missing_column_leaves_it_unchecked() -> None:
     # The baseline was not evaluated on gpqa-diamond.
     result = check_gate(parse_gate("gpqa-diamond >= qwen3-8", NAMES, COLUMNS), MEASURED)
     assert (result.is_passed, result.reason) == (False, "gpqa-diamond has no accuracy for qwen3-8")
@@ -80,9 +82,19 @@ def test_a_missing_value_fails_its_gate_except_for_last_night() -> None:
     assert (first.is_passed, first.reason) == (None, "there is no earlier night")
     other = check_gate(parse_gate("math500 >= last-night", NAMES, COLUMNS), {**MEASURED, "last-night": {}})
     assert (other.is_passed, other.reason) == (None, "math500 has no accuracy for last-night")
+    without = {"before": BEFORE, "after": BEFORE}
+    gate = parse_gate("math500 >= qwen3-8", NAMES, COLUMNS)
+    away = check_gate(gate, without, {"qwen3-8": "ServerUnreachable: it does not answer"})
+    assert (away.is_passed, away.reason) == (None, "ServerUnreachable: it does not answer")
+    assert check_gate(gate, without).reason == "qwen3-8 was not evaluated"
     assert describe_gates([result, first]) == [
-        "GATES FAILED, 1 of 2, 1 without a comparable earlier night: gpqa-diamond >= qwen3-8 (not measured: "
-        "gpqa-diamond has no accuracy for qwen3-8)."
+        "GATES FAILED, 1 of 2: gpqa-diamond >= qwen3-8 (not measured: gpqa-diamond has no accuracy for qwen3-8).",
+        "Gates not checked: math500 >= last-night (there is no earlier night).",
+    ]
+    passed = check_gate(parse_gate("math500 >= 59", NAMES, COLUMNS), MEASURED)
+    assert describe_gates([passed, away]) == [
+        "Gates: 1 of 2 passed.",
+        "Gates not checked: math500 >= qwen3-8 (ServerUnreachable: it does not answer).",
     ]
     assert describe_gates([]) == []
 

@@ -136,6 +136,48 @@ def test_a_named_benchmark_must_be_complete(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "gold", "template", "grader", "line"),
+    [
+        (
+            {"Question": "1 + 1 = ?", "gold": 2},
+            "2",
+            "aisbench",
+            "mathematics",
+            "in column Question and the answer in",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "1 + 1 = ?"}], "label": 2},
+            "2",
+            "given",
+            "mathematics",
+            "label",
+        ),
+        ({"question": "1 + 1 = ?", "answer": "So\n#### 2"}, "2", "aisbench", "mathematics", "rows as in gsm8k"),
+        ({"problem": "1 + 1 = ?", "answer": "2"}, "2", "aisbench", "mathematics", None),
+    ],
+)
+def test_the_columns_of_an_own_file_are_recognized_by_their_names(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    row: Any,
+    gold: str,
+    template: str,
+    grader: str,
+    line: str | None,
+) -> None:
+    (tmp_path / "my.jsonl").write_text(json.dumps(row))
+    with caplog.at_level("INFO", "eval.problems.registry"):
+        asked = load_set(tmp_path / "my.jsonl")
+    assert [(item.gold, "1 + 1 = ?" in str(item.prompt)) for item in asked.items] == [(gold, True)]
+    assert (asked.benchmark, asked.template.name, asked.grader) == (None, template, grader)
+    assert [line] * len(caplog.messages) == [line for text in caplog.messages if line and line in text]
+    assert len(caplog.messages) == (line is not None)
+    (tmp_path / "my.jsonl").write_text('{"a": "1 + 1 = ?", "b": 2}')
+    with pytest.raises(ProblemsError, match=r"lacks the columns .*Map other names with data\.columns"):
+        load_set(tmp_path / "my.jsonl")
+
+
+@pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
         (
