@@ -116,7 +116,7 @@ def test_the_three_readme_commands_lead_from_files_to_a_report(commands: list[st
     (tmp_path / "reward.py").write_text(REWARD)
     init, plan, run = commands
     assert "next: dapo plan my.yaml" in typed(init, tmp_path)
-    assert re.search(r"preflight: \d+ checks, nothing in the way", typed(plan, tmp_path))
+    assert re.search(r"preflight: \d+ checks passed", typed(plan, tmp_path))
     changes = [word for change in SHORT for word in ("--set", change)]
     typed(run, tmp_path, *changes)
     (report,) = (tmp_path / ".dapo/runs").glob("*/report/report.json")
@@ -148,7 +148,7 @@ def test_other_file_formats_and_models_plan_clean_and_train(
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output
         said.append(done.output)
-    assert re.search(r"preflight: \d+ checks, nothing in the way", said[1])
+    assert re.search(r"preflight: \d+ checks passed", said[1])
     assert re.fullmatch(r"prepared: 72 training and 8 held-out problems", said[2].strip())
     config = load_config(Path("my.yaml"), [*SHORT, "rollout.engine=hf"])
     with without_ray():

@@ -273,7 +273,7 @@ def test_a_worker_error_keeps_its_type_and_ends_every_process(world: World, tmp_
     before = supervisor.descendants(os.getpid())
     config = config_of(rollout={"memory_gigabytes": 1e-6}, train={"total_steps": 1, "num_ranks": 1})
     with pytest.raises(
-        RolloutError, match=r"^one sequence of 120 tokens needs \d+ bytes of cache, and 1073 are free"
+        RolloutError, match=r"^one sequence of 120 tokens needs \d+ bytes of cache, but only 1073 are free"
     ):
         train(config, world.data, world.model, tmp_path)
     wait_until(started_since(before), "every process is gone")
