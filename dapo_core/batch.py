@@ -98,9 +98,8 @@ def mini_batches(
 ) -> list[np.ndarray]:
     """Return the rows of each mini-batch: `num_prompts` whole groups in `order`; the last may be smaller."""
     group_ids = batch.group_ids.numpy()
-    positions = np.argsort(np.arange(batch.num_groups) if order is None else order)[
-        group_ids
-    ]  # of each row's group
+    group_positions = np.argsort(np.arange(batch.num_groups) if order is None else order)
+    positions = group_positions[group_ids]  # by row
     rows = np.argsort(positions, kind="stable")
     firsts = range(num_prompts, batch.num_groups, num_prompts)
     return np.split(rows, np.searchsorted(positions[rows], firsts))

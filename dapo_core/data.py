@@ -149,10 +149,8 @@ class PromptStream:
         set_index = int(self._turns[turn])
         rows = self._sets[set_index]
         per_cycle = int(np.count_nonzero(self._turns == set_index))
-        number = cycle * per_cycle + int(
-            np.count_nonzero(self._turns[:turn] == set_index)
-        )  # prompts of the set so far
-        epoch, offset = divmod(number, len(rows))
+        num_before = cycle * per_cycle + int(np.count_nonzero(self._turns[:turn] == set_index))  # in the set
+        epoch, offset = divmod(num_before, len(rows))
         if self._orders.get(set_index, (None,))[0] != epoch:
             self._orders[set_index] = epoch, self._order(epoch, len(rows))
         return int(rows[self._orders[set_index][1][offset]])

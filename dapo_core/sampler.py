@@ -47,9 +47,7 @@ class _DrawState:
     step: int
     account: TokenAccount
     last_signal: float  # time at which the last group with signal finished
-    ready: dict[int, tuple[int, Group]] = field(
-        default_factory=dict
-    )  # groups with signal by id, in finishing order
+    ready: dict[int, tuple[int, Group]] = field(default_factory=dict)  # with signal, by id, in finishing order
     dropped: list[Rollout | Response] = field(default_factory=list)  # aborted or stale; could have been trained on
     num_drawn: int = 0  # prompts
     finished_since_signal: int = 0  # groups

@@ -143,4 +143,4 @@ def _wait_until_placed(group: PlacementGroup, demand: Demand, max_seconds: float
                 f"Ray has no free resources for {demand} after {max_seconds:.0f} s ({resources}): lower "
                 "train.num_ranks, rollout.num_workers or the threads, or add nodes"
             )
-        logger.info("waiting for %.0f s for Ray resources for %s: %s", seconds, demand, resources)
+        logger.info("waiting for Ray resources for %s (%.0f s so far): %s", demand, seconds, resources)

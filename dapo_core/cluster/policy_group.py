@@ -45,9 +45,9 @@ class PolicyGroup:
     def anchor(self, batch: Batch, timer: PhaseTimer) -> tuple[Batch, Measured | None]:
         """Return the batch with old log-probs, and with reference log-probs if KL needs them.
 
-        Also returns the policy's log-probs before any update; None if the updates measure them. That is the case
-        if the anchor is the engine's log-probs, or if there is a single update, whose own log-probs are the old
-        ones.
+        Also returns the policy's log-probs before any update, or None if the updates measure them: unless KL in
+        the reward or rollout correction needs them first, this is so if the anchor is the engine's log-probs, or
+        if there is a single update, whose own log-probs are the old ones.
         """
         measured, is_engine = None, self.config.algorithm.old_log_probs == "engine"
         if self.config.anchors_before_updates or (not is_engine and self._has_updates(batch)):

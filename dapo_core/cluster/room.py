@@ -63,7 +63,7 @@ def ask_cluster(
                     raise WorkerDied(f"{_name(address)} did not answer within {max_seconds:g} s{hint}")
                 if time.monotonic() >= last_log + LOG_SECONDS:
                     last_log = time.monotonic()
-                    logger.info("waiting for %.0f s for %s to answer", seconds, _name(address))
+                    logger.info("waiting for %s to answer (%.0f s so far)", _name(address), seconds)
                 time.sleep(POLL_SECONDS)
             output, errors = child.communicate()
         finally:

@@ -203,9 +203,8 @@ def _generate_seconds(config: TrainingConfig, shape: ModelShape, machine: Machin
     engine = engine_memory(config, shape, machine.device_bytes)
     drawn = config.train.train_prompts * rollout.group_size / lengths.kept / rollout.num_workers  # per engine
     responses = lengths.responses()
-    context = lengths.prompt + fmean(length**2 for length in responses) / (
-        2 * lengths.response
-    )  # of a decoded token
+    mean_square = fmean(length**2 for length in responses)
+    context = lengths.prompt + mean_square / (2 * lengths.response)  # of a decoded token
     slots = float(rollout.max_num_seqs)
     if engine.cache is not None:
         slots = min(slots, max(engine.cache / (engine.token_bytes * context), 1.0))

@@ -14,9 +14,8 @@ from dapo_core.model_folder import require_model_folder, weight_files
 from dapo_core.parameter_names import FilePiece
 
 MAX_HEADER_BYTES = 100 * 1024**2  # safetensors' own bound
-_DTYPES = {
-    code: name for name, code in DTYPE_CODES.items() if not name.startswith("float8")
-}  # no isfinite for those
+# Without float8, for which torch has no isfinite.
+_DTYPES = {code: name for name, code in DTYPE_CODES.items() if not name.startswith("float8")}
 
 
 class HuggingFaceSource:

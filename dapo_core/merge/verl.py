@@ -285,7 +285,7 @@ def _load(path: Path) -> dict[str, Any]:
         ) from error
     except (RuntimeError, ValueError, OSError, EOFError, KeyError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({_reason(error)}): it is damaged or was not written for torch "
+            f"{path} cannot be read ({_reason(error)}): it is damaged, or not readable by torch "
             f"{torch.__version__}; copy it again from the node that wrote it"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):

@@ -34,9 +34,8 @@ class _Watch:
 
     def __init__(self, root: nn.Module) -> None:
         self.faults: list[Fault] = []
-        self._gradient: tuple[torch.Tensor, str] | None = (
-            None  # first non-finite one, and the module of its tensor
-        )
+        # The first non-finite gradient, and the module of its tensor.
+        self._gradient: tuple[torch.Tensor, str] | None = None
         self._readers: list[str] = []  # modules that read that tensor
         self._handles: list[Any] = []
         for name, module in root.named_modules():

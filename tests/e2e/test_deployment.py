@@ -246,7 +246,7 @@ def test_a_permanent_error_is_shown_once_and_not_retried(site: Site, chain: Fini
     output = done.stdout + done.stderr
     assert output.count("prompts are longer than data.max_prompt_tokens=1") == 1
     assert done.stderr.startswith("ChildProcessFailed: train_policy ended with exit code 2; its log is ")
-    assert "the next one begins" not in output
+    assert "retrying in" not in output
     assert "Traceback" not in output
 
 

@@ -33,7 +33,8 @@ def test_a_signal_ends_a_training_that_waits_for_resources(ray_address: str, num
     try:
         assert process.stdout is not None
         line = next(line for line in process.stdout if "Ray resources" in line)
-        assert "for 2 workers of {'CPU': 1000}: total {" in line
+        assert "for 2 workers of {'CPU': 1000} (" in line
+        assert "so far): total {" in line
         process.send_signal(number)
         process.communicate(timeout=300)
         assert process.returncode != 0

@@ -83,7 +83,7 @@ def test_resources_are_returned_and_failures_explained(
     caplog.set_level("INFO")
     with pytest.raises(WorkerDied, match=r"did not answer within 0\.5 s"):
         room.ask_cluster("auto", max_seconds=0.5)
-    assert "for the Ray cluster at train.ray_address=auto to answer" in caplog.text
+    assert "waiting for the Ray cluster at train.ray_address=auto to answer (" in caplog.text
 
 
 @pytest.mark.slow
@@ -139,5 +139,5 @@ def test_waiting_for_resources_is_logged_every_ten_seconds_and_ends(
         placement._wait_until_placed(Group(clock), placement.Demand(4, {"CPU": 1}), 300.0)  # type: ignore[arg-type]
     assert len(caplog.messages) == 29
     assert caplog.messages[0].startswith(
-        "waiting for 10 s for Ray resources for 4 workers of {'CPU': 1}: total {'CPU'"
+        "waiting for Ray resources for 4 workers of {'CPU': 1} (10 s so far): total {'CPU'"
     )

@@ -268,6 +268,13 @@ def test_divergence_masks_tokens_or_responses_above_the_limit(divergence: str, o
             assert not kept[~MASK].any()
 
 
+def test_a_response_weight_includes_masked_tokens() -> None:
+    # ratios 0.5 and 3; the mask removes 3; the product stays 1.5
+    settings = _settings(importance="sequence", mask="token", mask_low=0.4, mask_high=2.5)
+    assert _weights((OLD, ROLLOUT, MASK), settings)[0, 0].item() == pytest.approx(1.5, rel=1e-6)
+    assert mask_rollouts(OLD, ROLLOUT, MASK, settings)[0].tolist() == [True, False, False]
+
+
 def test_mask_and_divergence_combine() -> None:
     # ratios 0.5, 3 | 2: the mask drops 3; mean k3 of the second response is 0.307, of the first 0.547
     settings = _settings(mask="token", mask_low=0.4, mask_high=2.5, divergence="mean-k3", divergence_max=0.4)
