@@ -113,7 +113,8 @@ class TrainConfig(Section):
     )
     restart_delay_seconds: float = volatile(5.0, "Seconds before the first restart; doubles each time.", ge=0)
     on_lost_node: Literal["wait", "shrink"] = volatile(
-        "wait", "wait: restart once the node is back; shrink: restart with fewer ranks and engines."
+        "wait",
+        "wait: restart once the cluster has enough devices again; shrink: restart with fewer ranks and engines.",
     )
     trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow"], ...] = volatile(
         (), "Experiment trackers that receive step metrics, validation responses and evaluation results."

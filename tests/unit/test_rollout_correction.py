@@ -295,13 +295,6 @@ def test_sequence_masks_use_the_geometric_mean() -> None:
     assert mask_rollouts(old, rollout, mask, _settings(mask="sequence")).all()
 
 
-def test_a_sequence_weight_includes_masked_tokens() -> None:
-    # Ratios 0.5 and 3. The mask drops the second token; the product stays 1.5.
-    settings = _settings(importance="sequence", mask="token", mask_low=0.4, mask_high=2.5)
-    assert _weights((OLD, ROLLOUT, MASK), settings)[0, 0].item() == pytest.approx(1.5, rel=1e-6)
-    assert mask_rollouts(OLD, ROLLOUT, MASK, settings)[0].tolist() == [True, False, False]
-
-
 @pytest.mark.parametrize("level", ["token", "sequence", "stale"])
 @pytest.mark.parametrize("junk", [NAN, INF, -INF])
 def test_masked_values_do_not_affect_correction(level: str, junk: float) -> None:
