@@ -274,7 +274,11 @@ def plan(
     shown = {"disk"} if settings.checkpoint_steps else set()
     print_findings([finding for finding in findings if finding.status == WARN or finding.check in shown])
     findings.require()
-    typer.echo(f"preflight: {len(findings)} checks passed (dapo doctor {config} shows them)")
+    num_warnings = sum(finding.status == WARN for finding in findings)
+    warned = f", {num_warnings} warning{'s'[: num_warnings > 1]}" if num_warnings else ""
+    typer.echo(
+        f"preflight: {len(findings) - num_warnings} checks passed{warned} (dapo doctor {config} shows them)"
+    )
 
 
 def plan_devices(settings: Config, gigabytes: float | None, is_memory: bool, is_time: bool, is_json: bool) -> None:
