@@ -309,4 +309,4 @@ def test_warnings_are_not_counted_as_passed_checks(tmp_path: Path, monkeypatch: 
     findings.add("memory", WARN, "unknown")
     monkeypatch.setattr("tasks.preflight.run.examine", lambda *_: findings)
     command = ["plan", str(PROJECT_ROOT / "configs" / "arith_cpu.yaml"), "--set", f"store.path={tmp_path}"]
-    assert "preflight: 1 checks passed, 1 warning (" in CliRunner().invoke(app, command).stdout
+    assert "preflight: 1 check passed, 1 warning (" in CliRunner().invoke(app, command).stdout
