@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,17 @@ def _names_in(path: Path) -> list[str]:
 
     with safe_open(path, framework="pt") as file:
         return list(file.keys())
+
+
+def num_parameters(model_path: str | Path) -> int:
+    """Return the elements of all tensors in the folder's weight files, from their headers."""
+    from safetensors import safe_open
+
+    total = 0
+    for path in set(weight_files(model_path).values()):
+        with safe_open(path, framework="numpy") as file:
+            total += sum(prod(file.get_slice(name).get_shape()) for name in list(file.keys()))
+    return total
 
 
 def model_fingerprint(model_path: str | Path) -> str:

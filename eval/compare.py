@@ -76,7 +76,7 @@ class Side:
     judge: dict[str, float | None] | None  # see eval.summary.summarise_votes
     acc_norm: float | None  # if options are scored by log-probs
     num_finished: int  # right or wrong responses: neither truncated nor without an answer
-    finished_accuracy: float  # over those
+    finished_accuracy: float | None  # over those; None without any
     speed: Speed
 
 
@@ -283,7 +283,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
         judge=summarise_votes(evaluation.rows),
         acc_norm=acc_norm(rows),
         num_finished=len(finished),
-        finished_accuracy=rate(finished, lambda row: row.is_right),
+        finished_accuracy=rate(finished, lambda row: row.is_right) if finished else None,
         speed=breakdown.measure_speed(rows),
     )
 

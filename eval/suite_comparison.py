@@ -99,7 +99,7 @@ def _metrics_of(side: Side) -> dict[str, float | None]:
     """The metrics that gates may name, in percent or tokens."""
     return {
         ACCURACY: 100 * side.accuracy,
-        "finished": 100 * side.finished_accuracy if side.num_finished else None,
+        "finished": None if side.finished_accuracy is None else 100 * side.finished_accuracy,
         "truncated": 100 * side.truncated_rate,
         "no_answer": 100 * side.no_answer_rate,
         "request_failed": 100 * side.request_failed_rate,

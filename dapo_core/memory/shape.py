@@ -93,8 +93,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     kind = str(config.get("model_type"))
     if kind not in MODEL_TYPES:
         raise ModelError(
-            f"the memory plan supports {', '.join(MODEL_TYPES)}, not model_type {kind}; training may still "
-            "support it"
+            f"memory cannot be estimated for model_type {kind} (only for {', '.join(MODEL_TYPES)}); training may "
+            "still work"
         )
     try:
         return _shape(config, kind)

@@ -79,7 +79,8 @@ def find_schema(path: Path, columns: Collection[str], schemas: Sequence[Schema])
     missing = ", ".join(name for name in schemas[0].columns if name not in columns)
     raise ProblemsError(
         f"{path} lacks the columns {missing} (it has {', '.join(sorted(columns))}); readable schemas: {known}. "
-        "Map other names with data.columns, for example data.columns.problem=question"
+        "Map other names with data.columns, for example data.columns.problem=question and "
+        "data.columns.answer=result"
     )
 
 

@@ -246,7 +246,7 @@ def plan(
     """
     from flows.config import load_config
     from flows.tables import print_findings, print_json, print_plan, print_trainer
-    from tasks.preflight.finding import WARN
+    from tasks.preflight.finding import WARN, count_checks
     from tasks.preflight.machine import OF_ANOTHER_MACHINE
     from tasks.preflight.run import examine
     from tasks.runs.plan import plan_chain
@@ -274,7 +274,7 @@ def plan(
     shown = {"disk"} if settings.checkpoint_steps else set()
     print_findings([finding for finding in findings if finding.status == WARN or finding.check in shown])
     findings.require()
-    typer.echo(f"preflight: {len(findings)} checks passed (dapo doctor {config} shows them)")
+    typer.echo(f"preflight: {count_checks(findings)} (dapo doctor {config} shows them)")
 
 
 def plan_devices(settings: Config, gigabytes: float | None, is_memory: bool, is_time: bool, is_json: bool) -> None:

@@ -56,22 +56,20 @@ def load_sets(config: ChainConfig, problems: str | None, name: str | None = None
     """The sets of evaluate.benchmarks by name, prepared as in a run; without a suite, one set under "".
 
     That set is `problems` (of the registered set `name`, if given), or set `name` from its default source.
-    data.columns apply to files that have all of them; prepared files do not. Raises ProblemsError for bad rows.
+    data.columns, and those of a set of data.eval with its prompt, apply to files that have all of them; prepared
+    files do not. Raises ProblemsError for bad rows.
     """
-    settings, columns = config.evaluate, config.data.columns
-    is_file = problems is not None and name is None and Path(problems).exists()
-    if not settings.benchmarks and not (is_file and columns.is_set):
+    settings = config.evaluate
+    own = None if problems is None or name is not None else _own_set(config, Path(problems))
+    if not settings.benchmarks and own is None:
         return {"": set_of(settings, problems, name)}
     from tasks.data.prepare import write_held_out  # imports pyarrow
     from tasks.data.sources import benchmark_sources, eval_sources
 
-    if not settings.benchmarks:
-        path = Path(str(problems))
-        if not {one for one in dict(columns).values() if one}.issubset(columns_of(path)):
-            return {"": set_of(settings, path)}
-        asked = config.data.model_copy(update={"eval": (SetConfig(set=str(path)),)})
+    if own is not None and not settings.benchmarks:
+        asked = config.data.model_copy(update={"eval": (own,)})
         with tempfile.TemporaryDirectory() as work:
-            file = Path(work) / f"{path.stem}.parquet"
+            file = Path(work) / f"{Path(own.set).stem}.parquet"
             write_held_out(config, eval_sources(config.model_copy(update={"data": asked})), file)
             return {"": set_of(settings, file)}
     found = {}
@@ -83,6 +81,15 @@ def load_sets(config: ChainConfig, problems: str | None, name: str | None = None
             write_held_out(config, [source], file)
             found[name] = set_of(settings.of(settings.named[name]), file)
     return found
+
+
+def _own_set(config: ChainConfig, path: Path) -> SetConfig | None:
+    """The file as a set of data.eval, with the recipe's columns; None if there are none or the file lacks them."""
+    for one in (*config.data.eval, config.data.of(SetConfig(set=str(path)))):
+        names = set(filter(None, dict(one.columns or ()).values()))
+        if names and path.exists() and names.issubset(columns_of(path)):
+            return one.model_copy(update={"set": str(path), "path": None})
+    return None
 
 
 def benchmarks_into(

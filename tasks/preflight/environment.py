@@ -33,11 +33,12 @@ _MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of an ELF file
 _PREFIXES = ("HCCL_", "ASCEND_", "VLLM_ASCEND_", "PYTORCH_NPU_", "NCCL_", "GLOO_")
 _SIMILARITY = 0.9  # of difflib: about one letter in ten; the vendors' own names differ more, except the next
 _KNOWN = ("ASCEND_VISIBLE_DEVICES",)  # of Ascend's container runtime
+_TO_SET = ("missing", "low")  # states that only `dapo doctor env` shows
 
-State = Literal["set", "ours", "missing", "dead", "misspelt", "caution", "conflict", "placeholder"]
+State = Literal["set", "ours", "missing", "low", "dead", "misspelt", "caution", "conflict", "placeholder"]
 STATUSES: dict[State, str] = {
-    "set": OK, "ours": OK, "missing": WARN, "dead": WARN, "misspelt": WARN, "caution": WARN, "conflict": FAIL,
-    "placeholder": FAIL,
+    "set": OK, "ours": OK, "missing": WARN, "low": WARN, "dead": WARN, "misspelt": WARN, "caution": WARN,
+    "conflict": FAIL, "placeholder": FAIL,
 }  # fmt: skip
 
 
@@ -104,16 +105,18 @@ def check_environment(environment: Mapping[str, str], config: TrainingConfig, fi
 def faults(variables: Iterable[Variable]) -> Iterator[tuple[str, str, str]]:
     """Yield NAME=VALUE, status and reason of each obsolete or harmful variable."""
     for each in variables:
-        if (status := STATUSES[each.state]) != OK and each.state != "missing":
+        if (status := STATUSES[each.state]) != OK and each.state not in _TO_SET:
             yield f"{each.name}={each.value}", status, each.advice
 
 
 def exports(variables: list[Variable]) -> list[str]:
     """Return shell lines that set the missing variables; those without a known value are comments."""
     return [
-        f"export {each.name}={_quoted(each.value)}" if each.value else f"# {each.name}: {each.advice}"
+        f"export {each.name}={_quoted(each.value)}"
+        if each.value and each.state == "missing"
+        else f"# {each.name}: {each.advice}"
         for each in variables
-        if each.state == "missing"
+        if each.state in _TO_SET
     ]
 
 
@@ -282,4 +285,4 @@ def _open_files() -> Iterator[Variable]:
     is_low = limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES
     advice = f"ulimit -n {MIN_OPEN_FILES}" if is_low else ""
     shown = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
-    yield Variable("ulimit -n", "missing" if is_low else "set", "" if is_low else shown, effect, advice)
+    yield Variable("ulimit -n", "low" if is_low else "set", shown, effect, advice)

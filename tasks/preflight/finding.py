@@ -68,3 +68,10 @@ def describe(findings: Sequence[Finding]) -> list[str]:
         f"{finding.check}: {finding.message}" + (f"; {finding.advice}" if finding.advice else "")
         for finding in findings
     ]
+
+
+def count_checks(findings: Sequence[Finding]) -> str:
+    """Return the numbers of passed checks and of warnings, such as "6 checks passed, 1 warning"."""
+    num_passed, num_warnings = (sum(one.status == status for one in findings) for status in (OK, WARN))
+    passed = f"{num_passed} check{'' if num_passed == 1 else 's'} passed"
+    return f"{passed}, {num_warnings} warning{'' if num_warnings == 1 else 's'}" if num_warnings else passed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dapo_core.engines.base import read_eos_ids
 from dapo_core.errors import ConfigError
 from dapo_core.memory.devices import describe_bytes
-from dapo_core.model_folder import require_model_folder
+from dapo_core.model_folder import num_parameters, require_model_folder
 from dapo_core.model_sampling import with_model_sampling
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.pretrained import load_model_config, load_tokenizer
@@ -59,7 +59,6 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
         return ModelFacts(tokenizer)
     text = model_config.get_text_config()
     weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    item_bytes = 4 if "float32" in str(getattr(text, "dtype", None) or getattr(model_config, "dtype", "")) else 2
     if len(findings) == num_before:
         found = f"{describe_bytes(weight_bytes)} of {model_config.model_type}, trainable; chat template present"
         findings.add("model", OK, found)
@@ -69,7 +68,7 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
         getattr(text, "vocab_size", None),
         _token_bytes(text),
         _head_width(text),
-        weight_bytes // item_bytes,
+        num_parameters(folder),
     )
 
 

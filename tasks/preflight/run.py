@@ -126,7 +126,7 @@ def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> 
     check_lengths(config, facts, inputs, findings)
     if config.model.source == "recipe" and not inputs.later:
         _check_warm_start(config, inputs, findings)
-    if inputs.problems:
+    if inputs.problems and not any(finding.check == "reward" for finding in findings):
         check_answers(config, inputs.problems, findings)
     for benchmark, evaluation in inputs.evaluated(config):
         with findings.catching("grader"):

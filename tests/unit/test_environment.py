@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import socket
 import struct
 import subprocess
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.nodes.on_node import DEVICE_FILES
-from tasks.preflight.environment import STATUSES, TABLE, Variable, check_environment, exports, lint
+from tasks.preflight.environment import STATUSES, TABLE, Variable, check_environment, exports, faults, lint
 from tasks.preflight.finding import FAIL, Findings
 from tests.trainings import config_of
 
@@ -123,6 +124,15 @@ def test_harmful_values_depend_on_the_recipe() -> None:
     assert _found("TASK_QUEUE_ENABLE", {"TASK_QUEUE_ENABLE": "2"}, eager).state == "set"
     assert _found("ASCEND_LAUNCH_BLOCKING", {"ASCEND_LAUNCH_BLOCKING": "1"}, eager).state == "set"
     assert {each.name for each in lint({}, config_of())} == {"ulimit -n"}  # one CPU, nothing else
+
+
+@pytest.mark.parametrize(("limit", "state"), [(1024, "low"), (65536, "set"), (resource.RLIM_INFINITY, "set")])
+def test_a_low_limit_of_open_files_is_shown(limit: int, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    found = _found("ulimit -n", {}, config_of())
+    assert (found.state, found.value) == (state, "unlimited" if limit == resource.RLIM_INFINITY else str(limit))
+    assert exports([found]) == (["# ulimit -n: ulimit -n 32768"] if state == "low" else [])
+    assert list(faults([found])) == []
 
 
 @pytest.mark.usefixtures("interfaces")

@@ -12,6 +12,7 @@ import pytest
 from dapo_core.errors import ConfigError
 from eval.compare import ComparisonError, compare_evaluations
 from eval.endpoint import Endpoint, Sampling
+from eval.problems import ProblemsError
 from eval.problems.prompts import TEMPLATES, Template, make_prompt
 from eval.report import UNKNOWN, describe_measurement
 from eval.results import load_evaluation, make_settings
@@ -156,6 +157,20 @@ def test_data_columns_map_a_file_s_columns(tmp_path: Path) -> None:
     plain = tmp_path / "plain.csv"
     plain.write_text("problem,answer\nWhat is 1 + 1?,2\n")
     assert load_sets(config, str(plain))[""].items[0].gold == "2"
+
+
+def test_the_held_out_file_of_a_recipe_is_read_with_its_columns(tmp_path: Path) -> None:
+    own, other = tmp_path / "own.eval.csv", tmp_path / "other.csv"
+    own.write_text("asked,result\nWhat is 1 + 1?,2\n")
+    other.write_text("asked,value\nWhat is 1 + 1?,2\n")
+    path = tmp_path / "own.yaml"
+    columns = "columns: {problem: asked, answer: result}"
+    path.write_text(f"data: {{train: arithmetic, eval: [{{set: {own}, {columns}, system_prompt: Add.}}]}}\n")
+    config = load_config_or_defaults(path)
+    [item] = load_sets(config, str(own))[""].items
+    assert (item.gold, item.prompt[0]["content"]) == ("2", "Add.")
+    with pytest.raises(ProblemsError, match=r"data\.columns\.problem=question and data\.columns\.answer=result"):
+        load_sets(config, str(other))
 
 
 def test_commands_that_only_evaluate_need_neither_data_nor_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from eval.answers.grading import ChoiceGrader, LikelihoodGrader
 from eval.compare import compare, compare_evaluations
 from eval.exported_logs import export_inspect
-from eval.report import SAME_MODEL, make_report, notes, verdict
+from eval.report import SAME_MODEL, make_report, notes, render_markdown, verdict
 from eval.results import Evaluation, load_evaluation
 from eval.suite import Member, write_suite
 from eval.suite_report import Models, write_suite_report
@@ -158,3 +159,9 @@ def test_a_training_without_weight_updates_is_noted() -> None:
     assert first_note(0, 0).startswith("None of the 2 training steps found a group with signal, so no weight")
     assert first_note(0, 8, 0) == "2 of 3 training steps found no group with signal and changed no weight."
     assert "training steps" not in first_note(8, 8)
+
+
+def test_the_accuracy_of_no_finished_response_is_none() -> None:
+    report = make_report(compared("tn", "rt"), [])
+    assert report["before"]["finished_accuracy"] is None
+    assert "| finished responses only | none | 100.0 % | |" in re.sub(" +", " ", render_markdown(report))

@@ -298,7 +298,7 @@ def test_a_model_that_is_not_known_is_named(tmp_path: Path) -> None:
         plan_of(recipe("dapo_qwen3_8b_math", "model.id=you/own"))
     with pytest.raises(ConfigError, match=r"needs config\.json of models/own"):
         plan_of(recipe("dapo_qwen3_32b_math", "model.path=models/own"))
-    with pytest.raises(ModelError, match="not model_type mamba"):
+    with pytest.raises(ModelError, match="cannot be estimated for model_type mamba"):
         shape_of({"model_type": "mamba"})
     with pytest.raises(ModelError, match="has no 'hidden_size'"):
         shape_of({"model_type": "llama"})

@@ -20,7 +20,7 @@ from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.artifacts.store import ArtifactStore
 from tasks.links import link_of
 from tasks.preflight import machine
-from tasks.preflight.finding import FAIL, OK, Finding, Findings
+from tasks.preflight.finding import FAIL, OK, WARN, Finding, Findings
 from tasks.preflight.model import ModelFacts
 from tasks.runs.history import differences_of
 from tasks.runs.plan import PlannedStage, plan_chain
@@ -301,3 +301,12 @@ def test_disk_space_is_required_only_for_remaining_files(tmp_path: Path, monkeyp
     free = 2**20
     record_run(config, labels=("merge_checkpoint",))
     assert said().found == f"1.0 MiB free in {config.store.path}"
+
+
+def test_warnings_are_not_counted_as_passed_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = Findings()
+    findings.add("model", OK, "1 MiB")
+    findings.add("memory", WARN, "unknown")
+    monkeypatch.setattr("tasks.preflight.run.examine", lambda *_: findings)
+    command = ["plan", str(PROJECT_ROOT / "configs" / "arith_cpu.yaml"), "--set", f"store.path={tmp_path}"]
+    assert "preflight: 1 check passed, 1 warning (" in CliRunner().invoke(app, command).stdout

@@ -186,6 +186,9 @@ def test_a_scorer_that_rejects_gold_answers_is_found(tmp_path: Path, model: Path
     scorer.write_text(scorer.read_text().replace("return 0.0", "raise KeyError('lost')"))
     (finding,) = found(recipe(tmp_path, model, custom_reward={"path": str(scorer)}), FAIL)
     assert "KeyError: 'lost'" in finding.found
+    scorer.write_text("def score():\n    return 0.0\n")
+    (finding,) = found(recipe(tmp_path, model, custom_reward={"path": str(scorer)}), FAIL)
+    assert finding.check == "reward"
 
 
 def test_a_scorer_that_ignores_the_form_that_prompts_ask_for_is_a_warning(tmp_path: Path, model: Path) -> None:
@@ -374,4 +377,4 @@ def test_a_training_that_cannot_fit_is_refused_with_numbers_and_keys(
 def test_an_architecture_unknown_to_the_memory_plan_is_a_warning(tmp_path: Path, model: Path) -> None:
     other = altered(model, tmp_path / "other", model_type="olmo2")
     said = [one for one in examine(recipe(tmp_path, other)) if one.check == "memory"]
-    assert [(one.status, "not model_type olmo2" in one.found) for one in said] == [(WARN, True)]
+    assert [(one.status, "for model_type olmo2 (only for llama" in one.found) for one in said] == [(WARN, True)]
