@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
 import yaml
 
@@ -47,6 +46,7 @@ from redaction import add_secret_url
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ def bring_up(
 ) -> Services:
     """Start server and worker unless they run, register the deployments, and wait until both are ready."""
     services = Services(store)
-    read_deployments(project)  # raises before anything starts
+    deployments = read_deployments(project)  # raises before anything starts
     with services.changing():
         last = services.server.read()
         if not services.server.is_running:
@@ -218,6 +218,7 @@ def bring_up(
         with services.client() as client:
             create_pool_and_automation(client)
             _start_worker(services)
+            logger.info("deployments: registering %d, up to a minute", len(deployments))
             deploy(project, services.environment(PREFECT_API_URL=services.api_url))
             logger.info("deployments: registered")
             services.worker.wait_until(lambda: bool(online_workers(client)), "is not online")
@@ -300,15 +301,17 @@ def online_workers(client: SyncPrefectClient) -> list[str]:
     return [each.name for each in client.read_workers_for_work_pool(WORK_POOL) if each.status == "ONLINE"]
 
 
-def active_runs(client: SyncPrefectClient) -> dict[UUID, str]:
-    """Return {id: description} of our pool's flow runs that a worker has started and that have not ended."""
-    from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
+def active_runs(client: SyncPrefectClient) -> list[FlowRun]:
+    """Return flow runs that have started but not ended: those of our pool, and our flows' without a pool."""
+    from prefect.client.schemas.filters import FlowFilter, FlowRunFilter, WorkPoolFilter
 
-    runs = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ACTIVE_STATES}}}),
-        work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [WORK_POOL]}}),
-    )
-    return {run.id: f"{run.name} ({run.state_name} since {run.start_time}), id {run.id}" for run in runs}
+    state = FlowRunFilter.model_validate({"state": {"type": {"any_": ACTIVE_STATES}}})
+    pool = WorkPoolFilter.model_validate({"name": {"any_": [WORK_POOL]}})
+    trigger = yaml.safe_load(CRASH_AUTOMATION_FILE.read_text(encoding="utf-8"))["trigger"]
+    flows = FlowFilter.model_validate({"name": {"any_": trigger["match_related"]["prefect.resource.name"]}})
+    pooled = client.read_flow_runs(flow_run_filter=state, work_pool_filter=pool)
+    own = client.read_flow_runs(flow_run_filter=state, flow_filter=flows)
+    return [*pooled, *(run for run in own if run.work_pool_name is None)]
 
 
 def _start_server(services: Services, host: str | None, port: int | None, database: str | None) -> None:
@@ -365,23 +368,30 @@ def _start_worker(services: Services) -> None:
 
 
 def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) -> None:
-    """Cancel active flow runs like the Prefect UI and wait for them; without `cancel`, raise ServicesError."""
+    """Cancel active flow runs like the Prefect UI and wait for them; raises ServicesError for runs to keep."""
     from prefect.states import Cancelled, Cancelling
 
     active = active_runs(client)
+    described = {run.id: f"{run.name} ({run.state_name} since {run.start_time}), id {run.id}" for run in active}
+    in_terminals = [described[run.id] for run in active if run.work_pool_name is None]
+    if in_terminals:
+        raise ServicesError(
+            "`dapo run` uses this server:\n  " + "\n  ".join(in_terminals) + "\nwait, or press Ctrl-C in its "
+            "terminal: training then writes a checkpoint to resume from. A run whose process is gone becomes "
+            "Crashed within minutes; `prefect flow-run delete ID` removes it at once"
+        )
     if active and not cancel:
         raise ServicesError(
-            "active flow runs would be killed with the worker:\n  " + "\n  ".join(active.values()) + "\n"
-            f"wait for them, or run `{services.command('down --cancel')}`: training then writes a checkpoint to "
-            "resume from"
+            "active flow runs would be killed with the worker:\n  " + "\n  ".join(described.values()) + "\n"
+            f"wait for them, or run `{services.command('down --cancel')}`: training then writes a last checkpoint"
         )
-    for flow_run, description in active.items():
+    for flow_run, description in described.items():
         logger.info("cancelling %s", description)
         client.set_flow_run_state(flow_run, Cancelling(message="dapo down --cancel"), force=True)
     if services.worker.is_running:
         wait_until(lambda: not active_runs(client), CANCEL_SECONDS)
-    for flow_run in active_runs(client):
-        client.set_flow_run_state(flow_run, Cancelled(message="dapo down: the worker was stopped"), force=True)
+    for run in active_runs(client):
+        client.set_flow_run_state(run.id, Cancelled(message="dapo down: the worker was stopped"), force=True)
 
 
 def _restore_signals() -> None:

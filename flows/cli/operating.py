@@ -70,7 +70,10 @@ def down(
     cancel: Annotated[bool, typer.Option("--cancel", help="Cancel active flow runs instead of refusing.")] = False,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Stop the worker and server that `dapo up` started, and nothing else; refuses while flow runs are active."""
+    """Stop the worker and server that `dapo up` started, and nothing else; refuses while flow runs are active.
+
+    A `dapo run` that uses the server counts too, and --cancel does not end it: press Ctrl-C in its terminal.
+    """
     stopped = take_down(store, cancel)
     for each in stopped:
         typer.echo(f"stopped {each}")

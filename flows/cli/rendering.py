@@ -55,7 +55,7 @@ def render(
     from tasks.nodes.scheduler import machines_of
 
     if is_scripts + is_slurm + is_kuberay != 1:
-        raise typer.BadParameter("give one of --scripts, --slurm and --kuberay", param_hint="FORM")
+        raise typer.BadParameter("choose one of --scripts, --slurm and --kuberay")
     if is_slurm and config is None:
         raise typer.BadParameter("--slurm needs a recipe", param_hint="--config")
     if is_scripts and site:

@@ -20,6 +20,7 @@ from dapo_core.config.loading import TEMPLATE_WORDS, placeholders, read_tree
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
 from downloads.nearest import nearest
+from tasks.config import ChainConfig
 
 SSH = "ssh"
 PROJECT = Path(__file__).resolve().parents[2]
@@ -202,7 +203,10 @@ class Inventory(Section):
 
 def read(path: str | Path) -> Inventory:
     """Read an inventory file; raises ConfigError with all its problems."""
-    return resolve(read_tree(Path(path), "inventory", _TEXTS), f"inventory {path}")
+    tree = read_tree(Path(path), "inventory", _TEXTS)
+    if "hosts" not in tree and not tree.keys().isdisjoint(ChainConfig.model_fields):
+        raise ConfigError(f"{path} is a recipe; this command needs an inventory such as deploy/inventory.yaml")
+    return resolve(tree, f"inventory {path}")
 
 
 def resolve(tree: Mapping[str, Any], source: str) -> Inventory:

@@ -34,6 +34,7 @@ SECRET_KEYS = ("flow.webhook.url",)  # anyone who knows the address can post to 
 _PLACE = re.compile(r"\w+/\w+/\d+")
 _LABEL = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 _LATEST = re.compile(r"latest(?:~(\d+))?")
+_IN_WORDS = {"evaluate_after": "an evaluation after training", "train_policy": "a training", "report": "a report"}
 
 
 @dataclass(frozen=True)
@@ -211,9 +212,12 @@ def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
         return read_run(found[0])
     if found:
         raise StoreError(f"{text} matches {len(found)} runs in {store}: {_names(found)}")
-    which = f" with {needs}" if needs is not None and match else ""
-    there = f"the newest{which} are {_names(folders)}" if folders else f"no run{which} is recorded there"
-    raise StoreError(f"no run {text} in {store}; {there}")
+    which = f" with {_IN_WORDS.get(needs, needs)}" if needs is not None and match else ""
+    if not folders:
+        raise StoreError(f"no run {text} in {store}; no run{which} is recorded there")
+    only = "is only one run" if len(folders) == 1 else f"are only {len(folders)} runs"
+    there = f"there {only}{which}:" if match else "the newest are"
+    raise StoreError(f"no run {text} in {store}; {there} {_names(folders)}")
 
 
 def find_evaluation(store: Path, text: str) -> tuple[Path, RecordedRun | None]:
@@ -227,7 +231,8 @@ def find_evaluation(store: Path, text: str) -> tuple[Path, RecordedRun | None]:
     try:
         run = find_run(store, text, "evaluate_after")
     except StoreError as error:
-        raise StoreError(f"{text} is not a results folder, and {error}") from None
+        is_path = not _LATEST.fullmatch(text)
+        raise StoreError(f"{text} is not a results folder, and {error}" if is_path else str(error)) from None
     return Path(require_artifact(run, "evaluate_after").path), run
 
 

@@ -17,12 +17,15 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_le
 _ALLOW_LONGER_VARIABLE = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
-def require_servable(model_path: str | Path, settings: ServeConfig, environment: Mapping[str, str]) -> None:
+def require_servable(
+    model_path: str | Path, settings: ServeConfig, environment: Mapping[str, str], key: str = "model.path"
+) -> None:
     """Raise ModelError if the folder is incomplete or truncated, or serve.max_model_len exceeds its positions.
 
     If serve.extra_args or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 change the model's length, vLLM checks it instead.
+    `key` is what sets the folder.
     """
-    require_model_folder(model_path)
+    require_model_folder(model_path, key)
     require_whole_files(Path(model_path))
     is_overridden = any(word.startswith(("--hf-overrides", "--hf_overrides")) for word in settings.extra_args)
     if is_overridden or environment.get(_ALLOW_LONGER_VARIABLE) == "1":

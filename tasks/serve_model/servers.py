@@ -87,7 +87,7 @@ def serve_until_interrupted(
     A single server replaces this process, so the call never returns. Several servers are monitored; ServeError is
     raised if one ends.
     """
-    require_servable(model_path, settings, environment)
+    require_servable(model_path, settings, environment, key="MODEL")
     settings = without_chunked_prefill(with_supported_dtype(settings, model_path))
     api_key = environment.get(API_KEY_VARIABLE)
     if not api_key:

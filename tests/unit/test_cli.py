@@ -116,7 +116,7 @@ def test_config_show_prints_derived_numbers_to_stderr() -> None:
         (["runs", "shwo"], "No such command 'shwo'. Did you mean 'show'?\n"),
         (["config", CONFIG], f"No such command '{CONFIG}'.\n"),
         (["init", "x.yaml", "--model", "m", "--data", "a", "--data", "b"], "--data is given 2 times; give one"),
-        (["serve", "no/model"], "model folder no/model does not exist in /"),
+        (["serve", "no/model"], "; set MODEL to a Hugging Face folder"),
         (["eval", "--base-url", "http://127.0.0.1:1", "--data", "x.csv", "--output", "o"], "x.csv is not a file"),
     ],
 )

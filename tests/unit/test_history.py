@@ -86,7 +86,7 @@ def test_a_run_is_found_by_a_prefix_or_suffix_of_its_id(three: Path, place: int,
     ("text", "said"),
     [
         ("abc", f"no run abc in .*; the newest are {IDS[2]}, {IDS[1]}, {IDS[0]}$"),
-        ("latest~3", "no run latest~3 in .*; the newest are "),
+        ("latest~3", f"no run latest~3 in .*; there are only 3 runs: {IDS[2]}, {IDS[1]}, {IDS[0]}$"),
         ("20260102", f"20260102 matches 2 runs in .*: {IDS[2]}, {IDS[1]}$"),
     ],
 )
@@ -211,6 +211,8 @@ def test_two_runs_are_compared_by_their_evaluations_after_training(store: Path) 
     assert f"- after: run {newest.id} of arith_cpu, " in shown
     assert "- configuration: run.seed 0 -> 1; algorithm.clip_ratio_high 0.28 -> 0.3\n" in shown
     assert "50.0 % before, 100.0 % after" in " ".join(shown.split())
+    with pytest.raises(StoreError, match=rf"^no run latest~2 in .*only 2 runs with an evaluation .*: {newest.id}"):
+        find_evaluation(store, "latest~2")
     # A run's folder, and a results folder beside a run.
     same = dapo("compare", oldest.folder, newest.stages["evaluate_after"].artifact, "--store", store)
     assert "50.0 % before, 100.0 % after" in " ".join(same.split())
@@ -230,7 +232,7 @@ def test_compare_history_writes_no_files_by_default(
 def test_runs_without_an_evaluation_cannot_be_compared(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     run = record_run(config, labels=("prepare_data",), flow="prepare-data")
-    with pytest.raises(StoreError, match="no run with evaluate_after is recorded there"):
+    with pytest.raises(StoreError, match="no run with an evaluation after training is recorded"):
         find_evaluation(run.store.root, "latest")
     with pytest.raises(StoreError, match=r"\(prepare-data, completed\) has no evaluate_after, only prepare_data"):
         find_evaluation(run.store.root, run.folder.name)

@@ -68,6 +68,7 @@ def test_the_command_that_runs_a_line_on_a_host(tmp_path: Path, text: str, comma
         ("", "nodes.yaml: hosts is not set: list the machines, such as [node1, node2]"),
         ("[a, b]", "nodes.yaml contains a list instead of sections with keys"),
         ("hosts: []\ndevices: 1", "hosts = [] is invalid: "),
+        ("serve: {port: 8000}\ntrain: {}", "nodes.yaml is a recipe; this command needs an inventory"),
         ("hosts: node1\ndevices: 1", "hosts = 'node1' is invalid: it must be a list, such as [node1, node2]"),
         ("hosts: [a]", "devices is not set for a: set the number per host, such as 16"),
         ("hosts: [a]\ndevices: 0", "devices = 0 is invalid: input should be greater than or equal to 1"),

@@ -315,7 +315,7 @@ def test_a_secret_among_the_variables_is_a_warning(form: tuple[str, ...], tmp_pa
 @pytest.mark.parametrize(
     ("inventory", "words", "message"),
     [
-        ("devices: 16", [], "one of --scripts, --slurm and --kuberay"),
+        ("devices: 16", [], "Invalid value: choose one of --scripts, --slurm and --kuberay"),
         ("devices: 16", ["--scripts", "--slurm"], "one of --scripts, --slurm and --kuberay"),
         ("devices: 16", ["--slurm"], "--slurm needs a recipe"),
         ("devices: 16", ["--scripts", "--site", "a=b"], "needs --slurm or --kuberay"),

@@ -371,23 +371,29 @@ def test_our_logging_configuration_matches_prefects() -> None:
 
 
 class Runs:
-    """A client of a server with these active flow runs."""
+    """A client of a server with these active flow runs, {name: work pool}."""
 
-    def __init__(self, *names: str) -> None:
-        self.runs = [SimpleNamespace(id=name, name=name, state_name="Running", start_time=None) for name in names]
+    def __init__(self, **pools: str | None) -> None:
+        shared = {"state_name": "Running", "start_time": None}
+        self.runs = [SimpleNamespace(id=id, name=id, work_pool_name=pool, **shared) for id, pool in pools.items()]
         self.states: list[tuple[str, str]] = []
 
-    def read_flow_runs(self, **_: Any) -> list[SimpleNamespace]:
-        return self.runs
+    def read_flow_runs(self, work_pool_filter: Any = None, **_: Any) -> list[SimpleNamespace]:
+        return [run for run in self.runs if work_pool_filter is None or run.work_pool_name is not None]
 
     def set_flow_run_state(self, flow_run: str, state: Any, force: bool) -> None:
         self.states.append((flow_run, state.type.value))
 
 
 def test_down_refuses_while_runs_are_active_and_cancels_them_on_request(tmp_path: Path) -> None:
-    client: Any = Runs("proud-owl")
-    with pytest.raises(ServicesError, match="proud-owl"):
+    client: Any = Runs(owl="dapo")
+    with pytest.raises(ServicesError, match="killed with the worker:\n  owl "):
         services._end_flow_runs(Services(tmp_path), client, cancel=False)
     assert client.states == []
     services._end_flow_runs(Services(tmp_path), client, cancel=True)  # no worker to wait for
-    assert client.states == [("proud-owl", "CANCELLING"), ("proud-owl", "CANCELLED")]
+    assert client.states == [("owl", "CANCELLING"), ("owl", "CANCELLED")]
+    client = Runs(owl="dapo", hare=None)  # dapo run
+    for cancel in (False, True):
+        with pytest.raises(ServicesError, match=r"uses this server:\n  hare .*\nwait, or press Ctrl-C"):
+            services._end_flow_runs(Services(tmp_path), client, cancel)
+    assert client.states == []
