@@ -20,12 +20,18 @@ from eval.results import (
     has_aisbench,
     is_answered,
     load_evaluation,
-    mean_response_tokens,
     num_right,
-    rate,
 )
 from eval.statistics import SIGNIFICANCE, measure_change, share_interval
-from eval.summary import acc_norm, group_by, same_answer_by, summarise_scores, summarise_votes
+from eval.summary import (
+    acc_norm,
+    group_by,
+    mean_response_tokens,
+    rate,
+    same_answer_by,
+    summarise_scores,
+    summarise_votes,
+)
 from eval.thinking import Budget, Thinking, by_limit, measure_thinking
 
 GROUP_FIELDS = ("level", "subject")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from durable import write_atomically
-from eval.results import Evaluation, Row, has_aisbench, make_folder, rate
+from eval.results import Evaluation, Row, has_aisbench, make_folder
+from eval.summary import rate
 
 _VALUES = {"right": "C", "no_answer": "N"}  # inspect_ai's correct and no answer; all others are incorrect
 

@@ -34,13 +34,12 @@ from eval.results import (
     Row,
     RowKey,
     describe_differences,
-    mean_response_tokens,
     read_rows,
     read_settings,
     write_json,
     write_rows,
 )
-from eval.summary import Summary, same_answer_by, summarise
+from eval.summary import Summary, mean_response_tokens, same_answer_by, summarise
 
 logger = logging.getLogger(__name__)
 

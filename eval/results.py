@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -388,17 +388,6 @@ def describe_differences(
 
 def _shown(value: Any) -> str:
     return "unset" if value is UNSET else str(value)
-
-
-def rate(rows: Sequence[Row], is_counted: Callable[[Row], bool]) -> float:
-    """Return the share of rows that `is_counted` accepts, 0 without rows."""
-    return sum(map(is_counted, rows)) / len(rows) if rows else 0.0
-
-
-def mean_response_tokens(rows: Iterable[Row]) -> float | None:
-    """Return the mean response tokens over rows with a count, None without any."""
-    counts = [row.response_tokens for row in rows if row.response_tokens is not None]
-    return sum(counts) / len(counts) if counts else None
 
 
 def _digest(value: Any) -> str:

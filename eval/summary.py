@@ -18,9 +18,7 @@ from eval.results import (
     Samples,
     has_aisbench,
     is_answered,
-    mean_response_tokens,
     num_right,
-    rate,
 )
 from eval.statistics import share_interval
 from eval.thinking import Budget, Thinking, by_limit, measure_thinking
@@ -275,3 +273,14 @@ def _natural(key: str) -> tuple[int, float, str]:
     with contextlib.suppress(ValueError):
         return 0, float(key), key
     return 1, 0.0, key
+
+
+def rate(rows: Sequence[Row], is_counted: Callable[[Row], bool]) -> float:
+    """Return the share of rows that `is_counted` accepts, 0 without rows."""
+    return sum(map(is_counted, rows)) / len(rows) if rows else 0.0
+
+
+def mean_response_tokens(rows: Iterable[Row]) -> float | None:
+    """Return the mean response tokens over rows with a count, None without any."""
+    counts = [row.response_tokens for row in rows if row.response_tokens is not None]
+    return sum(counts) / len(counts) if counts else None
