@@ -78,7 +78,7 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
     assert config.train.ray_address is None
     assert config.run.name == "a=b"
     assert config.reward.overlong.enabled is False
-    for text, value in (("1.5E-3", 1.5e-3), (".5", 0.5), ("1", 1.0)):
+    for text, value in (("1.5E-3", 1.5e-3), (".5", 0.5), ("1", 1.0), ("'1e-4'", 1e-4)):
         assert load_config(recipe, [f"train.learning_rate={text}"]).train.learning_rate == value
 
 
@@ -93,6 +93,11 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("train.group_size=8", r"unknown key train\.group_size = 8 \(did you mean rollout\.group_size\?\)"),
         ("train.total_steps=0", r"train\.total_steps = 0 is refused: input should be greater than or equal to 1"),
         ("run.seed=first", r"run\.seed = 'first' is refused: input should be a valid integer"),
+        ("run.seed=true", r"run\.seed = True is refused: input should be a valid integer"),
+        ("train.learning_rate=true", r"train\.learning_rate = True is refused: input should be a valid number"),
+        ("evaluate.top_k=false", r"evaluate\.top_k = False is refused"),
+        ("train.profile.steps=[2, true]", r"train\.profile\.steps = \[2, True\] is refused"),
+        ("evaluate.benchmarks=[{set: math500, top_k: true}]", r"evaluate\.benchmarks\.0\.top_k = True is refused"),
         ("train.device=tpu", r"train\.device = 'tpu' is refused: input should be 'cpu', 'cuda' or 'npu'"),
         ("train.max_grad_norm=.inf", r"train\.max_grad_norm = inf is refused: input should be a finite number"),
         ("serve.extra_args=[--port, 80]", r"serve\.extra_args\.1 = 80 is refused: input should be a valid string"),
