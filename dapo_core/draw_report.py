@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dapo_core.errors import DapoError, RewardError, RolloutError
+from dapo_core.errors import DapoError, RewardError, RolloutError, counted
 from dapo_core.token_account import NO_SIGNAL, TokenAccount
 
 if TYPE_CHECKING:
@@ -108,6 +108,19 @@ def finished_groups_message(account: TokenAccount) -> str:
         f"wrong, {equal}{unscored}{1 - num_even / max(num_finished, 1):.1%} had signal (mean accuracy "
         f"{account.num_right / max(account.num_finished, 1):.1%})"
     )
+
+
+def nothing_to_learn(account: TokenAccount, train_prompts: int) -> str:
+    """Return an opening sentence for a draw whose responses were all right or all wrong; "" for other draws."""
+    num_finished, groups = account.finished_groups, account.groups
+    for num_even, word in ((groups["all_right"], "right"), (groups["all_wrong"], "wrong")):
+        if num_finished and num_even == num_finished and not account.num_unscored:
+            return (
+                f"every response to the {counted(num_finished, 'prompt')} was {word}, so there is nothing to "
+                f"learn from: this step needs {counted(train_prompts, 'prompt')} with both right and "
+                "wrong responses. "
+            )
+    return ""
 
 
 def exhausted_message(summary: str, num_since_signal: int, num_prompts: int, settings: SamplerConfig) -> str:

@@ -1,6 +1,11 @@
 """Errors a user can act on: what happened, with numbers; what it means; and which key to change."""
 
 
+def counted(number: int, noun: str) -> str:
+    """Return the number with the noun in the singular or plural, for messages."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 class DapoError(Exception):
     """Base class of the project's errors. Subclasses take one message and are picklable."""
 

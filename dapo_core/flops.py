@@ -64,15 +64,15 @@ class ActorUtilization:
         self.peak: float | None = None  # FLOP/s of all devices
         peak = peak_flops(device_name)
         if peak is None:
-            missing = f"unknown device {device_name}"
+            missing = f"the peak FLOP rate of {device_name} is unknown"
         elif dtype != torch.bfloat16:
-            missing = f"peak FLOP/s are known for torch.bfloat16, but the policy computes in {dtype}"
+            missing = f"peak FLOP rates are known for torch.bfloat16, but the policy computes in {dtype}"
         elif training_flops(config, np.ones(1), 1) is None:
-            missing = f"unknown FLOPs of architecture {config.model_type} as configured"
+            missing = f"the FLOPs of architecture {config.model_type} as configured are unknown"
         else:
             self.peak = peak * num_devices
             return
-        logger.info("%s: perf/mfu/actor is not reported", missing)
+        logger.info("%s, so perf/mfu/actor is not reported", missing)
 
     def metrics(self, batch: Batch, seconds: float, num_passes: int = 1) -> dict[str, float]:
         """Return perf/mfu/actor for `num_passes` passes over the batch that took `seconds`; {} if unknown."""

@@ -18,6 +18,7 @@ from dapo_core.draw_report import (
     exhausted_message,
     finished_groups_message,
     no_scores_error,
+    nothing_to_learn,
     stalled_error,
 )
 from dapo_core.engines.base import Response
@@ -260,6 +261,8 @@ class Sampler:
         """Apply on_exhausted: all draws are used up and nothing is in flight."""
         outcome, num_prompts = self.settings.on_exhausted, len(self.stream.prompts)
         reason = exhausted_message(self._summary(state), state.finished_since_signal, num_prompts, self.settings)
+        if not state.ready:
+            reason = nothing_to_learn(state.account, self.train_prompts) + reason
         if outcome == "raise":
             raise NotEnoughSignal(reason)
         state.is_skipped = outcome == "skip_step" or not state.ready

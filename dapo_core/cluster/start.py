@@ -28,7 +28,7 @@ from dapo_core.cluster.shared_files import require_shared
 from dapo_core.cluster.shrink import place_what_is_left
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_engine
-from dapo_core.errors import DapoError
+from dapo_core.errors import DapoError, counted
 from dapo_core.policy.rank import Policy
 from dapo_core.policy.requirements import require_averages
 from dapo_core.ports import meeting_point
@@ -169,8 +169,8 @@ def start_cluster(
             weights = WeightTransfer(ranks, engines, actors)
             meeting_point = partial(_meeting_point, folder, ranks[0], actors)
             weights.connect(_reads_memory(places, device), meeting_point, on_device=device.has_own_memory)
-            counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
-            logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
+            counts = counted(len(ranks), "policy rank"), counted(len(workers), "rollout worker")
+            logger.info("%s and %s ready after %.0f s", *counts, time.monotonic() - started)
             rollouts = RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors)
             yield Cluster(policy, rollouts, weights, config)
         finally:

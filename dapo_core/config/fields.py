@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, TypeGuard
+from typing import Annotated, Any, ClassVar, TypeGuard, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticKnownError
 
 
 class _Object(dict[str, JsonValue]):
@@ -20,7 +30,7 @@ JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_Object)]  # for key
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration. Rejects unknown keys, infinities and NaN."""
+    """A frozen part of the configuration. Rejects unknown keys, infinities, NaN, and booleans as numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -34,6 +44,22 @@ class Section(BaseModel):
             str(name): {} if value is None and name in fields and is_section(fields[name].annotation) else value
             for name, value in values.items()
         }
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _booleans_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        values = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(one, bool) for one in values):
+            types = _plain_types(cls.model_fields[str(info.field_name)].annotation)
+            if bool not in types and (int in types or float in types):
+                raise PydanticKnownError("int_type" if int in types else "float_type")
+        return value
+
+
+def _plain_types(annotation: Any) -> list[Any]:
+    """Return the types that a union or list is made of."""
+    parts = get_args(annotation)
+    return [kind for part in parts for kind in _plain_types(part)] if parts else [annotation]
 
 
 class Entry(Section):

@@ -26,6 +26,19 @@ _PLACEHOLDER = re.compile(r"\$\{[^}]*\}|<[A-Z][A-Z0-9_]+>")
 # words may be part of a prompt.
 TEMPLATE_WORDS = re.compile(r"^[A-Z]+( [A-Z]+)+$|^<.*>$|\$\{\w+\}|^(?i:your) |^YOUR[_-]\w+$|^TODO$")
 
+# What a value must be, by the start of pydantic's error type.
+_NOUNS = {
+    "int_": "a whole number",
+    "float_": "a number",
+    "finite_": "a finite number",
+    "bool_": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list, such as [first, second]",
+    "dict_type": "a section with keys",
+    "literal_error": "{expected}",
+}
+_BOUNDS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
+
 
 class _Loader(yaml.SafeLoader):
     """YAML loader that reads 1e-6 as a number and off as text, and rejects duplicate keys.
@@ -237,14 +250,25 @@ def _name(problem: ErrorDetails) -> str:
 
 def _explain(root: type[BaseModel], problem: ErrorDetails) -> str:
     name, value = _name(problem), problem["input"]
-    message = problem["msg"].removeprefix("Value error, ")
     match problem["type"]:
         case "value_error":
-            return message
+            return problem["msg"].removeprefix("Value error, ")
         case "extra_forbidden":
             return f"unknown key {name} = {value!r}{nearest(root, name)}"
         case "model_type":
             return f"{name} is a section with keys, not the value {value!r}"
-        case "tuple_type":
-            message = "input should be a list, such as [first, second]"
-    return f"{name} = {value!r} is refused: {message[0].lower()}{message[1:]}"
+    field = known_fields(root).get(name)
+    needed = requirement(problem, field.metadata if field else ())
+    return f"{name} is empty: {needed}" if value is None else f"{name} = {value!r} is refused: {needed}"
+
+
+def requirement(problem: ErrorDetails, metadata: Sequence[Any] = ()) -> str:
+    """Return what a value must be, with the bounds of the field, as in `it must be a whole number, at least 1`."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    limits = context | {name: getattr(part, name) for part in metadata for name in _BOUNDS if hasattr(part, name)}
+    bounds = " and ".join(f"{words} {limits[name]}" for name, words in _BOUNDS.items() if name in limits)
+    nouns = [noun.format(**context) for start, noun in _NOUNS.items() if kind.startswith(start)]
+    if nouns or context.keys() & _BOUNDS.keys():
+        return f"it must be {', '.join([*nouns, *filter(None, [bounds])])}"
+    message = problem["msg"].replace("Input should", "it must", 1)
+    return f"{message[0].lower()}{message[1:]}"

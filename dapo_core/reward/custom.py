@@ -40,10 +40,9 @@ def require_function(
         raise ConfigError(f"{keys[0]}={path} is not valid Python: {error}; fix the file") from None
     names = sorted(each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
     if name not in names:
-        raise ConfigError(
-            f"{keys[1]}={name} is not a top-level name of {path}, which defines "
-            f"{', '.join(names) or 'none'}; set {keys[1]} to the scoring function"
-        )
+        found = f"defines {', '.join(names)} at top level, not {name}" if names else f"does not define {name}"
+        setting = f"{keys[1]}={f'{path}:' if keys[0] == keys[1] else ''}{names[0] if len(names) == 1 else 'NAME'}"
+        raise ConfigError(f"{path} {found}; rename the scoring function or set {setting}")
     for function in tree.body:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and function.name == name:
             _require_parameters(path, function)

@@ -102,6 +102,7 @@ def train(
     After a stop or a kill, the same command resumes from the last checkpoint. With train.backend=verl or
     mindspeed-*, this starts that trainer, which resumes from its own last checkpoint.
     """
+    from dapo_core.errors import counted
     from flows.config import load_config
     from flows.progress import TrainingLog
 
@@ -115,7 +116,7 @@ def train(
             data.absolute(), model.absolute(), _folder(output).absolute(), (held_out or data).absolute()
         )
         other = train_with_other(settings, files, on_step, typer.echo)
-        typer.echo(f"{other.path}: {other.step} training steps of {settings.train.backend}")
+        typer.echo(f"{other.path}: {counted(other.step, 'training step')} of {settings.train.backend}")
         return
     from tasks.processes.driver import forked_driver
 
@@ -123,7 +124,8 @@ def train(
         from dapo_core.training import train as train_model
 
         result = train_model(settings, data, model, output, on_step, held_out, restarts)
-    typer.echo(f"{result.checkpoint}: {result.steps} training steps, {result.policy_version} optimizer steps")
+    counts = f"{counted(result.steps, 'training step')}, {counted(result.policy_version, 'optimizer step')}"
+    typer.echo(f"{result.checkpoint}: {counts}")
 
 
 @app.command(

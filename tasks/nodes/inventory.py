@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from pydantic_core import ErrorDetails
 
 from dapo_core.config.fields import Section
-from dapo_core.config.loading import TEMPLATE_WORDS, placeholders, read_tree
+from dapo_core.config.loading import TEMPLATE_WORDS, placeholders, read_tree, requirement
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
 from downloads.nearest import nearest
@@ -231,10 +231,10 @@ def _canonical(address: str) -> str:
 
 def _explain(problem: ErrorDetails) -> str:
     *places, leaf = [str(part) for part in problem["loc"]] or [""]
-    name, message = ".".join((*places, leaf)), problem["msg"].removeprefix("Value error, ")
+    name = ".".join((*places, leaf))
     match problem["type"]:
         case "value_error":
-            return message
+            return problem["msg"].removeprefix("Value error, ")
         case "missing":
             return f"{name} is not set" + (
                 ": list the machines, such as [node1, node2]" if name == "hosts" else ""
@@ -246,4 +246,6 @@ def _explain(problem: ErrorDetails) -> str:
             message = "it must be a list, such as [node1, node2]"
         case "model_type":
             message = "a host must be a name or a section with keys"
-    return f"{name} = {problem['input']!r} is invalid: {message[0].lower()}{message[1:]}"
+        case _:
+            message = requirement(problem)
+    return f"{name} = {problem['input']!r} is invalid: {message}"

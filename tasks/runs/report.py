@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dapo_core.errors import DapoError
+from dapo_core.errors import DapoError, counted
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.policy.profiling import PROFILES
 from dapo_core.tokenizing import LENGTHS_FILE
@@ -125,7 +125,7 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
         problems=", ".join(
             [*benchmark_sources(run.config)] or [source.name for source in eval_sources(run.config)]
         ),
-        models={"before": name, "after": f"{name}, {run.config.train.total_steps} steps"},
+        models={"before": name, "after": f"{name}, {counted(run.config.train.total_steps, 'step')}"},
         engine=engines["after"],
         data=manifests["before"]["inputs"].get("eval_data", ""),
         facts={

@@ -178,7 +178,7 @@ def test_a_built_in_scorer_grades_and_the_report_shows_its_scores(
         ("absent.py", r"evaluate\.scorer=absent\.py cannot be read: No such file"),
         (
             "{}/score.py:other",
-            r"evaluate\.scorer=other is not a top-level name of .*which defines compute_score, os",
+            r"\.py defines compute_score, os, time at top level, not other; .* set evaluate\.scorer=.*py:NAME",
         ),
     ],
 )

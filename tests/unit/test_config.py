@@ -78,7 +78,7 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
     assert config.train.ray_address is None
     assert config.run.name == "a=b"
     assert config.reward.overlong.enabled is False
-    for text, value in (("1.5E-3", 1.5e-3), (".5", 0.5), ("1", 1.0)):
+    for text, value in (("1.5E-3", 1.5e-3), (".5", 0.5), ("1", 1.0), ("'1e-4'", 1e-4)):
         assert load_config(recipe, [f"train.learning_rate={text}"]).train.learning_rate == value
 
 
@@ -89,13 +89,19 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("reward.overlonk.buffer_tokens=8", r"unknown key reward\.overlonk .*did you mean reward\.overlong\?"),
         ("rolout.group_size=8", r"unknown key rolout .*did you mean rollout\?"),
         ("train.lr=1", r"unknown key train\.lr = 1; `dapo config show` lists all keys"),
-        ("reward.scorers=x", r"reward\.scorers = 'x' is refused: input should be a list, such as"),
+        ("reward.scorers=x", r"reward\.scorers = 'x' is refused: it must be a list, such as"),
         ("train.group_size=8", r"unknown key train\.group_size = 8 \(did you mean rollout\.group_size\?\)"),
-        ("train.total_steps=0", r"train\.total_steps = 0 is refused: input should be greater than or equal to 1"),
-        ("run.seed=first", r"run\.seed = 'first' is refused: input should be a valid integer"),
-        ("train.device=tpu", r"train\.device = 'tpu' is refused: input should be 'cpu', 'cuda' or 'npu'"),
-        ("train.max_grad_norm=.inf", r"train\.max_grad_norm = inf is refused: input should be a finite number"),
-        ("serve.extra_args=[--port, 80]", r"serve\.extra_args\.1 = 80 is refused: input should be a valid string"),
+        ("train.total_steps=0", r"train\.total_steps = 0 is refused: it must be at least 1"),
+        ("train.total_steps=ten", r"total_steps = 'ten' is refused: it must be a whole number, at least 1$"),
+        ("train.total_steps=", r"train\.total_steps is empty: it must be a whole number, at least 1$"),
+        ("data.shuffle=maybe", r"data\.shuffle = 'maybe' is refused: it must be true or false"),
+        ("run.seed=true", r"run\.seed = True is refused: it must be a whole number, at least 0 and at most"),
+        ("train.learning_rate=true", r"rate = True is refused: it must be a number, greater than 0"),
+        ("train.profile.steps=[2, true]", r"train\.profile\.steps = \[2, True\] is refused"),
+        ("evaluate.benchmarks=[{set: math500, top_k: true}]", r"evaluate\.benchmarks\.0\.top_k = True is refused"),
+        ("train.device=tpu", r"train\.device = 'tpu' is refused: it must be 'cpu', 'cuda' or 'npu'"),
+        ("train.max_grad_norm=.inf", r"train\.max_grad_norm = inf is refused: it must be a finite number"),
+        ("serve.extra_args=[--port, 80]", r"serve\.extra_args\.1 = 80 is refused: it must be text"),
         (
             "store.path=${STORE}",
             r"store\.path = '\$\{STORE\}' still holds a placeholder; put the real value there",
@@ -127,10 +133,7 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("sampler.in_flight=abort", r"sampler\.in_flight=abort would drop .* set sampler\.order=finish"),
         ("data.train=[]", r"data\.train is not set; set it to a registered name"),
         ("data.train=[gsm8k, gsm8k]", r"data\.train names a set twice"),
-        (
-            "data.train=[{set: gsm8k, wieght: 2}]",
-            r"has no key wieght; it has set, path, weight, ",
-        ),
+        ("data.train=[{set: gsm8k, wieght: 2}]", r"has no key wieght; it has set, path, weight, "),
         ("data.columns.problem=question", r"data\.columns needs data\.columns\.answer and one of"),
         (
             "evaluate.benchmarks=[{set: math500, sampels: 4}]",

@@ -99,7 +99,7 @@ def test_a_model_without_sampling_defaults_is_refused_and_an_unknown_folder_uses
     [
         (["extra_body={temperature: 1}"], r"evaluate\.extra_body\.temperature is set by evaluate\.temperature"),
         (["extra_body.n=4"], r"evaluate\.extra_body\.n is set by evaluate\.num_samples"),
-        (["extra_body=5"], r"evaluate\.extra_body = 5 is refused: input should be a valid dictionary"),
+        (["extra_body=5"], r"evaluate\.extra_body = 5 is refused: it must be a section with keys"),
         (["sampling=model", "temperature=0.6"], r"evaluate\.temperature=0\.6 would be ignored by evaluate\.sampl"),
         (
             ["api=completions", "chat_template_kwargs={enable_thinking: false}"],

@@ -132,18 +132,18 @@ def test_mfu_is_flops_over_time_and_peak(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(
     ("config", "device", "dtype", "reason"),
     [
-        (CONFIGS["qwen3"], "Abacus 9", torch.bfloat16, "unknown device Abacus 9"),
+        (CONFIGS["qwen3"], "Abacus 9", torch.bfloat16, "the peak FLOP rate of Abacus 9 is unknown"),
         (
             CONFIGS["qwen3"],
             "NVIDIA H200",
             torch.float32,
-            "peak FLOP/s are known for torch.bfloat16, but the policy computes in torch.float32",
+            "peak FLOP rates are known for torch.bfloat16, but the policy computes in torch.float32",
         ),
         (
             GPT2Config(),
             "NVIDIA H200",
             torch.bfloat16,
-            "unknown FLOPs of architecture gpt2 as configured",
+            "the FLOPs of architecture gpt2 as configured are unknown",
         ),
     ],
 )
@@ -154,7 +154,7 @@ def test_unknown_mfu_is_logged_once_and_omitted(
         meter = ActorUtilization(config, device, dtype, num_devices=2)
         found = [meter.metrics(BATCH, 1.0) for _ in range(3)]
     assert found == [{}, {}, {}]
-    assert caplog.messages == [f"{reason}: perf/mfu/actor is not reported"]
+    assert caplog.messages == [f"{reason}, so perf/mfu/actor is not reported"]
 
 
 @pytest.mark.slow

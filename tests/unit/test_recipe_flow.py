@@ -52,7 +52,7 @@ print("goes on", file=open(sys.argv[1], "w"))
 @pytest.mark.parametrize("flow", [dapo_full, dapo_nightly, *STAGE_FLOWS.values()], ids=lambda flow: flow.name)
 def test_an_invalid_value_fails_the_flow_before_it_writes_anything(flow: Flow[..., Any], tmp_path: Path) -> None:
     store = tmp_path / "store"
-    refused = r"^train\.total_steps = '-1' is refused: input should be greater than or equal to 1$"
+    refused = r"^train\.total_steps = '-1' is refused: it must be at least 1$"
     with pytest.raises(ConfigError, match=refused):
         flow.fn(str(ROOT / CONFIG), (f"store.path={store}", "train.total_steps='-1'"))
     assert not store.exists()

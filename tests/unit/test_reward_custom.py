@@ -106,11 +106,18 @@ def test_a_function_is_found_without_executing_the_file(tmp_path: Path, source: 
     [
         (
             "def score(**_): ...",
-            r"custom_reward\.name=compute_score is not .* which defines score; set custom_reward",
+            r"mine\.py defines score at top level, not compute_score; .* set custom_reward\.name=score$",
         ),
-        ("def score():\n    def compute_score(**_): ...\n    compute_score = 1", "which defines score;"),
-        ("class A:\n    def compute_score(self): ...", "which defines A;"),
-        ("", "which defines none;"),
+        (
+            "import re\ndef score(**_): ...",
+            r"defines re, score at top level, not .* set custom_reward\.name=NAME$",
+        ),
+        (
+            "def score():\n    def compute_score(**_): ...\n    compute_score = 1",
+            "defines score at top level, not compute_score",
+        ),
+        ("class A:\n    def compute_score(self): ...", "defines A at top level, not compute_score"),
+        ("", "mine.py does not define compute_score"),
         ("def compute_score(:", r"custom_reward\.path=.*mine\.py is not valid Python: "),
     ],
 )

@@ -66,6 +66,17 @@ def test_exhausted_draws_fail_with_counts_accuracy_and_keys() -> None:
         assert key in message
 
 
+@pytest.mark.parametrize(("outcome", "word"), [(WRONG, "wrong"), (RIGHT, "right")])
+def test_draws_without_any_signal_say_so_first(outcome: list[float], word: str) -> None:
+    source = ScriptedSource([outcome], burst=4)
+    opening = (
+        rf"^every response to the 4 prompts was {word}, so there is nothing to learn from: this step needs 1 "
+        r"prompt with both right and wrong responses\. 4 new prompts .* raise rollout\.group_size"
+    )
+    with pytest.raises(NotEnoughSignal, match=opening):
+        make_sampler(source, train_prompts=1, max_num_gen_batches=1).draw(step=1)
+
+
 @pytest.mark.parametrize("order", ["stream", "finish"])
 def test_without_a_draw_limit_a_step_draws_until_it_is_full(order: str) -> None:
     source = ScriptedSource([WRONG] * 6 + [MIXED], burst=4)  # of 7 prompts one has signal

@@ -220,7 +220,9 @@ def test_a_changed_custom_scorer_trains_again(tmp_path: Path) -> None:
     scorer.write_text("def compute_score(**_):\n    return 2\n")
     assert inputs("train_policy", own, data, model) != first
     scorer.write_text("def score(**_):\n    return 1\n")
-    with pytest.raises(ConfigError, match=r"custom_reward\.name=compute_score is not .* which defines score"):
+    with pytest.raises(
+        ConfigError, match=r"defines score at top level, not compute_score.* set custom_reward\.name=score"
+    ):
         inputs("train_policy", own, data, model)
 
 
