@@ -28,7 +28,7 @@ class RunConfig(Section):
 
     name: str = volatile(
         "dapo",
-        "Name in reports and in Prefect; unset: the configuration's file name.",
+        "Name in reports and in Prefect. A recipe without it is named after its file.",
         min_length=1,
         max_length=80,
     )
