@@ -157,7 +157,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes | bytearray) -> None:
     """Write a file atomically: readers and crashes see either the old or the new content."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:

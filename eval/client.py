@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +21,6 @@ from eval.problems.prompts import Prompt
 from redaction import redact, redactor
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429})  # besides every 5xx
-_REASONING = ("reasoning", "reasoning_content")  # vLLM's current and former field for thinking
 _TEXT_PARTS = frozenset({"text", "output_text", None})
 _MAX_REASON_CHARS = 300
 _MIN_KEY_CHARS = 16  # shorter secrets are not redacted from responses: 123456 may be an answer
@@ -62,22 +59,14 @@ class RequestError(Exception):
 
 
 class _Connector(aiohttp.TCPConnector):
-    """An unlimited connection pool that records when the newest connection was opened."""
+    """A connection pool that records when the newest connection was opened."""
 
     opened_at = 0.0  # time.monotonic()
 
-    def __init__(self) -> None:
-        super().__init__(limit=0)
-        self._known: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
-
-    async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
-        """Return a pooled or new connection."""
-        connection = await super().connect(*args, **kwargs)
-        transport = connection.transport
-        if transport is not None and transport not in self._known:
-            self._known.add(transport)
-            self.opened_at = time.monotonic()
-        return connection
+    async def _create_connection(self, *args: Any, **kwargs: Any) -> aiohttp.client_proto.ResponseHandler:
+        protocol = await super()._create_connection(*args, **kwargs)
+        self.opened_at = time.monotonic()
+        return protocol
 
 
 class Connection:
@@ -89,7 +78,7 @@ class Connection:
         self._redact = redactor(_MIN_KEY_CHARS)
         headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         connect_seconds = min(_CONNECT_SECONDS, timeout_seconds)
-        self._connector = _Connector()
+        self._connector = _Connector(limit=0)
         self._http = aiohttp.ClientSession(
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=connect_seconds),
@@ -212,15 +201,14 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
         choice = payload["choices"][0]
         message = choice["message"] if is_chat else {"content": choice["text"]}
         text = message["content"]
-        reasoning = next(
-            (value for name in _REASONING if isinstance(value := message.get(name), str) and value), None
-        )
+        reasoning = message.get("reasoning") or message.get("reasoning_content")  # vLLM's name, and its former one
         finish_reason = choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise RequestError(f"not a {'chat ' if is_chat else ''}completion: {_beginning(content)!r}") from error
     text = _join_parts(text)
     if not isinstance(text, str):
         raise RequestError(f"the response's text is a {type(text).__name__}, not text")
+    reasoning = clean(reasoning) if reasoning and isinstance(reasoning, str) else None
     usage = payload.get("usage")
     details = usage.get("completion_tokens_details") if isinstance(usage, dict) else None
     num_thinking = _count(details, "reasoning_tokens")
@@ -230,7 +218,7 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
         clean(text),
         clean(finish_reason) if isinstance(finish_reason, str) else None,
         _count(usage, "completion_tokens"),
-        None if reasoning is None else clean(reasoning),
+        reasoning,
         num_thinking,
     )
 

@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from eval import EvaluationError, InputError, RequestsRefused
 from eval.answers.extraction import split_thinking
@@ -34,6 +34,7 @@ from eval.results import (
     Row,
     RowKey,
     describe_differences,
+    join_lines,
     read_rows,
     read_settings,
     write_json,
@@ -87,7 +88,7 @@ class Recorder:
         )
         self.num_missing = sum((item.id, sample) not in self._rows for item, sample in self._expected)
         self._num_failed = self._num_failed_in_a_row = self._num_refused = 0
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
 
     @property
     def served(self) -> Weights | None:
@@ -139,8 +140,8 @@ class Recorder:
     def append(self, rows: Sequence[Row], batch: Batch) -> None:
         """Append rows to results.jsonl."""
         if self._file is None:
-            self._file = (self.folder / RESULTS_FILE).open("a", encoding="utf-8")
-        self._file.write("".join(row.to_line() for row in rows))
+            self._file = (self.folder / RESULTS_FILE).open("ab")
+        self._file.write(join_lines(rows))
         self._file.flush()
         self.num_missing -= len(rows)
         self._num_refused += sum(outcome.is_refused for _, outcome in batch)

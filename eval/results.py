@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,6 @@ class Row:
         """Characters of the thinking and of the response."""
         return len(self.reasoning or ""), len(self.response or "")
 
-    def to_line(self) -> str:
-        """Convert to a line of results.jsonl."""
-        return orjson.dumps(vars(self), option=orjson.OPT_APPEND_NEWLINE).decode()
-
 
 @dataclass
 class Outline(Row):
@@ -141,21 +138,17 @@ class Evaluation:
     def of(settings: dict[str, Any], rows: Iterable[Row]) -> Evaluation:
         """Group rows by item. Raises ResultsError unless every item has the samples 0 to k - 1."""
         items: dict[str, list[Row]] = {}
-        for row in rows:
+        for row in sorted(rows, key=attrgetter("sample")):
             items.setdefault(row.id, []).append(row)
-        by_sample = {
-            identity: tuple(sorted(group, key=lambda row: row.sample)) for identity, group in items.items()
-        }
         k = max(map(len, items.values()), default=1)
-        uneven = [
-            identity for identity, group in by_sample.items() if [row.sample for row in group] != list(range(k))
-        ]
+        numbers = list(range(k))
+        uneven = [identity for identity, group in items.items() if [row.sample for row in group] != numbers]
         if uneven:
             raise ResultsError(
                 f"{len(uneven)} of {len(items)} items do not have the samples 0 to {k - 1} (first: {uneven[0]!r}"
                 "): the evaluation did not finish. Run it again; only missing requests are sent."
             )
-        return Evaluation(settings, by_sample, k)
+        return Evaluation(settings, {identity: tuple(group) for identity, group in items.items()}, k)
 
     def by_problem(self) -> Evaluation:
         """Merge items with the same prompt, which earlier versions stored separately, into one item per problem.
@@ -287,9 +280,17 @@ def _parse_row(directory: Path, fields: Any, max_chars: int | None) -> Row:
     return Outline(**{**vars(row), "response": None, "reasoning": None, **ends}, chars=row.num_chars)
 
 
+def join_lines(rows: Iterable[Row]) -> bytearray:
+    """Return rows as lines of results.jsonl."""
+    lines = bytearray()  # takes half the time of a join, which keeps orjson's oversized buffers
+    for row in rows:
+        lines += orjson.dumps(vars(row), option=orjson.OPT_APPEND_NEWLINE)
+    return lines
+
+
 def write_rows(directory: Path, rows: Iterable[Row]) -> None:
     """Replace results.jsonl atomically."""
-    write_atomically(directory / RESULTS_FILE, "".join(row.to_line() for row in rows))
+    write_atomically(directory / RESULTS_FILE, join_lines(rows))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

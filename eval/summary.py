@@ -61,18 +61,19 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
     """Summarise an evaluation. `is_same` decides whether two answers count as one (maj@k)."""
     settings, rows = evaluation.settings, evaluation.rows
     answered = [row for row in rows if row.is_answered]
+    verdicts = Counter([row.verdict for row in answered])
     is_twice = has_aisbench(settings)
     num_samples, temperature = evaluation.num_samples, settings["sampling"]["temperature"]
     return Summary(
-        accuracy=rate(answered, lambda row: row.is_right),
+        accuracy=verdicts["right"] / max(1, len(answered)),
         n=len(answered),
         num_items=len(evaluation.items),
         num_samples=num_samples,
         by_level=_accuracy_by(answered, "level"),
         by_subject=_accuracy_by(answered, "subject"),
-        no_answer_rate=rate(answered, lambda row: row.verdict == "no_answer"),
-        truncated_rate=rate(answered, lambda row: row.verdict == "truncated"),
-        request_failed_rate=rate(rows, lambda row: not row.is_answered),
+        no_answer_rate=verdicts["no_answer"] / max(1, len(answered)),
+        truncated_rate=verdicts["truncated"] / max(1, len(answered)),
+        request_failed_rate=(len(rows) - len(answered)) / max(1, len(rows)),
         mean_response_tokens=mean_response_tokens(answered),
         thinking=measure_thinking(answered),
         scorer=summarise_scores(answered),

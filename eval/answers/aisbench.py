@@ -11,6 +11,8 @@ from eval.answers.math_dapo import MINERVA_REMOVED, MINERVA_REPLACED
 
 _CUE = re.compile(r"final answer|answer is")
 _THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
+_BRACE = re.compile(r"[{}]")
+_BRACED = re.compile(r"^\{(.*)\}$")
 
 
 def without_thinking(text: str) -> str:
@@ -49,18 +51,18 @@ def _last_box(text: str) -> tuple[str | None, bool]:
         return None, False
     depth = 0
     first = -1
-    for brace in re.finditer(r"[{}]", text[start:]):
+    for brace in _BRACE.finditer(text, start):
         if brace.group() == "{":
-            first = brace.start() if first < 0 else first
+            first = brace.end() if first < 0 else first
             depth += 1
             continue
         depth -= 1
         if depth == 0:
-            box = text[start : start + brace.start()]
-            if not box.startswith("\\boxed{"):
-                return box[first + 1 :].strip(), True
-            inner = re.match(r"^\{(.*)\}$", box[first + 1 :])
-            return inner.group(1) if inner else box[first + 1 :], False
+            content = text[first : brace.start()]
+            if not text.startswith("\\boxed{", start):
+                return content.strip(), True
+            inner = _BRACED.match(content)
+            return inner.group(1) if inner else content, False
     return None, False
 
 

@@ -14,7 +14,7 @@ from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.recorder import regrade_row
 from eval.regrade import describe, regrade
-from eval.results import ResultsError, Row, make_folder, make_settings, read_rows, write_rows
+from eval.results import ResultsError, Row, join_lines, make_folder, make_settings, read_rows, write_rows
 from flows.cli import app
 
 ROW = Row(
@@ -93,7 +93,7 @@ def test_folders_without_a_finished_evaluation_are_refused(tmp_path: Path) -> No
     with pytest.raises(ResultsError, match="not a results folder"):
         regrade(tmp_path)
     strange = write_results(tmp_path / "strange", [ROW])
-    (strange / "results.jsonl").write_text(ROW.to_line().replace('"attempts"', '"tries"'))
+    (strange / "results.jsonl").write_bytes(join_lines([ROW]).replace(b'"attempts"', b'"tries"'))
     with pytest.raises(ResultsError, match=r"has a row of another version or program \(.*'tries'"):
         regrade(strange)
     directory = write_results(tmp_path / "short", [ROW, replace(ROW, id="b")])
