@@ -5,13 +5,16 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from durable import write_atomically
-from eval.results import Evaluation, Row, has_aisbench, make_folder
-from eval.summary import rate
+from eval.results import Evaluation, Row, Samples, has_aisbench, make_folder
+from eval.summary import acc_norm, rate
+
+logger = logging.getLogger(__name__)
 
 _VALUES = {"right": "C", "no_answer": "N"}  # inspect_ai's correct and no answer; all others are incorrect
 
@@ -90,51 +93,84 @@ def _inspect_sample(row: Row, model: str, is_twice: bool) -> dict[str, Any]:
 
 
 def export_lm_eval(evaluation: Evaluation, output: str | Path) -> list[Path]:
-    """Write lm-eval's samples (a line per item) and results (exact accuracy); returns their paths.
+    """Write lm-eval's samples (a line per item) and results; returns their paths.
 
-    lm-eval has no notion of a failed request, so these become the response "".
+    Responses are scored by exact_match (the exact rule), ranked options by acc and acc_norm. lm-eval has no notion
+    of a failed request: it becomes the response "", and without ranked options the item is left out. Whether an
+    option is the greedy continuation is not known; the log says it is not.
     """
     rows, name = evaluation.rows, _benchmark(evaluation)
-    sampling = evaluation.settings["sampling"]
-    kwargs = {"until": sampling.get("stop", []), "max_gen_toks": sampling["max_tokens"]}
-    kwargs |= {key: sampling[key] for key in ("temperature", "top_p") if sampling.get(key) is not None}
-    lines = []
-    for samples in evaluation.items.values():
-        first = samples[0]
-        prompt = first.prompt if isinstance(first.prompt, str) else [json.dumps(first.prompt, ensure_ascii=False)]
-        line = {
-            "doc_id": first.id,
-            "doc": {
-                "problem": first.problem,
-                "answer": first.gold,
-                "subject": first.subject,
-                "level": first.level,
-            },
-            "target": first.gold,
-            "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": kwargs}},
-            "resps": [[row.text or "" for row in samples]],
-            "filtered_resps": [row.answer or "" for row in samples],
-            "filter": "none",
-            "metrics": ["exact_match"],
-            "exact_match": sum(row.is_right for row in samples) / len(samples),
-        }
-        hashed = {"doc_hash": line["doc"], "prompt_hash": prompt, "target_hash": first.gold}
-        line |= {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in hashed.items()}
-        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    about: dict[str, Any] = {"output_type": "multiple_choice"}
+    if acc_norm(rows) is not None:
+        lines = _ranked_lines(rows)
+    else:
+        sampling = evaluation.settings["sampling"]
+        kwargs = {"until": sampling.get("stop", []), "max_gen_toks": sampling["max_tokens"]}
+        kwargs |= {key: sampling[key] for key in ("temperature", "top_p") if sampling.get(key) is not None}
+        lines = [_generated_line(samples, kwargs) for samples in evaluation.items.values()]
+        about = {"output_type": "generate_until", "generation_kwargs": kwargs}
+    metrics = lines[0]["metrics"] if lines else []
+    means = {f"{metric},none": sum(line[metric] for line in lines) / len(lines) for metric in metrics}
     content: Mapping[str, Any] = {
-        "results": {name: {"alias": name, "exact_match,none": rate(rows, lambda row: row.is_right)}},
-        "configs": {name: {"task": name, "output_type": "generate_until", "generation_kwargs": kwargs}},
+        "results": {name: {"alias": name, **means}},
+        "configs": {name: {"task": name, **about}},
         "versions": {name: 1},
-        "n-samples": {name: {"original": len(lines), "effective": len(lines)}},
-        "higher_is_better": {name: {"exact_match": True}},
+        "n-samples": {name: {"original": len(evaluation.items), "effective": len(lines)}},
+        "higher_is_better": {name: dict.fromkeys(metrics, True)},
         "config": {"model": "dapo eval", "model_args": {"model": evaluation.settings["model"]}},
         "model_name": str(evaluation.settings["model"]),
     }
     folder, date = make_folder(output), _moment(rows).replace(":", "-").partition("+")[0]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     return [
-        _write(folder / f"samples_{name}_{date}.jsonl", "".join(lines)),
+        _write(folder / f"samples_{name}_{date}.jsonl", text),
         _write(folder / f"results_{date}.json", json.dumps(content, ensure_ascii=False, indent=2)),
     ]
+
+
+def _generated_line(samples: Samples, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    first = samples[0]
+    prompt = first.prompt if isinstance(first.prompt, str) else [json.dumps(first.prompt, ensure_ascii=False)]
+    return {
+        **_document(first, prompt, first.gold),
+        "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": kwargs}},
+        "resps": [[row.text or "" for row in samples]],
+        "filtered_resps": [row.answer or "" for row in samples],
+        "metrics": ["exact_match"],
+        "exact_match": sum(row.is_right for row in samples) / len(samples),
+    }
+
+
+def _ranked_lines(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    lines = []
+    for row in rows:
+        if row.sample > 0 or not row.details:  # samples of ranked options are alike
+            continue
+        prompt, options = str(row.prompt), row.details["options"]
+        space = "" if prompt != prompt.rstrip() else " "
+        results = [[str(log_prob), "False"] for log_prob in row.details["log_probs"]]
+        line = {
+            **_document(row, prompt, str(options.index(row.gold))),
+            "arguments": {
+                f"gen_args_{i}": {"arg_0": prompt, "arg_1": f"{space}{option}"} for i, option in enumerate(options)
+            },
+            "resps": [[result] for result in results],
+            "filtered_resps": results,
+            "metrics": ["acc", "acc_norm"],
+            "acc": float(row.is_right),
+            "acc_norm": acc_norm([row]),
+        }
+        lines.append(line)
+    if num_left := len({row.id for row in rows}) - len(lines):
+        logger.warning("left out %d items without log-probs, because their requests failed", num_left)
+    return lines
+
+
+def _document(row: Row, prompt: str | list[str], target: str) -> dict[str, Any]:
+    document = {"problem": row.problem, "answer": row.gold, "subject": row.subject, "level": row.level}
+    hashed = {"doc_hash": document, "prompt_hash": prompt, "target_hash": target}
+    hashes = {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in hashed.items()}
+    return {"doc_id": row.id, "doc": document, "target": target, "filter": "none", **hashes}
 
 
 def _benchmark(evaluation: Evaluation) -> str:

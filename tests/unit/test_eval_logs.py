@@ -115,6 +115,20 @@ def test_an_lm_eval_log_of_multiple_choice_is_imported(tmp_path: Path) -> None:
     assert regrade(tmp_path / "out").summary.accuracy == summary.accuracy
 
 
+def test_ranked_options_survive_a_round_trip_through_lm_eval(tmp_path: Path) -> None:
+    file = tmp_path / "samples_arc_1.jsonl"
+    lines = [multiple_choice(number, "1", ["red", "very very blue"], [-2.0, -3.0 + number]) for number in range(3)]
+    file.write_text("".join(lines))
+    before = import_log(file, tmp_path / "own")
+    samples, results = export_lm_eval(load_evaluation(tmp_path / "own"), tmp_path / "logs")
+    means = json.loads(results.read_text())["results"]["arc"]
+    assert means == {"alias": "arc", "acc,none": before.accuracy, "acc_norm,none": before.acc_norm}
+    assert json.loads(samples.read_text().splitlines()[0])["arguments"] == json.loads(lines[0])["arguments"]
+    import_log(samples, tmp_path / "back")
+    names = ("id", "prompt", "response", "gold", "verdict", "details")
+    assert fields_of(tmp_path / "back", *names) == fields_of(tmp_path / "own", *names)
+
+
 def test_other_log_likelihoods_of_lm_eval_are_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "samples_lambada_1.jsonl"
     file.write_text(multiple_choice(0, " word", ["word"], [-3.0]))
