@@ -245,7 +245,7 @@ def merge_checkpoint(
 def write_report(
     run: Run, before: Artifact, after: Artifact, training: Artifact, columns: Columns
 ) -> dict[str, Any]:
-    """Write the before/after report to the run's folder, show it on the Prefect page and send it to trackers."""
+    """Write the before/after report to the run's folder, show it in the Prefect UI and send it to trackers."""
     report = report_run(run, before, after, training, columns)
     show_report(run, run.folder / REPORT_FOLDER, report["verdict"])
     send_report(run, report, training)

@@ -29,7 +29,7 @@ class ValidationConfig(Section):
     top_k: int = key(-1, "Sample among the k likeliest tokens; -1: all.", ge=-1)
     num_logged: int = volatile(
         4,
-        "Responses per validation that are logged as text: to a file, the Prefect page and trackers.",
+        "Responses per validation that are logged as text: to a file, the Prefect UI and trackers.",
         ge=0,
         le=1000,
     )

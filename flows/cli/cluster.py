@@ -23,7 +23,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 cluster = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    epilog="Example: dapo cluster up mine.yaml; dapo cluster status mine.yaml; dapo cluster down mine.yaml",
+    epilog="Example: dapo cluster up nodes.yaml; dapo cluster status nodes.yaml; dapo cluster down nodes.yaml",
 )
 cluster.add_typer(rendering.app)
 app.add_typer(
@@ -42,7 +42,7 @@ InventoryArgument = Annotated[
 
 
 @cluster.command(
-    epilog="Example: dapo cluster up mine.yaml", short_help="Start Ray on every machine that lacks it."
+    epilog="Example: dapo cluster up nodes.yaml", short_help="Start Ray on every machine that lacks it."
 )
 def up(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) -> None:
     """Start Ray on every machine of the inventory, head first, and wait until all have joined.
@@ -77,7 +77,7 @@ def up(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) 
 
 
 @cluster.command(
-    epilog="Example: dapo cluster status mine.yaml --json",
+    epilog="Example: dapo cluster status nodes.yaml --json",
     short_help="Show what runs on every machine and what is lost.",
 )
 def status(inventory: InventoryArgument = None, is_json: JsonOption = False) -> None:
@@ -100,7 +100,7 @@ def status(inventory: InventoryArgument = None, is_json: JsonOption = False) -> 
 
 
 @cluster.command(
-    epilog="Example: dapo cluster down mine.yaml",
+    epilog="Example: dapo cluster down nodes.yaml",
     short_help="Stop what `dapo cluster up` started, and nothing else.",
 )
 def down(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) -> None:

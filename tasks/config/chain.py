@@ -117,7 +117,7 @@ class FlowConfig(Section):
     stop_seconds: float = volatile(120.0, "Time for a stopping training to write its last checkpoint.", ge=0)
     log_lines_per_minute: int = volatile(
         120,
-        "Maximum lines per minute from a stage's output on the Prefect page, plus as many warnings; the log file "
+        "Maximum lines per minute from a stage's output in the Prefect UI, plus as many warnings; the log file "
         "has all.",
         ge=1,
     )

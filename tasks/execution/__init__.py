@@ -1,1 +1,1 @@
-"""How a stage runs: as a Prefect task with retries, as a child process, and on the Prefect page."""
+"""How a stage runs: as a Prefect task with retries, as a child process, and in the Prefect UI."""

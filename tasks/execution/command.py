@@ -17,7 +17,7 @@ from tasks.processes.detached import DetachOptions, attach_or_start
 from tasks.runs.run import Run, current_stage
 
 logger = logging.getLogger(__name__)
-page_logger = logging.getLogger(f"{__name__}.page")  # for lines that only the Prefect page shows
+page_logger = logging.getLogger(f"{__name__}.page")  # for lines that only the Prefect UI shows
 
 METRICS_LINE = "step:"  # metric lines go to the log file only
 WARNS = re.compile(r"\[supervisor\]|\b(?:WARNING|ERROR|CRITICAL|Traceback)\b|\w+Error:")
@@ -38,7 +38,7 @@ def run_dapo(
 ) -> None:
     """Run `dapo ARGUMENTS` to completion; output goes to the stage's log file, linked from the run's folder.
 
-    Lines other than metrics are also logged here, and shown on the Prefect page as far as `PageLines` admits them;
+    Lines other than metrics are also logged here, and shown in the Prefect UI as far as `PageLines` admits them;
     `on_line` gets every line. With `detach` the command may outlive this process; a running one is attached to.
     Raises ChildProcessFailed with the exit code, the last lines and the path of the log.
     """
@@ -71,7 +71,7 @@ def link_log(run: Run, log_path: Path) -> None:
 
 
 class PageLines:
-    """Limits the lines shown on the Prefect page to N per minute, plus N warnings."""
+    """Limits the lines shown in the Prefect UI to N per minute, plus N warnings."""
 
     def __init__(self, lines_per_minute: int, log_path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.lines_per_minute = lines_per_minute

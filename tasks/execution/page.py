@@ -190,7 +190,7 @@ class PageArtifact:
                 is_away = isinstance(error, httpx.TransportError)
                 if not is_away or time.monotonic() > deadline:
                     logger.warning(
-                        "cannot show %s on the Prefect page: %s: %s",
+                        "cannot show %s in the Prefect UI: %s: %s",
                         self._request.key,
                         type(error).__name__,
                         error,

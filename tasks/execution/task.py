@@ -1,4 +1,4 @@
-"""Turns a stage into a Prefect task with retries, a time limit and an entry on the Prefect page."""
+"""Turns a stage into a Prefect task with retries, a time limit and an entry in the Prefect UI."""
 
 from __future__ import annotations
 

@@ -31,10 +31,10 @@ def _words(line: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that the page describes: the recipes, and its mine.yaml."""
+    """The folder that the page describes: the recipes, and its nodes.yaml."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     [inventory] = [block for block in BLOCKS if block[0].strip().startswith("hosts:")]
-    (tmp_path / "mine.yaml").write_text("\n".join(line.strip() for line in inventory))
+    (tmp_path / "nodes.yaml").write_text("\n".join(line.strip() for line in inventory))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""What is sent to the Prefect page, without waiting for the server."""
+"""What is sent to the Prefect UI, without waiting for the server."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_an_artifact_is_created_once_and_updated_and_a_refusal_is_a_warning(
         ("PATCH", update, "two"),
         ("PATCH", update, "[redacted]"),
     ]
-    assert "cannot show mine-report on the Prefect page: PrefectHTTPStatusError" in caplog.text
+    assert "cannot show mine-report in the Prefect UI: PrefectHTTPStatusError" in caplog.text
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_an_unreachable_server_is_retried_for_a_limited_time(
         PageArtifact(mine(tmp_path), "report", "markdown", "verdict").show("text")
         page.wait_until_sent()
     assert time.monotonic() - began > 0.5
-    assert caplog.text.count("cannot show mine-report on the Prefect page: ConnectError") == 1
+    assert caplog.text.count("cannot show mine-report in the Prefect UI: ConnectError") == 1
 
 
 def test_no_server_is_contacted_outside_a_flow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
