@@ -1,4 +1,4 @@
-"""Times the work on a training set before training: finding evaluation problems in it, and tokenising it."""
+"""Times the work on a training set before training: finding evaluation problems in it, and tokenizing it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main() -> None:
         "--copies",
         type=int,
         default=1,
-        help="tokenise this many copies of the training set (default: %(default)s)",
+        help="tokenize this many copies of the training set (default: %(default)s)",
     )
     options = parser.parse_args()
     texts = list(dict.fromkeys(problem.text for problem in problems_of(options.train)))

@@ -1,4 +1,4 @@
-"""Tokenised prompts, and the seeded order in which training reads them."""
+"""Tokenized prompts, and the seeded order in which training reads them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TURNS = 1000  # prompts per cycle over several sets
 
 @dataclass(frozen=True)
 class Prompt:
-    """One tokenised problem.
+    """One tokenized problem.
 
     Example: Prompt(index=7, prompt_ids=(1, 52, 9), data_source="arithmetic", ground_truth="132")
     """

@@ -1,4 +1,4 @@
-"""Tokenises problems once, on all cores, into a file that training maps into memory."""
+"""Tokenizes problems once, on all cores, into a file that training maps into memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 PROMPTS_FOLDER = ".prompts"  # in the training output; removed when training ends
 LENGTHS_FILE = "prompt_lengths.json"
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})  # for a chat template
-FORMAT = 2  # of the file; increment it to tokenise again
+FORMAT = 2  # of the file; increment it to tokenize again
 BATCH_ROWS = 1000
 NUM_BINS = 20  # of the histogram; the last bin has at most the longest 1 %
 QUANTILES = (5, 25, 50, 75, 95, 99)
@@ -53,7 +53,7 @@ def tokenize_prompts(
     max_prompt_tokens: int,
     template_kwargs: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> list[Prompt]:
-    """Tokenise held-out problems with the chat template and its generation prompt.
+    """Tokenize held-out problems with the chat template and its generation prompt.
 
     Raises DataError if any prompt is longer than `max_prompt_tokens`.
     """
@@ -85,7 +85,7 @@ def tokenized_prompts(
     data: PromptsConfig,
     template_kwargs: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> TokenizedPrompts:
-    """Return the tokenised prompts of a file in the DAPO-Math-17k schema, reusing those of an earlier attempt.
+    """Return the tokenized prompts of a file in the DAPO-Math-17k schema, reusing those of an earlier attempt.
 
     Needs memory for a few batches and one number per row. Also writes prompt_lengths.json to `output_dir`. Raises
     ProblemsError for a file that cannot be read or has unusable rows, DataError for prompts that are too long,
@@ -103,7 +103,7 @@ def tokenized_prompts(
 
 
 def remove_prompts(output_dir: Path) -> None:
-    """Delete a training's tokenised prompts; processes that have them mapped can keep reading."""
+    """Delete a training's tokenized prompts; processes that have them mapped can keep reading."""
     shutil.rmtree(output_dir / PROMPTS_FOLDER, ignore_errors=True)
 
 
@@ -184,7 +184,7 @@ def _tokenize_file(
     about = {"digest": digest.hexdigest(), "data_sources": sorted(data_sources), "sets": list(sets)}
     (partial / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
     publish(partial, folder)
-    logger.info("%d prompts tokenised in %.1f s", num_rows, time.monotonic() - started)
+    logger.info("%d prompts tokenized in %.1f s", num_rows, time.monotonic() - started)
 
 
 def _problems(path: Path) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Tokenised prompts: independent of how they are made, cached, and limited in length."""
+"""Tokenized prompts: independent of how they are made, cached, and limited in length."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_too_long_held_out_prompts_are_refused_with_their_count(
 
 
 @pytest.mark.slow
-def test_a_file_is_tokenised_row_by_row(
+def test_a_file_is_tokenized_row_by_row(
     prompts_of: Read, train_file: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     prompts = prompts_of(train_file)
@@ -150,7 +150,7 @@ def test_chat_template_arguments_change_tokens_and_cache_key(
 
 
 @pytest.mark.slow
-def test_rows_are_tokenised_only_once(prompts_of: Read, train_file: Path, model: Path, tmp_path: Path) -> None:
+def test_rows_are_tokenized_only_once(prompts_of: Read, train_file: Path, model: Path, tmp_path: Path) -> None:
     made: list[Path] = []
     tokenize = tokenizing._tokenize_file
 
