@@ -159,7 +159,7 @@ def read_held_out(path: Path, name: str | None = None) -> HeldOut:
         None if known.name == OWN.name else known.name,
         template,
         grader,
-        _num_repeats(path, problems),
+        _num_repeats(", ".join(sorted(prepared)) or path.name, problems),
     )
 
 
@@ -204,7 +204,7 @@ def load_set(
     return EvaluationSet(items, held_out.name, template, held_out.grader, held_out.num_repeats)
 
 
-def _num_repeats(path: Path, problems: Sequence[Problem]) -> int:
+def _num_repeats(source: str, problems: Sequence[Problem]) -> int:
     """Return the rows per problem, or 1 with a warning if the counts differ."""
     counts = [problem.num_rows for problem in problems]
     if len(set(counts)) == 1:
@@ -212,7 +212,7 @@ def _num_repeats(path: Path, problems: Sequence[Problem]) -> int:
     logger.warning(
         "%s: %d of %d problems are on several rows (up to %d), the others on fewer: each problem is one item, "
         "sampled evaluate.num_samples times",
-        path.name, sum(count > 1 for count in counts), len(counts), max(counts),
+        source, sum(count > 1 for count in counts), len(counts), max(counts),
     )  # fmt: skip
     return 1
 
