@@ -28,7 +28,7 @@ test-e2e: $(INSTALLED) ## run the end-to-end tests: whole chains, services, kill
 test-all: $(INSTALLED) ## run all tests, as before a release
 	$(BIN)/python -m pytest $(IN_PARALLEL)
 
-test-fast: $(INSTALLED) ## run the unit tests: 75 s on two cores
+test-fast: $(INSTALLED) ## run the quick unit tests: 40 s on two cores
 	$(BIN)/python -m pytest tests/unit -m fast --numprocesses 2 --dist worksteal
 
 # Tests of the training core that depend most on the versions of torch, transformers and vLLM.
