@@ -59,7 +59,7 @@ class RequestError(Exception):
 
 
 class _Connector(aiohttp.TCPConnector):
-    """A connection pool that records when the newest connection was opened."""
+    """A connection pool that records when the newest connection was opened, in aiohttp's hook for subclasses."""
 
     opened_at = 0.0  # time.monotonic()
 

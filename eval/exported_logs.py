@@ -100,9 +100,10 @@ def export_lm_eval(evaluation: Evaluation, output: str | Path) -> list[Path]:
     option is the greedy continuation is not known; the log says it is not.
     """
     rows, name = evaluation.rows, _benchmark(evaluation)
-    about: dict[str, Any] = {"output_type": "multiple_choice"}
+    about: dict[str, Any]
     if acc_norm(rows) is not None:
         lines = _ranked_lines(rows)
+        about = {"output_type": "multiple_choice"}
     else:
         sampling = evaluation.settings["sampling"]
         kwargs = {"until": sampling.get("stop", []), "max_gen_toks": sampling["max_tokens"]}
@@ -148,19 +149,19 @@ def _ranked_lines(rows: Sequence[Row]) -> list[dict[str, Any]]:
             continue
         prompt, options = str(row.prompt), row.details["options"]
         space = "" if prompt != prompt.rstrip() else " "
+        requests = [{"arg_0": prompt, "arg_1": f"{space}{option}"} for option in options]
         results = [[str(log_prob), "False"] for log_prob in row.details["log_probs"]]
-        line = {
-            **_document(row, prompt, str(options.index(row.gold))),
-            "arguments": {
-                f"gen_args_{i}": {"arg_0": prompt, "arg_1": f"{space}{option}"} for i, option in enumerate(options)
-            },
-            "resps": [[result] for result in results],
-            "filtered_resps": results,
-            "metrics": ["acc", "acc_norm"],
-            "acc": float(row.is_right),
-            "acc_norm": acc_norm([row]),
-        }
-        lines.append(line)
+        lines.append(
+            {
+                **_document(row, prompt, str(options.index(row.gold))),
+                "arguments": {f"gen_args_{number}": one for number, one in enumerate(requests)},
+                "resps": [[result] for result in results],
+                "filtered_resps": results,
+                "metrics": ["acc", "acc_norm"],
+                "acc": float(row.is_right),
+                "acc_norm": acc_norm([row]),
+            }
+        )
     if num_left := len({row.id for row in rows}) - len(lines):
         logger.warning("left out %d items without log-probs, because their requests failed", num_left)
     return lines

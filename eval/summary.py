@@ -61,19 +61,20 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
     """Summarise an evaluation. `is_same` decides whether two answers count as one (maj@k)."""
     settings, rows = evaluation.settings, evaluation.rows
     answered = [row for row in rows if row.is_answered]
-    verdicts = Counter([row.verdict for row in answered])
+    counts = Counter([row.verdict for row in answered])  # several times as fast as `rate` for each verdict
+    shares = {verdict: count / len(answered) for verdict, count in counts.items()}
     is_twice = has_aisbench(settings)
     num_samples, temperature = evaluation.num_samples, settings["sampling"]["temperature"]
     return Summary(
-        accuracy=verdicts["right"] / max(1, len(answered)),
+        accuracy=shares.get("right", 0.0),
         n=len(answered),
         num_items=len(evaluation.items),
         num_samples=num_samples,
         by_level=_accuracy_by(answered, "level"),
         by_subject=_accuracy_by(answered, "subject"),
-        no_answer_rate=verdicts["no_answer"] / max(1, len(answered)),
-        truncated_rate=verdicts["truncated"] / max(1, len(answered)),
-        request_failed_rate=(len(rows) - len(answered)) / max(1, len(rows)),
+        no_answer_rate=shares.get("no_answer", 0.0),
+        truncated_rate=shares.get("truncated", 0.0),
+        request_failed_rate=rate(rows, lambda row: not row.is_answered),
         mean_response_tokens=mean_response_tokens(answered),
         thinking=measure_thinking(answered),
         scorer=summarise_scores(answered),

@@ -82,8 +82,8 @@ def find_answer(response: str) -> Found:
         return Found((), (), (), True)
     if boxes:
         last = boxes[-1]
-        run = tuple(dict.fromkeys([box.content for box in boxes_side_by_side(boxes, text)]))
-        contents = tuple(dict.fromkeys([box.content for box in boxes[-MAX_BOXES:]]))
+        run = tuple(dict.fromkeys(box.content for box in boxes_side_by_side(boxes, text)))
+        contents = tuple(dict.fromkeys(box.content for box in boxes[-MAX_BOXES:]))
         return Found((", ".join(run),), run, contents, _looks_cut(text, last.end))
     return _cued(text)
 
@@ -145,8 +145,8 @@ def find_boxes(text: str) -> tuple[list[Box], bool]:
         elif token == "{" or match.group(1):
             open_braces.append((match.group(1) or "", match.start(), match.end()))
     boxes = closed["boxed"] or closed["fbox"] or closed["framebox"]
-    last_closed = boxes[-1].start if boxes else -1
-    if any([macro and start > last_closed for macro, start, _ in open_braces]):
+    last_open = max((start for macro, start, _ in open_braces if macro), default=-1)
+    if last_open > (boxes[-1].start if boxes else -1):
         return [], True
     if not closed["boxed"]:
         bare = [Box(m.start(), m.end(), m.group(1).rstrip(".,")) for m in _BARE_BOX.finditer(text)]

@@ -54,6 +54,23 @@ def test_a_server_that_returns_with_another_model_is_refused(
     assert evaluate(make_set(200), [endpoint], SAMPLING, tmp_path, limits=LIMITS).n == 200
 
 
+def test_a_model_behind_new_connections_is_refused_without_any_failure(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
+    def change(handler: Handler, prompt: str, attempt: int) -> bool:
+        if handler.number == 30:
+            server.logprobs = OTHER
+        body = json.dumps({"choices": [{"message": {"content": "2"}}]}).encode()
+        return handler.send(200, body, headers={"Connection": "close"})
+
+    server.behave = change
+    with pytest.raises(ModelChangedError, match=CHANGED):
+        evaluate(
+            make_set(60), [Endpoint(server.url, "m")], SAMPLING, tmp_path, limits=replace(LIMITS, concurrency=1)
+        )
+    assert len(read_rows(tmp_path)) == 29  # kept: at the end, nothing would be
+
+
 def test_a_silently_exchanged_model_is_noticed_at_the_end(server: ArithmeticServer, tmp_path: Path) -> None:
     def change(handler: Handler, prompt: str, attempt: int) -> bool:
         if handler.number == 30:
