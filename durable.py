@@ -36,7 +36,9 @@ class LockHeld(BlockingIOError):
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, shared: bool = False, note: str = "", waiting: str | None = None) -> Iterator[int]:
+def locked(
+    path: Path, *, shared: bool = False, note: str = "", waiting: str | None = None
+) -> Iterator[int]:
     """Hold a kernel lock on the file during the block; yields its descriptor.
 
     The kernel drops the lock when the last copy of the descriptor closes, however the holder dies. Forks have a
@@ -63,7 +65,9 @@ def locked(path: Path, *, shared: bool = False, note: str = "", waiting: str | N
             try:
                 os.write(descriptor, (f"{note} ({holder})" if note else holder).encode())
             except OSError as error:
-                if error.errno not in FULL_DISK_ERRORS:  # `dapo gc` must be able to lock on a full disk
+                if (
+                    error.errno not in FULL_DISK_ERRORS
+                ):  # `dapo gc` must be able to lock on a full disk
                     raise
         yield descriptor
     finally:
@@ -134,7 +138,9 @@ def sync(path: Path) -> None:
 def sync_tree(folder: Path) -> None:
     """fsync the folder and every file and folder below it."""
     for path in folder.rglob("*"):
-        if not path.is_symlink() and (path.is_file() or path.is_dir()):  # opening a pipe would block
+        if not path.is_symlink() and (
+            path.is_file() or path.is_dir()
+        ):  # opening a pipe would block
             sync(path)
     sync(folder)
 
@@ -217,7 +223,8 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tup
     """(dotted key, old value, new value) of every differing leaf, in the order of `after`; UNSET if missing."""
     old, new = leaves(before), leaves(after)
     pairs = [
-        (key, old.get(key, UNSET), new.get(key, UNSET)) for key in [*new, *(key for key in old if key not in new)]
+        (key, old.get(key, UNSET), new.get(key, UNSET))
+        for key in [*new, *(key for key in old if key not in new)]
     ]
     return [pair for pair in pairs if pair[1] is UNSET or pair[2] is UNSET or pair[1] != pair[2]]
 

@@ -20,7 +20,9 @@ _KEY_NAME = re.compile(r"(^|_)KEY$", re.IGNORECASE)  # PRIMARY_KEY=problem is no
 _KEY_VALUE = re.compile(r"(?=\D*\d)(?=[^a-z]*[a-z])\S{16,}", re.IGNORECASE)
 _WEBHOOK_NAME = re.compile(r"WEBHOOK", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"://[^/@\s:]*:([^/\s]+)@")
-_ASSIGNED_SECRET = re.compile(r"(?:password|pwd|key|secret|token)\s*=\s*'?([^;&'\s]+)", re.IGNORECASE)
+_ASSIGNED_SECRET = re.compile(
+    r"(?:password|pwd|key|secret|token)\s*=\s*'?([^;&'\s]+)", re.IGNORECASE
+)
 
 _added: set[str] = set()
 
@@ -48,7 +50,9 @@ def redact(text: str) -> str:
 
 def redactor(min_chars: int = MIN_SECRET_CHARS) -> Callable[[str], str]:
     """Return `redact` for many texts: it reads the environment once, for secrets of at least `min_chars`."""
-    known = sorted((one for one in _known_secrets() if len(one) >= min_chars), key=len, reverse=True)
+    known = sorted(
+        (one for one in _known_secrets() if len(one) >= min_chars), key=len, reverse=True
+    )
 
     def replace_known(text: str) -> str:
         for secret in known:  # longest first: one may contain another
@@ -69,7 +73,9 @@ def redacted(value: Any) -> Any:
 
 def is_secret(name: str, value: str) -> bool:
     """True if an environment variable holds a secret, judged by its name or by a URL password in its value."""
-    return bool(_is_named_secret(name, value) or _WEBHOOK_NAME.search(name) or _URL_PASSWORD.search(value))
+    return bool(
+        _is_named_secret(name, value) or _WEBHOOK_NAME.search(name) or _URL_PASSWORD.search(value)
+    )
 
 
 def _is_named_secret(name: str, value: str) -> bool:

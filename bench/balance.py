@@ -21,13 +21,22 @@ NUM_ROUNDS = 9  # of longest first; Karmarkar-Karp runs once
 
 def main() -> None:
     """Measure both methods on the same lengths and print one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--sequences", type=int, default=16_384, help="sequences in the batch (default: %(default)s)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=64, help="data-parallel ranks (default: %(default)s)")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        default=16_384,
+        help="sequences in the batch (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=64, help="data-parallel ranks (default: %(default)s)"
+    )
     arguments = parser.parse_args()
-    print(f"{arguments.sequences} sequences on {arguments.ranks} ranks; max/mean cost per rank, and median time")
+    print(
+        f"{arguments.sequences} sequences on {arguments.ranks} ranks; max/mean cost per rank, and median time"
+    )
     print(f"{'lengths':<26}{'longest first':>24}{'Karmarkar-Karp':>26}{'speedup':>15}")
     for name, lengths in _lengths(arguments.sequences).items():
         costs = workload(lengths, hidden_size=4096)
@@ -43,12 +52,18 @@ def _lengths(count: int) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(0)
     return {
         "uniform 50-20,000": draw.integers(50, 20_000, size=count),
-        "log-normal, median 1,800": draw.lognormal(7.5, 1.0, size=count).clip(20, 22_528).astype(np.int64),
-        "one in ten at 20,480": np.where(draw.random(count) < 0.1, 20_480, draw.integers(200, 3000, count)),
+        "log-normal, median 1,800": draw.lognormal(7.5, 1.0, size=count)
+        .clip(20, 22_528)
+        .astype(np.int64),
+        "one in ten at 20,480": np.where(
+            draw.random(count) < 0.1, 20_480, draw.integers(200, 3000, count)
+        ),
     }
 
 
-def _measure(balance: Balance, costs: np.ndarray, num_ranks: int, num_rounds: int) -> tuple[float, float]:
+def _measure(
+    balance: Balance, costs: np.ndarray, num_ranks: int, num_rounds: int
+) -> tuple[float, float]:
     """Returns max/mean of the ranks' costs and the median seconds."""
     seconds = []
     for _ in range(num_rounds):
@@ -63,7 +78,9 @@ def karmarkar_karp(costs: np.ndarray, num_ranks: int) -> list[np.ndarray]:
     """Largest differencing: repeatedly merge the two most uneven partitions, heavy shares with light ones."""
     partitions: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for index, cost in enumerate(costs.tolist()):
-        shares: list[tuple[float, list[int]]] = [(cost, [index])] + [(0.0, []) for _ in range(num_ranks - 1)]
+        shares: list[tuple[float, list[int]]] = [(cost, [index])] + [
+            (0.0, []) for _ in range(num_ranks - 1)
+        ]
         partitions.append((-cost, index, shares))
     heapq.heapify(partitions)
     while len(partitions) > 1:

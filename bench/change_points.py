@@ -37,11 +37,15 @@ def draw(kind: str, rng: np.random.Generator, repeats: int, num_runs: int) -> np
 
 def share_marked(lines: np.ndarray) -> float:
     """Share of lines with at least one change point."""
-    return float(np.mean([bool(find_change_points([line.tolist()], NUM_ORDERS)[0]) for line in lines]))
+    return float(
+        np.mean([bool(find_change_points([line.tolist()], NUM_ORDERS)[0]) for line in lines])
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=1000)
     parser.add_argument("--runs", type=int, nargs="+", default=[8, 14, 30, 90])
     chosen = parser.parse_args(arguments)
@@ -54,13 +58,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         alarms = [share_marked(draw(kind, rng, chosen.repeats, num_runs)) for kind in kinds]
         half = np.arange(num_runs) >= num_runs // 2
         found = [
-            share_marked(draw("normal", rng, chosen.repeats, num_runs) + size * SPREAD * half) for size in CHANGES
+            share_marked(draw("normal", rng, chosen.repeats, num_runs) + size * SPREAD * half)
+            for size in CHANGES
         ]
-        figures = [" ".join(f"{100 * share:5.1f}" for share in shares) for shares in (alarms, found)]
+        figures = [
+            " ".join(f"{100 * share:5.1f}" for share in shares) for shares in (alarms, found)
+        ]
         print(f"{num_runs:4}       {figures[0]}               {figures[1]}", flush=True)
         worst = max(worst, *alarms)
     if worst > allowed:
-        raise EvaluationError(f"{worst:.1%} of lines without a change are marked, more than {allowed:.1%}")
+        raise EvaluationError(
+            f"{worst:.1%} of lines without a change are marked, more than {allowed:.1%}"
+        )
 
 
 if __name__ == "__main__":

@@ -23,12 +23,18 @@ NUM_ROUNDS = 7  # per writer, after one warm-up
 def main() -> None:
     """Save alternately; print medians and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=1000, help="size of the state (default: %(default)s)")
     parser.add_argument(
-        "--folder", type=Path, help="scratch folder on the disk to measure (default: the temporary one)"
+        "--megabytes", type=int, default=1000, help="size of the state (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="scratch folder on the disk to measure (default: the temporary one)",
     )
     arguments = parser.parse_args()
-    tensors = {f"t{number}": torch.randn(2_000_000) for number in range(arguments.megabytes // 8)}  # 8 MB each
+    tensors = {
+        f"t{number}": torch.randn(2_000_000) for number in range(arguments.megabytes // 8)
+    }  # 8 MB each
     writers = {"without digests": FileSystemWriter, "with digests": _Writer}
     seconds: dict[str, list[float]] = {name: [] for name in writers}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in writers}

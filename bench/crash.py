@@ -107,19 +107,32 @@ def main() -> None:
     arguments = _parser().parse_args()
     logging.basicConfig(level=logging.WARNING)
     rng = random.Random(arguments.seed)
-    roles: list[Role] = arguments.roles or [rng.choice(RANDOM_ROLES) for _ in range(arguments.kills)]
+    roles: list[Role] = arguments.roles or [
+        rng.choice(RANDOM_ROLES) for _ in range(arguments.kills)
+    ]
     moments = random_moments(roles, arguments.steps, rng)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         undisturbed, killed = _prepare(folder, arguments.steps)
         began = time.monotonic()
-        run_command(undisturbed.command, log_path=undisturbed.log_path, label="train", on_line=lambda line: None)
-        print(f"undisturbed: {arguments.steps} steps in {time.monotonic() - began:.0f} s", flush=True)
+        run_command(
+            undisturbed.command,
+            log_path=undisturbed.log_path,
+            label="train",
+            on_line=lambda line: None,
+        )
+        print(
+            f"undisturbed: {arguments.steps} steps in {time.monotonic() - began:.0f} s", flush=True
+        )
         began = time.monotonic()
         num_kills = train_through_kills(killed, moments)
-        print(f"{num_kills} of {len(moments)} kills, {arguments.steps} steps in {time.monotonic() - began:.0f} s")
+        print(
+            f"{num_kills} of {len(moments)} kills, {arguments.steps} steps in {time.monotonic() - began:.0f} s"
+        )
         differing = differences(undisturbed.output, killed.output)
-    print("\n".join(differing) if differing else "parameters, optimizer and metrics are bit-identical")
+    print(
+        "\n".join(differing) if differing else "parameters, optimizer and metrics are bit-identical"
+    )
     sys.exit(1 if differing or num_kills < len(moments) else 0)
 
 
@@ -140,7 +153,9 @@ def train_through_kills(training: Training, moments: Sequence[Moment]) -> int:
     pending = list(moments)
     is_done = False
     while not is_done:
-        with background_command(training.command, log_path=training.log_path, label="train") as process:
+        with background_command(
+            training.command, log_path=training.log_path, label="train"
+        ) as process:
             is_command_killed = False
             while pending and not is_command_killed and _wait_for(pending[0], training, process):
                 if _kill(pending[0], training, process):
@@ -162,7 +177,9 @@ def differences(expected: Path, found: Path) -> list[str]:
     first, second = (read_tensors(checkpoint) for checkpoint in (checkpoints[0], checkpoints[1]))
     lines += [f"{name} is in one checkpoint only" for name in sorted({*first} ^ {*second})]
     shared = sorted({*first} & {*second})
-    return lines + [f"{name} differs" for name in shared if not _is_equal(first[name], second[name])]
+    return lines + [
+        f"{name} differs" for name in shared if not _is_equal(first[name], second[name])
+    ]
 
 
 def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -273,14 +290,20 @@ def _title(pid: int) -> str:
 
 def _prepare(folder: Path, num_steps: int) -> tuple[Training, Training]:
     """Prepare the recipe's data and model; returns two trainings on them."""
-    options = [word for override in (*OVERRIDES, f"train.total_steps={num_steps}") for word in ("--set", override)]
+    options = [
+        word
+        for override in (*OVERRIDES, f"train.total_steps={num_steps}")
+        for word in ("--set", override)
+    ]
     data, model = folder / "data", folder / "model"
     stages: list[list[str | Path]] = [
         ["prepare-data", RECIPE, "--output", data],
         ["fetch-model", RECIPE, "--data", data / "train.parquet", "--output", model],
     ]
     for words in stages:
-        run_command(dapo_command(*words, *options), log_path=folder / "stages.log", label=str(words[0]))
+        run_command(
+            dapo_command(*words, *options), log_path=folder / "stages.log", label=str(words[0])
+        )
     more = ("--held-out", str(data / "eval.parquet"), *options, "--set", "train.max_restarts=1000")
     return (
         Training(Path(RECIPE), data / "train.parquet", model, folder / "alone", more),
@@ -293,13 +316,20 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--kills", type=int, default=20, help="number of kills in random roles (default: %(default)s)"
+        "--kills",
+        type=int,
+        default=20,
+        help="number of kills in random roles (default: %(default)s)",
     )
     parser.add_argument(
         "--roles", nargs="+", choices=get_args(Role), help="kill these roles instead, in this order"
     )
-    parser.add_argument("--steps", type=int, default=30, help="training steps (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of roles and moments (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=30, help="training steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of roles and moments (default: %(default)s)"
+    )
     return parser
 
 

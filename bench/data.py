@@ -31,7 +31,9 @@ def main() -> None:
     )
     parser.add_argument("train", help="NAME=FILE of a registered training set")
     parser.add_argument("held_out", nargs="*", help="NAME=FILE of registered evaluation sets")
-    parser.add_argument("--model", type=Path, help="model folder; its tokenizer is timed on the training set")
+    parser.add_argument(
+        "--model", type=Path, help="model folder; its tokenizer is timed on the training set"
+    )
     parser.add_argument(
         "--copies",
         type=int,
@@ -66,7 +68,9 @@ def time_contamination(train_set: str, texts: list[str], sets: dict[str, list[Pr
         seconds = time.process_time() - started
         rows, equal = {hit.row for hit in hits}, {hit.row for hit in hits if hit.is_equal}
         found = len({hit.item for hit in hits})
-        print(f"| {name} | {len(problems):,} | {found:,} | {len(rows):,} | {len(equal):,} | {seconds:.1f} |")
+        print(
+            f"| {name} | {len(problems):,} | {found:,} | {len(rows):,} | {len(equal):,} | {seconds:.1f} |"
+        )
 
 
 def time_tokenizing(path: Path, model: Path, copies: int) -> None:
@@ -80,10 +84,15 @@ def time_tokenizing(path: Path, model: Path, copies: int) -> None:
             for _ in range(copies):
                 writer.write_table(table, row_group_size=1000)
         before, started, used = peak_bytes(), time.monotonic(), time.process_time()
-        prompts = tokenized_prompts(train, model, tokenizer, Path(folder), PromptsConfig(too_long="drop"))
+        prompts = tokenized_prompts(
+            train, model, tokenizer, Path(folder), PromptsConfig(too_long="drop")
+        )
         seconds = time.monotonic() - started
         cpu_seconds = time.process_time() - used
-        print(f"\n{len(prompts):,} prompts, {int(prompts.lengths.sum()):,} tokens: {seconds:.1f} s, ", end="")
+        print(
+            f"\n{len(prompts):,} prompts, {int(prompts.lengths.sum()):,} tokens: {seconds:.1f} s, ",
+            end="",
+        )
         print(f"{cpu_seconds:.1f} s of CPU, peak memory ", end="")
         print(f"{(peak_bytes() - before) / 1024**2:.0f} MiB higher")
 

@@ -25,7 +25,10 @@ EXAMPLE = """example, on two cores, with one and with two threads per engine:
 NUM_PROMPTS, GROUP_SIZE, MAX_RESPONSE_TOKENS, MAX_NUM_SEQS = 32, 8, 64, 256  # the load of a round
 NUM_ROUNDS = 5  # measured, after one warm-up
 WARM_UP_STEPS = 100  # of the recipe's model, for responses of realistic lengths
-os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # as in rollout workers
+os.environ |= {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}  # as in rollout workers
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--threads", nargs="+", type=int, default=[1], help="CPU threads per engine (default: 1)")
+    parser.add_argument(
+        "--threads", nargs="+", type=int, default=[1], help="CPU threads per engine (default: 1)"
+    )
     parser.add_argument("--model", type=Path, help="a model folder, instead of the recipe's model")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -55,8 +60,12 @@ def main() -> None:
         measurements = []
         for num_threads in arguments.threads:
             for kind in ("vllm", "hf"):
-                with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                    measurements.append(pool.submit(measure, kind, num_threads, model_path).result())
+                with ProcessPoolExecutor(
+                    1, mp_context=multiprocessing.get_context("spawn")
+                ) as pool:
+                    measurements.append(
+                        pool.submit(measure, kind, num_threads, model_path).result()
+                    )
     print(table(measurements))
 
 
@@ -79,7 +88,8 @@ def recipe_prompts(model_path: Path, num_prompts: int) -> list[list[int]]:
     tokenizer = load_tokenizer(model_path)
     rows, _ = generate_problems(num_train=num_prompts, num_eval=1, max_level=2, seed=1)
     texts = [
-        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        for row in rows
     ]
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
@@ -117,7 +127,9 @@ def measure(kind: Literal["vllm", "hf"], num_threads: int, model_path: Path) -> 
         num_threads,
         start_seconds,
         seconds[0],
-        statistics.median(tokens / spent for tokens, spent in zip(num_tokens[1:], seconds[1:], strict=True)),
+        statistics.median(
+            tokens / spent for tokens, spent in zip(num_tokens[1:], seconds[1:], strict=True)
+        ),
         statistics.median(cpu_seconds[1:]),
         statistics.median(load_seconds[1:]),
         statistics.mean(num_tokens) / (NUM_PROMPTS * GROUP_SIZE),
@@ -145,7 +157,9 @@ def _time_weight_load(engine: Engine, model_path: Path, policy_version: int) -> 
     from safetensors.torch import load_file
 
     weights = {
-        name: tensor for file in model_path.glob("*.safetensors") for name, tensor in load_file(file).items()
+        name: tensor
+        for file in model_path.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
     }
     began = time.perf_counter()
     engine.load_weights(weights.items(), policy_version)
@@ -158,7 +172,9 @@ def _run_round(engine: Engine, prompts: list[list[int]], number: int) -> int:
 
     engine.submit(
         [
-            GenerationRequest(f"{number}/{index}/{sample}", prompt, seed=(number * 1000 + index) * 100 + sample)
+            GenerationRequest(
+                f"{number}/{index}/{sample}", prompt, seed=(number * 1000 + index) * 100 + sample
+            )
             for index, prompt in enumerate(prompts)
             for sample in range(GROUP_SIZE)
         ]

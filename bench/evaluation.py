@@ -90,7 +90,12 @@ class MockServer:
             text = f"It is $\\boxed{{{number + 1}}}$."
         message = {"role": "assistant", "content": text}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        head = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}  # required by strict clients
+        head = {
+            "id": "1",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "m",
+        }  # required by strict clients
         usage = {"prompt_tokens": 9, "completion_tokens": 12, "total_tokens": 21}
         return 200, json.dumps({**head, "choices": [choice], "usage": usage}).encode()
 
@@ -98,7 +103,10 @@ class MockServer:
 def read_answers(path: Path) -> dict[str, str]:
     """Return answers to MATH-500: by turns the solution, another spelling, named, in words, and a wrong one."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {row["problem"]: _answer(index, row, rows[index - 1]["answer"]) for index, row in enumerate(rows)}
+    return {
+        row["problem"]: _answer(index, row, rows[index - 1]["answer"])
+        for index, row in enumerate(rows)
+    }
 
 
 def _answer(index: int, row: Mapping[str, str], other: str) -> str:
@@ -125,7 +133,9 @@ def _serve(server: MockServer, port: Connection) -> None:
 def serving(server: MockServer) -> Iterator[tuple[str, Path]]:
     """Yield the URL of a server in a separate process, and an empty folder."""
     port, other = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(server, other), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=_serve, args=(server, other), daemon=True
+    )
     process.start()
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -145,13 +155,18 @@ def measure_client(server: MockServer, count: int) -> tuple[float, float]:
 def evaluate(url: str, evaluation_set: EvaluationSet, folder: Path, concurrency: int) -> Summary:
     """Evaluate the mock server."""
     benchmark = Benchmark(evaluation_set, Sampling(max_tokens=64), folder)
-    [summary] = evaluate_all([benchmark], [Endpoint(url, "m")], limits=Limits(concurrency=concurrency))
+    [summary] = evaluate_all(
+        [benchmark], [Endpoint(url, "m")], limits=Limits(concurrency=concurrency)
+    )
     return summary
 
 
 def make_set(count: int) -> EvaluationSet:
     """Sums as chats."""
-    items = (Item(f"{n}", ({"role": "user", "content": f"{n} + 1 = ?"},), str(n + 1)) for n in range(count))
+    items = (
+        Item(f"{n}", ({"role": "user", "content": f"{n} + 1 = ?"},), str(n + 1))
+        for n in range(count)
+    )
     return EvaluationSet(tuple(items))
 
 
@@ -172,7 +187,9 @@ async def ask_bare(url: str, evaluation_set: EvaluationSet, concurrency: int) ->
     return responses
 
 
-def measure_beside_bare(num_pairs: int, latency_seconds: float, count: int = 5000, concurrency: int = 256) -> None:
+def measure_beside_bare(
+    num_pairs: int, latency_seconds: float, count: int = 5000, concurrency: int = 256
+) -> None:
     """Print wall and CPU seconds of evaluations, each beside a bare loop, and the median ratios."""
     evaluation_set, ratios = make_set(count), []
     for _ in range(num_pairs):
@@ -182,10 +199,13 @@ def measure_beside_bare(num_pairs: int, latency_seconds: float, count: int = 500
             own = _timed(lambda: evaluate(url, evaluation_set, folder, concurrency))
         ratios.append([ours / theirs for ours, theirs in zip(own, bare, strict=True)])
         print(
-            f"  bare {bare[0]:.2f} s (CPU {bare[1]:.2f}), evaluation {own[0]:.2f} s (CPU {own[1]:.2f})", flush=True
+            f"  bare {bare[0]:.2f} s (CPU {bare[1]:.2f}), evaluation {own[0]:.2f} s (CPU {own[1]:.2f})",
+            flush=True,
         )
     seconds, cpu = map(statistics.median, zip(*ratios, strict=True))
-    print(f"{count} requests, {concurrency} in flight, {latency_seconds:g} s: {seconds:.2f}x, CPU {cpu:.2f}x")
+    print(
+        f"{count} requests, {concurrency} in flight, {latency_seconds:g} s: {seconds:.2f}x, CPU {cpu:.2f}x"
+    )
 
 
 def _timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -200,8 +220,25 @@ def measure_command(count: int) -> float:
         data = folder / "problems.jsonl"
         rows = [{"problem": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(count)]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words = ["--base-url", url, "--model-name", "m", "--data", str(data), "--output", str(folder / "out")]
-        command = [sys.executable, "-m", "flows.cli", "eval", *words, "--set", "evaluate.prompt=bare"]
+        words = [
+            "--base-url",
+            url,
+            "--model-name",
+            "m",
+            "--data",
+            str(data),
+            "--output",
+            str(folder / "out"),
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "flows.cli",
+            "eval",
+            *words,
+            "--set",
+            "evaluate.prompt=bare",
+        ]
         start = time.monotonic()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
@@ -229,16 +266,33 @@ def measure_compare(count: int = 4000, chars: int = 31_000) -> None:
 
 def _write_results(folder: Path, draw: random.Random, count: int, chars: int) -> None:
     text = ('So $\\frac{a}{b} + \\sqrt{3} = 5$, and "x" is 7.\nNext: ' * chars)[:chars]
-    fields = {"sample": 0, "finish_reason": "stop", "answer": "7", "gold": "7", "aisbench_answer": "7"}
-    rest = {"aisbench_raises": False, "attempts": 1, "level": None, "subject": None, "failure": None}
+    fields = {
+        "sample": 0,
+        "finish_reason": "stop",
+        "answer": "7",
+        "gold": "7",
+        "aisbench_answer": "7",
+    }
+    rest = {
+        "aisbench_raises": False,
+        "attempts": 1,
+        "level": None,
+        "subject": None,
+        "failure": None,
+    }
     items = make_set(count).items
     write_json(
-        folder / "settings.json", make_settings(items, Endpoint("http://x", folder.name), Sampling(8192), None)
+        folder / "settings.json",
+        make_settings(items, Endpoint("http://x", folder.name), Sampling(8192), None),
     )
     with (folder / "results.jsonl").open("w") as file:
         for item in items:
             verdict = draw.choice(("right", "right", "wrong", "truncated"))
-            own = {"verdict": verdict, "aisbench_right": verdict == "right", "seconds": draw.random()}
+            own = {
+                "verdict": verdict,
+                "aisbench_right": verdict == "right",
+                "seconds": draw.random(),
+            }
             shown = {
                 "id": item.id,
                 "prompt": item.prompt,
@@ -249,17 +303,28 @@ def _write_results(folder: Path, draw: random.Random, count: int, chars: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--items", type=int, default=500)
-    parser.add_argument("--pairs", type=int, default=0, help="only compare with a bare loop, this many times")
-    parser.add_argument("--compare", action="store_true", help="only measure dapo compare on large results")
+    parser.add_argument(
+        "--pairs", type=int, default=0, help="only compare with a bare loop, this many times"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="only measure dapo compare on large results"
+    )
     parser.add_argument("--serve", action="store_true", help="only run the server, until Ctrl-C")
-    parser.add_argument("--answers", type=Path, help="with --serve: answer the problems of this MATH-500 file")
+    parser.add_argument(
+        "--answers", type=Path, help="with --serve: answer the problems of this MATH-500 file"
+    )
     arguments = parser.parse_args()
     count = arguments.items
     if arguments.serve:
         answers = read_answers(arguments.answers) if arguments.answers else {}
-        with serving(MockServer(answers=answers)) as (url, _), contextlib.suppress(KeyboardInterrupt):
+        with (
+            serving(MockServer(answers=answers)) as (url, _),
+            contextlib.suppress(KeyboardInterrupt),
+        ):
             print(url, flush=True)
             threading.Event().wait()
         return
@@ -278,7 +343,10 @@ def main() -> None:
         ("no latency, dapo eval", None, 10.0),
     ):
         seconds, right = measure_client(server, count) if server else (measure_command(count), 1.0)
-        print(f"{situation:28} {seconds:6.2f} s, at most {required_seconds:4.1f} s; {right:.1%} right", flush=True)
+        print(
+            f"{situation:28} {seconds:6.2f} s, at most {required_seconds:4.1f} s; {right:.1%} right",
+            flush=True,
+        )
         missed += [situation] if seconds > required_seconds or right < 1 else []
     if missed:
         raise EvaluationError(f"not met: {', '.join(missed)}")

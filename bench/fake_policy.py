@@ -51,10 +51,18 @@ def count(model_config: PretrainedConfig, config: TrainingConfig, folder: Path) 
         # DTensor caches its sharding plans on first use, with tensors that the tracker would count.
         policy.log_probs(warm)
         policy.update(warm, LossTotals(1, 1), True)  # leaves gradients
-        scoring = _peaks(policy, lambda: policy.log_probs(share))[-1] if config.scores_before_updates else None
+        scoring = (
+            _peaks(policy, lambda: policy.log_probs(share))[-1]
+            if config.scores_before_updates
+            else None
+        )
         measures = scoring is None
         update, optimizer = _peaks(policy, lambda: policy.update(share, LossTotals(1, 1), measures))
-    return {**({"old_log_probs": scoring} if scoring else {}), "update": update, "optimizer": optimizer}
+    return {
+        **({"old_log_probs": scoring} if scoring else {}),
+        "update": update,
+        "optimizer": optimizer,
+    }
 
 
 def write_model_folder(model_config: PretrainedConfig, folder: Path) -> None:
@@ -121,7 +129,10 @@ def _fake_policy(folder: Path, config: TrainingConfig) -> Iterator[policy_rank.P
         "fake", rank=train.sequence_parallel - 1, world_size=train.num_ranks, store=FakeStore()
     )
     try:
-        mesh, group = sharding._mesh(device_for("cpu"), train), sequence_group(train.sequence_parallel)
+        mesh, group = (
+            sharding._mesh(device_for("cpu"), train),
+            sequence_group(train.sequence_parallel),
+        )
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with ExitStack() as stack:
             for module, name, replacement in (
@@ -140,7 +151,9 @@ def _fake_policy(folder: Path, config: TrainingConfig) -> Iterator[policy_rank.P
         dist.destroy_process_group()
 
 
-def _with_fake_rows(make: Callable[..., PackedRow], mode: FakeTensorMode) -> Callable[..., PackedRow]:
+def _with_fake_rows(
+    make: Callable[..., PackedRow], mode: FakeTensorMode
+) -> Callable[..., PackedRow]:
     """Wrap `make` to run on real tensors and return its row as fake ones."""
 
     def make_fake(*arguments: Any) -> PackedRow:
@@ -148,7 +161,9 @@ def _with_fake_rows(make: Callable[..., PackedRow], mode: FakeTensorMode) -> Cal
             row = make(*arguments)
         packing = row.packing
         packing.positions = mode.from_tensor(packing.positions)
-        packing.blocks = [replace(block, tokens=mode.from_tensor(block.tokens)) for block in packing.blocks]
+        packing.blocks = [
+            replace(block, tokens=mode.from_tensor(block.tokens)) for block in packing.blocks
+        ]
         fakes: dict[str, Any] = {name: mode.from_tensor(getattr(row, name)) for name in ROW_TENSORS}
         return replace(row, **fakes)
 
@@ -166,7 +181,9 @@ def _peaks(policy: policy_rank.Policy, call: Callable[[], Any]) -> list[Parts]:
 
     with tracker:
         handles = [
-            policy.model.register_forward_pre_hook(lambda *_: tracker.reset_mod_stats(), prepend=True),
+            policy.model.register_forward_pre_hook(
+                lambda *_: tracker.reset_mod_stats(), prepend=True
+            ),
             policy.optimizer.register_step_pre_hook(end_phase),
         ]
         call()

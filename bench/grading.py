@@ -111,20 +111,31 @@ def measure(name: str, rule: Rule, rows: Sequence[LabelledRow], num_shown: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path)
-    parser.add_argument("--show", type=int, default=0, help="print up to this many wrong verdicts of each kind")
+    parser.add_argument(
+        "--show", type=int, default=0, help="print up to this many wrong verdicts of each kind"
+    )
     parser.add_argument("--rules", default="exact,aisbench,math-verify")
     parser.add_argument(
-        "--finish-reason", help="for rows without one; unset: the text decides whether it is truncated"
+        "--finish-reason",
+        help="for rows without one; unset: the text decides whether it is truncated",
     )
     arguments = parser.parse_args()
     rows = read_rows(arguments.file, arguments.finish_reason)
     print(f"{len(rows)} rows, {sum(row.is_right for row in rows)} labelled right")
-    print(f"{'rule':12} {'accuracy':>9} {'false +':>8} {'false -':>8} {'errors':>7} {'rows/s':>8} {'slowest':>9}")
+    print(
+        f"{'rule':12} {'accuracy':>9} {'false +':>8} {'false -':>8} {'errors':>7} {'rows/s':>8} {'slowest':>9}"
+    )
     with MathGrader() as grader:
         grader.grade("\\boxed{\\sqrt{2}}", "stop", "1.5")  # starts the process
-        rules = {"exact": lambda: exact(grader), "aisbench": lambda: aisbench, "math-verify": math_verify}
+        rules = {
+            "exact": lambda: exact(grader),
+            "aisbench": lambda: aisbench,
+            "math-verify": math_verify,
+        }
         for name in arguments.rules.split(","):
             measure(name, rules[name](), rows, arguments.show)
 

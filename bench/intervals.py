@@ -24,23 +24,43 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval import EvaluationError
 from eval.history import measure_trend
-from eval.statistics import SIGNIFICANCE, Stratum, measure_change, measure_pooled_change, share_interval
+from eval.statistics import (
+    SIGNIFICANCE,
+    Stratum,
+    measure_change,
+    measure_pooled_change,
+    share_interval,
+)
 
 REQUIRED = 0.94
 # Beta distributions of the probability of a right response over items, from polarized to uniform difficulty.
 ITEMS = ((0.1, 1.0), (0.3, 0.3), (0.5, 1.5), (1.0, 1.0), (2.0, 5.0))
 # benchmarks as (items, responses per item, index into ITEMS, weight)
 SUITES = {
-    "500, 272, 40, 30, 30 items": ((500, 1, 3, 1), (272, 1, 2, 1), (40, 1, 3, 1), (30, 1, 1, 1), (30, 1, 0, 1)),
+    "500, 272, 40, 30, 30 items": (
+        (500, 1, 3, 1),
+        (272, 1, 2, 1),
+        (40, 1, 3, 1),
+        (30, 1, 1, 1),
+        (30, 1, 0, 1),
+    ),
     "100, 100 items": ((100, 1, 3, 1), (100, 1, 1, 1)),
     "30, 30 items": ((30, 1, 3, 1), (30, 1, 1, 1)),
     "30 x 4, 30 x 4, 500 items": ((30, 4, 1, 1), (30, 4, 0, 1), (500, 1, 3, 2)),
 }
-TRENDS = ((3, 100, 1), (10, 100, 1), (30, 30, 4), (90, 30, 1), (90, 100, 1))  # (runs, items, responses per item)
+TRENDS = (
+    (3, 100, 1),
+    (10, 100, 1),
+    (30, 30, 4),
+    (90, 30, 1),
+    (90, 100, 1),
+)  # (runs, items, responses per item)
 CHANGED = 0.2  # share of items whose probability is redrawn from a better distribution
 
 
-def coverage(setting: tuple[int, int, tuple[float, float], int]) -> tuple[float, float, float, float]:
+def coverage(
+    setting: tuple[int, int, tuple[float, float], int],
+) -> tuple[float, float, float, float]:
     """Coverage of (accuracy, change, accuracy by bootstrap, change by bootstrap)."""
     n, k, (a, b), repeats = setting
     rng = np.random.default_rng([n, k, int(10 * a)])
@@ -93,7 +113,9 @@ def suite_coverage(setting: tuple[str, int]) -> tuple[float, float]:
                 truth += weight / total * changed * ((a + 1) / (a + 1 + b) - a / (a + b))
                 chances = rng.beta(a, b, size=n)
                 later = np.where(rng.random(n) < changed, rng.beta(a + 1, b, size=n), chances)
-                strata.append(Stratum((rng.binomial(k, later) - rng.binomial(k, chances)).tolist(), k, weight))
+                strata.append(
+                    Stratum((rng.binomial(k, later) - rng.binomial(k, chances)).tolist(), k, weight)
+                )
             change = measure_pooled_change(strata)
             covered += bool(changed) and holds(change.ci95, truth)
             alarms += not changed and change.p < SIGNIFICANCE
@@ -124,18 +146,24 @@ def bootstrap(values: np.ndarray, rng: np.random.Generator) -> tuple[float, floa
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=500)
     parser.add_argument("--items", type=int, nargs="+", default=[30, 60, 100, 500])
     parser.add_argument("--samples", type=int, nargs="+", default=[1, 4, 32])
     chosen = parser.parse_args(arguments)
     error = 3 * (REQUIRED * (1 - REQUIRED) / chosen.repeats) ** 0.5
     missed = []
-    print("  n   k  accuracy: mean lowest bootstrap   change: mean lowest bootstrap   (coverage in %)")
+    print(
+        "  n   k  accuracy: mean lowest bootstrap   change: mean lowest bootstrap   (coverage in %)"
+    )
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         for n in chosen.items:
             for k in chosen.samples:
-                found = np.array(pool.map(coverage, [(n, k, shape, chosen.repeats) for shape in ITEMS]))
+                found = np.array(
+                    pool.map(coverage, [(n, k, shape, chosen.repeats) for shape in ITEMS])
+                )
                 mean, lowest = 100 * found.mean(axis=0), 100 * found.min(axis=0)
                 print(
                     f"{n:3} {k:3}           {mean[0]:.1f}   {lowest[0]:.1f}      {mean[2]:.1f}"
@@ -146,8 +174,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     missed.append(f"n={n}, k={k}")
         print("runs, items, responses: coverage of the slope, rises of 20 points detected (%)")
         trends = [(setting, chosen.repeats) for setting in TRENDS]
-        for (setting, _), (covered, rises) in zip(trends, pool.map(trend_coverage, trends), strict=True):
-            print(f"{', '.join(map(str, setting)):28} {100 * covered:.1f} {100 * rises:.1f}", flush=True)
+        for (setting, _), (covered, rises) in zip(
+            trends, pool.map(trend_coverage, trends), strict=True
+        ):
+            print(
+                f"{', '.join(map(str, setting)):28} {100 * covered:.1f} {100 * rises:.1f}",
+                flush=True,
+            )
             if covered < REQUIRED - error:
                 missed.append(f"the trend over {setting[0]} runs")
         print("suite: coverage of the pooled change, p below 0.05 without a change (%)")

@@ -43,11 +43,15 @@ def main() -> None:
     """Run what is missing, then write the page and the plot."""
     arguments = _arguments()
     _print_lines()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that blocks are left and children ended
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that blocks are left and children ended
     variants = list(dict.fromkeys([FULL, *arguments.variants]))
     befores = [Job(None, seed, arguments.steps, arguments.store) for seed in arguments.seeds]
     trainings = [
-        Job(name, seed, arguments.steps, arguments.store) for seed in arguments.seeds for name in variants
+        Job(name, seed, arguments.steps, arguments.store)
+        for seed in arguments.seeds
+        for name in variants
     ]
     started = time.monotonic()
     outcomes = _run_jobs(befores, arguments.parallel) + _run_jobs(trainings, arguments.parallel)
@@ -55,7 +59,9 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     draw(outcomes, arguments.output / "ablation.png")
     page = arguments.output / "ablation.md"
-    page.write_text(render(outcomes, shlex.join(["bench/learning.py", *sys.argv[1:]])), encoding="utf-8")
+    page.write_text(
+        render(outcomes, shlex.join(["bench/learning.py", *sys.argv[1:]])), encoding="utf-8"
+    )
     print(page.read_text(encoding="utf-8"))
 
 
@@ -75,9 +81,13 @@ def run_job(job: Job) -> Outcome:
     data = _produce(store, key, job, lambda folder: ["prepare-data", RECIPE, "--output", folder])
     rows = Path(data.path) / TRAIN_FILE
     key = link_of(config, "fetch_model").key(data)
-    model = _produce(store, key, job, lambda folder: ["fetch-model", RECIPE, "--data", rows, "--output", folder])
+    model = _produce(
+        store, key, job, lambda folder: ["fetch-model", RECIPE, "--data", rows, "--output", folder]
+    )
     if job.variant is None:
-        return Outcome(job, *_answer(config, store, data, model), curves={}, generated_tokens=0, num_items=0)
+        return Outcome(
+            job, *_answer(config, store, data, model), curves={}, generated_tokens=0, num_items=0
+        )
     training, merged = _train(config, store, data, model, job)
     steps = read_training_metrics(Path(training.path) / METRICS_FILE)
     accuracy, answer_tokens = _answer(config, store, data, merged)
@@ -98,7 +108,11 @@ def _run_jobs(jobs: Sequence[Job], parallel: int) -> list[Outcome]:
         for outcome in pool.imap_unordered(run_job, jobs):
             outcomes.append(outcome)
             logger.info(
-                "%d of %d: %s, %.1f %% right", len(outcomes), len(jobs), outcome.job.label, 100 * outcome.accuracy
+                "%d of %d: %s, %.1f %% right",
+                len(outcomes),
+                len(jobs),
+                outcome.job.label,
+                100 * outcome.accuracy,
             )
     return outcomes
 
@@ -113,13 +127,19 @@ def _train(
     key = link_of(config, "train_policy").key(data, model)
     paths = ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path]
     training = _produce(
-        store, key, job, lambda folder: ["train", RECIPE, *paths, "--output", folder], resumable=True
+        store,
+        key,
+        job,
+        lambda folder: ["train", RECIPE, *paths, "--output", folder],
+        resumable=True,
     )
     key = link_of(config, "merge_checkpoint").key(training)
     return training, _produce(store, key, job, lambda folder: ["merge", training.path, folder])
 
 
-def _produce(store: ArtifactStore, key: StageKey, job: Job, words: Any, resumable: bool = False) -> Artifact:
+def _produce(
+    store: ArtifactStore, key: StageKey, job: Job, words: Any, resumable: bool = False
+) -> Artifact:
     """The artifact of the key, made if need be by the `dapo` command that `words(folder)` gives."""
     from flows.progress import STEP_LINE
     from tasks.execution.command import METRICS_LINE, dapo_command
@@ -142,7 +162,9 @@ def _produce(store: ArtifactStore, key: StageKey, job: Job, words: Any, resumabl
     return store.produce(key, build, resumable=resumable)[0]
 
 
-def _answer(config: Config, store: ArtifactStore, data: Artifact, model: Artifact) -> tuple[float, float]:
+def _answer(
+    config: Config, store: ArtifactStore, data: Artifact, model: Artifact
+) -> tuple[float, float]:
     """Accuracy and mean response tokens of a model's greedy answers to the held-out items."""
     from tasks.stages import Stage, evaluate_model_inputs
 
@@ -154,14 +176,18 @@ def _answer(config: Config, store: ArtifactStore, data: Artifact, model: Artifac
     )
     key = stage.key(config, evaluate_model_inputs(config, data, model))
     answers, _ = store.produce(key, lambda folder: _write_answers(config, data, model, folder))
-    rows = [json.loads(line) for line in (Path(answers.path) / ANSWERS_FILE).read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (Path(answers.path) / ANSWERS_FILE).read_text().splitlines()
+    ]
     return (
         statistics.fmean(row["verdict"] == "right" for row in rows),
         statistics.fmean(row["num_tokens"] for row in rows),
     )
 
 
-def _write_answers(config: Config, data: Artifact, model: Artifact, folder: Path) -> Mapping[str, Any]:
+def _write_answers(
+    config: Config, data: Artifact, model: Artifact, folder: Path
+) -> Mapping[str, Any]:
     from dapo_core.engines.base import EngineSettings, GenerationRequest, build_engine
     from dapo_core.pretrained import load_tokenizer
     from eval.answers.grading import grade
@@ -174,7 +200,10 @@ def _write_answers(config: Config, data: Artifact, model: Artifact, folder: Path
         load_tokenizer(model.path),
     )
     chats = [list(item.prompt) for item in items if not isinstance(item.prompt, str)]
-    texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+    texts = [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        for chat in chats
+    ]
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     settings = EngineSettings(
         dtype="float32",
@@ -189,14 +218,21 @@ def _write_answers(config: Config, data: Artifact, model: Artifact, folder: Path
         threads=1,
     )
     engine = build_engine("hf", model.path, settings, seed=0)
-    engine.submit([GenerationRequest(str(number), prompt, seed=0) for number, prompt in enumerate(prompts)])
+    engine.submit(
+        [GenerationRequest(str(number), prompt, seed=0) for number, prompt in enumerate(prompts)]
+    )
     with (folder / ANSWERS_FILE).open("w", encoding="utf-8") as file:
         while engine.num_unfinished():
             for response in engine.step():
                 item = items[int(response.request_id)]
                 text = str(tokenizer.decode(response.response_ids, skip_special_tokens=True))
                 verdict = grade(text, response.finish_reason, item.gold).verdict
-                row = {"id": item.id, "verdict": verdict, "num_tokens": len(response.response_ids), "text": text}
+                row = {
+                    "id": item.id,
+                    "verdict": verdict,
+                    "num_tokens": len(response.response_ids),
+                    "text": text,
+                }
                 file.write(json.dumps(row) + "\n")
     engine.close()
     return {}
@@ -213,20 +249,35 @@ def _arguments() -> argparse.Namespace:
     )
     removed = [name for name in VARIANTS if name != FULL]
     parser.add_argument(
-        "--variants", nargs="+", choices=list(VARIANTS), default=removed, metavar="INGREDIENT",
+        "--variants",
+        nargs="+",
+        choices=list(VARIANTS),
+        default=removed,
+        metavar="INGREDIENT",
         help=f"ingredients to remove, each alone, beside the full recipe (default: {' '.join(removed)})",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--seeds", nargs="+", type=int, default=[0, 1, 2], help="at least 2 for intervals (default: 0 1 2)"
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0, 1, 2],
+        help="at least 2 for intervals (default: 0 1 2)",
     )
     parser.add_argument("--steps", type=int, help="training steps (default: the recipe's)")
     parser.add_argument(
-        "--parallel", type=int, default=1, help="trainings at a time, of 3 threads each (default: 1)"
+        "--parallel",
+        type=int,
+        default=1,
+        help="trainings at a time, of 3 threads each (default: 1)",
     )
     parser.add_argument(
-        "--store", default=".dapo", help="artifact store; the demo's is shared (default: %(default)s)"
+        "--store",
+        default=".dapo",
+        help="artifact store; the demo's is shared (default: %(default)s)",
     )
-    parser.add_argument("--output", type=Path, default=Path("docs"), help="folder of ablation.md (default: docs)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs"), help="folder of ablation.md (default: docs)"
+    )
     arguments = parser.parse_args()
     if len(set(arguments.seeds)) != len(arguments.seeds) or len(arguments.seeds) > 10:
         parser.error("--seeds takes up to 10 different numbers")

@@ -49,7 +49,13 @@ class Job:
 
     @property
     def label(self) -> str:
-        what = "before" if self.variant is None else FULL if self.variant == FULL else f"without {self.variant}"
+        what = (
+            "before"
+            if self.variant is None
+            else FULL
+            if self.variant == FULL
+            else f"without {self.variant}"
+        )
         return f"{what}, seed {self.seed}"
 
 
@@ -99,7 +105,9 @@ def render(outcomes: Sequence[Outcome], command: str) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     templates = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=templates, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=templates, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     template = environment.get_template("learning.md.j2")
     trained = by_variant(outcomes)
     befores = [outcome for outcome in outcomes if outcome.job.variant is None]
@@ -107,7 +115,9 @@ def render(outcomes: Sequence[Outcome], command: str) -> str:
         rows=[_row(name, group, trained[FULL]) for name, group in trained.items()],
         before=_spread([100 * outcome.accuracy for outcome in befores], 1),
         comparisons={
-            ingredient(name): compare(group, trained[FULL]) for name, group in trained.items() if name != FULL
+            ingredient(name): compare(group, trained[FULL])
+            for name, group in trained.items()
+            if name != FULL
         },
         settings={ingredient(name): keys for name, keys in VARIANTS.items()},
         num_seeds=len(befores),
@@ -127,7 +137,9 @@ def ingredient(variant: str) -> str:
 def by_variant(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     """Group the trainings by variant, in order of seed."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.job.seed)
-    groups = {name: [outcome for outcome in ordered if outcome.job.variant == name] for name in VARIANTS}
+    groups = {
+        name: [outcome for outcome in ordered if outcome.job.variant == name] for name in VARIANTS
+    }
     return {name: group for name, group in groups.items() if group}
 
 
@@ -156,11 +168,23 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     axes = figure.axes[3]
     for place, (name, group) in enumerate(trained.items()):
         accuracies = [100 * outcome.accuracy for outcome in group]
-        axes.plot([place] * len(group), accuracies, "o", color=COLOURS[name], alpha=0.6, markersize=5)
-        axes.plot([place - 0.2, place + 0.2], [statistics.fmean(accuracies)] * 2, color=COLOURS[name], linewidth=2)
+        axes.plot(
+            [place] * len(group), accuracies, "o", color=COLOURS[name], alpha=0.6, markersize=5
+        )
+        axes.plot(
+            [place - 0.2, place + 0.2],
+            [statistics.fmean(accuracies)] * 2,
+            color=COLOURS[name],
+            linewidth=2,
+        )
     axes.set_xticks(range(len(trained)), [_name(name).replace(" ", "\n", 1) for name in trained])
     _style(axes, "Held-out accuracy after training (%), a dot for each seed")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
+    )
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
@@ -198,9 +222,15 @@ def _draw_band(axes: Axes, name: str, curves: Sequence[Sequence[float]]) -> None
     steps = range(1, len(points) + 1)
     width = 2.2 if name == FULL else 1.3
     axes.plot(
-        steps, [statistics.fmean(p) for p in points], color=COLOURS[name], linewidth=width, label=_name(name)
+        steps,
+        [statistics.fmean(p) for p in points],
+        color=COLOURS[name],
+        linewidth=width,
+        label=_name(name),
     )
-    axes.fill_between(steps, [min(p) for p in points], [max(p) for p in points], color=COLOURS[name], alpha=0.1)
+    axes.fill_between(
+        steps, [min(p) for p in points], [max(p) for p in points], color=COLOURS[name], alpha=0.1
+    )
 
 
 def _style(axes: Axes, title: str) -> None:
@@ -211,4 +241,6 @@ def _style(axes: Axes, title: str) -> None:
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
-    return [statistics.fmean(values[max(0, end - WINDOW) : end]) for end in range(1, len(values) + 1)]
+    return [
+        statistics.fmean(values[max(0, end - WINDOW) : end]) for end in range(1, len(values) + 1)
+    ]

@@ -46,7 +46,9 @@ def main() -> None:
     modes = parser.add_subparsers(required=True)
     counted = modes.add_parser("counted")
     counted.add_argument("recipes", nargs="+", type=Path)
-    counted.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as in dapo plan")
+    counted.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="as in dapo plan"
+    )
     counted.add_argument(
         "--layers",
         nargs="+",
@@ -54,21 +56,32 @@ def main() -> None:
         default=[4, 8],
         help="layer counts to build; two extrapolate to the whole model (default: 4 8)",
     )
-    counted.set_defaults(rows=lambda options: count_recipes(options.recipes, options.set, options.layers))
+    counted.set_defaults(
+        rows=lambda options: count_recipes(options.recipes, options.set, options.layers)
+    )
     modes.add_parser("measured").set_defaults(rows=lambda options: measure_sizes(MEASURED))
     options = parser.parse_args()
     for row in options.rows(options):
         print("|", " | ".join(row), "|", flush=True)
 
 
-def count_recipes(recipes: Iterable[Path], overrides: list[str], layers: list[int]) -> Iterator[list[str]]:
+def count_recipes(
+    recipes: Iterable[Path], overrides: list[str], layers: list[int]
+) -> Iterator[list[str]]:
     """Yields table rows: each phase of each recipe, counted and planned."""
     from transformers import AutoConfig
 
     from flows.config import load_config
 
     yield from _header(
-        "recipe", "model", "ranks", "tokens a rank", "layers counted", "phase", "counted GiB", "planned GiB"
+        "recipe",
+        "model",
+        "ranks",
+        "tokens a rank",
+        "layers counted",
+        "phase",
+        "counted GiB",
+        "planned GiB",
     )
     for recipe in recipes:
         settings = load_config(recipe, overrides)
@@ -110,13 +123,17 @@ def on_cpu(settings: TrainingConfig) -> TrainingConfig:
     return TrainingConfig.model_validate(sections)
 
 
-def extrapolate(model_config: PretrainedConfig, config: TrainingConfig, layers: list[int]) -> dict[str, float]:
+def extrapolate(
+    model_config: PretrainedConfig, config: TrainingConfig, layers: list[int]
+) -> dict[str, float]:
     """Bytes of each phase of the whole model. Layers are alike, so two layer counts determine the rest."""
     num_layers, peaks = model_config.num_hidden_layers, []
     for number in layers[:2]:
         model_config.num_hidden_layers, model_config.layer_types = number, None
         with tempfile.TemporaryDirectory() as folder:
-            counted = fake_policy.count(type(model_config)(**_plain(model_config)), config, Path(folder))
+            counted = fake_policy.count(
+                type(model_config)(**_plain(model_config)), config, Path(folder)
+            )
         peaks.append({phase: float(parts[fake_policy.TOTAL]) for phase, parts in counted.items()})
     first, last = peaks[0], peaks[-1]
     further = (num_layers - layers[0]) / ((layers[-1] - layers[0]) or 1)
@@ -129,7 +146,10 @@ def planned_bytes(
     """Bytes of a rank's tensors in each phase by the plan, with gloo's own copies if `has_copies`."""
     rank = rank_memory(config, shape_of(model_config))
     return {
-        "old_log_probs": rank.states + rank.forward_weights + rank.scoring_activations + rank.scoring_logits,
+        "old_log_probs": rank.states
+        + rank.forward_weights
+        + rank.scoring_activations
+        + rank.scoring_logits,
         "update": rank.states
         + rank.update_weights
         + rank.update_gradients
@@ -144,7 +164,9 @@ def measure_sizes(sizes: Iterable[tuple[int, int, int, int]]) -> Iterator[list[s
     """Yields table rows: each phase of each size, measured, counted and planned."""
     from transformers import Qwen3Config
 
-    yield from _header("parameters", "tokens", "ranks", "phase", "measured MiB", "counted MiB", "planned MiB")
+    yield from _header(
+        "parameters", "tokens", "ranks", "phase", "measured MiB", "counted MiB", "planned MiB"
+    )
     for hidden, num_layers, length, num_ranks in sizes:
         model_config = Qwen3Config(
             **real_policy.SIZES,
@@ -188,7 +210,9 @@ def difference(planned: float, found: float) -> str:
 
 def _plain(model_config: PretrainedConfig) -> dict[str, Any]:
     values = model_config.to_dict()
-    return {name: values[name] for name in values if name not in ("layer_types", "transformers_version")}
+    return {
+        name: values[name] for name in values if name not in ("layer_types", "transformers_version")
+    }
 
 
 def _header(*names: str) -> Iterator[list[str]]:

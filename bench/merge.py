@@ -83,7 +83,9 @@ def table(rounds: dict[str, list[Measurement]]) -> str:
         f"{'file MiB':>9}"
     ]
     for name, (seconds, least, cpu_seconds) in medians.items():
-        peak, largest = (max(getattr(row, key) for row in rounds[name]) for key in ("peak_bytes", "file_bytes"))
+        peak, largest = (
+            max(getattr(row, key) for row in rounds[name]) for key in ("peak_bytes", "file_bytes")
+        )
         lines.append(
             f"{name:24} {seconds:8.2f} {least:6.2f} {seconds / first:6.2f} {seconds / synced:11.2f} "
             f"{cpu_seconds:6.2f} {peak / MIB:9.0f} {largest / MIB:9.0f}"
@@ -126,7 +128,10 @@ def write_checkpoints(folder: Path, model_files: Path) -> tuple[Path, Path]:
 
     model = empty_model(model_files)
     generator = torch.Generator().manual_seed(0)
-    whole = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in model.state_dict().items()}
+    whole = {
+        name: torch.randn(tensor.shape, generator=generator)
+        for name, tensor in model.state_dict().items()
+    }
     tied = tied_names(model)
     whole = {name: tensor for name, tensor in whole.items() if name not in tied}
     verl, ours = folder / "global_step_1" / "actor", folder / "step_000001"
@@ -139,7 +144,9 @@ def write_checkpoints(folder: Path, model_files: Path) -> tuple[Path, Path]:
     (ours / "trainer_state.json").write_text(json.dumps({"step": 1, "metrics": {}}))
     write_manifest(ours, "bench", 1, {})
     for rank in range(NUM_SHARDS):
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_SHARDS)
+        torch.distributed.init_process_group(
+            "fake", store=FakeStore(), rank=rank, world_size=NUM_SHARDS
+        )
         mesh = DeviceMesh("cpu", list(range(NUM_SHARDS)), mesh_dim_names=("fsdp",))
         state = {
             name: DTensor.from_local(
@@ -233,9 +240,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=9, help="layers of the model (default: %(default)s, 2.3 GB)")
+    parser.add_argument(
+        "--layers", type=int, default=9, help="layers of the model (default: %(default)s, 2.3 GB)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="scratch folder on the disk to measure (default: temporary)")
+    parser.add_argument(
+        "--folder", type=Path, help="scratch folder on the disk to measure (default: temporary)"
+    )
     return parser
 
 

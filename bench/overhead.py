@@ -30,7 +30,9 @@ ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 def main() -> None:
     """Measure each way and print its overhead, in seconds and as a share of the whole."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     print(f"{NUM_CORES} cores, load {os.getloadavg()[0]:.1f} before")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -58,7 +60,9 @@ class Site:
         folder.mkdir()
         self.store = folder / "store"
         self.overrides = [f"store.path={self.store}", *SMALL]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
+        }
         self.env = {**inherited, "PREFECT_HOME": str(folder / "prefect")}
 
     def dapo(self, *words: str) -> None:
@@ -72,13 +76,21 @@ class Site:
 
     def deploy(self) -> None:
         """Run the chain through its deployment, from the request to the end of the flow run."""
-        with httpx.Client(base_url=Services(self.store).api_url, timeout=60, trust_env=False) as client:
-            deployment = client.get("/deployments/name/dapo-full/dapo-full").raise_for_status().json()["id"]
+        with httpx.Client(
+            base_url=Services(self.store).api_url, timeout=60, trust_env=False
+        ) as client:
+            deployment = (
+                client.get("/deployments/name/dapo-full/dapo-full").raise_for_status().json()["id"]
+            )
             request = {"parameters": {"config": CONFIG, "overrides": self.overrides}}
-            while (created := client.post(f"/deployments/{deployment}/create_flow_run", json=request)).is_error:
+            while (
+                created := client.post(f"/deployments/{deployment}/create_flow_run", json=request)
+            ).is_error:
                 time.sleep(1.0)  # SQLite is locked
             flow_run = created.json()["id"]
-            while (state := client.get(f"/flow_runs/{flow_run}").json()["state"])["type"] not in ENDED:
+            while (state := client.get(f"/flow_runs/{flow_run}").json()["state"])[
+                "type"
+            ] not in ENDED:
                 time.sleep(0.2)
         if state["type"] != "COMPLETED":
             raise SystemExit(f"the flow run became {state['name']}: {state['message']}")

@@ -12,10 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SIZES: dict[str, Any] = {"vocab_size": 32_000, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+SIZES: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
 # Map blocks from 64 KiB on, so that freeing returns them to the system. By default glibc raises this threshold to
 # the size of freed blocks, up to 32 MiB, and keeps such memory.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+}
 
 
 def measure(model_path: Path, config: dict[str, Any]) -> dict[str, int]:

@@ -86,7 +86,8 @@ def decode_everything(tokenizer: Any, requests: list[ScoreRequest]) -> list[Scor
     """Baseline: the whole text, the same rule, one process."""
     return [
         SCORERS[DATA_SOURCES[request.data_source]](
-            str(tokenizer.decode(request.response_ids, skip_special_tokens=True)), request.ground_truth
+            str(tokenizer.decode(request.response_ids, skip_special_tokens=True)),
+            request.ground_truth,
         )
         for request in requests
     ]
@@ -105,7 +106,9 @@ def pooled(tokenizer: Any, requests: list[ScoreRequest]) -> list[Score]:
     return [scores[str(position)] for position in range(len(requests))]
 
 
-def build_requests(tokenizer: Any, rng: random.Random, arguments: argparse.Namespace) -> list[ScoreRequest]:
+def build_requests(
+    tokenizer: Any, rng: random.Random, arguments: argparse.Namespace
+) -> list[ScoreRequest]:
     """Build groups of equally long responses that share the ground truth and finish at different times."""
     requests = []
     for position in range(arguments.responses):
@@ -118,7 +121,9 @@ def build_requests(tokenizer: Any, rng: random.Random, arguments: argparse.Names
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="folder with a tokenizer; unset: one is trained here")
     parser.add_argument("--responses", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=1500)

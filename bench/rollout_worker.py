@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from dapo_core.groups import GroupRequest
 
 
-NUM_GROUPS, NUM_OPEN, GROUP_SIZE, MAX_RESPONSE_TOKENS, MAX_NUM_SEQS = 96, 16, 8, 64, 64  # the load of a round
+NUM_GROUPS, NUM_OPEN, GROUP_SIZE, MAX_RESPONSE_TOKENS, MAX_NUM_SEQS = (
+    96,
+    16,
+    8,
+    64,
+    64,
+)  # the load of a round
 NUM_ROUNDS = 5  # measured, after one warm-up
 
 
@@ -34,7 +40,9 @@ class Pass:
 
     num_tokens: int
     seconds: float
-    idle_seconds: float = 0.0  # between engine steps with requests pending, less the time to submit new ones
+    idle_seconds: float = (
+        0.0  # between engine steps with requests pending, less the time to submit new ones
+    )
 
     @property
     def tokens_per_second(self) -> float:
@@ -43,8 +51,12 @@ class Pass:
 
 def main() -> None:
     """Build the model, alternate both kinds of passes, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=["vllm", "hf"], default="vllm", help="(default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--engine", choices=["vllm", "hf"], default="vllm", help="(default: %(default)s)"
+    )
     engine = parser.parse_args().engine
     with tempfile.TemporaryDirectory() as folder:
         print(table(*measure(engine, build_recipe_model(Path(folder) / "model"))))
@@ -71,7 +83,9 @@ def measure(engine: str, model_path: Path) -> tuple[list[Pass], list[Pass]]:
     }
     data = {"train": "arithmetic", "eval": "arithmetic", "max_prompt_tokens": 96}
     reward = {"overlong": {"buffer_tokens": 8}}
-    config = resolve_config({"data": data, "model": {"source": "recipe"}, "rollout": rollout, "reward": reward})
+    config = resolve_config(
+        {"data": data, "model": {"source": "recipe"}, "rollout": rollout, "reward": reward}
+    )
     requests = [
         GroupRequest(number, Prompt(number, tuple(ids), "arithmetic", "1"), 1)
         for number, ids in enumerate(recipe_prompts(model_path, NUM_GROUPS))
@@ -157,7 +171,10 @@ def _run(group: RolloutGroup, requests: Sequence[GroupRequest]) -> tuple[int, fl
 
 def table(bare: list[Pass], worked: list[Pass]) -> str:
     """The figures as text; ratios compare consecutive passes."""
-    ratios = [one.tokens_per_second / other.tokens_per_second for one, other in zip(worked, bare, strict=True)]
+    ratios = [
+        one.tokens_per_second / other.tokens_per_second
+        for one, other in zip(worked, bare, strict=True)
+    ]
     idle = median(one.idle_seconds / one.seconds for one in worked)
     return "\n".join(
         [

@@ -33,7 +33,9 @@ LIMIT, MEAN, CUT_SHARE = 20_480, 7_385, 0.039  # tokens of a response
 LOG_SIGMA = 0.6926  # of the log-normal with this mean and this share above the limit
 LOG_MEAN = math.log(LIMIT) - 1.7624 * LOG_SIGMA  # 1.7624: standard normal quantile of 1 - 0.039
 BETWEEN_PROMPTS = 0.5  # share of the variance of log-lengths between prompts
-DIFFICULTY_SLOPE = 2.0  # logits of a wrong response per standard deviation of the prompt's mean log-length
+DIFFICULTY_SLOPE = (
+    2.0  # logits of a wrong response per standard deviation of the prompt's mean log-length
+)
 GROUP_SIZE, TRAIN_PROMPTS, NUM_ENGINES = 16, 64, 8
 
 
@@ -69,8 +71,12 @@ class SimulatedEngines:
     now: int = 0
     busy: int = 0  # slots x ticks with a response
     _open: dict[int, _Open] = field(default_factory=dict)
-    _queues: list[deque[tuple[int, int]]] = field(default_factory=list)  # (group id, sample) waiting for a slot
-    _running: list[tuple[int, int, int, int]] = field(default_factory=list)  # (end, group id, sample, engine)
+    _queues: list[deque[tuple[int, int]]] = field(
+        default_factory=list
+    )  # (group id, sample) waiting for a slot
+    _running: list[tuple[int, int, int, int]] = field(
+        default_factory=list
+    )  # (end, group id, sample, engine)
     _in_flight: list[int] = field(default_factory=list)  # groups per engine
     _free: list[int] = field(default_factory=list)  # slots per engine
 
@@ -92,10 +98,14 @@ class SimulatedEngines:
         for request in requests:
             engine = self._in_flight.index(min(self._in_flight))
             lengths, _ = outcomes(request.group_id)
-            num_tokens = [len(response.response_ids) for response in request.responses] or [0] * GROUP_SIZE
+            num_tokens = [len(response.response_ids) for response in request.responses] or [
+                0
+            ] * GROUP_SIZE
             group = self._open[request.group_id] = _Open(request, num_tokens)
             self._in_flight[engine] += 1
-            unfinished = [sample for sample in range(GROUP_SIZE) if num_tokens[sample] < lengths[sample]]
+            unfinished = [
+                sample for sample in range(GROUP_SIZE) if num_tokens[sample] < lengths[sample]
+            ]
             group.num_left = len(unfinished)
             self._queues[engine].extend((request.group_id, sample) for sample in unfinished)
             self._start(engine)
@@ -113,7 +123,9 @@ class SimulatedEngines:
         while self._running and self._running[0][0] == self.now:
             late += self._advance()
         for end, group_id, sample, engine in self._running:
-            self._open[group_id].num_tokens[sample] = int(outcomes(group_id)[0][sample]) - (end - self.now)
+            self._open[group_id].num_tokens[sample] = int(outcomes(group_id)[0][sample]) - (
+                end - self.now
+            )
             self._free[engine] += 1
         requests = [_begun(group) for _, group in sorted(self._open.items())]
         self._open.clear()
@@ -196,7 +208,9 @@ def simulate(
     """Draw `num_steps` steps with the sampler."""
     engines: Any = SimulatedEngines(num_engines, num_slots)
     prompts = [Prompt(0, (), "simulated", "")]
-    sampler = Sampler(engines, PromptStream(prompts, 0, False), train_prompts, settings, clock=lambda: engines.now)
+    sampler = Sampler(
+        engines, PromptStream(prompts, 0, False), train_prompts, settings, clock=lambda: engines.now
+    )
     draws, drawn_in, ages = list[Draw](), dict[int, int](), list[int]()
     for step in range(1, num_steps + 1):
         drawn = sampler.stream.position
@@ -241,10 +255,17 @@ def compared_settings() -> dict[str, SamplerConfig]:
 
 def main() -> None:
     """Simulate each setting and print one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=50, help="training steps (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--slots", type=int, default=256, help="responses an engine decodes at once (default: %(default)s)"
+        "--steps", type=int, default=50, help="training steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--slots",
+        type=int,
+        default=256,
+        help="responses an engine decodes at once (default: %(default)s)",
     )
     arguments = parser.parse_args()
     sample = range(20_000)

@@ -39,7 +39,13 @@ from dapo_core.weight_transfer.proof import Loaded, merge_checksums, require_arr
 
 HIDDEN, FEED_FORWARD, VOCABULARY = 1024, 3072, 32_000
 ATTENTION = [(2 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 2 * HIDDEN)]
-LAYER = [*ATTENTION, (FEED_FORWARD, HIDDEN), (FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD), (HIDDEN,)]
+LAYER = [
+    *ATTENTION,
+    (FEED_FORWARD, HIDDEN),
+    (FEED_FORWARD, HIDDEN),
+    (HIDDEN, FEED_FORWARD),
+    (HIDDEN,),
+]
 SAMPLE_SECONDS = 0.002  # between memory samples
 BUCKET_MEGABYTES = 128
 WAYS = ("shared", "gloo", "bare", "copies", "file")
@@ -57,9 +63,15 @@ class Peer:
 
 def main() -> None:
     """Print a line per size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", nargs="+", type=int, default=[250, 500, 1000], help="sizes of the weights")
-    parser.add_argument("--rounds", type=int, default=15, help="syncs per transport (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--megabytes", nargs="+", type=int, default=[250, 500, 1000], help="sizes of the weights"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="syncs per transport (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -75,7 +87,9 @@ def main() -> None:
             print(_line(source.plan, *measure(source, peer, arguments.rounds)), flush=True)
 
 
-def measure(source: WeightSource, peer: Peer, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+def measure(
+    source: WeightSource, peer: Peer, rounds: int
+) -> tuple[dict[str, float], dict[str, float]]:
     """Returns minimum seconds and maximum extra MiB per way; all ways alternate, after one warm-up."""
     tensors = source.plan.tensors.values()
     weights = {planned.name: torch.randn(planned.shape) for planned in tensors}
@@ -84,7 +98,9 @@ def measure(source: WeightSource, peer: Peer, rounds: int) -> tuple[dict[str, fl
             **{name: partial(_sync, source, peer, name) for name in peer.outboxes},
             "bare": partial(_broadcast_alone, source.plan, peer),
             "copies": partial(
-                _copy_twice, weights, {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+                _copy_twice,
+                weights,
+                {name: torch.zeros_like(tensor) for name, tensor in weights.items()},
             ),
             "file": partial(_through_a_file, weights, Path(folder) / "weights.safetensors"),
         }
@@ -105,7 +121,9 @@ def measure(source: WeightSource, peer: Peer, rounds: int) -> tuple[dict[str, fl
 def _line(plan: WeightPlan, seconds: dict[str, float], extra: dict[str, float]) -> str:
     size = sum(planned.numel for planned in plan.tensors.values()) * plan.dtype.itemsize / 2**20
     times = "  ".join(f"{seconds[name]:.3f}" for name in WAYS)
-    ratios = "  ".join(f"{seconds[name] / seconds['copies']:.2f}" for name in WAYS if name != "copies")
+    ratios = "  ".join(
+        f"{seconds[name] / seconds['copies']:.2f}" for name in WAYS if name != "copies"
+    )
     return f"{size:.0f} | {times} | {ratios} | {extra['shared']:.0f}  {extra['gloo']:.0f}"
 
 
@@ -113,11 +131,16 @@ def _line(plan: WeightPlan, seconds: dict[str, float], extra: dict[str, float]) 
 def _connected(megabytes: int) -> Iterator[tuple[WeightSource, Peer]]:
     """A policy rank's weights, and an engine process connected by both transports."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1
+        )
         source = _source(megabytes)
         plan, device = source.plan, device_for("cpu")
         shared, broadcast = Outbox(plan, device, 1), Outbox(plan, device, 0)
-        links = {"shared": Link(True, shared.address, 0, 1), "gloo": Link(False, f"file://{folder}/engine", 1, 2)}
+        links = {
+            "shared": Link(True, shared.address, 0, 1),
+            "gloo": Link(False, f"file://{folder}/engine", 1, 2),
+        }
         context = multiprocessing.get_context("spawn")
         pipe, engine_pipe = context.Pipe()
         process = context.Process(target=_engine, args=(engine_pipe, plan, links), daemon=True)
@@ -147,7 +170,9 @@ def _source(megabytes: int) -> WeightSource:
 def _engine(pipe: Connection, plan: WeightPlan, links: dict[str, Link]) -> None:
     """The engine process: runs a sync for each transport name received, and replies with what it loaded."""
     torch.set_num_threads(1)
-    inboxes: dict[str, Inbox] = {name: open_inbox(link, plan, device_for("cpu")) for name, link in links.items()}
+    inboxes: dict[str, Inbox] = {
+        name: open_inbox(link, plan, device_for("cpu")) for name, link in links.items()
+    }
     bare = join_group(_bare_address(links), 1, 2, "gloo")
     loaded = {name: torch.zeros(planned.shape) for name, planned in plan.tensors.items()}
     pipe.send("ready")
@@ -184,7 +209,9 @@ def _broadcast_buckets(plan: WeightPlan, group: Any) -> None:
     """Broadcast buffers of the buckets' sizes one after another: gloo's own share of a sync."""
     buffer = new_slots(plan, torch.device("cpu"))[0]
     for bucket in plan.buckets:
-        group.broadcast([buffer[: bucket_numel(bucket)]], torch.distributed.BroadcastOptions()).wait()
+        group.broadcast(
+            [buffer[: bucket_numel(bucket)]], torch.distributed.BroadcastOptions()
+        ).wait()
     group.barrier().wait()
 
 
@@ -225,7 +252,9 @@ def _bytes(peer: Peer) -> int:
     for pid in (os.getpid(), peer.process.pid):
         match = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
         anonymous += 1024 * int(match[1]) if match else 0
-    return anonymous + sum(512 * os.stat(outbox.address).st_blocks for outbox in peer.outboxes.values())
+    return anonymous + sum(
+        512 * os.stat(outbox.address).st_blocks for outbox in peer.outboxes.values()
+    )
 
 
 if __name__ == "__main__":

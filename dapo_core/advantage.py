@@ -39,7 +39,10 @@ def weigh(batch: Batch, config: TrainingConfig, measured: Measured | None = None
 
 
 def group_advantages(
-    rewards: np.ndarray, group_ids: np.ndarray, algorithm: AlgorithmConfig, counts: np.ndarray | None = None
+    rewards: np.ndarray,
+    group_ids: np.ndarray,
+    algorithm: AlgorithmConfig,
+    counts: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the advantage of each response within its group: float32 [B].
 
@@ -61,13 +64,17 @@ def group_advantages(
         return counted
     rewards = np.asarray(rewards, dtype=np.float64)
     if not np.isfinite(rewards).all():
-        raise ValueError(f"{int((~np.isfinite(rewards)).sum())} of {rewards.size} rewards are not finite")
+        raise ValueError(
+            f"{int((~np.isfinite(rewards)).sum())} of {rewards.size} rewards are not finite"
+        )
     if Compat.of(algorithm).advantages_in_float32:
         return _verl_advantages(rewards, group_ids, algorithm)
     _, group, sizes = np.unique(group_ids, return_inverse=True, return_counts=True)
     centred = rewards - (np.bincount(group, rewards) / sizes)[group]
     num_others = np.maximum(sizes - 1, 1)
-    advantages = centred if algorithm.baseline == "group-mean" else centred * (sizes / num_others)[group]
+    advantages = (
+        centred if algorithm.baseline == "group-mean" else centred * (sizes / num_others)[group]
+    )
     advantages = advantages.astype(np.float32)
     if algorithm.normalize_by_std:
         std = np.sqrt(np.bincount(group, centred**2) / num_others)
@@ -78,7 +85,9 @@ def group_advantages(
     return np.where((lowest < highest)[group], advantages, np.float32(0))
 
 
-def _verl_advantages(rewards: np.ndarray, group_ids: np.ndarray, algorithm: AlgorithmConfig) -> np.ndarray:
+def _verl_advantages(
+    rewards: np.ndarray, group_ids: np.ndarray, algorithm: AlgorithmConfig
+) -> np.ndarray:
     """Return the float32 advantages of verl's compute_grpo_outcome_advantage and compute_rloo_outcome_advantage.
 
     Equal rewards keep rounding noise: eight of -1.3 have std 1.3e-7 and get 0.1057. A group of one has mean 0 and
@@ -90,7 +99,9 @@ def _verl_advantages(rewards: np.ndarray, group_ids: np.ndarray, algorithm: Algo
     parts = []
     for group in scores.split(sizes.tolist()):
         num = len(group)
-        mean, std = (group.mean(), group.std()) if num > 1 else (torch.tensor(0.0), torch.tensor(1.0))
+        mean, std = (
+            (group.mean(), group.std()) if num > 1 else (torch.tensor(0.0), torch.tensor(1.0))
+        )
         if algorithm.baseline == "leave-one-out" and num > 1:
             part = group * num / (num - 1) - mean * num / (num - 1)
         else:

@@ -89,13 +89,17 @@ _NAMES = ("Mia", "Tom", "Ana", "Leo", "Eva", "Max", "Zoe", "Ben")
 _THINGS = ("apples", "books", "coins", "cards", "eggs", "pens", "cups", "shells")
 
 
-def generate_problems(num_train: int, num_eval: int, max_level: int, seed: int) -> tuple[list[Row], list[Row]]:
+def generate_problems(
+    num_train: int, num_eval: int, max_level: int, seed: int
+) -> tuple[list[Row], list[Row]]:
     """Return training rows and held-out rows, each cycling through every subject at levels 1 to max_level.
 
     Deterministic; no text occurs twice. Raises DataError if a level runs out of new problems.
     """
     if not 1 <= max_level <= MAX_LEVEL:
-        raise DataError(f"data.arithmetic.max_level={max_level} is out of range; set it to 1 to {MAX_LEVEL}")
+        raise DataError(
+            f"data.arithmetic.max_level={max_level} is out of range; set it to 1 to {MAX_LEVEL}"
+        )
     train_rows = _draw_rows(num_train, max_level, random.Random(f"train {seed}"), is_held_out=False)
     eval_rows = _draw_rows(num_eval, max_level, random.Random(f"eval {seed}"), is_held_out=True)
     return train_rows, eval_rows
@@ -119,7 +123,13 @@ def _draw_rows(num_rows: int, max_level: int, rng: random.Random, is_held_out: b
                 "rows: the level is exhausted; lower data.arithmetic.num_train or data.arithmetic.num_eval"
             )
         seen.add(text)
-        extra_info = {"index": index, "subject": subject, "level": level, "form": form, "operands": list(operands)}
+        extra_info = {
+            "index": index,
+            "subject": subject,
+            "level": level,
+            "form": form,
+            "operands": list(operands),
+        }
         rows.append(_row(text, extra_info))
     return rows
 
@@ -163,7 +173,12 @@ def _phrase(subject: str, operands: Sequence[int], form: str, rng: random.Random
 def answer(subject: str, operands: Sequence[int]) -> int:
     """Return the result of the problem."""
     a, b, *rest = operands
-    results = {"addition": a + b, "subtraction": a - b, "multiplication": a * b, "two_step": a + b - sum(rest)}
+    results = {
+        "addition": a + b,
+        "subtraction": a - b,
+        "multiplication": a * b,
+        "two_step": a + b - sum(rest),
+    }
     return results[subject]
 
 

@@ -30,7 +30,9 @@ def balance_over_ranks(costs: np.ndarray, num_ranks: int) -> list[np.ndarray]:
     return [np.flatnonzero(rank_of == rank) for rank in range(num_ranks)]
 
 
-def micro_batches(lengths: np.ndarray, costs: np.ndarray, max_tokens: int, at_least: int = 1) -> list[np.ndarray]:
+def micro_batches(
+    lengths: np.ndarray, costs: np.ndarray, max_tokens: int, at_least: int = 1
+) -> list[np.ndarray]:
     """Return index sets of at most `max_tokens` tokens, most expensive first; each sequence must fit alone.
 
     Best fit determines the number of sets; costs are balanced if that number allows it. Empty sets are added up to

@@ -37,8 +37,12 @@ class Batch:
     advantages: torch.Tensor  # [B] float32; NaN until advantage.weigh
     # [B, R] float32; None before PolicyGroup.anchor, and if the update measures them itself
     old_log_probs: torch.Tensor | None = None
-    ref_log_probs: torch.Tensor | None = None  # [B, R] float32, of the reference model; None without KL
-    importance_weights: torch.Tensor | None = None  # [B, R] float32, truncated policy/engine ratios; None when off
+    ref_log_probs: torch.Tensor | None = (
+        None  # [B, R] float32, of the reference model; None without KL
+    )
+    importance_weights: torch.Tensor | None = (
+        None  # [B, R] float32, truncated policy/engine ratios; None when off
+    )
 
     @property
     def num_responses(self) -> int:
@@ -66,7 +70,9 @@ class Batch:
         widths["token_ids"] = int(self.lengths[rows].max())
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         present = {name: value for name, value in values.items() if value is not None}
-        return Batch(**{name: value[rows][..., : widths.get(name)] for name, value in present.items()})
+        return Batch(
+            **{name: value[rows][..., : widths.get(name)] for name, value in present.items()}
+        )
 
 
 _PER_RESPONSE_TOKEN = (
@@ -125,7 +131,9 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: i
         sequence = [*prompt_ids, *rollout.response_ids]
         token_ids[row, : len(sequence)] = torch.tensor(sequence)
         rollout_log_probs[row, : response_lengths[row]] = torch.tensor(rollout.rollout_log_probs)
-        mask[row, : response_lengths[row]] = rollout.is_scored and not (mask_truncated and rollout.is_truncated)
+        mask[row, : response_lengths[row]] = rollout.is_scored and not (
+            mask_truncated and rollout.is_truncated
+        )
         first = 0
         for version, num_tokens in rollout.versions:
             is_stale[row, first : first + num_tokens] = version < policy_version

@@ -33,7 +33,9 @@ class Prompt:
     prompt_ids: tuple[int, ...]
     data_source: str
     ground_truth: str
-    extra_info: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the row, in JSON types
+    extra_info: Mapping[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # of the row, in JSON types
     dataset: str = ""  # name of its set, if there are several
 
 
@@ -52,18 +54,27 @@ class TokenizedPrompts:
         self.data_sources: list[str] = about["data_sources"]
         self._file = pa.ipc.open_file(pa.memory_map(str(folder / ROWS_FILE)))
         self._max_prompt_tokens = max_prompt_tokens
-        batches = [self._file.get_batch(number)["prompt_ids"] for number in range(self._file.num_record_batches)]
+        batches = [
+            self._file.get_batch(number)["prompt_ids"]
+            for number in range(self._file.num_record_batches)
+        ]
         self._firsts = np.cumsum([0, *map(len, batches)])  # first row of each batch
-        self.lengths = np.concatenate([ids.value_lengths().to_numpy() for ids in batches])  # tokens of every row
+        self.lengths = np.concatenate(
+            [ids.value_lengths().to_numpy() for ids in batches]
+        )  # tokens of every row
         is_long = self.lengths > max_prompt_tokens
         treat_too_long(self.lengths, max_prompt_tokens, too_long, "data.train")
         self._rows = np.flatnonzero(~is_long if too_long == "drop" else np.ones_like(is_long))
         names, weights = zip(*about["sets"], strict=True)
         self._datasets = names if len(names) > 1 else ("",)
-        batches = [self._file.get_batch(number)["set"] for number in range(self._file.num_record_batches)]
+        batches = [
+            self._file.get_batch(number)["set"] for number in range(self._file.num_record_batches)
+        ]
         numbers = np.concatenate([batch.to_numpy() for batch in batches])[self._rows]
         # (weight, prompt indices) of each set; sets whose prompts are all dropped are left out.
-        self.sets = [(weight, np.flatnonzero(numbers == place)) for place, weight in enumerate(weights)]
+        self.sets = [
+            (weight, np.flatnonzero(numbers == place)) for place, weight in enumerate(weights)
+        ]
         self.sets = [(weight, rows) for weight, rows in self.sets if len(rows)]
 
     def __len__(self) -> int:
@@ -72,15 +83,21 @@ class TokenizedPrompts:
     def __getitem__(self, index: int) -> Prompt:
         row = int(self._rows[index])
         number = int(np.searchsorted(self._firsts, row, side="right")) - 1
-        fields = self._file.get_batch(number).slice(row - int(self._firsts[number]), 1).to_pylist()[0]
+        fields = (
+            self._file.get_batch(number).slice(row - int(self._firsts[number]), 1).to_pylist()[0]
+        )
         prompt_ids = tuple(fields.pop("prompt_ids")[-self._max_prompt_tokens :])
         extra_info = json.loads(fields.pop("extra_info"))
         number = fields.pop("set")
         dataset = self._datasets[number if len(self._datasets) > 1 else 0]
-        return Prompt(index=row, prompt_ids=prompt_ids, extra_info=extra_info, dataset=dataset, **fields)
+        return Prompt(
+            index=row, prompt_ids=prompt_ids, extra_info=extra_info, dataset=dataset, **fields
+        )
 
 
-def treat_too_long(lengths: np.ndarray, max_prompt_tokens: int, too_long: TooLong, key: str) -> None:
+def treat_too_long(
+    lengths: np.ndarray, max_prompt_tokens: int, too_long: TooLong, key: str
+) -> None:
     """Log how many prompts are too long, if any; raises DataError for `error`, or if `drop` would leave none.
 
     `key` is the configuration key of their sets.
@@ -95,7 +112,11 @@ def treat_too_long(lengths: np.ndarray, max_prompt_tokens: int, too_long: TooLon
     if too_long == "error" or (num_long == len(lengths) and too_long == "drop"):
         raise DataError(
             f"{summary}; raise data.max_prompt_tokens, or shorten them in the sets of {key}"
-            + (", or set data.too_long=drop" if num_long < len(lengths) and key == "data.train" else "")
+            + (
+                ", or set data.too_long=drop"
+                if num_long < len(lengths) and key == "data.train"
+                else ""
+            )
         )
     action = "dropped" if too_long == "drop" else "truncated to their last tokens"
     logger.warning("%s and are %s (data.too_long=%s)", summary, action, too_long)
@@ -139,7 +160,10 @@ class PromptStream:
 
     def take(self, count: int) -> list[Prompt]:
         """Return the next prompts; crosses epoch boundaries."""
-        taken = [self.prompts[self._row(position)] for position in range(self.position, self.position + count)]
+        taken = [
+            self.prompts[self._row(position)]
+            for position in range(self.position, self.position + count)
+        ]
         self.position += count
         return taken
 
@@ -149,7 +173,9 @@ class PromptStream:
         set_index = int(self._turns[turn])
         rows = self._sets[set_index]
         per_cycle = int(np.count_nonzero(self._turns == set_index))
-        num_before = cycle * per_cycle + int(np.count_nonzero(self._turns[:turn] == set_index))  # in the set
+        num_before = cycle * per_cycle + int(
+            np.count_nonzero(self._turns[:turn] == set_index)
+        )  # in the set
         epoch, offset = divmod(num_before, len(rows))
         if self._orders.get(set_index, (None,))[0] != epoch:
             self._orders[set_index] = epoch, self._order(epoch, len(rows))

@@ -105,7 +105,9 @@ class Device(ABC):
         """Return a context in which autograd saves tensors in pinned host memory; no effect on a CPU."""
         import torch
 
-        return torch.autograd.graph.save_on_cpu(pin_memory=self.has_own_memory, device_type=self.kind)
+        return torch.autograd.graph.save_on_cpu(
+            pin_memory=self.has_own_memory, device_type=self.kind
+        )
 
 
 class Cpu(Device):
@@ -143,7 +145,9 @@ class Cpu(Device):
         pass
 
     def take_memory(self) -> dict[str, float]:
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        status = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+        )
         if _PEAK_RESET.exists():
             _PEAK_RESET.write_text("5")
         return {**_node_memory(), "perf/max_rss_gb": int(status["VmHWM"].split()[0]) / 1024**2}
@@ -183,7 +187,9 @@ class Accelerator(Device):
         if value is not None:
             names = [name.strip() for name in value.split(",")]
             # CUDA ignores everything from the first invalid name on: "-1" hides all.
-            end = next((index for index, name in enumerate(names) if name in ("", "-1")), len(names))
+            end = next(
+                (index for index, name in enumerate(names) if name in ("", "-1")), len(names)
+            )
             return names[:end]
         return [str(number) for number in range(self.module().device_count())]
 

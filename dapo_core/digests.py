@@ -18,7 +18,9 @@ from blake3 import blake3
 
 Part = tuple[int, str]  # size in bytes, blake3
 
-CHECKPOINT_MANIFEST = "checkpoint_manifest.json"  # beside the shards; `files` lists the parts of each
+CHECKPOINT_MANIFEST = (
+    "checkpoint_manifest.json"  # beside the shards; `files` lists the parts of each
+)
 CHUNK_BYTES = 1024**2  # small enough to be hashed while in the CPU cache
 _HEADER_LENGTH_BYTES = 8  # of a safetensors file: the length of its JSON header
 
@@ -66,11 +68,19 @@ def safetensors_sizes(path: Path) -> list[int]:
     if path.suffix != ".safetensors":
         return [num_bytes]
     with path.open("rb") as file:
-        header_end = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little") + _HEADER_LENGTH_BYTES
+        header_end = (
+            int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little") + _HEADER_LENGTH_BYTES
+        )
         try:
-            entries = json.loads(file.read(header_end - _HEADER_LENGTH_BYTES)) if header_end <= num_bytes else {}
+            entries = (
+                json.loads(file.read(header_end - _HEADER_LENGTH_BYTES))
+                if header_end <= num_bytes
+                else {}
+            )
             ends = {
-                header_end + entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"
+                header_end + entry["data_offsets"][1]
+                for name, entry in entries.items()
+                if name != "__metadata__"
             }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             ends = set()

@@ -46,7 +46,9 @@ class DrawProgress:
         self._began = now = self._clock()
         self._next_log, self._last = now + LOG_SECONDS, (now, 0)
 
-    def show(self, account: TokenAccount, num_drawn: int, num_ready: int, num_open_tokens: int) -> None:
+    def show(
+        self, account: TokenAccount, num_drawn: int, num_ready: int, num_open_tokens: int
+    ) -> None:
         """Log the progress, if due. `num_open_tokens`: in flight, sampled in this step."""
         if not self._has_hinted and not num_ready and account.finished_groups >= HINT_GROUPS:
             self._has_hinted = True
@@ -123,7 +125,9 @@ def nothing_to_learn(account: TokenAccount, train_prompts: int) -> str:
     return ""
 
 
-def exhausted_message(summary: str, num_since_signal: int, num_prompts: int, settings: SamplerConfig) -> str:
+def exhausted_message(
+    summary: str, num_since_signal: int, num_prompts: int, settings: SamplerConfig
+) -> str:
     """Explain why a draw ends without enough groups; with on_exhausted=raise, also what to change."""
     bound, reason = " or sampler.max_num_gen_batches", summary
     if not settings.max_num_gen_batches:

@@ -60,7 +60,11 @@ def require_sampled_alike(
     top_p, top_k or algorithm.old_log_probs=engine, there is nothing to compare.
     """
     is_fresh = batch.response_mask & ~batch.is_stale
-    if not config.rollout.samples_among_all or config.algorithm.old_log_probs == "engine" or not is_fresh.any():
+    if (
+        not config.rollout.samples_among_all
+        or config.algorithm.old_log_probs == "engine"
+        or not is_fresh.any()
+    ):
         return
     if not_finite := int((~log_probs[is_fresh].isfinite()).sum()):
         raise RolloutError(
@@ -93,4 +97,6 @@ def _mean_difference(expected: list[float], engine_rows: list[list[float]]) -> f
             f"an engine returned {len(values)} log-probs for a probe of {len(expected)} response tokens, so its "
             "weights cannot be verified; try another rollout.engine"
         )
-    return sum(abs(one - other) for one, other in zip(expected, values, strict=True)) / max(len(values), 1)
+    return sum(abs(one - other) for one, other in zip(expected, values, strict=True)) / max(
+        len(values), 1
+    )

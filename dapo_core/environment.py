@@ -12,7 +12,11 @@ from dapo_core.device import device_for
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
 
-RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_COLOR_PREFIX": "0"}
+RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_COLOR_PREFIX": "0",
+}
 # Set job-wide, so that Ray can use its prestarted worker processes.
 WORKERS = {
     "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns; spinning threads would starve each other
@@ -20,9 +24,13 @@ WORKERS = {
 }
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # all ranks are on this machine
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # read when cuBLAS starts
-VLLM_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # avoids sending weights to another process
+VLLM_IN_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0"
+}  # avoids sending weights to another process
 VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-VLLM_PARTS_ON_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # else vLLM requires a NUMA node per part
+VLLM_PARTS_ON_CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind"
+}  # else vLLM requires a NUMA node per part
 MLFLOW = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # read on import
 
 
@@ -56,6 +64,8 @@ def given_by_training(config: TrainingConfig) -> Iterator[Given]:
         yield Given(f"policy ranks{where}", DETERMINISTIC, is_default=is_private)
     if rollout.engine == "vllm":
         yield Given("rollout workers", VLLM_IN_PROCESS)
-        has_parts = train.device == "cpu" and rollout.tensor_parallel * rollout.pipeline_parallel > 1
+        has_parts = (
+            train.device == "cpu" and rollout.tensor_parallel * rollout.pipeline_parallel > 1
+        )
         own = VLLM_QUIET | (VLLM_PARTS_ON_CPU if has_parts else {})
         yield Given(f"rollout workers{where}", own, is_default=is_private)

@@ -34,9 +34,13 @@ def training_flops(config: PretrainedConfig, lengths: np.ndarray, num_logits: in
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     projections = config.hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
-    weights = sum(projections + _mlp_weights(config, layer) for layer in range(config.num_hidden_layers))
+    weights = sum(
+        projections + _mlp_weights(config, layer) for layer in range(config.num_hidden_layers)
+    )
     attended = (lengths * (lengths + 1) / 2).sum()  # (query, key) pairs
-    width = 2 * num_heads * head_dim  # multiply-adds per pair: its score, and its share of the value
+    width = (
+        2 * num_heads * head_dim
+    )  # multiply-adds per pair: its score, and its share of the value
     attention = config.num_hidden_layers * width * attended
     head = config.vocab_size * config.hidden_size * num_logits
     return float(3 * 2 * (weights * lengths.sum() + attention + head))
@@ -59,14 +63,18 @@ def _is_sparse(config: PretrainedConfig, layer: int) -> bool:
 class ActorUtilization:
     """Computes perf/mfu/actor; if the peak or the FLOPs are unknown, logs the reason once."""
 
-    def __init__(self, config: PretrainedConfig, device_name: str, dtype: torch.dtype, num_devices: int) -> None:
+    def __init__(
+        self, config: PretrainedConfig, device_name: str, dtype: torch.dtype, num_devices: int
+    ) -> None:
         self.config = config
         self.peak: float | None = None  # FLOP/s of all devices
         peak = peak_flops(device_name)
         if peak is None:
             missing = f"the peak FLOP rate of {device_name} is unknown"
         elif dtype != torch.bfloat16:
-            missing = f"peak FLOP rates are known for torch.bfloat16, but the policy computes in {dtype}"
+            missing = (
+                f"peak FLOP rates are known for torch.bfloat16, but the policy computes in {dtype}"
+            )
         elif training_flops(config, np.ones(1), 1) is None:
             missing = f"the FLOPs of architecture {config.model_type} as configured are unknown"
         else:

@@ -22,18 +22,26 @@ PROMPT_KEYS = ("max_prompt_tokens", "too_long", "shuffle")  # of the section dat
 TOTAL_STEPS = "train.total_steps"
 
 
-def training_identity(config: TrainingConfig, prompts_digest: str, model_path: Path) -> dict[str, Any]:
+def training_identity(
+    config: TrainingConfig, prompts_digest: str, model_path: Path
+) -> dict[str, Any]:
     """Return the values that define the training: keys as `section.key`, digests as `prompts` and `model`.
 
     Placement is left out, so a training can resume with another number of ranks.
     """
     values = leaves({section: result_values(getattr(config, section)) for section in SECTIONS})
     if config.train.schedule == "constant" or config.train.schedule_steps is not None:
-        del values[TOTAL_STEPS]  # training may be extended, unless the learning rate decays until the end
+        del values[
+            TOTAL_STEPS
+        ]  # training may be extended, unless the learning rate decays until the end
     if values["custom_reward.path"] is not None:  # identified by content, not by path
-        values["custom_reward.path"] = hashlib.sha256(Path(values["custom_reward.path"]).read_bytes()).hexdigest()
+        values["custom_reward.path"] = hashlib.sha256(
+            Path(values["custom_reward.path"]).read_bytes()
+        ).hexdigest()
     if config.algorithm.kl.reference_path is not None:
-        values["algorithm.kl.reference_path"] = model_fingerprint(config.algorithm.kl.reference_path)
+        values["algorithm.kl.reference_path"] = model_fingerprint(
+            config.algorithm.kl.reference_path
+        )
     values |= {f"data.{name}": getattr(config.data, name) for name in PROMPT_KEYS}
     values |= {"model.trust_remote_code": config.model.trust_remote_code}
     values |= {"prompts": prompts_digest, "model": model_fingerprint(model_path)}
@@ -41,7 +49,10 @@ def training_identity(config: TrainingConfig, prompts_digest: str, model_path: P
 
 
 def refuse_other_training(
-    checkpoint: Path, before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()
+    checkpoint: Path,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    allowed: Collection[str] = (),
 ) -> list[str]:
     """Return the differences between a checkpoint's identity and this training's, as "key before -> now".
 

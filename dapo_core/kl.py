@@ -16,7 +16,9 @@ MAX_K3 = 10.0
 MAX_PROPORTIONAL_ERROR = 0.2
 
 
-def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: str) -> torch.Tensor:
+def kl_estimate(
+    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: str
+) -> torch.Tensor:
     """Estimate KL(policy || reference) at each sampled token; any shape.
 
     With d = log_probs - ref_log_probs (Schulman, http://joschu.net/blog/kl-approx.html): kl is k1 = d, abs is |d|,
@@ -46,7 +48,10 @@ def _estimate(difference: torch.Tensor, estimator: str) -> torch.Tensor:
 
 
 def reward_penalties(
-    old_log_probs: torch.Tensor, ref_log_probs: torch.Tensor, is_response: torch.Tensor, kl: KLConfig
+    old_log_probs: torch.Tensor,
+    ref_log_probs: torch.Tensor,
+    is_response: torch.Tensor,
+    kl: KLConfig,
 ) -> tuple[torch.Tensor, float]:
     """Return the KL summed over each response, [B] float64, and the mean over responses of the mean per token.
 
@@ -77,10 +82,19 @@ class KLController:
         """
         if self.kl.place != "reward":
             return batch, {}
-        assert batch.ref_log_probs is not None, "the policy loads a reference model for KL in the reward"
-        assert batch.old_log_probs is not None, "PolicyGroup.anchor measures them for KL in the reward"
-        penalties, mean = reward_penalties(batch.old_log_probs, batch.ref_log_probs, batch.is_response, self.kl)
-        metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": self.coefficient}
+        assert batch.ref_log_probs is not None, (
+            "the policy loads a reference model for KL in the reward"
+        )
+        assert batch.old_log_probs is not None, (
+            "PolicyGroup.anchor measures them for KL in the reward"
+        )
+        penalties, mean = reward_penalties(
+            batch.old_log_probs, batch.ref_log_probs, batch.is_response, self.kl
+        )
+        metrics = {
+            "actor/reward_kl_penalty": mean,
+            "actor/reward_kl_penalty_coeff": self.coefficient,
+        }
         batch = replace(batch, rewards=batch.rewards - self.coefficient * penalties)
         self.update(mean, batch.num_responses)
         return batch, metrics
@@ -92,5 +106,8 @@ class KLController:
         because the configuration rejects a horizon of at most a fifth of a step's responses.
         """
         if self.kl.controller == "adaptive":
-            error = min(max(kl_per_token / self.kl.target - 1, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)
+            error = min(
+                max(kl_per_token / self.kl.target - 1, -MAX_PROPORTIONAL_ERROR),
+                MAX_PROPORTIONAL_ERROR,
+            )
             self.coefficient *= 1 + error * num_responses / self.kl.horizon

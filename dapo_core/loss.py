@@ -35,7 +35,10 @@ class LossTotals:
         return cls(int(mask.sum()), int(mask.any(dim=-1).sum()), num_data_ranks)
 
     def token_weights(
-        self, response_mask: torch.Tensor, algorithm: AlgorithmConfig, num_share_responses: int | None = None
+        self,
+        response_mask: torch.Tensor,
+        algorithm: AlgorithmConfig,
+        num_share_responses: int | None = None,
     ) -> torch.Tensor:
         """Return the weight of each token's loss, 0 outside the mask: [b, R] float32.
 
@@ -61,7 +64,9 @@ class LossTotals:
             return per_response
         if aggregation == "seq-mean-token-mean":
             return per_response / response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
-        assert algorithm.loss_norm_tokens is not None, "AlgorithmConfig requires it with seq-mean-token-sum-norm"
+        assert algorithm.loss_norm_tokens is not None, (
+            "AlgorithmConfig requires it with seq-mean-token-sum-norm"
+        )
         return per_response / algorithm.loss_norm_tokens
 
 
@@ -89,7 +94,9 @@ class LossSums:
     neg_log_ratio: float  # sum of old_log_probs - log_probs
 
     def __add__(self, other: LossSums) -> LossSums:
-        return LossSums(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return LossSums(
+            *(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True))
+        )
 
     @property
     def is_finite(self) -> bool:
@@ -99,12 +106,17 @@ class LossSums:
 class PolicyLoss(NamedTuple):
     """Loss of a part of a mini-batch."""
 
-    loss: torch.Tensor  # differentiable: policy loss - entropy_coefficient * entropy + kl.coefficient * KL
+    loss: (
+        torch.Tensor
+    )  # differentiable: policy loss - entropy_coefficient * entropy + kl.coefficient * KL
     sums: LossSums
 
 
 def policy_loss(
-    log_probs: torch.Tensor, entropy: torch.Tensor | None, tokens: LossTokens, algorithm: AlgorithmConfig
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor | None,
+    tokens: LossTokens,
+    algorithm: AlgorithmConfig,
 ) -> PolicyLoss:
     """Return this part's loss: clipped policy loss, entropy bonus, and KL to the reference.
 
@@ -129,7 +141,9 @@ def policy_loss(
     loss, kl_loss = pg_loss, torch.zeros_like(pg_loss)
     if algorithm.entropy_coefficient:
         if entropy is None:
-            raise ValueError(f"algorithm.entropy_coefficient={algorithm.entropy_coefficient} needs the entropy")
+            raise ValueError(
+                f"algorithm.entropy_coefficient={algorithm.entropy_coefficient} needs the entropy"
+            )
         loss = loss - algorithm.entropy_coefficient * (weights * masked(entropy)).sum()
     if algorithm.kl.place == "loss":
         if tokens.ref_log_probs is None:
@@ -137,7 +151,14 @@ def policy_loss(
         kl = kl_estimate(log_probs, masked(tokens.ref_log_probs), algorithm.kl.estimator)
         kl_loss = (weights * kl).sum()
         loss = loss + algorithm.kl.coefficient * kl_loss
-    sums = [pg_loss, kl_loss, mask.sum(), (is_clipped & mask).sum(), (is_dual & mask).sum(), -log_ratio.sum()]
+    sums = [
+        pg_loss,
+        kl_loss,
+        mask.sum(),
+        (is_clipped & mask).sum(),
+        (is_dual & mask).sum(),
+        -log_ratio.sum(),
+    ]
     # one device-to-host copy instead of six
     numbers = torch.stack([part.detach().to(pg_loss.dtype) for part in sums]).tolist()
     return PolicyLoss(loss, LossSums(*numbers))

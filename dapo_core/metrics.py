@@ -30,7 +30,12 @@ if TYPE_CHECKING:
     from dapo_core.policy.optimizer import Update
 
 METRICS_FILE = "metrics.jsonl"
-PHASES_PER_TOKEN = ("old_log_prob", "ref", "adv", "update_actor")  # phases that process every token of the batch
+PHASES_PER_TOKEN = (
+    "old_log_prob",
+    "ref",
+    "adv",
+    "update_actor",
+)  # phases that process every token of the batch
 
 
 class PhaseTimer:
@@ -79,11 +84,18 @@ def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str,
     for name, scored in account.scores.items():
         if scored:
             score, acc = np.mean(scored, axis=0)
-            counts |= {f"train-core/{name}/score/mean": float(score), f"train-core/{name}/acc/mean": float(acc)}
-    spans = [span for group in draw.groups for rollout in group.rollouts for span in rollout.versions]
+            counts |= {
+                f"train-core/{name}/score/mean": float(score),
+                f"train-core/{name}/acc/mean": float(acc),
+            }
+    spans = [
+        span for group in draw.groups for rollout in group.rollouts for span in rollout.versions
+    ]
     if spans:
         versions, num_tokens = np.array(spans).T
-        counts["sampler/staleness/mean"] = float(policy_version - np.average(versions, weights=num_tokens))
+        counts["sampler/staleness/mean"] = float(
+            policy_version - np.average(versions, weights=num_tokens)
+        )
         counts["sampler/staleness/max"] = float(policy_version - versions.min())
         counts["sampler/staleness/token_ratio"] = float(
             num_tokens[versions < policy_version].sum() / num_tokens.sum()
@@ -100,7 +112,11 @@ def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str,
 
 
 def training_metrics(
-    groups: Sequence[Group], batch: Batch, measured: Measured, updates: Sequence[Update], config: TrainingConfig
+    groups: Sequence[Group],
+    batch: Batch,
+    measured: Measured,
+    updates: Sequence[Update],
+    config: TrainingConfig,
 ) -> dict[str, float]:
     """Return the metrics of a step's responses, batch, updates and load balance."""
     from dapo_core.loss import LossTotals  # torch
@@ -114,7 +130,9 @@ def training_metrics(
     }
 
 
-def response_metrics(groups: Sequence[Group], rewards: torch.Tensor, max_prompt_tokens: int) -> dict[str, float]:
+def response_metrics(
+    groups: Sequence[Group], rewards: torch.Tensor, max_prompt_tokens: int
+) -> dict[str, float]:
     """Return scores, rewards, lengths and verdicts of the responses in the batch.
 
     rewards: [B], Batch.rewards of these groups. Scores and rewards leave out empty responses, which the engine
@@ -123,7 +141,9 @@ def response_metrics(groups: Sequence[Group], rewards: torch.Tensor, max_prompt_
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     response_lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
-    prompt_lengths = np.array([len(group.prompt.prompt_ids) for group in groups for _ in group.rollouts])
+    prompt_lengths = np.array(
+        [len(group.prompt.prompt_ids) for group in groups for _ in group.rollouts]
+    )
     verdicts = [rollout.verdict for rollout in rollouts]
     answered = response_lengths > 0
     scored = answered & np.array([rollout.is_scored for rollout in rollouts])
@@ -133,16 +153,25 @@ def response_metrics(groups: Sequence[Group], rewards: torch.Tensor, max_prompt_
         **_summary("response_length", response_lengths),
         **_summary("response_length_non_aborted", response_lengths[answered]),
         "response/aborted_ratio": float(1 - answered.mean()),
-        "response_length/clip_ratio": float(np.mean([rollout.is_truncated for rollout in rollouts])),
+        "response_length/clip_ratio": float(
+            np.mean([rollout.is_truncated for rollout in rollouts])
+        ),
         **_summary("prompt_length", prompt_lengths),
         "prompt_length/clip_ratio": float((prompt_lengths >= max_prompt_tokens).mean()),
-        "reward/overlong_ratio": float(np.mean([rollout.overlong_penalty < 0 for rollout in rollouts])),
-        **{f"reward/{name}_ratio": verdicts.count(name) / len(verdicts) for name in get_args(Verdict)},
+        "reward/overlong_ratio": float(
+            np.mean([rollout.overlong_penalty < 0 for rollout in rollouts])
+        ),
+        **{
+            f"reward/{name}_ratio": verdicts.count(name) / len(verdicts)
+            for name in get_args(Verdict)
+        },
         "perf/total_num_tokens": float(response_lengths.sum() + prompt_lengths.sum()),
     }
 
 
-def batch_metrics(batch: Batch, entropy: torch.Tensor, token_weights: torch.Tensor) -> dict[str, float]:
+def batch_metrics(
+    batch: Batch, entropy: torch.Tensor, token_weights: torch.Tensor
+) -> dict[str, float]:
     """Return advantages and entropy over unmasked tokens; without any, only their number.
 
     entropy: [B, R], of the policy before the update. token_weights: [B, R], LossTotals.token_weights over the
@@ -162,7 +191,9 @@ def batch_metrics(batch: Batch, entropy: torch.Tensor, token_weights: torch.Tens
     }
 
 
-def seqlen_metrics(lengths: np.ndarray, updates: Sequence[Update], num_passes: int = 1) -> dict[str, float]:
+def seqlen_metrics(
+    lengths: np.ndarray, updates: Sequence[Update], num_passes: int = 1
+) -> dict[str, float]:
     """Return how evenly a pass distributes tokens over the D data-parallel ranks, with and without balancing.
 
     lengths: [B], prompt+response tokens. Without balancing, each rank would get a contiguous chunk of B / D rows.
@@ -208,14 +239,18 @@ def update_metrics(updates: Sequence[Update], kl: KLConfig) -> dict[str, float]:
     return metrics
 
 
-def timing_metrics(seconds: Mapping[str, float], groups: Sequence[Group], num_devices: int) -> dict[str, float]:
+def timing_metrics(
+    seconds: Mapping[str, float], groups: Sequence[Group], num_devices: int
+) -> dict[str, float]:
     """Return seconds per phase (PhaseTimer.read), milliseconds per trained token, and throughput per device.
 
     num_devices: devices of ranks and engines. timing_per_token_ms/gen is per trained response token, so it
     includes the cost of groups that dynamic sampling dropped.
     """
     num_response_tokens = sum(group.num_response_tokens for group in groups)
-    num_tokens = num_response_tokens + sum(len(group.prompt.prompt_ids) * len(group.rollouts) for group in groups)
+    num_tokens = num_response_tokens + sum(
+        len(group.prompt.prompt_ids) * len(group.rollouts) for group in groups
+    )
     per_token = {"gen": num_response_tokens, **dict.fromkeys(PHASES_PER_TOKEN, num_tokens)}
     return {
         **{f"timing_s/{name}": value for name, value in seconds.items()},

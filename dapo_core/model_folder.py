@@ -17,18 +17,30 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MERGE_MANIFEST = "merge_manifest.json"  # next to the weights of a merged model
 MANIFESTS = ("manifest.json", MERGE_MANIFEST)  # not part of the model
-WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
+WEIGHT_SUFFIXES = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
+)
 CHAT_TEMPLATES = "additional_chat_templates"
 FINGERPRINT_BYTES = 1024**2
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 _STANDARD_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 _SMALL_FILES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
-_SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_experts")
+_SIZES = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_experts",
+)
 _PARTS = (
     ("config.json", ("config.json",)),
     ("weights (*.safetensors)", ("*.safetensors",)),
-    ("a tokenizer (tokenizer.json or tokenizer_config.json)", ("tokenizer.json", "tokenizer_config.json")),
+    (
+        "a tokenizer (tokenizer.json or tokenizer_config.json)",
+        ("tokenizer.json", "tokenizer_config.json"),
+    ),
 )
 _OTHER_FORMS = {
     "adapter_config.json": "it contains a LoRA adapter: merge it into its base model, e.g. with peft's "
@@ -44,13 +56,24 @@ def require_model_folder(model_path: str | Path, key: str = "model.path") -> Non
     """
     folder = Path(model_path)
     if folder.is_file():
-        raise ModelError(f"{folder} is a file, not a model folder; set {key} to a Hugging Face folder")
+        raise ModelError(
+            f"{folder} is a file, not a model folder; set {key} to a Hugging Face folder"
+        )
     if not folder.is_dir():
         where = f" in {Path.cwd()}" if not folder.is_absolute() else ""
-        raise ModelError(f"model folder {folder} does not exist{where}; set {key} to a Hugging Face folder")
-    missing = [part for part, patterns in _PARTS if not any(any(folder.glob(pattern)) for pattern in patterns)]
+        raise ModelError(
+            f"model folder {folder} does not exist{where}; set {key} to a Hugging Face folder"
+        )
+    missing = [
+        part
+        for part, patterns in _PARTS
+        if not any(any(folder.glob(pattern)) for pattern in patterns)
+    ]
     if missing:
-        hint = next((f" ({form})" for pattern, form in _OTHER_FORMS.items() if any(folder.glob(pattern))), "")
+        hint = next(
+            (f" ({form})" for pattern, form in _OTHER_FORMS.items() if any(folder.glob(pattern))),
+            "",
+        )
         raise ModelError(
             f"model folder {folder} lacks {' and '.join(missing)}; set {key} to a complete Hugging Face "
             f"folder{hint}"
@@ -82,7 +105,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except ValueError as error:
-        raise ModelError(f"{folder / 'config.json'} cannot be read ({error}); fetch the model again") from error
+        raise ModelError(
+            f"{folder / 'config.json'} cannot be read ({error}); fetch the model again"
+        ) from error
 
 
 def require_own_files(folder: Path) -> None:
@@ -108,7 +133,9 @@ def _target_of(link: Path) -> Path:
     try:
         return link.resolve()
     except (RuntimeError, OSError):  # a circle: RuntimeError before Python 3.13
-        raise ModelError(f"{link} is a circular link to {link.readlink()}; replace it with the file") from None
+        raise ModelError(
+            f"{link} is a circular link to {link.readlink()}; replace it with the file"
+        ) from None
 
 
 def weight_files(model_path: str | Path) -> dict[str, Path]:
@@ -168,7 +195,9 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError) as error:
-        raise ModelError(f"{index} is not a weight index ({error!r}); fetch the model again") from error
+        raise ModelError(
+            f"{index} is not a weight index ({error!r}); fetch the model again"
+        ) from error
 
 
 def _names_in(path: Path) -> list[str]:
@@ -206,7 +235,9 @@ def model_fingerprint(model_path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def files_to_fetch(paths: Iterable[str], allow_pickle: bool = False, with_code: bool = False) -> list[str]:
+def files_to_fetch(
+    paths: Iterable[str], allow_pickle: bool = False, with_code: bool = False
+) -> list[str]:
     """Return the files of a repository that training and serving need, sorted.
 
     These are safetensors weights (without copies in other formats, precisions or folders), configuration,
@@ -221,13 +252,18 @@ def files_to_fetch(paths: Iterable[str], allow_pickle: bool = False, with_code: 
     pickles = [path for path in top if _PICKLED_WEIGHTS.fullmatch(path)]
     if not weights and allow_pickle:
         weights = pickles
-    if "config.json" not in top or not weights or not {"tokenizer.json", "tokenizer_config.json"} & {*top}:
+    if (
+        "config.json" not in top
+        or not weights
+        or not {"tokenizer.json", "tokenizer_config.json"} & {*top}
+    ):
         raise ModelError(_missing_parts(top, weights, pickles))
     indexes = {INDEX_FILE} if weights[0].endswith(".safetensors") else {PICKLE_INDEX}
     small = [
         path
         for path in top
-        if (Path(path).suffix in _SMALL_FILES and not path.endswith(".index.json")) or path.startswith("LICENSE")
+        if (Path(path).suffix in _SMALL_FILES and not path.endswith(".index.json"))
+        or path.startswith("LICENSE")
     ]
     code = [path for path in paths if path.endswith(".py")] if with_code else []
     return sorted({*weights, *small, *code, *(indexes & {*top})})
@@ -246,6 +282,8 @@ def _missing_parts(top: list[str], weights: list[str], pickles: list[str]) -> st
         found = f", only weights as {' '.join(others)}" if others else ""
         return f"it has no safetensors{found}; use a repository with the original weights"
     missing = (
-        "config.json" if "config.json" not in top else "a tokenizer (tokenizer.json or tokenizer_config.json)"
+        "config.json"
+        if "config.json" not in top
+        else "a tokenizer (tokenizer.json or tokenizer_config.json)"
     )
     return f"it lacks {missing}; use a complete model, or fetch it by hand and set model.path"

@@ -31,7 +31,11 @@ def read_sampling(model_path: Path) -> Sampling:
         values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}; fetch the model again") from None
-    found = {name: values[name] for name in ("temperature", "top_p", "top_k") if values.get(name) is not None}
+    found = {
+        name: values[name]
+        for name in ("temperature", "top_p", "top_k")
+        if values.get(name) is not None
+    }
     if not found and values.get("do_sample") is False:
         return GREEDY
     if not found:
@@ -39,12 +43,18 @@ def read_sampling(model_path: Path) -> Sampling:
             f"{file} has no temperature, top_p or top_k for sampling=model to use; set rollout.sampling and "
             "validation.sampling to settings, with your own values"
         )
-    penalties = {name: values[name] for name in _PENALTIES if values.get(name) not in (None, _PENALTIES[name])}
+    penalties = {
+        name: values[name]
+        for name in _PENALTIES
+        if values.get(name) not in (None, _PENALTIES[name])
+    }
     if penalties:
         logger.warning("%s recommends %s, which training does not apply", file, penalties)
     top_k = int(found.get("top_k", -1))
     return Sampling(
-        float(found.get("temperature", 1.0)), float(found.get("top_p", 1.0)), top_k if top_k > 0 else -1
+        float(found.get("temperature", 1.0)),
+        float(found.get("top_p", 1.0)),
+        top_k if top_k > 0 else -1,
     )
 
 
@@ -66,5 +76,7 @@ def with_model_sampling(config: Root, model_path: Path) -> Root:
         )
     logger.info("sampling from the model's %s: %s", GENERATION_CONFIG, sampling)
     values = {} if sampling.is_greedy else asdict(sampling)
-    resolved = {name: {**sections[name].model_dump(), **values, "sampling": "settings"} for name in names}
+    resolved = {
+        name: {**sections[name].model_dump(), **values, "sampling": "settings"} for name in names
+    }
     return resolve(type(config), {**config.model_dump(), **resolved})

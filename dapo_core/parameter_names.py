@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-COMPUTED_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # in old files; models compute them from the configuration
+COMPUTED_BUFFERS = re.compile(
+    r"rotary_emb\.inv_freq$"
+)  # in old files; models compute them from the configuration
 _FUSED_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<what>gate_up_proj|down_proj)")
 
 
@@ -27,7 +29,9 @@ class FilePiece:
     """The part of a parameter that one file tensor contains."""
 
     file_name: str
-    expert: int | None = None  # index along the parameter's first dimension; None: the whole parameter
+    expert: int | None = (
+        None  # index along the parameter's first dimension; None: the whole parameter
+    )
     first_row: int = 0  # in the expert's matrix
     num_rows: int = 0
     is_turned: bool = False  # transposed in the files (last two dimensions)
@@ -81,7 +85,9 @@ def match_files(
     return shapes, missing, sorted(set(file_names) - shapes.keys())
 
 
-def file_views(name: str, whole: torch.Tensor, file_names: Collection[str]) -> dict[str, torch.Tensor]:
+def file_views(
+    name: str, whole: torch.Tensor, file_names: Collection[str]
+) -> dict[str, torch.Tensor]:
     """Return the full parameter as views under its file tensor names.
 
     Raises ModelError if the files do not contain the parameter.
@@ -105,4 +111,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def sample_of(names: Sequence[str]) -> str:
     """Return the number of names and the first three, for messages."""
-    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else "0"
+    return (
+        f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        if names
+        else "0"
+    )

@@ -37,9 +37,17 @@ def convert_pickles(folder: Path) -> None:
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        tensors = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ModelError(f"{path.name} contains more than tensors, so it is not loaded: {error}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise ModelError(f"{path.name} contains something other than named tensors; use a model with safetensors")
+        raise ModelError(
+            f"{path.name} contains more than tensors, so it is not loaded: {error}"
+        ) from error
+    if not isinstance(tensors, dict) or not all(
+        isinstance(tensor, torch.Tensor) for tensor in tensors.values()
+    ):
+        raise ModelError(
+            f"{path.name} contains something other than named tensors; use a model with safetensors"
+        )
     return tensors

@@ -19,7 +19,9 @@ def free_ports(host: str, count: int = 1) -> list[int]:
 def bind_fault(host: str, port: int) -> str:
     """Return why no process can listen on the port, "" if one can."""
     with new_socket(host) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed server's connections linger
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # a closed server's connections linger
         try:
             probe.bind((host, port))
         except OSError as error:

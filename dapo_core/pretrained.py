@@ -43,7 +43,9 @@ def load_tokenizer(
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"model.chat_template={chat_template} cannot be read: {error}") from None
+            raise ConfigError(
+                f"model.chat_template={chat_template} cannot be read: {error}"
+            ) from None
     if not tokenizer.chat_template:
         raise ModelError(
             f"the tokenizer in {model_path} has no chat template; use an instruction-tuned model, or set "
@@ -52,7 +54,9 @@ def load_tokenizer(
     return tokenizer
 
 
-def load_causal_lm(model_path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+def load_causal_lm(
+    model_path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False
+) -> Any:
     """Load the folder's causal language model with its weights on the CPU; raises ModelError."""
     from transformers import AutoModelForCausalLM
 
@@ -67,7 +71,9 @@ def load_causal_lm(model_path: str | Path, dtype: torch.dtype, trust_remote_code
         )
 
 
-def empty_causal_lm(model_path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
+def empty_causal_lm(
+    model_path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False
+) -> nn.Module:
     """Build the folder's causal language model with parameters on the meta device and real buffers.
 
     Raises ModelError if the folder is not a causal language model.
@@ -75,7 +81,10 @@ def empty_causal_lm(model_path: str | Path, dtype: torch.dtype, trust_remote_cod
     from transformers import AutoModelForCausalLM
 
     config = load_model_config(model_path, trust_remote_code)
-    with _model_errors(model_path, "cannot be loaded as a causal language model"), _parameters_on_meta():
+    with (
+        _model_errors(model_path, "cannot be loaded as a causal language model"),
+        _parameters_on_meta(),
+    ):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
         )
@@ -102,7 +111,9 @@ def _parameters_on_meta() -> Iterator[None]:
     from torch import nn
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def to_meta(
+        module: nn.Module, name: str, parameter: nn.Parameter | None
+    ) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:  # a tied parameter stays the same object
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)

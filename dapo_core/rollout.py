@@ -60,7 +60,10 @@ class RolloutWorker:
     """
 
     def __init__(
-        self, build_engine: Callable[[], Engine], tokenizer: PreTrainedTokenizerBase, config: TrainingConfig
+        self,
+        build_engine: Callable[[], Engine],
+        tokenizer: PreTrainedTokenizerBase,
+        config: TrainingConfig,
     ) -> None:
         """`build_engine` runs on the engine thread."""
         self._has_results = threading.Event()  # a response finished or a score arrived
@@ -68,19 +71,29 @@ class RolloutWorker:
         self.config = config
         self.compat = Compat.of(config.algorithm)
         self.group_size = config.rollout.group_size
-        self.pool = RewardPool(config.reward, config.custom_reward, tokenizer, self.compat, self._has_results.set)
+        self.pool = RewardPool(
+            config.reward, config.custom_reward, tokenizer, self.compat, self._has_results.set
+        )
         self._open: dict[int, _OpenGroup] = {}
         self._num_scored = 0
-        self._scoring: dict[str, tuple[int, int]] = {}  # pool key -> (group id, sample), of open groups
+        self._scoring: dict[
+            str, tuple[int, int]
+        ] = {}  # pool key -> (group id, sample), of open groups
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue groups. A response's seed depends only on (run seed, drawing step, group id, sample)."""
         unfinished = []
         for request in requests:
-            group = _OpenGroup(request, request.num_samples or self.group_size, self.engine.policy_version)
+            group = _OpenGroup(
+                request, request.num_samples or self.group_size, self.engine.policy_version
+            )
             self._open[request.group_id] = group
             for sample in range(group.num_samples):
-                so_far = request.responses[sample] if request.responses else Response("", [], [], "abort")
+                so_far = (
+                    request.responses[sample]
+                    if request.responses
+                    else Response("", [], [], "abort")
+                )
                 if so_far.finish_reason == "abort":
                     unfinished.append(self._generation_request(request, sample, so_far))
                 else:
@@ -115,14 +128,18 @@ class RolloutWorker:
             if sample not in group.responses
         ]
         aborted = self.engine.run(lambda engine: engine.abort(unfinished))
-        aborted_by_id = {response.request_id: response for response in [*aborted, *self.engine.take()]}
+        aborted_by_id = {
+            response.request_id: response for response in [*aborted, *self.engine.take()]
+        }
         requests = []
         for group_id, group in self._open.items():
             responses = [
                 group.responses.get(sample) or aborted_by_id[_request_id(group_id, sample)]
                 for sample in range(group.num_samples)
             ]
-            versions = [group.versions(sample, response) for sample, response in enumerate(responses)]
+            versions = [
+                group.versions(sample, response) for sample, response in enumerate(responses)
+            ]
             resumed = replace(group.request, responses=responses, versions=versions)
             requests.append(resumed if resumed.num_response_tokens else resumed.without_responses())
         self._open.clear()
@@ -156,7 +173,9 @@ class RolloutWorker:
         """Return what the engine's loader took in the last sync."""
         return self.engine.run(lambda engine: engine.loaded)
 
-    def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+    def log_probs(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[float]]:
         """Return the engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
         return self.engine.run(lambda engine: engine.log_probs(sequences))
 
@@ -165,7 +184,9 @@ class RolloutWorker:
         self.pool.close()
         self.engine.close()
 
-    def _generation_request(self, request: GroupRequest, sample: int, so_far: Response) -> GenerationRequest:
+    def _generation_request(
+        self, request: GroupRequest, sample: int, so_far: Response
+    ) -> GenerationRequest:
         return GenerationRequest(
             _request_id(request.group_id, sample),
             request.prompt.prompt_ids,
@@ -176,8 +197,12 @@ class RolloutWorker:
         )
 
     def _num_open_tokens(self) -> int:
-        responses = (response for group in self._open.values() for response in group.responses.values())
-        return self.engine.num_unfinished_tokens() + sum(len(response.response_ids) for response in responses)
+        responses = (
+            response for group in self._open.values() for response in group.responses.values()
+        )
+        return self.engine.num_unfinished_tokens() + sum(
+            len(response.response_ids) for response in responses
+        )
 
     def _collect(self, response: Response) -> None:
         """Record a finished response and queue it for scoring."""

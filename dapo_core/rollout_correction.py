@@ -48,7 +48,9 @@ def importance_weights(
         # with `sequence`, count each response once, by its first unmasked token
         counted = response_mask & (response_mask.cumsum(dim=-1) == 1) if is_whole else response_mask
         mean = weights[counted].mean(dtype=torch.float64)
-        weights = torch.where(response_mask & (mean > 0), weights / mean, weights).to(log_ratio.dtype)
+        weights = torch.where(response_mask & (mean > 0), weights / mean, weights).to(
+            log_ratio.dtype
+        )
     return weights
 
 
@@ -79,7 +81,9 @@ def mask_rollouts(
     if settings.divergence != "off":
         level, _, kind = settings.divergence.partition("-")
         clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        values = clamped.square() / 2 if kind == "k2" else torch.expm1(clamped) - clamped  # 0 outside the mask
+        values = (
+            clamped.square() / 2 if kind == "k2" else torch.expm1(clamped) - clamped
+        )  # 0 outside the mask
         if level == "max":
             values = values.amax(dim=-1, keepdim=True)
         elif level != "token":

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from dapo_core.batch import Batch
     from dapo_core.config.algorithm import RolloutCorrectionConfig
 
-SHARED_NAMES = ("kl", "k3_kl", "ppl_ratio", "chi2_token", "chi2_seq")  # the same under rollout/ and rollout_corr/
+SHARED_NAMES = (
+    "kl",
+    "k3_kl",
+    "ppl_ratio",
+    "chi2_token",
+    "chi2_seq",
+)  # the same under rollout/ and rollout_corr/
 
 
 def correction_metrics(
@@ -81,7 +87,8 @@ def mismatch_metrics(
     probs_diff = (old_log_probs[response_mask].exp() - rollout_log_probs[response_mask].exp()).abs()
     log_ppl_diff = -sums / num_tokens[answered]
     policy, engine = (
-        -response_sums(torch.where(response_mask, values, 0.0)).squeeze(-1)[answered] / num_tokens[answered]
+        -response_sums(torch.where(response_mask, values, 0.0)).squeeze(-1)[answered]
+        / num_tokens[answered]
         for values in (old_log_probs, rollout_log_probs)
     )
     metrics = {
@@ -126,13 +133,18 @@ def weight_metrics(
     log_ratio = torch.where(response_mask, old_log_probs - rollout_log_probs, 0.0)
     is_whole = settings.importance == "sequence"
     whole = ratio_of(response_sums(log_ratio)[answered])  # [b, 1]
-    ratio = whole.expand(-1, response_mask.shape[1]) if is_whole else ratio_of(log_ratio.double())[answered]
+    ratio = (
+        whole.expand(-1, response_mask.shape[1])
+        if is_whole
+        else ratio_of(log_ratio.double())[answered]
+    )
     low = settings.importance_min or 1 / settings.importance_max
     tokens = response_mask[answered]
     weighed, raw = weights[answered][tokens].double(), ratio[tokens]
     units = whole.squeeze(-1) if is_whole else raw
     means, raw_means = (
-        torch.where(tokens, values, 0.0).sum(dim=-1) / num_tokens for values in (weights[answered].double(), ratio)
+        torch.where(tokens, values, 0.0).sum(dim=-1) / num_tokens
+        for values in (weights[answered].double(), ratio)
     )
     extremes = whole if is_whole else weighed
     metrics = {

@@ -48,8 +48,12 @@ class _DrawState:
     step: int
     account: TokenAccount
     last_signal: float  # time at which the last group with signal finished
-    ready: dict[int, tuple[int, Group]] = field(default_factory=dict)  # with signal, by id, in finishing order
-    dropped: list[Rollout | Response] = field(default_factory=list)  # aborted or stale; could have been trained on
+    ready: dict[int, tuple[int, Group]] = field(
+        default_factory=dict
+    )  # with signal, by id, in finishing order
+    dropped: list[Rollout | Response] = field(
+        default_factory=list
+    )  # aborted or stale; could have been trained on
     num_drawn: int = 0  # prompts
     finished_since_signal: int = 0  # groups
     is_skipped: bool = False
@@ -116,7 +120,9 @@ class Sampler:
                 self._give_up(state)
                 break
             self._record(self.source.finished(), state)
-            self.progress.show(state.account, state.num_drawn, len(state.ready), self._num_open_tokens())
+            self.progress.show(
+                state.account, state.num_drawn, len(state.ready), self._num_open_tokens()
+            )
             self.while_waiting()
             self._check_progress(state)
         self._stop(state)
@@ -125,12 +131,17 @@ class Sampler:
         return self._finish(state)
 
     def redraw(
-        self, step: int, surplus: Sequence[tuple[int, Group]], unfinished: Sequence[tuple[int, GroupRequest]]
+        self,
+        step: int,
+        surplus: Sequence[tuple[int, Group]],
+        unfinished: Sequence[tuple[int, GroupRequest]],
     ) -> None:
         """Resample the prompts of these groups in step `step`, discarding their responses."""
         prompts = {group.group_id: group.prompt for _, group in surplus}
         prompts |= {request.group_id: request.prompt for _, request in unfinished}
-        self.unfinished = [(step, GroupRequest(number, prompts[number], step)) for number in sorted(prompts)]
+        self.unfinished = [
+            (step, GroupRequest(number, prompts[number], step)) for number in sorted(prompts)
+        ]
 
     def _chosen(self, state: _DrawState) -> list[int]:
         """Return the ids of the groups that are certain to be trained on; at most P."""
@@ -158,7 +169,9 @@ class Sampler:
         else:
             num_new = settings.gen_prompts if num_open < self.train_prompts else 0
         if settings.max_num_gen_batches:
-            num_new = min(num_new, settings.gen_prompts * settings.max_num_gen_batches - state.num_drawn)
+            num_new = min(
+                num_new, settings.gen_prompts * settings.max_num_gen_batches - state.num_drawn
+            )
         elif state.finished_since_signal >= max(len(self.stream.prompts), settings.gen_prompts):
             return 0  # no limit on draws, but a whole epoch without signal
         return max(num_new, 0)
@@ -187,7 +200,9 @@ class Sampler:
 
     def _num_open_tokens(self) -> int:
         """Return the response tokens of the groups in flight that were sampled in this step."""
-        return self.source.num_tokens_in_flight - sum(num_tokens for _, num_tokens in self._submitted.values())
+        return self.source.num_tokens_in_flight - sum(
+            num_tokens for _, num_tokens in self._submitted.values()
+        )
 
     def _submit_unfinished(self, step: int) -> None:
         continued, self.unfinished = self.unfinished, []
@@ -199,7 +214,10 @@ class Sampler:
     def _submit_fresh(self, state: _DrawState, count: int) -> None:
         first = self.stream.position
         prompts = self.stream.take(count)
-        requests = [GroupRequest(first + offset, prompt, state.step) for offset, prompt in enumerate(prompts)]
+        requests = [
+            GroupRequest(first + offset, prompt, state.step)
+            for offset, prompt in enumerate(prompts)
+        ]
         self._submitted |= {request.group_id: (state.step, 0) for request in requests}
         self.source.submit(requests)
         state.num_drawn += count
@@ -240,7 +258,9 @@ class Sampler:
                 account.add("aborted", request.responses)
                 state.dropped += request.responses
         account.carried_out_groups = len(self.unfinished)
-        account.carried_out_tokens = sum(request.num_response_tokens for _, request in self.unfinished)
+        account.carried_out_tokens = sum(
+            request.num_response_tokens for _, request in self.unfinished
+        )
 
     def _finish(self, state: _DrawState) -> Draw:
         """Return the step's groups; other ready groups become surplus for the next step."""
@@ -260,7 +280,9 @@ class Sampler:
     def _give_up(self, state: _DrawState) -> None:
         """Apply on_exhausted: all draws are used up and nothing is in flight."""
         outcome, num_prompts = self.settings.on_exhausted, len(self.stream.prompts)
-        reason = exhausted_message(self._summary(state), state.finished_since_signal, num_prompts, self.settings)
+        reason = exhausted_message(
+            self._summary(state), state.finished_since_signal, num_prompts, self.settings
+        )
         if not state.ready:
             reason = nothing_to_learn(state.account, self.train_prompts) + reason
         if outcome == "raise":
@@ -278,8 +300,13 @@ class Sampler:
     def _check_progress(self, state: _DrawState) -> None:
         """Raise if no group with signal finished for max_seconds_without_kept."""
         seconds = self.clock() - state.last_signal
-        if seconds > self.settings.max_seconds_without_kept and len(self._chosen(state)) < self.train_prompts:
-            raise stalled_error(seconds, state.step, state.finished_since_signal, self._summary(state))
+        if (
+            seconds > self.settings.max_seconds_without_kept
+            and len(self._chosen(state)) < self.train_prompts
+        ):
+            raise stalled_error(
+                seconds, state.step, state.finished_since_signal, self._summary(state)
+            )
 
     def _summary(self, state: _DrawState) -> str:
         return (

@@ -17,11 +17,17 @@ logger = logging.getLogger(__name__)
 
 Fate = Literal["kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "aborted"]
 FATES: tuple[Fate, ...] = get_args(Fate)
-NO_SIGNAL: tuple[Fate, ...] = ("all_right", "all_wrong", "all_equal")  # all_equal: other equal values
+NO_SIGNAL: tuple[Fate, ...] = (
+    "all_right",
+    "all_wrong",
+    "all_equal",
+)  # all_equal: other equal values
 WASTED: tuple[Fate, ...] = (*NO_SIGNAL, "stale", "aborted")
 MEASURED = ("finished", "kept", "surplus", "aborted")  # sets whose response lengths are reported
 WATCHED_STEPS = 10
-MAX_LENGTH_DIFFERENCE = 0.05  # relative, between trained responses and all that could have been trained on
+MAX_LENGTH_DIFFERENCE = (
+    0.05  # relative, between trained responses and all that could have been trained on
+)
 
 
 @dataclass
@@ -51,7 +57,9 @@ class TokenAccount:
 
     groups: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
     tokens: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
-    lengths: dict[str, Lengths] = field(default_factory=lambda: {name: Lengths() for name in MEASURED})
+    lengths: dict[str, Lengths] = field(
+        default_factory=lambda: {name: Lengths() for name in MEASURED}
+    )
     carried_in_groups: int = 0  # surplus and unfinished groups of earlier steps
     carried_in_tokens: int = 0
     carried_out_groups: int = 0  # unfinished; continued in the next step
@@ -60,7 +68,9 @@ class TokenAccount:
     finished_groups: int = 0  # in this step
     num_right: int = 0  # right responses in the groups that finished in this step
     num_unscored: int = 0  # responses without a score in these groups
-    scores: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)  # by set: (score, is right)
+    scores: dict[str, list[tuple[float, bool]]] = field(
+        default_factory=dict
+    )  # by set: (score, is right)
     reward_seconds: float = 0.0  # engines were idle; only scoring was pending
 
     def add(self, fate: Fate, responses: Sequence[Rollout | Response]) -> None:
@@ -78,7 +88,9 @@ class TokenAccount:
         self.lengths["finished"].add(group.rollouts)
         if group.prompt.dataset:
             scored = [
-                (rollout.score, rollout.verdict == "right") for rollout in group.rollouts if rollout.is_scored
+                (rollout.score, rollout.verdict == "right")
+                for rollout in group.rollouts
+                if rollout.is_scored
             ]
             self.scores.setdefault(group.prompt.dataset, []).extend(scored)
 
@@ -109,12 +121,18 @@ class LengthWatch:
 
     def __init__(self) -> None:
         self._kept: deque[list[int]] = deque(maxlen=WATCHED_STEPS)  # lengths, one list per step
-        self._dropped: deque[list[tuple[int, bool]]] = deque(maxlen=WATCHED_STEPS)  # (tokens so far, is complete)
+        self._dropped: deque[list[tuple[int, bool]]] = deque(
+            maxlen=WATCHED_STEPS
+        )  # (tokens so far, is complete)
 
     def add_step(self, kept: Iterable[Group], dropped: Iterable[Rollout | Response]) -> None:
         """Add a step to the window, which is cleared after a warning."""
-        self._kept.append([len(rollout.response_ids) for group in kept for rollout in group.rollouts])
-        self._dropped.append([(len(one.response_ids), one.finish_reason != "abort") for one in dropped])
+        self._kept.append(
+            [len(rollout.response_ids) for group in kept for rollout in group.rollouts]
+        )
+        self._dropped.append(
+            [(len(one.response_ids), one.finish_reason != "abort") for one in dropped]
+        )
         all_dropped = [one for step in self._dropped for one in step]
         if len(self._kept) < WATCHED_STEPS or not any(self._kept) or not all_dropped:
             return

@@ -44,7 +44,9 @@ BATCH_ROWS = 1000
 NUM_BINS = 20  # of the histogram; the last bin has at most the longest 1 %
 QUANTILES = (5, 25, 50, 75, 95, 99)
 
-Tokens = tuple[np.ndarray, np.ndarray]  # concatenated token ids of several prompts, and the length of each
+Tokens = tuple[
+    np.ndarray, np.ndarray
+]  # concatenated token ids of several prompts, and the length of each
 
 
 def tokenize_prompts(
@@ -107,7 +109,9 @@ def remove_prompts(output_dir: Path) -> None:
     shutil.rmtree(output_dir / PROMPTS_FOLDER, ignore_errors=True)
 
 
-def describe_lengths(lengths: np.ndarray, max_prompt_tokens: int, too_long: TooLong) -> dict[str, Any]:
+def describe_lengths(
+    lengths: np.ndarray, max_prompt_tokens: int, too_long: TooLong
+) -> dict[str, Any]:
     """Return statistics of prompt lengths for the data card: quantiles, histogram, number of too long prompts.
 
     `counts[i]` prompts have `edges[i]` to `edges[i + 1]` - 1 tokens.
@@ -118,12 +122,17 @@ def describe_lengths(lengths: np.ndarray, max_prompt_tokens: int, too_long: TooL
     return {
         "num_prompts": len(lengths),
         "mean": float(lengths.mean()),
-        "quantiles": {str(q): int(np.percentile(lengths, q, method="inverted_cdf")) for q in QUANTILES},
+        "quantiles": {
+            str(q): int(np.percentile(lengths, q, method="inverted_cdf")) for q in QUANTILES
+        },
         "max": int(lengths.max()),
         "max_prompt_tokens": max_prompt_tokens,
         "too_long": too_long,
         "num_too_long": int((lengths > max_prompt_tokens).sum()),
-        "edges": [*range(0, width * len(counts), width), max(width * len(counts), int(lengths.max()) + 1)],
+        "edges": [
+            *range(0, width * len(counts), width),
+            max(width * len(counts), int(lengths.max()) + 1),
+        ],
         "counts": counts.tolist(),
     }
 
@@ -134,7 +143,11 @@ def require_template_reads(
     key: str = "rollout.chat_template_kwargs",
 ) -> None:
     """Raise ConfigError for an argument that the model's chat template does not read."""
-    words = set(re.findall(r"[A-Za-z_]\w*", str(tokenizer.get_chat_template()))) if template_kwargs else set()
+    words = (
+        set(re.findall(r"[A-Za-z_]\w*", str(tokenizer.get_chat_template())))
+        if template_kwargs
+        else set()
+    )
     for name in template_kwargs:
         if name not in words:
             near = difflib.get_close_matches(name, words, n=1)
@@ -146,10 +159,15 @@ def require_template_reads(
 
 def _key(path: Path, model_path: Path, template_kwargs: Mapping[str, Any]) -> str:
     """Return a digest of everything the tokens depend on: the rows and the model's non-weight files."""
-    parts = [f"{FORMAT}", *(f"{name} {metadata.version(name)}" for name in ("transformers", "tokenizers"))]
+    parts = [
+        f"{FORMAT}",
+        *(f"{name} {metadata.version(name)}" for name in ("transformers", "tokenizers")),
+    ]
     parts.append(json.dumps(dict(template_kwargs), sort_keys=True))
     parts += [file_digest(file) for file in files_of(path)]
-    parts += [f"{file.relative_to(model_path)} {file_digest(file)}" for file in model_files(model_path)]
+    parts += [
+        f"{file.relative_to(model_path)} {file_digest(file)}" for file in model_files(model_path)
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -166,12 +184,17 @@ def _tokenize_file(
     sets: dict[tuple[str, float], int] = {}  # name and weight -> number
     with pa.OSFile(str(partial / ROWS_FILE), "wb") as sink, contextlib.ExitStack() as stack:
         writer = None
-        for problems, (ids, lengths) in _encoded(_batches(_problems(path)), tokenizer, template_kwargs):
+        for problems, (ids, lengths) in _encoded(
+            _batches(_problems(path)), tokenizer, template_kwargs
+        ):
             columns: dict[str, list[Any]] = {
                 "data_source": [str(problem.data_source) for problem in problems],
                 "ground_truth": [problem.gold for problem in problems],
                 "extra_info": [json.dumps(problem.extra_info) for problem in problems],
-                "set": [sets.setdefault((problem.dataset, problem.weight), len(sets)) for problem in problems],
+                "set": [
+                    sets.setdefault((problem.dataset, problem.weight), len(sets))
+                    for problem in problems
+                ],
             }
             digest.update(ids.tobytes() + lengths.tobytes() + json.dumps(columns).encode())
             prompt_ids = pa.ListArray.from_arrays(np.cumsum([0, *lengths], dtype=np.int32), ids)
@@ -205,7 +228,9 @@ def _batches(problems: Iterator[Problem]) -> Iterator[list[Problem]]:
 
 
 def _encoded(
-    batches: Iterator[list[Problem]], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+    batches: Iterator[list[Problem]],
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
 ) -> Iterator[tuple[list[Problem], Tokens]]:
     """Yield each batch with its tokens, in order.
 
@@ -214,7 +239,9 @@ def _encoded(
     with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
         previous: tuple[list[Problem], Future[Tokens]] | None = None
         for problems in batches:
-            encoding = thread.submit(_encode, tokenizer, _render(tokenizer, problems, template_kwargs))
+            encoding = thread.submit(
+                _encode, tokenizer, _render(tokenizer, problems, template_kwargs)
+            )
             if previous is not None:
                 yield previous[0], previous[1].result()
             previous = problems, encoding
@@ -223,14 +250,18 @@ def _encoded(
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], template_kwargs: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    template_kwargs: Mapping[str, Any],
 ) -> list[str]:
     """Render prompts as text. Raises DataError if the chat template rejects one."""
     from jinja2 import TemplateError
 
     chats = [[dict(message) for message in problem.messages or ()] for problem in problems]
     try:
-        texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False, **template_kwargs)
+        texts = tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, tokenize=False, **template_kwargs
+        )
         return list(texts)
     except TemplateError as error:
         roles = sorted({" ".join(message["role"] for message in chat) for chat in chats})
@@ -242,4 +273,6 @@ def _render(
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Tokens:
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False).input_ids
-    return np.fromiter(itertools.chain.from_iterable(ids), np.int32), np.array([len(row) for row in ids], np.int32)
+    return np.fromiter(itertools.chain.from_iterable(ids), np.int32), np.array(
+        [len(row) for row in ids], np.int32
+    )

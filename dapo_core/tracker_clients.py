@@ -84,7 +84,9 @@ class TensorBoard(Client):
         record.path = str(path.absolute())
         self._writer = SummaryWriter(record.path)
         if is_new:
-            self._writer.add_text("config", _fenced(json.dumps(config, indent=2, ensure_ascii=False)), 0)
+            self._writer.add_text(
+                "config", _fenced(json.dumps(config, indent=2, ensure_ascii=False)), 0
+            )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -109,13 +111,25 @@ class WandB(Client):
         folder.mkdir(parents=True, exist_ok=True)
         # Do not send output, code or package lists: they may contain secrets, and are in the run folder anyway.
         settings = wandb.Settings(
-            console="off", disable_git=True, disable_code=True, x_disable_meta=True, silent=True, quiet=True
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            x_disable_meta=True,
+            silent=True,
+            quiet=True,
         )
         self._run = _online_or_offline(
-            "wandb", wandb.init,
-            project=place.project, name=place.run, id=record.id, resume="allow", reinit="create_new",
-            dir=str(folder), config=dict(config), settings=settings,
-        )  # fmt: skip
+            "wandb",
+            wandb.init,
+            project=place.project,
+            name=place.run,
+            id=record.id,
+            resume="allow",
+            reinit="create_new",
+            dir=str(folder),
+            config=dict(config),
+            settings=settings,
+        )
         record.url = None if self._run.offline else self._run.url
         record.path = str(Path(self._run.dir).parent.absolute())
 
@@ -150,10 +164,16 @@ class SwanLab(Client):
             probe={"runtime": False, "requirements": False, "git": False, "monitor": False},
         )
         self._run = _online_or_offline(
-            "swanlab", swanlab.init,
-            project=place.project, name=place.run, id=record.id, resume="allow", log_dir=str(folder),
-            config=dict(config), settings=settings,
-        )  # fmt: skip
+            "swanlab",
+            swanlab.init,
+            project=place.project,
+            name=place.run,
+            id=record.id,
+            resume="allow",
+            log_dir=str(folder),
+            config=dict(config),
+            settings=settings,
+        )
         record.url = self._run.url if self._run.mode == "online" else None
         record.path = str(folder.absolute())
 
@@ -180,7 +200,9 @@ class MLflow(Client):
         self._client = MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name(place.project)
         # Without a server, MLflow would write artifacts to the working directory.
-        artifacts = database.with_name("mlflow-artifacts").as_uri() if uri.startswith("sqlite:") else None
+        artifacts = (
+            database.with_name("mlflow-artifacts").as_uri() if uri.startswith("sqlite:") else None
+        )
         experiment_id = (
             experiment.experiment_id
             if experiment is not None
@@ -201,7 +223,8 @@ class MLflow(Client):
         from mlflow.entities import Param
 
         values = [
-            Param(_mlflow_name(key), str(value)[:MLFLOW_VALUE_CHARACTERS]) for key, value in leaves(config).items()
+            Param(_mlflow_name(key), str(value)[:MLFLOW_VALUE_CHARACTERS])
+            for key, value in leaves(config).items()
         ]
         for first in range(0, len(values), MLFLOW_BATCH):
             self._client.log_batch(run_id, params=values[first : first + MLFLOW_BATCH])
@@ -256,7 +279,9 @@ def _mlflow_name(name: str) -> str:
 def _as_markdown(rows: Rows) -> str:
     parts = []
     for row in rows:
-        header = ", ".join(f"{name} {value}" for name, value in row.items() if name not in ("prompt", "response"))
+        header = ", ".join(
+            f"{name} {value}" for name, value in row.items() if name not in ("prompt", "response")
+        )
         parts += [f"**{header}**", _fenced(str(row["prompt"])), _fenced(str(row["response"]))]
     return "\n\n".join(parts)
 

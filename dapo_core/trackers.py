@@ -35,7 +35,11 @@ Call = Callable[[Client], None]
 
 def require_trackers(names: Sequence[str]) -> None:
     """Raise ConfigError for trackers whose client is not installed, with the command to install it."""
-    missing = [name for name in names if any(importlib.util.find_spec(part) is None for part in CLIENTS[name][1])]
+    missing = [
+        name
+        for name in names
+        if any(importlib.util.find_spec(part) is None for part in CLIENTS[name][1])
+    ]
     if missing:
         packages = " ".join(CLIENTS[name][2] for name in missing)
         raise ConfigError(
@@ -53,10 +57,15 @@ def tracking(config: TrainingConfig, folder: Path, is_continued: bool) -> Iterat
     """
     train = config.train
     place = Place(
-        train.tracker_project, train.tracker_run or config.run.name, Path(train.tracker_folder).absolute()
+        train.tracker_project,
+        train.tracker_run or config.run.name,
+        Path(train.tracker_folder).absolute(),
     )
     known = _read(folder).records if is_continued and train.trackers else {}
-    records = [known.get(name) or Record(name, secrets.token_hex(4)) for name in dict.fromkeys(train.trackers)]
+    records = [
+        known.get(name) or Record(name, secrets.token_hex(4))
+        for name in dict.fromkeys(train.trackers)
+    ]
     trackers = Trackers(place, records, tracked_config(config), folder)
     try:
         yield trackers
@@ -74,7 +83,11 @@ def send_results(folder: Path, results: Mapping[str, float], step: int) -> None:
 
 def tracked_runs(folder: Path) -> list[str]:
     """Return the tracked runs of a training in `folder`, each as tracker name and URL or path."""
-    return [f"{one.name} {one.url or one.path}" for one in _read(folder).records.values() if one.url or one.path]
+    return [
+        f"{one.name} {one.url or one.path}"
+        for one in _read(folder).records.values()
+        if one.url or one.path
+    ]
 
 
 def tracked_config(config: TrainingConfig) -> dict[str, Any]:
@@ -99,7 +112,9 @@ def _read(folder: Path) -> _Saved:
     except FileNotFoundError:
         return _Saved(Place("", "", folder), {})
     except (ValueError, KeyError, TypeError) as error:
-        logger.warning("%s cannot be read (%r): starting new tracker runs", folder / TRACKERS_FILE, error)
+        logger.warning(
+            "%s cannot be read (%r): starting new tracker runs", folder / TRACKERS_FILE, error
+        )
         return _Saved(Place("", "", folder), {})
 
 
@@ -107,7 +122,11 @@ class Trackers:
     """The runs of a training in its trackers, each fed by its own thread."""
 
     def __init__(
-        self, place: Place, records: Sequence[Record], config: Mapping[str, Any], folder: Path | None
+        self,
+        place: Place,
+        records: Sequence[Record],
+        config: Mapping[str, Any],
+        folder: Path | None,
     ) -> None:
         """trackers.json is written to `folder`, unless it is None."""
         self.place = place
@@ -120,10 +139,16 @@ class Trackers:
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue a step's metrics and validation responses; returns immediately."""
         assert self.folder is not None
-        rows = read_json_lines(generations_file(self.folder, step)) if "validation/accuracy" in metrics else []
+        rows = (
+            read_json_lines(generations_file(self.folder, step))
+            if "validation/accuracy" in metrics
+            else []
+        )
         fresh = [feed for feed in self._feeds if feed.record.last_step < step]
         for feed in fresh:
-            feed.record.last_step = step  # saved before sending, so that a kill in between does not send it twice
+            feed.record.last_step = (
+                step  # saved before sending, so that a kill in between does not send it twice
+            )
         if fresh:
             self._save()
         for feed in fresh:
@@ -150,25 +175,35 @@ class Trackers:
         if self.folder is None:
             return
         with self._lock:
-            place = {"project": self.place.project, "run": self.place.run, "folder": str(self.place.folder)}
+            place = {
+                "project": self.place.project,
+                "run": self.place.run,
+                "folder": str(self.place.folder),
+            }
             runs = [asdict(feed.record) for feed in self._feeds]
             text = json.dumps({**place, "trackers": runs}, indent=2) + "\n"
             try:
                 write_atomically(self.folder / TRACKERS_FILE, text)
-            except OSError as error:  # if the disk is full, the next write of metrics.jsonl ends training
+            except (
+                OSError
+            ) as error:  # if the disk is full, the next write of metrics.jsonl ends training
                 logger.warning("%s cannot be written: %s", self.folder / TRACKERS_FILE, error)
 
 
 class _Feed:
     """Calls to one tracker, made in order on its own thread, where its client is also opened."""
 
-    def __init__(self, place: Place, record: Record, config: Mapping[str, Any], save: Callable[[], None]) -> None:
+    def __init__(
+        self, place: Place, record: Record, config: Mapping[str, Any], save: Callable[[], None]
+    ) -> None:
         self.record = record
         self._open = lambda: CLIENTS[record.name][0](place, record, config)
         self._save = save
         self._client: Client | None = None
         self._calls: queue.Queue[Call | None] = queue.Queue(MAX_WAITING)
-        self._thread = threading.Thread(target=self._run, name=f"tracker-{record.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"tracker-{record.name}", daemon=True
+        )
         self._is_failing = False
 
     def put(self, call: Call | None) -> None:
@@ -188,7 +223,9 @@ class _Feed:
             return
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._fail(f"the last {self._calls.qsize()} calls did not finish within {CLOSE_SECONDS:.0f} s")
+            self._fail(
+                f"the last {self._calls.qsize()} calls did not finish within {CLOSE_SECONDS:.0f} s"
+            )
         if self.record.num_failed:
             logger.warning("%s: %d calls failed", self.record.name, self.record.num_failed)
 
@@ -221,5 +258,7 @@ class _Feed:
         self.record.num_failed += 1
         if not self._is_failing:
             self._is_failing = True
-            message = "tracker %s failed (%s); training continues, further failures are only counted"
+            message = (
+                "tracker %s failed (%s); training continues, further failures are only counted"
+            )
             logger.warning(message, self.record.name, redact(reason))

@@ -90,9 +90,13 @@ class Trainer:
         self.sampler.while_waiting = self._while_waiting
         self.turns = Turns(cluster.policy, cluster.rollouts, config.train)
         self.kl = KLController(config.algorithm.kl)
-        self.checkpoints = CheckpointWriter(output_dir / CHECKPOINTS, model_path, cluster.policy, config)
+        self.checkpoints = CheckpointWriter(
+            output_dir / CHECKPOINTS, model_path, cluster.policy, config
+        )
         device = device_for(config.train.device)
-        self.dtypes = [device.resolve_dtype(section.dtype) for section in (config.train, config.rollout)]
+        self.dtypes = [
+            device.resolve_dtype(section.dtype) for section in (config.train, config.rollout)
+        ]
         model_config = load_model_config(model_path, config.model.trust_remote_code)
         self.utilization = ActorUtilization(
             model_config, cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
@@ -114,11 +118,15 @@ class Trainer:
             batch, kl_metrics = self._weigh(batch, measured, timer)
             updates, measured = self._learn(batch, measured, number, timer)
             require_sampled_alike(measured.log_probs, drawn, config, self.dtypes)
-            metrics["weight_sync/probe_difference"] = self._publish(batch, updates[-1].policy_version, timer)
+            metrics["weight_sync/probe_difference"] = self._publish(
+                batch, updates[-1].policy_version, timer
+            )
             metrics |= kl_metrics
             metrics |= correction_metrics(measured.log_probs, drawn, config.rollout_correction)
             metrics |= measure.training_metrics(groups, batch, measured, updates, config)
-            metrics |= self.utilization.metrics(batch, timer.seconds["update_actor"], config.train.passes)
+            metrics |= self.utilization.metrics(
+                batch, timer.seconds["update_actor"], config.train.passes
+            )
 
         self.cluster.policy.refresh_reference(number, timer)
         self.num_steps = number
@@ -138,7 +146,11 @@ class Trainer:
                 self._validate_before_training(on_step)
             for number in range(self.num_steps + 1, self.config.train.total_steps + 1):
                 is_traced = number in self.config.train.profile.steps
-                with self.cluster.policy.profiled(number, self.output_dir) if is_traced else nullcontext():
+                with (
+                    self.cluster.policy.profiled(number, self.output_dir)
+                    if is_traced
+                    else nullcontext()
+                ):
                     metrics = self.step(number)
                 if on_step is not None:
                     on_step(number, metrics)
@@ -158,7 +170,10 @@ class Trainer:
         elif num_groups := len(state.surplus) + len(state.unfinished):
             if state.identity.get("prompts") == self.identity["prompts"]:
                 self.sampler.redraw(state.step + 1, state.surplus, state.unfinished)
-            logger.warning("checkpoint.allow_changed: discarding %d groups sampled before the change", num_groups)
+            logger.warning(
+                "checkpoint.allow_changed: discarding %d groups sampled before the change",
+                num_groups,
+            )
         if state.identity.get(KL_COEFFICIENT) == self.identity[KL_COEFFICIENT]:
             self.kl.coefficient = state.kl_coefficient
         timer = PhaseTimer()
@@ -167,7 +182,9 @@ class Trainer:
         self.turns.enter("publish", timer)
         self.cluster.weights.send(self.policy_version)
         self.turns.enter("generate", timer)
-        is_own = checkpoint.parent == self.output_dir / CHECKPOINTS  # else the metrics belong to another training
+        is_own = (
+            checkpoint.parent == self.output_dir / CHECKPOINTS
+        )  # else the metrics belong to another training
         self.log = resume_metrics(self.output_dir, state, is_own)
         logger.info("resuming after step %d from %s", self.num_steps, checkpoint.name)
 
@@ -182,7 +199,9 @@ class Trainer:
         self.turns.enter("anchor", timer)
         return self.cluster.policy.anchor(batch, timer)
 
-    def _weigh(self, batch: Batch, measured: Measured | None, timer: PhaseTimer) -> tuple[Batch, dict[str, float]]:
+    def _weigh(
+        self, batch: Batch, measured: Measured | None, timer: PhaseTimer
+    ) -> tuple[Batch, dict[str, float]]:
         with timer.phase("adv"):
             batch, metrics = self.kl.penalise(batch)
             return weigh(batch, self.config, measured), metrics
@@ -225,8 +244,13 @@ class Trainer:
 
     def _keep(self, metrics: Mapping[str, float], timer: PhaseTimer) -> None:
         with timer.phase("save_checkpoint"):
-            save_every, total_steps = self.config.checkpoint.save_every, self.config.train.total_steps
-            self.checkpoints.keep(self._state(metrics), is_due(self.num_steps, save_every, total_steps))
+            save_every, total_steps = (
+                self.config.checkpoint.save_every,
+                self.config.train.total_steps,
+            )
+            self.checkpoints.keep(
+                self._state(metrics), is_due(self.num_steps, save_every, total_steps)
+            )
 
     def _log(self, number: int, metrics: Mapping[str, float]) -> None:
         self.log.append(number, self.policy_version, metrics)

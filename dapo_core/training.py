@@ -68,17 +68,26 @@ def train(
     with StopRequest() as stop, raising_stopped(stop, lambda: continued_from(config, folder)):
         require_model_folder(model_path)
         config = with_model_sampling(config, model_path)
-        if config.algorithm.rollout_correction.importance == "stale" and not config.rollout.samples_among_all:
+        if (
+            config.algorithm.rollout_correction.importance == "stale"
+            and not config.rollout.samples_among_all
+        ):
             logger.warning(
                 "rollout.top_p=%g and rollout.top_k=%d: engine log-probs are not comparable with the policy's, so "
                 "tokens sampled by older weights train without importance weights",
                 config.rollout.top_p,
                 config.rollout.top_k,
             )
-        stream, validation = _read_prompts(config, train_path, model_path, output_dir, held_out_path)
-        identity = training_identity(config, stream.digest, model_path)  # now: a scorer file may change later
+        stream, validation = _read_prompts(
+            config, train_path, model_path, output_dir, held_out_path
+        )
+        identity = training_identity(
+            config, stream.digest, model_path
+        )  # now: a scorer file may change later
         with lock_checkpoints(folder):
-            start = find_start(folder, restarts.resume(config.checkpoint.resume), config.checkpoint.on_damage)
+            start = find_start(
+                folder, restarts.resume(config.checkpoint.resume), config.checkpoint.on_damage
+            )
             restarts.shared.has_begun = True
             if start is not None:
                 require_same_training(config, start, folder, identity)
@@ -87,9 +96,13 @@ def train(
                     return TrainResult(start, end.step, end.policy_version)
 
             def attempt(start: Path | None) -> Trainer:
-                with start_cluster(config, model_path, output_dir, restarts.shared.num_restarts > 0) as cluster:
+                with start_cluster(
+                    config, model_path, output_dir, restarts.shared.num_restarts > 0
+                ) as cluster:
                     fit = cluster.config
-                    trainer = Trainer(fit, cluster, stream, model_path, output_dir, identity, validation)
+                    trainer = Trainer(
+                        fit, cluster, stream, model_path, output_dir, identity, validation
+                    )
                     trainer.resume(start)
                     trainer.run(report, stop)
                     return trainer
@@ -100,8 +113,12 @@ def train(
                     on_step(step, metrics)
 
             on_damage = config.checkpoint.on_damage
-            with tracking(config, output_dir, start is not None and start.parent == folder) as trackers:
-                trainer = restarts.until_done(attempt, start, lambda: find_start(folder, "auto", on_damage), stop)
+            with tracking(
+                config, output_dir, start is not None and start.parent == folder
+            ) as trackers:
+                trainer = restarts.until_done(
+                    attempt, start, lambda: find_start(folder, "auto", on_damage), stop
+                )
     remove_prompts(output_dir)
     checkpoint = latest_checkpoint(folder)
     assert checkpoint is not None, "the last step always writes a checkpoint"
@@ -124,7 +141,9 @@ def _read_prompts(
     require_trainable(load_model_config(model_path, trusted), config.train.sequence_parallel)
     tokenizer = load_tokenizer(model_path, trusted)
     arguments = config.rollout.chat_template_kwargs
-    prompts = tokenized_prompts(train_path, model_path, tokenizer, output_dir, config.data, arguments)
+    prompts = tokenized_prompts(
+        train_path, model_path, tokenizer, output_dir, config.data, arguments
+    )
     held_out: list[Prompt] = []
     if config.validation.every:
         if held_out_path is None:

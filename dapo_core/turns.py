@@ -45,7 +45,11 @@ def holdings(train: TrainConfig) -> Mapping[Phase, Holding]:
     is_own = train.backend == "own"
     if train.is_colocated and is_own:
         return COLOCATED
-    offloaded = {WEIGHTS: train.offload_parameters, OPTIMIZER: train.offload_optimizer, GRADIENTS: not is_own}
+    offloaded = {
+        WEIGHTS: train.offload_parameters,
+        OPTIMIZER: train.offload_optimizer,
+        GRADIENTS: not is_own,
+    }
     kept = frozenset(name for name in OF_RANKS if not offloaded[name])
     return {
         phase: Holding(shared.ranks | kept, shared.engines if train.is_colocated else OF_ENGINES)
@@ -62,7 +66,9 @@ class Turns:
         self._holdings = holdings(train)
         self._phase: Phase = "generate"
         self._peaks: dict[str, float] = {}  # by metric, since the start of training
-        self._phase_peaks: dict[str, float] = {}  # by metric and phase, since the last `memory_metrics`
+        self._phase_peaks: dict[
+            str, float
+        ] = {}  # by metric and phase, since the last `memory_metrics`
         if offloaded := OF_RANKS - self._holdings["generate"].ranks:
             policy.offload(offloaded)
         self.memory_metrics()  # discards the peaks of loading

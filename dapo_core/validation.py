@@ -35,7 +35,9 @@ NUM_DRAWS, DRAW_SEED = 1000, 42  # of maj@n, as in verl
 GENERATIONS_FOLDER = "generations"  # in the training output: validation responses
 
 
-def held_out_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig) -> list[Prompt]:
+def held_out_prompts(
+    path: Path, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig
+) -> list[Prompt]:
     """Return the first validation.num_prompts problems of the file, or all, prompted as in `dapo eval`.
 
     Problems without a data source are scored as their set. Raises ProblemsError for a file that `dapo eval`
@@ -78,8 +80,12 @@ class Validation:
         self.max_seconds = config.sampler.max_seconds_without_kept
         self.num_samples = settings.num_samples
         self.sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
-        indices = np.linspace(0, len(prompts), min(settings.num_logged, len(prompts)), endpoint=False)
-        self._logged = indices.astype(int).tolist()  # evenly spaced, because prompts are ordered by set
+        indices = np.linspace(
+            0, len(prompts), min(settings.num_logged, len(prompts)), endpoint=False
+        )
+        self._logged = indices.astype(
+            int
+        ).tolist()  # evenly spaced, because prompts are ordered by set
 
     def begin(self) -> None:
         """Delete the responses of an earlier training in the folder."""
@@ -87,9 +93,13 @@ class Validation:
 
     def run(self, source: RolloutGroup, step: int) -> dict[str, float]:
         """Validate after training step `step`; returns the metrics. Raises like `validate`."""
-        rollouts = validate(source, self.prompts, step, self.max_seconds, self.sampling, self.num_samples)
+        rollouts = validate(
+            source, self.prompts, step, self.max_seconds, self.sampling, self.num_samples
+        )
         metrics = validation_metrics(self.prompts, rollouts, step)
-        lines = [self._generation(self.prompts[index], rollouts[index][0]) for index in self._logged]
+        lines = [
+            self._generation(self.prompts[index], rollouts[index][0]) for index in self._logged
+        ]
         if lines:
             self.folder.mkdir(parents=True, exist_ok=True)
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
@@ -172,7 +182,9 @@ def validation_metrics(
             f"{step}; its first tracebacks are in the log. Fix the file in custom_reward.path, or raise "
             "reward.timeout_seconds"
         )
-    accuracies = [np.mean([rollout.acc for rollout in scored]) for asked in sets.values() for scored in asked]
+    accuracies = [
+        np.mean([rollout.acc for rollout in scored]) for asked in sets.values() for scored in asked
+    ]
     metrics: dict[str, float] = {}
     for name, asked in sets.items():
         metrics |= sample_metrics(name, asked, num_samples)
@@ -180,14 +192,20 @@ def validation_metrics(
         **metrics,
         "validation/accuracy": float(np.mean(accuracies)),
         "validation/truncated_ratio": float(np.mean([rollout.is_truncated for rollout in every])),
-        "validation/no_answer_ratio": float(np.mean([rollout.verdict == "no_answer" for rollout in every])),
+        "validation/no_answer_ratio": float(
+            np.mean([rollout.verdict == "no_answer" for rollout in every])
+        ),
         "validation/unscored_ratio": float(np.mean([not rollout.is_scored for rollout in every])),
-        "validation/response_length/mean": float(np.mean([len(rollout.response_ids) for rollout in every])),
+        "validation/response_length/mean": float(
+            np.mean([len(rollout.response_ids) for rollout in every])
+        ),
         "validation/num_prompts": float(len(prompts)),
     }
 
 
-def sample_metrics(name: str, prompts: Sequence[Sequence[Rollout]], num_samples: int) -> dict[str, float]:
+def sample_metrics(
+    name: str, prompts: Sequence[Sequence[Rollout]], num_samples: int
+) -> dict[str, float]:
     """Return verl's metrics of the set `name` from the scored responses to its prompts, 1 to N per prompt.
 
     best@n, worst@n and maj@n are the mean and std over n responses drawn with replacement from a prompt's N,
@@ -198,13 +216,21 @@ def sample_metrics(name: str, prompts: Sequence[Sequence[Rollout]], num_samples:
     for value in VALUES:
         each = [_of_prompt(rollouts, value, num_samples, votes) for rollouts in prompts]
         for metric in each[0]:
-            is_core = value == CORE and metric.startswith(("mean@", "best@", "maj@")) and _n(metric) == num_samples
+            is_core = (
+                value == CORE
+                and metric.startswith(("mean@", "best@", "maj@"))
+                and _n(metric) == num_samples
+            )
             section = "val-core" if is_core else "val-aux"
-            metrics[f"{section}/{name}/{value}/{metric}"] = float(np.mean([one[metric] for one in each]))
+            metrics[f"{section}/{name}/{value}/{metric}"] = float(
+                np.mean([one[metric] for one in each])
+            )
     return metrics
 
 
-def _of_prompt(rollouts: Sequence[Rollout], value: str, num_samples: int, votes: bool) -> dict[str, float]:
+def _of_prompt(
+    rollouts: Sequence[Rollout], value: str, num_samples: int, votes: bool
+) -> dict[str, float]:
     values = np.array([getattr(rollout, value) for rollout in rollouts], dtype=float)
     metrics = {f"mean@{num_samples}": float(values.mean())}
     if num_samples == 1:
@@ -246,5 +272,7 @@ def _majorities(answers: Sequence[str | None], n: int) -> np.ndarray:
     numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
     votes = np.array([numbers[answer] for answer in answers])
     drawn = np.random.default_rng(DRAW_SEED).integers(len(answers), size=(NUM_DRAWS, n))
-    counts = (votes[drawn][:, :, None] == votes[drawn][:, None, :]).sum(axis=2)  # occurrences of each answer
+    counts = (votes[drawn][:, :, None] == votes[drawn][:, None, :]).sum(
+        axis=2
+    )  # occurrences of each answer
     return drawn[np.arange(NUM_DRAWS), counts.argmax(axis=1)]  # argmax takes the first maximum

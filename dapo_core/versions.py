@@ -15,7 +15,9 @@ from packaging.version import Version
 from dapo_core.errors import ConfigError
 
 TABLE = Path(__file__).parent / "versions.yaml"
-UNKNOWN_SET = "install a file from requirements/ (docs/clusters.md), or continue: these versions are untested"
+UNKNOWN_SET = (
+    "install a file from requirements/ (docs/clusters.md), or continue: these versions are untested"
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,12 @@ def too_old() -> list[str]:
     for name, floor in _floors().items():
         version = installed(name)
         # Release candidates and vendor builds (2.9.0a0+nv25.9) count as the release.
-        if version is not None and Version(Version(version).base_version) < Version(floor["lowest"]):
-            found.append(f"{name} {version} is installed, but {floor['lowest']} is the minimum: {floor['reason']}")
+        if version is not None and Version(Version(version).base_version) < Version(
+            floor["lowest"]
+        ):
+            found.append(
+                f"{name} {version} is installed, but {floor['lowest']} is the minimum: {floor['reason']}"
+            )
     return found
 
 

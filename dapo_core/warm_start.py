@@ -46,7 +46,11 @@ STEPWISE_WORD_SHARE = 0.2
 
 
 def build_model(
-    train_rows: list[Row], output_dir: Path, recipe: WarmStartConfig, seed: int, num_threads: int = 2
+    train_rows: list[Row],
+    output_dir: Path,
+    recipe: WarmStartConfig,
+    seed: int,
+    num_threads: int = 2,
 ) -> dict[str, Any]:
     """Write the warm-started model folder; returns steps, first_loss, final_loss, parameters and seconds.
 
@@ -93,7 +97,10 @@ def train_tokenizer(train_rows: list[Row]) -> PreTrainedTokenizerFast:
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -135,13 +142,20 @@ def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartConfig) ->
 
 
 def warm_start(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, train_rows: list[Row], recipe: WarmStartConfig
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    train_rows: list[Row],
+    recipe: WarmStartConfig,
 ) -> list[float]:
     """Train the model on worked solutions; returns each step's loss in nats per response token."""
     solutions = [_solution(row) for row in train_rows]
     first_slanted_step = recipe.num_steps - round(recipe.num_steps * SLANTED_SHARE) + 1
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_share(step, recipe))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: _learning_rate_share(step, recipe)
+    )
     report_every = max(1, recipe.num_steps // NUM_PROGRESS_LINES)
     order: list[int] = []
     losses: list[float] = []
@@ -192,7 +206,10 @@ def _slanted_solutions(train_rows: list[Row]) -> list[str]:
     """Return one solution per row: plain problems step by step, word problems mostly in one step."""
     is_quick = (torch.rand(len(train_rows)) >= STEPWISE_WORD_SHARE).tolist()
     return [
-        _solution(row, quick_solution if row["extra_info"]["form"] == "word" and quick else worked_solution)
+        _solution(
+            row,
+            quick_solution if row["extra_info"]["form"] == "word" and quick else worked_solution,
+        )
         for row, quick in zip(train_rows, is_quick, strict=True)
     ]
 
@@ -201,9 +218,13 @@ def _solution(row: Row, solve: Callable[[str, Sequence[int]], str] = worked_solu
     return solve(row["extra_info"]["subject"], row["extra_info"]["operands"])
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, row: Row, solution: str) -> tuple[list[int], list[int]]:
+def _encode(
+    tokenizer: PreTrainedTokenizerFast, row: Row, solution: str
+) -> tuple[list[int], list[int]]:
     """Return the tokens of the prompt, and of the solution with the end token."""
-    prompt = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(
+        row["prompt"], tokenize=False, add_generation_prompt=True
+    )
     return tokenizer.encode(prompt), tokenizer.encode(solution + EOS_TOKEN)
 
 

@@ -111,14 +111,20 @@ def _named(snapshot: Snapshot, parts: Reference) -> tuple[RemoteFile, ...]:
     """The files that a reference names by path or folder."""
     name = str(parts.file)
     files = tuple(
-        file for file in snapshot.files if file.path == name or file.path.startswith(f"{name.rstrip('/')}/")
+        file
+        for file in snapshot.files
+        if file.path == name or file.path.startswith(f"{name.rstrip('/')}/")
     )
     if not files:
-        raise NotFound(f"{parts.repo} has no file {name}{nearest(name, [file.path for file in snapshot.files])}")
+        raise NotFound(
+            f"{parts.repo} has no file {name}{nearest(name, [file.path for file in snapshot.files])}"
+        )
     if parts.sha256 is None:
         return files
     if files[0].path != name:
-        raise BadReference(f"{name} is a folder of {parts.repo} and has no sha256; name a single file")
+        raise BadReference(
+            f"{name} is a folder of {parts.repo} and has no sha256; name a single file"
+        )
     if files[0].sha256 not in (None, parts.sha256):
         raise WrongContent(
             f"{name} of {parts.repo} has sha256 {files[0].sha256} at commit {snapshot.commit}, not "
@@ -137,6 +143,10 @@ def _missing_bytes(files: Sequence[RemoteFile], folder: Path) -> int:
     """Bytes still to download."""
     missing = 0
     for file in files:
-        parts = [path for path in (folder / file.path, folder / PARTS / file.path) if path.is_file()]
-        missing += max((file.size or 0) - max((part.stat().st_size for part in parts), default=0), 0)
+        parts = [
+            path for path in (folder / file.path, folder / PARTS / file.path) if path.is_file()
+        ]
+        missing += max(
+            (file.size or 0) - max((part.stat().st_size for part in parts), default=0), 0
+        )
     return missing

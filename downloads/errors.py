@@ -82,7 +82,9 @@ def seconds_from_now(retry_after: str) -> float | None:
 
 
 _TLS = re.compile(r"CERTIFICATE|\bSSL|\bTLS", re.IGNORECASE)
-_DNS = re.compile(r"gaierror|NameResolution|getaddrinfo|Name or service not known|name resolution", re.IGNORECASE)
+_DNS = re.compile(
+    r"gaierror|NameResolution|getaddrinfo|Name or service not known|name resolution", re.IGNORECASE
+)
 
 
 def unreachable(address: str, error: BaseException) -> Unreachable:
@@ -110,7 +112,9 @@ def unreachable(address: str, error: BaseException) -> Unreachable:
             f"the host name in {address} cannot be resolved ({reason}); check the network and the spelling of the "
             "endpoint, or set HTTPS_PROXY if this machine reaches the internet through a proxy"
         )
-    return Unreachable(f"{address} cannot be reached ({reason}); check the network and the endpoint, then retry")
+    return Unreachable(
+        f"{address} cannot be reached ({reason}); check the network and the endpoint, then retry"
+    )
 
 
 def _proxy_for(address: str) -> str | None:
@@ -130,7 +134,11 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     current: BaseException | None = error
     while current is not None:
         yield current
-        inner = current.args[0] if current.args and isinstance(current.args[0], BaseException) else None
-        current = inner or getattr(current, "reason", None) or current.__cause__ or current.__context__
+        inner = (
+            current.args[0] if current.args and isinstance(current.args[0], BaseException) else None
+        )
+        current = (
+            inner or getattr(current, "reason", None) or current.__cause__ or current.__context__
+        )
         if not isinstance(current, BaseException):
             return

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from downloads.errors import AccessDenied, DownloadError, NotFound, Offline, Unreachable, unreachable
+from downloads.errors import (
+    AccessDenied,
+    DownloadError,
+    NotFound,
+    Offline,
+    Unreachable,
+    unreachable,
+)
 from downloads.nearest import nearest
 from downloads.snapshot import Kind, RemoteFile, Snapshot
 from downloads.transfer import BUSY, Request, retried, retry_after
@@ -58,7 +65,9 @@ def _call(request: Any, repo: str, revision: str | None, kind: Kind) -> Any:
     except errors.GatedRepoError:
         raise AccessDenied(f"{repo}: {_denied(repo, kind)}") from None
     except errors.RevisionNotFoundError:
-        raise NotFound(f"{repo} has no revision {revision}{_nearest_revision(repo, revision, kind)}") from None
+        raise NotFound(
+            f"{repo} has no revision {revision}{_nearest_revision(repo, revision, kind)}"
+        ) from None
     except errors.RepositoryNotFoundError as error:
         raise NotFound(
             f"there is no {kind} {repo} at {_endpoint()}, or it is private (HTTP {error.response.status_code})"

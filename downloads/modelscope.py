@@ -32,16 +32,24 @@ DEFAULT_REVISION = "master"
 def resolve(repo: str, revision: str | None, kind: Kind) -> Snapshot:
     """The files of a revision, with the digest of their listing as commit. Raises DownloadError."""
     listed = retried(
-        lambda: _call(lambda: _api().list_repo_files(repo, kind, revision=revision), repo, revision, kind)
+        lambda: _call(
+            lambda: _api().list_repo_files(repo, kind, revision=revision), repo, revision, kind
+        )
     )
     files = tuple(
-        RemoteFile(file.path, file.size, file.sha256) for file in listed if file.type != "tree" and file.path
+        RemoteFile(file.path, file.size, file.sha256)
+        for file in listed
+        if file.type != "tree" and file.path
     )
     rows = sorted((file.path, file.size, file.sha256) for file in files)
-    return Snapshot("modelscope", repo, hashlib.sha1(repr(rows).encode()).hexdigest(), files, kind, revision)
+    return Snapshot(
+        "modelscope", repo, hashlib.sha1(repr(rows).encode()).hexdigest(), files, kind, revision
+    )
 
 
-def fetch_files(snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, meter: Meter) -> None:
+def fetch_files(
+    snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, meter: Meter
+) -> None:
     """Download the files into the folder, keeping those that are complete. Raises DownloadError."""
     from modelscope_hub import ProgressCallback
 
@@ -59,7 +67,10 @@ def fetch_files(snapshot: Snapshot, files: Sequence[RemoteFile], folder: Path, m
             meter.update(file.path, target.stat().st_size, is_finished=True)
         else:
             pending.append(file)
-    rows = [{"Path": file.path, "Size": file.size, "Sha256": file.sha256, "Type": "blob"} for file in pending]
+    rows = [
+        {"Path": file.path, "Size": file.size, "Sha256": file.sha256, "Type": "blob"}
+        for file in pending
+    ]
 
     def download() -> Any:
         return _api().download_repo(
@@ -147,4 +158,6 @@ def _revisions(repo: str, revision: str | None, kind: Kind) -> str:
         rows = _api().list_repo_revisions(repo, kind)
     except (errors.HubError, OSError):
         return ""
-    return nearest(revision or DEFAULT_REVISION, [str(row.get("Revision") or row.get("Name")) for row in rows])
+    return nearest(
+        revision or DEFAULT_REVISION, [str(row.get("Revision") or row.get("Name")) for row in rows]
+    )

@@ -69,11 +69,16 @@ class Meter:
             self._num_finished += is_finished
             if self._on_progress is not None:
                 done = sum(self._received.values())
-                self._on_progress(Progress(self._num_finished, self._num_files, done, max(self._total, done)))
+                self._on_progress(
+                    Progress(self._num_finished, self._num_files, done, max(self._total, done))
+                )
 
 
 def fetch_files(
-    files: Sequence[RemoteFile], request_for: Callable[[RemoteFile], Request], folder: Path, meter: Meter
+    files: Sequence[RemoteFile],
+    request_for: Callable[[RemoteFile], Request],
+    folder: Path,
+    meter: Meter,
 ) -> None:
     """Download the files into the folder. Raises the first DownloadError; another call resumes."""
     with httpx.Client(follow_redirects=True, timeout=TIMEOUT_SECONDS) as client:
@@ -97,7 +102,9 @@ def size_of(request: Request) -> int | None:
     """File size as reported by the server, None if unknown."""
     headers = {**request.headers, "Accept-Encoding": "identity"}
     try:
-        response = httpx.head(request.url, headers=headers, follow_redirects=True, timeout=TIMEOUT_SECONDS)
+        response = httpx.head(
+            request.url, headers=headers, follow_redirects=True, timeout=TIMEOUT_SECONDS
+        )
     except httpx.HTTPError:
         return None  # the download will report the error
     length = response.headers.get("Content-Length", "")
@@ -146,7 +153,11 @@ class _Download:
     """State shared by the threads of one download."""
 
     def __init__(
-        self, client: httpx.Client, request_for: Callable[[RemoteFile], Request], folder: Path, meter: Meter
+        self,
+        client: httpx.Client,
+        request_for: Callable[[RemoteFile], Request],
+        folder: Path,
+        meter: Meter,
     ) -> None:
         self.client = client
         self.request_for = request_for
@@ -231,7 +242,11 @@ class _Download:
         size = part.stat().st_size
         part.unlink()
         named = f"sha256 {file.sha256}" if file.sha256 else f"git blob {file.git_oid}"
-        sizes = f"{size} bytes instead of {file.size}" if file.size not in (None, size) else f"{size} bytes"
+        sizes = (
+            f"{size} bytes instead of {file.size}"
+            if file.size not in (None, size)
+            else f"{size} bytes"
+        )
         return WrongContent(
             f"{self.request_for(file).url} is not the expected file: its sha256 is {found} ({sizes}), not "
             f"{named}, in two attempts. It was discarded. A mirror may be out of date: use another endpoint. For "

@@ -16,9 +16,7 @@ from downloads.snapshot import PARTS, Kind, RemoteFile, Snapshot, require_digest
 from downloads.transfer import Request
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
-_DENIED = (
-    "the server requires credentials, which must not be in a recipe; publish the file without them, or use a hub"
-)
+_DENIED = "the server requires credentials, which must not be in a recipe; publish the file without them, or use a hub"
 
 
 def resolve(urls: Sequence[str], kind: Kind) -> Snapshot:
@@ -41,7 +39,9 @@ def resolve(urls: Sequence[str], kind: Kind) -> Snapshot:
         raise BadReference(
             f"{archives[0]} is an archive next to other files; name a single archive, or only plain files"
         )
-    commit = hashlib.sha1(repr(sorted((file.path, file.sha256) for file in files)).encode()).hexdigest()
+    commit = hashlib.sha1(
+        repr(sorted((file.path, file.sha256) for file in files)).encode()
+    ).hexdigest()
     return Snapshot("url", " ".join(urldefrag(url)[0] for url in urls), commit, tuple(files), kind)
 
 
@@ -69,7 +69,9 @@ def unpack(archive: Path, folder: Path) -> None:
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
-        _unzip(archive, staged) if archive.name.lower().endswith(".zip") else _untar(archive, staged)
+        _unzip(archive, staged) if archive.name.lower().endswith(".zip") else _untar(
+            archive, staged
+        )
     except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
         raise WrongContent(f"{archive.name} cannot be unpacked: {error}") from error
     top = list(staged.iterdir())

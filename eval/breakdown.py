@@ -12,7 +12,14 @@ import numpy as np
 from eval.answers.grading import VERDICTS
 from eval.results import Row, Samples, num_right
 from eval.statistics import change_interval, holm, measure_change, share_interval
-from eval.summary import IsSame, count_agreement, group_by, item_metrics, largest_steps, list_disagreements
+from eval.summary import (
+    IsSame,
+    count_agreement,
+    group_by,
+    item_metrics,
+    largest_steps,
+    list_disagreements,
+)
 
 Pair = tuple[Samples, Samples]  # one item before and after; every request was answered
 ANSWERED = tuple(verdict for verdict in VERDICTS if verdict != "request_failed")
@@ -83,7 +90,9 @@ class Speed:
     """Speed of a server. `latency` is per request, including retries and the waits between them."""
 
     latency: dict[str, float]  # {"50", "95", "max"}, seconds
-    tokens_per_second: float | None  # while requests were in flight; None if times or tokens are missing
+    tokens_per_second: (
+        float | None
+    )  # while requests were in flight; None if times or tokens are missing
 
 
 def changes_of(pairs: Iterable[Pair]) -> list[int]:
@@ -91,7 +100,9 @@ def changes_of(pairs: Iterable[Pair]) -> list[int]:
     return [num_right(after) - num_right(before) for before, after in pairs]
 
 
-def group_changes(pairs: Sequence[Pair], fields: Sequence[str]) -> dict[str, dict[str, GroupChange]]:
+def group_changes(
+    pairs: Sequence[Pair], fields: Sequence[str]
+) -> dict[str, dict[str, GroupChange]]:
     """{field: {group: change}} in natural order; p-values are adjusted over all groups of all fields."""
     groups = [
         (field, key, [pair for pair in pairs if getattr(pair[0][0], field) == key])
@@ -122,7 +133,10 @@ def transitions_of(pairs: Iterable[Pair]) -> dict[str, dict[str, float]]:
     for before, after in pairs:
         num_ways = len(before) * len(after)
         counts.update((x.verdict, y.verdict) for x in before for y in after)
-    return {x: {y: counts[x, y] if num_ways == 1 else counts[x, y] / num_ways for y in ANSWERED} for x in ANSWERED}
+    return {
+        x: {y: counts[x, y] if num_ways == 1 else counts[x, y] / num_ways for y in ANSWERED}
+        for x in ANSWERED
+    }
 
 
 def gain_parts(pairs: Sequence[Pair]) -> dict[str, Part]:
@@ -135,7 +149,9 @@ def gain_parts(pairs: Sequence[Pair]) -> dict[str, Part]:
     parts = {"format": [_net(pair, UNFINISHED) for pair in pairs], **parts}
     parts["content"] = [_net(pair, ("wrong",)) for pair in pairs]
     k = len(pairs[0][0])
-    return {name: Part(_mean(values), change_interval(values, 1 / k)) for name, values in parts.items()}
+    return {
+        name: Part(_mean(values), change_interval(values, 1 / k)) for name, values in parts.items()
+    }
 
 
 def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
@@ -144,7 +160,9 @@ def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
     if any(row.response_tokens is None for row in (*before, *after)):
         unit = "characters"
     sides = {
-        name: np.array([row.response_tokens if unit == "tokens" else row.num_chars[1] for row in rows])
+        name: np.array(
+            [row.response_tokens if unit == "tokens" else row.num_chars[1] for row in rows]
+        )
         for name, rows in (("before", before), ("after", after))
     }
     longest = max(int(lengths.max()) for lengths in sides.values())
@@ -160,15 +178,21 @@ def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
             for name, lengths in sides.items()
         },
         edges=edges.tolist(),
-        histogram={name: np.histogram(lengths, edges)[0].tolist() for name, lengths in sides.items()},
+        histogram={
+            name: np.histogram(lengths, edges)[0].tolist() for name, lengths in sides.items()
+        },
     )
 
 
 def measure_speed(rows: Sequence[Row]) -> Speed:
     """Speed over the answered rows. Pauses between attempts of the evaluation do not count."""
     seconds = np.array([row.seconds for row in rows])
-    latency = {name: float(np.percentile(seconds, q)) for name, q in (("50", 50), ("95", 95), ("max", 100))}
-    spans = sorted((row.ended_at - row.seconds, row.ended_at) for row in rows if row.ended_at is not None)
+    latency = {
+        name: float(np.percentile(seconds, q)) for name, q in (("50", 50), ("95", 95), ("max", 100))
+    }
+    spans = sorted(
+        (row.ended_at - row.seconds, row.ended_at) for row in rows if row.ended_at is not None
+    )
     tokens = [row.response_tokens for row in rows if row.response_tokens is not None]
     if len(spans) < len(rows) or len(tokens) < len(rows):
         return Speed(latency, None)
@@ -185,7 +209,10 @@ def compare_graders(pairs: Sequence[Pair]) -> Graders:
     counts = [[sum(row.aisbench_right for row in samples) for samples in pair] for pair in pairs]
     change = measure_change([y - x for x, y in counts], k)
     before, after = (sum(pair[side] for pair in counts) / (k * len(pairs)) for side in (0, 1))
-    rows = {name: [row for pair in pairs for row in pair[side]] for side, name in enumerate(("before", "after"))}
+    rows = {
+        name: [row for pair in pairs for row in pair[side]]
+        for side, name in enumerate(("before", "after"))
+    }
     return Graders(
         before=before,
         after=after,
@@ -194,7 +221,9 @@ def compare_graders(pairs: Sequence[Pair]) -> Graders:
         p=change.p,
         raises={name: sum(row.aisbench_raises for row in side) for name, side in rows.items()},
         agreement={name: count_agreement(side) for name, side in rows.items()},
-        disagreements=[{"side": name, **row} for name, side in rows.items() for row in list_disagreements(side)],
+        disagreements=[
+            {"side": name, **row} for name, side in rows.items() for row in list_disagreements(side)
+        ],
     )
 
 

@@ -24,7 +24,9 @@ class ChangePoint:
     p: float  # of the series, or of the segment between earlier change points
 
 
-def find_change_points(lines: Sequence[Sequence[float]], num_orders: int = NUM_ORDERS) -> list[list[ChangePoint]]:
+def find_change_points(
+    lines: Sequence[Sequence[float]], num_orders: int = NUM_ORDERS
+) -> list[list[ChangePoint]]:
     """Change points of each line of accuracies, in order.
 
     Under "no change", all orders of a line's runs are equally likely. The statistic is the maximum over places of
@@ -37,7 +39,9 @@ def find_change_points(lines: Sequence[Sequence[float]], num_orders: int = NUM_O
     found = [_test(line, num_orders) for line in lines]
     adjusted = holm([p for _, p in found])
     return [
-        _split(line, 0, SIGNIFICANCE / len(lines), (place, p), num_orders) if p_line < SIGNIFICANCE else []
+        _split(line, 0, SIGNIFICANCE / len(lines), (place, p), num_orders)
+        if p_line < SIGNIFICANCE
+        else []
         for line, (place, p), p_line in zip(lines, found, adjusted, strict=True)
     ]
 
@@ -72,4 +76,6 @@ def _statistics(rows: np.ndarray) -> np.ndarray:
     """CUSUM statistics [orders, places from MIN_SIDE to T - MIN_SIDE] of centred rows [orders, T]."""
     num_runs = rows.shape[1]
     places = np.arange(MIN_SIDE, num_runs - MIN_SIDE + 1)
-    return np.abs(np.cumsum(rows, axis=1)[:, places - 1]) / np.sqrt(places * (num_runs - places) / num_runs)
+    return np.abs(np.cumsum(rows, axis=1)[:, places - 1]) / np.sqrt(
+        places * (num_runs - places) / num_runs
+    )

@@ -58,7 +58,11 @@ class _Line:
 
     def half(self, is_second: bool) -> dict[str, dict[int, int]]:
         """The problems of one half. The split uses a digit of the digest, so it is the same in every run."""
-        return {problem: found for problem, found in self.right.items() if int(problem[-1], 16) % 2 == is_second}
+        return {
+            problem: found
+            for problem, found in self.right.items()
+            if int(problem[-1], 16) % 2 == is_second
+        }
 
     def share(self, step: int, problems: Mapping[str, Mapping[int, int]]) -> Share:
         """Accuracy at a step on these problems."""
@@ -75,9 +79,12 @@ def checkpoint_curve(points: Mapping[int, Sequence[Paired]]) -> Curve | None:
         return None
     lines = _lines(points)
     steps = (0, *sorted(points))
-    benchmarks = {line.name: tuple(line.share(step, line.right) for step in steps) for line in lines}
+    benchmarks = {
+        line.name: tuple(line.share(step, line.right) for step in steps) for line in lines
+    }
     pooled = tuple(
-        _pooled([(line, benchmarks[line.name][place]) for line in lines]) for place in range(len(steps))
+        _pooled([(line, benchmarks[line.name][place]) for line in lines])
+        for place in range(len(steps))
     )
     return Curve(steps, pooled, benchmarks, _best(lines, steps))
 
@@ -86,7 +93,11 @@ def _lines(points: Mapping[int, Sequence[Paired]]) -> list[_Line]:
     lines, seen = [], set[str]()
     for pairs in zip(*points.values(), strict=True):
         by_step = dict(zip(points, (pair.right for pair in pairs), strict=True))
-        shared = [problem for problem in pairs[0].right if all(problem in right for right in by_step.values())]
+        shared = [
+            problem
+            for problem in pairs[0].right
+            if all(problem in right for right in by_step.values())
+        ]
         right = {
             problem: {
                 0: pairs[0].right[problem][0],
@@ -103,7 +114,9 @@ def _lines(points: Mapping[int, Sequence[Paired]]) -> list[_Line]:
 
 
 def _pooled(shares: Sequence[tuple[_Line, Share]]) -> Share:
-    return Share(*pooled_mean([(share.accuracy, share.interval, line.weight) for line, share in shares]))
+    return Share(
+        *pooled_mean([(share.accuracy, share.interval, line.weight) for line, share in shares])
+    )
 
 
 def _best(lines: Sequence[_Line], steps: Sequence[int]) -> Best | None:
@@ -118,7 +131,11 @@ def _best(lines: Sequence[_Line], steps: Sequence[int]) -> Best | None:
     accuracies = {step: on(first, step).accuracy for step in steps}
     step, last = max(steps, key=lambda step: accuracies[step]), steps[-1]
     strata = [
-        Stratum([found[step] - found[last] for found in problems.values()], line.num_samples, line.weight)
+        Stratum(
+            [found[step] - found[last] for found in problems.values()],
+            line.num_samples,
+            line.weight,
+        )
         for line, problems in second
     ]
     return Best(

@@ -63,7 +63,9 @@ class _Connector(aiohttp.TCPConnector):
 
     opened_at = 0.0  # time.monotonic()
 
-    async def _create_connection(self, *args: Any, **kwargs: Any) -> aiohttp.client_proto.ResponseHandler:
+    async def _create_connection(
+        self, *args: Any, **kwargs: Any
+    ) -> aiohttp.client_proto.ResponseHandler:
         protocol = await super()._create_connection(*args, **kwargs)
         self.opened_at = time.monotonic()
         return protocol
@@ -83,9 +85,12 @@ class Connection:
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=connect_seconds),
             connector=self._connector,
-            json_serialize_bytes=partial(orjson.dumps, option=orjson.OPT_NON_STR_KEYS),  # YAML allows number keys
+            json_serialize_bytes=partial(
+                orjson.dumps, option=orjson.OPT_NON_STR_KEYS
+            ),  # YAML allows number keys
             cookie_jar=aiohttp.DummyCookieJar(),  # a load balancer's cookie would pin all requests to one server
-            trust_env=urlsplit(endpoint.base_url).hostname not in LOOPBACK,  # no proxy to this machine
+            trust_env=urlsplit(endpoint.base_url).hostname
+            not in LOOPBACK,  # no proxy to this machine
         )
 
     async def __aenter__(self) -> Connection:
@@ -160,7 +165,9 @@ class Connection:
     async def _request(self, path: str, body: dict[str, Any] | None) -> bytes:
         method, url = "GET" if body is None else "POST", self._endpoint.url(path)
         try:
-            async with self._http.request(method, url, json=body, allow_redirects=False) as response:
+            async with self._http.request(
+                method, url, json=body, allow_redirects=False
+            ) as response:
                 content = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise RequestError(f"{type(error).__name__}: {error}", is_unreachable=True) from error
@@ -196,15 +203,21 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
         payload = parse_json(content)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         size = f"a body of {len(content)} bytes"
-        raise RequestError(f"invalid JSON in {size} ({error}): {_beginning(content)[:100]!r}") from error
+        raise RequestError(
+            f"invalid JSON in {size} ({error}): {_beginning(content)[:100]!r}"
+        ) from error
     try:
         choice = payload["choices"][0]
         message = choice["message"] if is_chat else {"content": choice["text"]}
         text = message["content"]
-        reasoning = message.get("reasoning") or message.get("reasoning_content")  # vLLM's name, and its former one
+        reasoning = message.get("reasoning") or message.get(
+            "reasoning_content"
+        )  # vLLM's name, and its former one
         finish_reason = choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise RequestError(f"not a {'chat ' if is_chat else ''}completion: {_beginning(content)!r}") from error
+        raise RequestError(
+            f"not a {'chat ' if is_chat else ''}completion: {_beginning(content)!r}"
+        ) from error
     text = _join_parts(text)
     if not isinstance(text, str):
         raise RequestError(f"the response's text is a {type(text).__name__}, not text")
@@ -212,7 +225,9 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
     usage = payload.get("usage")
     details = usage.get("completion_tokens_details") if isinstance(usage, dict) else None
     num_thinking = _count(details, "reasoning_tokens")
-    if reasoning is not None and num_thinking == 0:  # vLLM counts nothing if the chat template opens the thinking
+    if (
+        reasoning is not None and num_thinking == 0
+    ):  # vLLM counts nothing if the chat template opens the thinking
         num_thinking = None
     return Answer(
         clean(text),
@@ -227,7 +242,9 @@ def _read_echoed(content: bytes, num_prompts: int) -> list[list[float]]:
     """Return the log-probs of each prompt's tokens, 0 for the first one. Raises RequestError if there are none."""
     try:
         choices = sorted(parse_json(content)["choices"], key=lambda choice: choice["index"])
-        values = [choice["logprobs"]["token_logprobs"][:-1] for choice in choices]  # the last token is generated
+        values = [
+            choice["logprobs"]["token_logprobs"][:-1] for choice in choices
+        ]  # the last token is generated
         echoed = [[float(value) for value in (0.0, *one[1:])] for one in values]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         echoed = []
@@ -249,7 +266,11 @@ def _join_parts(content: Any) -> Any:
     """Return a message's text: "" for null, and the joined text parts of a list, without thinking parts."""
     if not isinstance(content, list):
         return "" if content is None else content
-    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") in _TEXT_PARTS]
+    texts = [
+        part.get("text")
+        for part in content
+        if isinstance(part, dict) and part.get("type") in _TEXT_PARTS
+    ]
     return "".join(text for text in texts if isinstance(text, str))
 
 

@@ -95,7 +95,9 @@ class Flip:
     subject: str | None
     problem: str  # the last message of the prompt
     gold: str
-    before: dict[str, Any]  # {verdict, answer, response: its end, num_left_out: characters, num_right}
+    before: dict[
+        str, Any
+    ]  # {verdict, answer, response: its end, num_left_out: characters, num_right}
     after: dict[str, Any]
 
 
@@ -141,7 +143,9 @@ class Comparison:
     metrics: dict[str, MetricChange]
     lost: tuple[Flip, ...]
     gained: tuple[Flip, ...]
-    items: dict[str, tuple[int | None, int | None]]  # right responses before and after, None if a request failed
+    items: dict[
+        str, tuple[int | None, int | None]
+    ]  # right responses before and after, None if a request failed
     settings: dict[str, Any]  # shared by both sides
 
     @property
@@ -198,28 +202,42 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         gain=breakdown.gain_parts(paired),
         transitions=breakdown.transitions_of(paired),
         lengths=breakdown.length_change(_rows(sides[0]), _rows(sides[1])),
-        by_limit=by_limit(before.settings["sampling"].get("max_tokens"), _rows(sides[0]), _rows(sides[1])),
+        by_limit=by_limit(
+            before.settings["sampling"].get("max_tokens"), _rows(sides[0]), _rows(sides[1])
+        ),
         graders=breakdown.compare_graders(paired) if has_aisbench(before.settings) else None,
         metrics=breakdown.compare_metrics(*sides, same_answer_by(grade)) if k > 1 else {},
         lost=_flips(lost, is_gain=False),
         gained=_flips(gained, is_gain=True),
-        items={identity: (right, right_after[identity]) for identity, right in before.right.items()},
+        items={
+            identity: (right, right_after[identity]) for identity, right in before.right.items()
+        },
         settings=before.shared_settings,
     )
 
 
 def _require_comparable(before: Evaluation, after: Evaluation) -> None:
     reasons = describe_differences(_comparable_settings(before), _comparable_settings(after))
-    hint = " Grade both by the same rule with `dapo grade`." if "grader:" in "; ".join(reasons) else ""
+    hint = (
+        " Grade both by the same rule with `dapo grade`." if "grader:" in "; ".join(reasons) else ""
+    )
     if before.num_samples != after.num_samples:
-        reasons.append(f"responses per item: {before.num_samples} before, {after.num_samples} after")
+        reasons.append(
+            f"responses per item: {before.num_samples} before, {after.num_samples} after"
+        )
     for label, side, other in (("before", before, after), ("after", after, before)):
         only = [identity for identity in side.items if identity not in other.items]
         if only:
-            reasons.append(f"{len(only)} of {len(side.items)} items are only in {label} (first: {only[0]!r})")
+            reasons.append(
+                f"{len(only)} of {len(side.items)} items are only in {label} (first: {only[0]!r})"
+            )
     shared = [identity for identity in before.items if identity in after.items]
     for field in ("prompt", "gold", "level", "subject"):
-        changed = [i for i in shared if getattr(before.items[i][0], field) != getattr(after.items[i][0], field)]
+        changed = [
+            i
+            for i in shared
+            if getattr(before.items[i][0], field) != getattr(after.items[i][0], field)
+        ]
         if changed:
             reasons.append(
                 f"{field}s: {len(changed)} of {len(shared)} shared items differ (first: {changed[0]!r})"
@@ -237,12 +255,16 @@ def _comparable_settings(side: Evaluation) -> dict[str, Any]:
     sampling = settings["sampling"]
     if sampling.get("source") == "model":
         from_model = ("temperature", "top_p", "top_k", "extra_body")
-        settings["sampling"] = {key: value for key, value in sampling.items() if key not in from_model}
+        settings["sampling"] = {
+            key: value for key, value in sampling.items() if key not in from_model
+        }
     return settings
 
 
 def _is_same_model(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    return bool(before["model"] == after["model"]) and show_same_weights(before.get(SERVED), after.get(SERVED))
+    return bool(before["model"] == after["model"]) and show_same_weights(
+        before.get(SERVED), after.get(SERVED)
+    )
 
 
 def _unpaired(pairs: Sequence[Pair]) -> Unpaired:

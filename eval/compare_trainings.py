@@ -73,7 +73,9 @@ def compare_trainings(paths: Mapping[str, Path]) -> list[Side]:
     Raises ResultsError for a file without training steps, and for more than MAX_SIDES files.
     """
     if len(paths) > MAX_SIDES:
-        raise ResultsError(f"{len(paths)} trainings do not fit in one plot; name at most {MAX_SIDES}")
+        raise ResultsError(
+            f"{len(paths)} trainings do not fit in one plot; name at most {MAX_SIDES}"
+        )
     return [_read(label, path) for label, path in paths.items()]
 
 
@@ -116,7 +118,10 @@ def _table(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
 def _cell(ends: Ends | None) -> str:
     if ends is None:
         return "-"
-    first, last = (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" for value in (ends.first, ends.last))
+    first, last = (
+        f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        for value in (ends.first, ends.last)
+    )
     return first if ends.num_steps == 1 else f"{first} → {last}"
 
 
@@ -142,7 +147,9 @@ def write_page(sides: Sequence[Side], output_dir: str | Path) -> Path:
 
     folder = make_folder(output_dir)
     drawings = [Markup(plot) for plot in side_plots({side.label: side.steps for side in sides})]
-    page = render("trainings.html.j2", sides=sides, rows=_table(sides), notes=_notes(sides), drawings=drawings)
+    page = render(
+        "trainings.html.j2", sides=sides, rows=_table(sides), notes=_notes(sides), drawings=drawings
+    )
     content = {
         side.label: {
             "trainer": side.trainer,

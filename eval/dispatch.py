@@ -68,7 +68,9 @@ class Outcome(NamedTuple):
     attempts: int
     seconds: float  # over all attempts, including the waits between them
     failure: str | None = None
-    is_refused: bool = False  # the server refused the request itself: another attempt would fail too
+    is_refused: bool = (
+        False  # the server refused the request itself: another attempt would fail too
+    )
 
 
 Batch = list[tuple[Request, Outcome]]
@@ -99,7 +101,9 @@ class Dispatcher:
     an answer counts. `weights` are the expected ones; None accepts the first ones found.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], limits: Limits, weights: Weights | None = None) -> None:
+    def __init__(
+        self, endpoints: Sequence[Endpoint], limits: Limits, weights: Weights | None = None
+    ) -> None:
         self._servers = [_Server(endpoint) for endpoint in endpoints]
         self._limits = limits
         self._weights = weights
@@ -107,7 +111,9 @@ class Dispatcher:
         self._queue: deque[Request] = deque()
         self._num_open = 0
         self._dropped: set[str] = set()  # benchmarks
-        self._is_stopped = False  # needed beside cancel(): a task may miss one that arrives with its answer
+        self._is_stopped = (
+            False  # needed beside cancel(): a task may miss one that arrives with its answer
+        )
         self._retrying = dict[int, Request]()  # open requests with a failed attempt, by id()
         self._changed = asyncio.Event()
         self._next_start = 0.0
@@ -141,10 +147,14 @@ class Dispatcher:
         left = [request for request in self._queue if request.benchmark != benchmark]
         self._num_open -= len(self._queue) - len(left)
         self._queue = deque(left)
-        self._retrying = {key: one for key, one in self._retrying.items() if one.benchmark != benchmark}
+        self._retrying = {
+            key: one for key, one in self._retrying.items() if one.benchmark != benchmark
+        }
         self._changed.set()
 
-    async def run(self, requests: Sequence[Request], finish: Finish, on_weights: OnWeights | None = None) -> None:
+    async def run(
+        self, requests: Sequence[Request], finish: Finish, on_weights: OnWeights | None = None
+    ) -> None:
         """Await `finish` with the outcome of each request. It must store the outcome before it first awaits.
 
         If no weights were expected, `on_weights` is called once, before the first outcome. Stops and raises when
@@ -166,7 +176,9 @@ class Dispatcher:
                 self.stop()
                 for watcher in self._watchers:
                     watcher.cancel()
-                ended = await asyncio.gather(*self._workers, *self._watchers, return_exceptions=True)
+                ended = await asyncio.gather(
+                    *self._workers, *self._watchers, return_exceptions=True
+                )
         for error in ended:
             if isinstance(error, Exception):
                 raise error
@@ -210,7 +222,9 @@ class Dispatcher:
 
     async def _check_weights(self, server: _Server, connection: Connection) -> None:
         """Return once any worker has checked the weights after the newest connection and the last failure."""
-        since = max(connection.opened_at, server.failed_at)  # the answer's connection, or a later one
+        since = max(
+            connection.opened_at, server.failed_at
+        )  # the answer's connection, or a later one
         if server.checked_at > since:
             return
         async with server.checking:
@@ -224,8 +238,12 @@ class Dispatcher:
                 if self._on_weights is not None:
                     self._on_weights(weights)
                 if weights.logprobs is None:
-                    known = f"its model folder {weights.root}" if weights.root else "the model's name"
-                    logger.warning("%s returns no log-probs: only %s identifies its weights", url, known)
+                    known = (
+                        f"its model folder {weights.root}" if weights.root else "the model's name"
+                    )
+                    logger.warning(
+                        "%s returns no log-probs: only %s identifies its weights", url, known
+                    )
             elif difference := self._weights.difference(weights):
                 raise ModelChangedError(
                     f"{url} serves another model than the one evaluated so far, under the same name "
@@ -320,7 +338,9 @@ class Dispatcher:
         give_up_at = time.monotonic() + self._limits.outage_seconds
         delay = self._limits.backoff_seconds
         async with Connection(server.endpoint, self._limits.timeout_seconds) as connection:
-            while not (server.is_up or server.endpoint.has_ended() or time.monotonic() >= give_up_at):
+            while not (
+                server.is_up or server.endpoint.has_ended() or time.monotonic() >= give_up_at
+            ):
                 await asyncio.sleep(min(delay, max(0.0, give_up_at - time.monotonic())))
                 server.is_up = await connection.is_reachable()
                 delay = min(_MAX_PROBE_INTERVAL_SECONDS, 2 * delay)

@@ -52,7 +52,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
     chat_template_kwargs: Mapping[str, Any] | None = None  # vLLM extension
     extra_body: Mapping[str, Any] | None = None
-    source: Literal["model", "server"] | None = None  # of temperature, top_p and top_k; None: the settings
+    source: Literal["model", "server"] | None = (
+        None  # of temperature, top_p and top_k; None: the settings
+    )
 
     def body(self, sample: int) -> dict[str, Any]:
         """Return the request fields for one sample."""
@@ -72,4 +74,6 @@ class Sampling:
         """Convert to the form stored in settings.json. Fields added in later versions are omitted unless set."""
         fields = {**asdict(self), "stop": list(self.stop)}
         added = ("chat_template_kwargs", "extra_body", "source")
-        return {name: value for name, value in fields.items() if value is not None or name not in added}
+        return {
+            name: value for name, value in fields.items() if value is not None or name not in added
+        }

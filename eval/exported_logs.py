@@ -16,7 +16,10 @@ from eval.summary import acc_norm, rate
 
 logger = logging.getLogger(__name__)
 
-_VALUES = {"right": "C", "no_answer": "N"}  # inspect_ai's correct and no answer; all others are incorrect
+_VALUES = {
+    "right": "C",
+    "no_answer": "N",
+}  # inspect_ai's correct and no answer; all others are incorrect
 
 
 def export_inspect(evaluation: Evaluation, output: str | Path) -> list[Path]:
@@ -39,7 +42,11 @@ def export_inspect(evaluation: Evaluation, output: str | Path) -> list[Path]:
     if is_twice:
         shares["aisbench"] = rate(rows, lambda row: row.aisbench_right)
     scores = [
-        {"name": name, "scorer": name, "metrics": {"accuracy": {"name": "accuracy", "value": share}}}
+        {
+            "name": name,
+            "scorer": name,
+            "metrics": {"accuracy": {"name": "accuracy", "value": share}},
+        }
         for name, share in shares.items()
     ]
     num_answered = sum(row.is_answered for row in rows)
@@ -48,7 +55,11 @@ def export_inspect(evaluation: Evaluation, output: str | Path) -> list[Path]:
         "status": "success",
         "eval": about,
         "plan": {"config": config},
-        "results": {"total_samples": len(rows), "completed_samples": num_answered, "scores": scores},
+        "results": {
+            "total_samples": len(rows),
+            "completed_samples": num_answered,
+            "scores": scores,
+        },
         "samples": [_inspect_sample(row, model, is_twice) for row in rows],
     }
     path = Path(output)
@@ -57,7 +68,9 @@ def export_inspect(evaluation: Evaluation, output: str | Path) -> list[Path]:
 
 
 def _inspect_sample(row: Row, model: str, is_twice: bool) -> dict[str, Any]:
-    messages = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
+    messages = (
+        ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
+    )
     sample: dict[str, Any] = {
         "id": row.id,
         "epoch": row.sample + 1,
@@ -86,7 +99,11 @@ def _inspect_sample(row: Row, model: str, is_twice: bool) -> dict[str, Any]:
             **({} if row.response_tokens is None else {"usage": usage}),
         },
         "scores": {
-            "exact": {"value": _VALUES.get(row.verdict, "I"), "answer": row.answer, "explanation": row.verdict},
+            "exact": {
+                "value": _VALUES.get(row.verdict, "I"),
+                "answer": row.answer,
+                "explanation": row.verdict,
+            },
             **({"aisbench": aisbench} if is_twice else {}),
         },
     }
@@ -107,11 +124,15 @@ def export_lm_eval(evaluation: Evaluation, output: str | Path) -> list[Path]:
     else:
         sampling = evaluation.settings["sampling"]
         kwargs = {"until": sampling.get("stop", []), "max_gen_toks": sampling["max_tokens"]}
-        kwargs |= {key: sampling[key] for key in ("temperature", "top_p") if sampling.get(key) is not None}
+        kwargs |= {
+            key: sampling[key] for key in ("temperature", "top_p") if sampling.get(key) is not None
+        }
         lines = [_generated_line(samples, kwargs) for samples in evaluation.items.values()]
         about = {"output_type": "generate_until", "generation_kwargs": kwargs}
     metrics = lines[0]["metrics"] if lines else []
-    means = {f"{metric},none": sum(line[metric] for line in lines) / len(lines) for metric in metrics}
+    means = {
+        f"{metric},none": sum(line[metric] for line in lines) / len(lines) for metric in metrics
+    }
     content: Mapping[str, Any] = {
         "results": {name: {"alias": name, **means}},
         "configs": {name: {"task": name, **about}},
@@ -131,7 +152,11 @@ def export_lm_eval(evaluation: Evaluation, output: str | Path) -> list[Path]:
 
 def _generated_line(samples: Samples, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     first = samples[0]
-    prompt = first.prompt if isinstance(first.prompt, str) else [json.dumps(first.prompt, ensure_ascii=False)]
+    prompt = (
+        first.prompt
+        if isinstance(first.prompt, str)
+        else [json.dumps(first.prompt, ensure_ascii=False)]
+    )
     return {
         **_document(first, prompt, first.gold),
         "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": kwargs}},
@@ -163,14 +188,23 @@ def _ranked_lines(rows: Sequence[Row]) -> list[dict[str, Any]]:
             }
         )
     if num_left := len({row.id for row in rows}) - len(lines):
-        logger.warning("left out %d items without log-probs, because their requests failed", num_left)
+        logger.warning(
+            "left out %d items without log-probs, because their requests failed", num_left
+        )
     return lines
 
 
 def _document(row: Row, prompt: str | list[str], target: str) -> dict[str, Any]:
-    document = {"problem": row.problem, "answer": row.gold, "subject": row.subject, "level": row.level}
+    document = {
+        "problem": row.problem,
+        "answer": row.gold,
+        "subject": row.subject,
+        "level": row.level,
+    }
     hashed = {"doc_hash": document, "prompt_hash": prompt, "target_hash": target}
-    hashes = {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in hashed.items()}
+    hashes = {
+        key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in hashed.items()
+    }
     return {"doc_id": row.id, "doc": document, "target": target, "filter": "none", **hashes}
 
 
@@ -181,7 +215,9 @@ def _benchmark(evaluation: Evaluation) -> str:
 def _moment(rows: Iterable[Row]) -> str:
     """Return the time of the last response, 1970 if not recorded."""
     last = max((row.ended_at or 0.0 for row in rows), default=0.0)
-    return datetime.datetime.fromtimestamp(last, datetime.timezone.utc).isoformat(timespec="seconds")
+    return datetime.datetime.fromtimestamp(last, datetime.timezone.utc).isoformat(
+        timespec="seconds"
+    )
 
 
 def _write(path: Path, text: str) -> Path:

@@ -15,9 +15,17 @@ if TYPE_CHECKING:
 
 # matplotlib draws in these placeholder colours; `svg_of` replaces each with the page's CSS variable.
 _PAGE_COLOURS = {
-    "#010101": "--ink", "#020202": "--soft", "#030303": "--line", "#040404": "--before", "#050505": "--after",
-    "#060606": "--up", "#070707": "--down", "#080808": "--third", "#090909": "--fourth", "#0a0a0a": "--fifth",
-}  # fmt: skip
+    "#010101": "--ink",
+    "#020202": "--soft",
+    "#030303": "--line",
+    "#040404": "--before",
+    "#050505": "--after",
+    "#060606": "--up",
+    "#070707": "--down",
+    "#080808": "--third",
+    "#090909": "--fourth",
+    "#0a0a0a": "--fifth",
+}
 COLOUR = {name.removeprefix("--"): code for code, name in _PAGE_COLOURS.items()}
 
 
@@ -28,7 +36,14 @@ def legend(axes: Axes) -> None:
 
 def legend_above(axes: Axes, ncols: int) -> None:
     """Put a legend above the axes."""
-    axes.legend(frameon=False, fontsize=8, ncols=ncols, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
+    axes.legend(
+        frameon=False,
+        fontsize=8,
+        ncols=ncols,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderaxespad=0,
+    )
 
 
 def plain(text: str) -> str:
@@ -66,16 +81,24 @@ def svg_of(figure: Figure, label: str) -> str:
 
     buffer = io.StringIO()
     with (
-        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif"}),
+        matplotlib.rc_context(
+            {"svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif"}
+        ),
         warnings.catch_warnings(),
     ):
         # The browser's font draws the text and may have glyphs that matplotlib's lacks.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     drawing = buffer.getvalue()
-    drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL)
-    drawing = re.sub(r' id="[A-Za-z.0-9]+_\d+"', "", drawing)  # ids repeat across the page's figures
-    drawing = re.sub("|".join(_PAGE_COLOURS), lambda match: f"var({_PAGE_COLOURS[match.group()]})", drawing)
+    drawing = re.sub(
+        r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL
+    )
+    drawing = re.sub(
+        r' id="[A-Za-z.0-9]+_\d+"', "", drawing
+    )  # ids repeat across the page's figures
+    drawing = re.sub(
+        "|".join(_PAGE_COLOURS), lambda match: f"var({_PAGE_COLOURS[match.group()]})", drawing
+    )
     return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
 
 

@@ -36,7 +36,11 @@ logger = logging.getLogger(__name__)
 
 _DIRECTIONS = "name lm-eval's samples_*.jsonl, inspect_ai's log (.json), or AISBench's predictions folder or file"
 _OPTIONS = re.compile(r"[A-G]{1,7}")
-_STOPS = {"max_tokens": "length", "model_length": "length", "unknown": None}  # inspect_ai -> finish_reason
+_STOPS = {
+    "max_tokens": "length",
+    "model_length": "length",
+    "unknown": None,
+}  # inspect_ai -> finish_reason
 _ROLES = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}  # AISBench -> OpenAI
 
 
@@ -48,7 +52,9 @@ class Log:
     benchmark: str
     model: str
     rows: list[Row]
-    sampling: Sampling = field(default_factory=lambda: Sampling(0, None, None))  # 0 and None: not recorded
+    sampling: Sampling = field(
+        default_factory=lambda: Sampling(0, None, None)
+    )  # 0 and None: not recorded
 
 
 def import_log(path: str | Path, output: str | Path) -> Summary:
@@ -64,7 +70,9 @@ def import_log(path: str | Path, output: str | Path) -> Summary:
     golds = {row.gold for row in log.rows}
     options = {row.id: tuple((row.details or {}).get("options", ())) for row in log.rows}
     is_choice = all(map(_OPTIONS.fullmatch, golds))
-    kind = GRADERS["loglikelihood" if any(options.values()) else "choice" if is_choice else "mathematics"]
+    kind = GRADERS[
+        "loglikelihood" if any(options.values()) else "choice" if is_choice else "mathematics"
+    ]
     with exclusive(folder), kind() as grader:
         rows = [row if row.failure else regrade_row(row, grader) for row in log.rows]
         first = {
@@ -94,7 +102,11 @@ def read_log(path: Path) -> Log:
     file = _file_at(path)
     try:
         if file.suffix == ".json" and (content := json.loads(file.read_text(encoding="utf-8"))):
-            log = _read_inspect(content) if "eval" in content else _read_aisbench(file, _indexed(content))
+            log = (
+                _read_inspect(content)
+                if "eval" in content
+                else _read_aisbench(file, _indexed(content))
+            )
         else:
             lines = list(iterate_json_lines(file))
             log = _read_lm_eval(file, lines) if "resps" in lines[0] else _read_aisbench(file, lines)
@@ -117,7 +129,13 @@ def _file_at(path: Path) -> Path:
     """Return the file, or the only log in a folder."""
     if path.is_file():
         return path
-    patterns = ("samples_*.jsonl", "*/samples_*.jsonl", "predictions/*/*.json*", "*/*.json*", "*.json*")
+    patterns = (
+        "samples_*.jsonl",
+        "*/samples_*.jsonl",
+        "predictions/*/*.json*",
+        "*/*.json*",
+        "*.json*",
+    )
     for pattern in patterns if path.is_dir() else ():
         if found := sorted(one for one in path.glob(pattern) if not one.stem.endswith("_failed")):
             if len(found) > 1:
@@ -130,14 +148,25 @@ def _file_at(path: Path) -> Path:
     raise ResultsError(f"{path} has no log; {_DIRECTIONS}")
 
 
-def _row(identity: object, prompt: Prompt, response: str | None, gold: object, **others: Any) -> Row:
+def _row(
+    identity: object, prompt: Prompt, response: str | None, gold: object, **others: Any
+) -> Row:
     """Make an ungraded row. The gold answer of a solution is its last box."""
     text = str(gold)
     fields: dict[str, Any] = {
-        "finish_reason": None, "response_tokens": None, "answer": None, "aisbench_answer": None, "seconds": 0.0,
-        "verdict": "request_failed", "aisbench_right": False, "aisbench_raises": False, "attempts": 1,
-        "subject": None, "level": None, "failure": None,
-    }  # fmt: skip
+        "finish_reason": None,
+        "response_tokens": None,
+        "answer": None,
+        "aisbench_answer": None,
+        "seconds": 0.0,
+        "verdict": "request_failed",
+        "aisbench_right": False,
+        "aisbench_raises": False,
+        "attempts": 1,
+        "subject": None,
+        "level": None,
+        "failure": None,
+    }
     known = {"id": str(identity), "sample": 0, "prompt": prompt, "response": response}
     return Row(**{**fields, **known, "gold": extract_boxed(text) or text, **others})
 
@@ -151,7 +180,9 @@ def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
     first_filter = min(line["filter"] for line in lines)
     lines = [line for line in lines if line["filter"] == first_filter]
     settings = _arguments(lines[0])[1]
-    if isinstance(settings, str):  # a continuation: the log-likelihoods of options, without sampling
+    if isinstance(
+        settings, str
+    ):  # a continuation: the log-likelihoods of options, without sampling
         rows = [_options_row(file, line) for line in lines]
         return Log("lm-eval", benchmark or file.stem, model, rows, Sampling(1))
     sampling = Sampling(
@@ -201,15 +232,25 @@ def _arguments(line: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 def _messages(prompt: Any) -> Prompt:
     if not isinstance(prompt, list):
         return str(prompt)
-    return tuple({"role": one["role"], "content": str(one["content"])} for one in json.loads(prompt[0]))
+    return tuple(
+        {"role": one["role"], "content": str(one["content"])} for one in json.loads(prompt[0])
+    )
 
 
 def _read_inspect(content: Mapping[str, Any]) -> Log:
     """Read inspect_ai's JSON log, version 2; `inspect log convert --to json` converts .eval files."""
     about = content["eval"]
     settings = content.get("plan", {}).get("config", {})
-    sampling = Sampling(settings.get("max_tokens") or 0, settings.get("temperature"), settings.get("top_p"))
-    return Log("inspect_ai", about["task"], about["model"], list(_inspect_rows(content["samples"])), sampling)
+    sampling = Sampling(
+        settings.get("max_tokens") or 0, settings.get("temperature"), settings.get("top_p")
+    )
+    return Log(
+        "inspect_ai",
+        about["task"],
+        about["model"],
+        list(_inspect_rows(content["samples"])),
+        sampling,
+    )
 
 
 def _inspect_rows(samples: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
@@ -218,7 +259,11 @@ def _inspect_rows(samples: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         prompt = tuple({"role": one["role"], "content": _text(one["content"])} for one in messages)
         choices = (sample.get("output") or {}).get("choices") or []
         content = choices[0]["message"]["content"] if choices else ""
-        thinking = "".join(part.get("reasoning", "") for part in content) if isinstance(content, list) else ""
+        thinking = (
+            "".join(part.get("reasoning", "") for part in content)
+            if isinstance(content, list)
+            else ""
+        )
         target, about = sample["target"], sample.get("metadata") or {}
         error = (sample.get("error") or {}).get("message")
         stop = choices[0].get("stop_reason") if choices else None
@@ -228,7 +273,9 @@ def _inspect_rows(samples: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
             _text(content) if choices and error is None else None,
             target if isinstance(target, str) else target[0],
             finish_reason=_STOPS.get(stop or "", stop),
-            response_tokens=(sample["output"].get("usage") or {}).get("output_tokens") if choices else None,
+            response_tokens=(sample["output"].get("usage") or {}).get("output_tokens")
+            if choices
+            else None,
             seconds=sample.get("total_time") or 0.0,
             failure=error if choices else error or "no output",
             subject=about.get("subject"),
@@ -238,7 +285,9 @@ def _inspect_rows(samples: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return (
+        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    )
 
 
 def _indexed(content: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -261,6 +310,9 @@ def _aisbench_prompt(prompt: Any) -> Prompt:
     if not isinstance(prompt, list):
         return str(prompt)
     return tuple(
-        {"role": _ROLES.get(one["role"], one["role"]), "content": _text(one.get("prompt", one.get("content", "")))}
+        {
+            "role": _ROLES.get(one["role"], one["role"]),
+            "content": _text(one.get("prompt", one.get("content", ""))),
+        }
         for one in prompt
     )

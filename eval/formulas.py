@@ -29,10 +29,33 @@ _FORMULA = re.compile(
 _DEFINES = re.compile(
     r"\\(?:def|edef|gdef|let|(?:re|provide)?newcommand|providecommand|DeclareMathOperator)(?![a-z])"
 )
-_ELEMENTS = frozenset((
-    "math", "mrow", "mi", "mn", "mo", "mtext", "mspace", "msup", "msub", "msubsup", "mfrac", "msqrt", "mroot",
-    "mover", "munder", "munderover", "mtable", "mtr", "mtd", "mstyle", "mpadded", "mphantom", "menclose",
-))  # fmt: skip
+_ELEMENTS = frozenset(
+    (
+        "math",
+        "mrow",
+        "mi",
+        "mn",
+        "mo",
+        "mtext",
+        "mspace",
+        "msup",
+        "msub",
+        "msubsup",
+        "mfrac",
+        "msqrt",
+        "mroot",
+        "mover",
+        "munder",
+        "munderover",
+        "mtable",
+        "mtr",
+        "mtd",
+        "mstyle",
+        "mpadded",
+        "mphantom",
+        "menclose",
+    )
+)
 _ATTRIBUTES = {
     "display": re.compile("block|inline"),
     "displaystyle": re.compile("true|false"),

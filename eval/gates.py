@@ -72,18 +72,24 @@ def parse_gate(text: str, benchmarks: Sequence[str], columns: Sequence[str]) -> 
     if match["bound"] in columns:  # a column such as qwen3-8, which also reads as "qwen3 minus 8"
         column, shift = match["bound"], "0"
     if benchmarks and name not in (*benchmarks, POOLED):
-        raise GateError(f"evaluate.gates: {text!r}: no benchmark {name}{nearest(name, (*benchmarks, POOLED))}")
+        raise GateError(
+            f"evaluate.gates: {text!r}: no benchmark {name}{nearest(name, (*benchmarks, POOLED))}"
+        )
     if metric not in METRICS:
         raise GateError(f"evaluate.gates: {text!r}: no metric {metric}{nearest(metric, METRICS)}")
     if benchmarks and name == POOLED and metric != ACCURACY:
-        raise GateError(f"evaluate.gates: {text!r}: {POOLED} has no {metric}, only its accuracy; name a benchmark")
+        raise GateError(
+            f"evaluate.gates: {text!r}: {POOLED} has no {metric}, only its accuracy; name a benchmark"
+        )
     if column is not None and column not in columns:
         raise GateError(f"evaluate.gates: {text!r}: no column {column}{nearest(column, columns)}")
     points = float(match["bound"]) if column is None else float("".join(shift.split()))
     return Gate(text.strip(), name if benchmarks else POOLED, metric, match["sign"], column, points)
 
 
-def check_gate(gate: Gate, measured: Measured, absent: Mapping[str, str] | None = None) -> GateResult:
+def check_gate(
+    gate: Gate, measured: Measured, absent: Mapping[str, str] | None = None
+) -> GateResult:
     """Check a gate against the measured values, not their intervals.
 
     A gate whose whole column is missing is not checked; `absent` says why it is. Otherwise a missing value fails
@@ -92,7 +98,9 @@ def check_gate(gate: Gate, measured: Measured, absent: Mapping[str, str] | None 
     unit = "tokens" if gate.metric == "tokens" else "%"
     column = gate.column or AFTER
     if column not in measured:
-        default = "there is no earlier night" if column == LAST_NIGHT else f"{column} was not evaluated"
+        default = (
+            "there is no earlier night" if column == LAST_NIGHT else f"{column} was not evaluated"
+        )
         return GateResult(gate.text, unit, None, None, None, (absent or {}).get(column, default))
     reference, after = measured[column].get(gate.name, ({}, {}))
     value = after.get(gate.metric)
@@ -100,18 +108,28 @@ def check_gate(gate: Gate, measured: Measured, absent: Mapping[str, str] | None 
     if value is None or base is None:
         where = f"for {gate.column}" if gate.column else "after training"
         reason = f"{gate.name} has no {gate.metric} {where}"
-        return GateResult(gate.text, unit, value, None, None if column == LAST_NIGHT else False, reason)
+        return GateResult(
+            gate.text, unit, value, None, None if column == LAST_NIGHT else False, reason
+        )
     value, bound = round(value, _DECIMALS), round(base + gate.points, _DECIMALS)
     return GateResult(gate.text, unit, value, bound, _SIGNS[gate.sign](value, bound), None)
 
 
 def describe_gates(results: Sequence[GateResult]) -> list[str]:
     """The outcome of the gates in sentences, naming those that failed or were not checked; [] without gates."""
-    failed = [f"{result.gate} ({_values(result)})" for result in results if result.is_passed is False]
-    unchecked = [f"{result.gate} ({result.reason})" for result in results if result.is_passed is None]
+    failed = [
+        f"{result.gate} ({_values(result)})" for result in results if result.is_passed is False
+    ]
+    unchecked = [
+        f"{result.gate} ({result.reason})" for result in results if result.is_passed is None
+    ]
     num_passed = len(results) - len(failed) - len(unchecked)
-    sentences = [f"Gates: {num_passed} of {len(results)} passed."] if num_passed and not failed else []
-    sentences += [f"GATES FAILED, {len(failed)} of {len(results)}: {'; '.join(failed)}."] if failed else []
+    sentences = (
+        [f"Gates: {num_passed} of {len(results)} passed."] if num_passed and not failed else []
+    )
+    sentences += (
+        [f"GATES FAILED, {len(failed)} of {len(results)}: {'; '.join(failed)}."] if failed else []
+    )
     return sentences + ([f"Gates not checked: {'; '.join(unchecked)}."] if unchecked else [])
 
 

@@ -65,7 +65,9 @@ class Point:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % interval of the accuracy."""
-        return share_interval([count / self.num_samples for count in self.answered], 1 / self.num_samples)
+        return share_interval(
+            [count / self.num_samples for count in self.answered], 1 / self.num_samples
+        )
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,9 @@ class Series:
         if len(self.points) == 2:
             changes.pop("the first run")
         parts = [
-            f"{_better_or_worse(change)} {name}{_figures(change)}" for name, change in changes.items() if change
+            f"{_better_or_worse(change)} {name}{_figures(change)}"
+            for name, change in changes.items()
+            if change
         ]
         return f"{self.points[-1].label} is {', and '.join(parts)}." if parts else ""
 
@@ -136,7 +140,9 @@ def _better_or_worse(change: Change) -> str:
 
 def _figures(change: Change) -> str:
     interval = points_interval(change.ci95)
-    return f" ({points(change.difference)} points, 95 % interval {interval}, p {format_p(change.p)})"
+    return (
+        f" ({points(change.difference)} points, 95 % interval {interval}, p {format_p(change.p)})"
+    )
 
 
 def render_markdown(history: Sequence[Series]) -> str:
@@ -162,7 +168,9 @@ def write_page(history: Sequence[Series], output_dir: str | Path) -> Path:
         for series in history
     ]
     page = make_folder(output_dir) / HISTORY_PAGE
-    write_atomically(page, render("history.html.j2", history=history, drawings=drawings, p_cell=_p_cell))
+    write_atomically(
+        page, render("history.html.j2", history=history, drawings=drawings, p_cell=_p_cell)
+    )
     return page
 
 
@@ -183,17 +191,25 @@ def make_history(paths: Sequence[str | Path], benchmark: str | None = None) -> l
     A path is a results directory, a suite of them, a report.json or its folder (the "after" side is used), or a
     store (the reports of its runs are used). `benchmark` selects one. Raises ResultsError for anything else.
     """
-    found = sorted((point for path in paths for point in _points(Path(path))), key=lambda point: point.at)
+    found = sorted(
+        (point for path in paths for point in _points(Path(path))), key=lambda point: point.at
+    )
     if not found:
-        raise ResultsError(f"no evaluation in {', '.join(map(str, paths))}: no run there has a report")
+        raise ResultsError(
+            f"no evaluation in {', '.join(map(str, paths))}: no run there has a report"
+        )
     names = list(dict.fromkeys(point.benchmark for point in found))
     if benchmark is not None and benchmark not in names:
-        raise ResultsError(f"none of these evaluations is of {benchmark}{nearest(benchmark, names)}")
+        raise ResultsError(
+            f"none of these evaluations is of {benchmark}{nearest(benchmark, names)}"
+        )
     history = []
     for name in names if benchmark is None else [benchmark]:
         alike: dict[str, list[Point]] = {}
         for point in _without_repeats([point for point in found if point.benchmark == name]):
-            key = json.dumps([point.settings, point.num_samples, sorted(point.right)], sort_keys=True)
+            key = json.dumps(
+                [point.settings, point.num_samples, sorted(point.right)], sort_keys=True
+            )
             alike.setdefault(key, []).append(point)
         ordered = sorted(alike.values(), key=len, reverse=True)
         history += [_series(group, ordered[0][0]) for group in ordered]
@@ -214,7 +230,9 @@ def _line(series: Series) -> list[float]:
     """Accuracies over the items that every run answered; [] if there are too few runs or no such items."""
     rows = _shared_rows(series.points)
     return (
-        [sum(column) / len(rows) for column in zip(*rows, strict=True)] if len(series.points) >= MIN_RUNS else []
+        [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+        if len(series.points) >= MIN_RUNS
+        else []
     )
 
 
@@ -277,7 +295,9 @@ def _from_report(path: Path) -> list[Point]:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         if "benchmarks" not in report:
-            return [_from_content(report, str(report["settings"].get("benchmark") or OWN), label, path)]
+            return [
+                _from_content(report, str(report["settings"].get("benchmark") or OWN), label, path)
+            ]
         names = [row["name"] for row in report["benchmarks"]]
         files = {name: folder / name / REPORT_JSON for name in names}
         read = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
@@ -297,13 +317,17 @@ def _from_content(report: Mapping[str, Any], name: str, label: str, path: Path) 
         settings=report["settings"],
         num_samples=report["num_samples"],
         right={identity: after for identity, (_, after) in report["items"].items()},
-        evaluation=report["after"].get("evaluation", str(path)),  # absent in reports of earlier versions
+        evaluation=report["after"].get(
+            "evaluation", str(path)
+        ),  # absent in reports of earlier versions
     )
 
 
 def _series(points: Sequence[Point], reference: Point) -> Series:
     to_previous = list(zip(points[1:], points, strict=False))
-    to_first = [(point, points[0]) for point in points[2:]]  # the second point's is in `to_previous`
+    to_first = [
+        (point, points[0]) for point in points[2:]
+    ]  # the second point's is in `to_previous`
     changes = _compare_all([*to_previous, *to_first])
     num_previous = len(to_previous)
     return Series(
@@ -320,7 +344,9 @@ def _series(points: Sequence[Point], reference: Point) -> Series:
 def _differences(reference: Point, other: Point) -> list[str]:
     found = describe_differences(reference.settings, other.settings, "in the first table", "here")
     if reference.num_samples != other.num_samples:
-        found.append(f"{reference.num_samples} responses per item in the first table, {other.num_samples} here")
+        found.append(
+            f"{reference.num_samples} responses per item in the first table, {other.num_samples} here"
+        )
     if not found and reference.right.keys() != other.right.keys():
         found.append("different items")
     return found
@@ -335,14 +361,19 @@ def _compare_all(pairs: Sequence[tuple[Point, Point]]) -> list[Change]:
         found.append(measure_change(changes, point.num_samples))
     adjusted = holm([change.p for change in found])
     return [
-        Change(**vars(change), is_significant=q < SIGNIFICANCE) for change, q in zip(found, adjusted, strict=True)
+        Change(**vars(change), is_significant=q < SIGNIFICANCE)
+        for change, q in zip(found, adjusted, strict=True)
     ]
 
 
 def _shared_rows(points: Sequence[Point]) -> list[list[float]]:
     """One row per item that every run answered: its share of right responses in each run."""
     shared = [
-        [count / point.num_samples for point in points if (count := point.right[identity]) is not None]
+        [
+            count / point.num_samples
+            for point in points
+            if (count := point.right[identity]) is not None
+        ]
         for identity in points[0].right
     ]
     return [row for row in shared if len(row) == len(points)]
@@ -350,7 +381,11 @@ def _shared_rows(points: Sequence[Point]) -> list[list[float]]:
 
 def _trend(points: Sequence[Point]) -> Trend | None:
     rows = _shared_rows(points)
-    return measure_trend(rows, points[0].num_samples) if len(points) >= _MIN_TREND_RUNS and rows else None
+    return (
+        measure_trend(rows, points[0].num_samples)
+        if len(points) >= _MIN_TREND_RUNS and rows
+        else None
+    )
 
 
 def measure_trend(rows: Sequence[Sequence[float]], num_samples: int) -> Trend:
@@ -362,7 +397,9 @@ def measure_trend(rows: Sequence[Sequence[float]], num_samples: int) -> Trend:
     middle = (num_runs - 1) / 2
     spread = sum((place - middle) ** 2 for place in range(num_runs))
     slopes = [sum((place - middle) * y for place, y in enumerate(row)) / spread for row in rows]
-    steepest = sum(abs(place - middle) for place in range(num_runs)) / 2 / spread  # largest slope of one item
+    steepest = (
+        sum(abs(place - middle) for place in range(num_runs)) / 2 / spread
+    )  # largest slope of one item
     slope = sum(slopes) / len(slopes)
     mean = sum(map(sum, rows)) / (len(rows) * num_runs)
     step = middle / spread / num_samples  # effect of one response in the first or last run

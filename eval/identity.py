@@ -20,7 +20,9 @@ _TOLERANCE = 0.15
 HAS_FILES = "has_local_files"  # in the stored form
 NO_LOGPROBS = "the server returns no log-probs"
 
-LogProbs = tuple[dict[str, float], ...]  # of the likeliest tokens at each position of a greedy continuation
+LogProbs = tuple[
+    dict[str, float], ...
+]  # of the likeliest tokens at each position of a greedy continuation
 
 
 class ModelChangedError(InputError):
@@ -37,7 +39,9 @@ class Weights:
 
     root: str | None
     logprobs: LogProbs | None
-    engine: str | None = None  # self-reported version and settings; not part of the weights' identity
+    engine: str | None = (
+        None  # self-reported version and settings; not part of the weights' identity
+    )
 
     @staticmethod
     def of(stored: Mapping[str, Any] | None) -> Weights | None:
@@ -45,7 +49,9 @@ class Weights:
         if not isinstance(stored, Mapping) or not stored:
             return None
         logprobs = stored.get("logprobs")
-        return Weights(stored.get("root"), None if logprobs is None else tuple(logprobs), stored.get("engine"))
+        return Weights(
+            stored.get("root"), None if logprobs is None else tuple(logprobs), stored.get("engine")
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Convert to the form stored in settings.json."""
@@ -54,7 +60,9 @@ class Weights:
     @property
     def has_local_files(self) -> bool:
         """True if the model's folder is on this machine, so that the model's digest covers its files."""
-        return self.root is not None and next(Path(self.root).glob("*.safetensors"), None) is not None
+        return (
+            self.root is not None and next(Path(self.root).glob("*.safetensors"), None) is not None
+        )
 
     def difference(self, other: Weights) -> str | None:
         """Describe how the other weights provably differ from these, or return None."""
@@ -97,7 +105,11 @@ def show_same_weights(before: Mapping[str, Any] | None, after: Mapping[str, Any]
 def probe_requests(model: str) -> tuple[tuple[str, dict[str, Any]], ...]:
     """Return (path, body) of the requests that may return log-probs, to be tried in turn."""
     common = {"model": model, "max_tokens": _PROBE_TOKENS, "temperature": 0.0}
-    chat = {"messages": [{"role": "user", "content": _PROBE}], "logprobs": True, "top_logprobs": _TOP_TOKENS}
+    chat = {
+        "messages": [{"role": "user", "content": _PROBE}],
+        "logprobs": True,
+        "top_logprobs": _TOP_TOKENS,
+    }
     return (
         ("completions", {**common, "prompt": _PROBE, "logprobs": _TOP_TOKENS}),
         ("chat/completions", {**common, **chat}),
@@ -163,4 +175,8 @@ def _distances(before: LogProbs, after: LogProbs) -> Iterator[float]:
 
 def encodable(text: str) -> str:
     """Replace lone surrogates, which UTF-8 cannot encode."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return (
+        text
+        if text.isascii()
+        else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    )

@@ -116,8 +116,20 @@ def _index_entry(pair: tuple[Samples, Samples]) -> list[Any]:
     for samples, right in zip(pair, (direction == "lost", direction == "gained"), strict=True):
         shown = samples[shown_sample(samples, right)]
         answer = None if shown.answer is None else shown.answer[:_MAX_CELL_CHARS]
-        sides += [shown.verdict, answer, num_right(samples), sorted({row.verdict for row in samples})]
-    return [first.id, first.level or "", first.subject or "", first.gold[:_MAX_CELL_CHARS], direction, *sides]
+        sides += [
+            shown.verdict,
+            answer,
+            num_right(samples),
+            sorted({row.verdict for row in samples}),
+        ]
+    return [
+        first.id,
+        first.level or "",
+        first.subject or "",
+        first.gold[:_MAX_CELL_CHARS],
+        direction,
+        *sides,
+    ]
 
 
 def shown_sample(samples: Samples, right: bool) -> int:
@@ -128,7 +140,11 @@ def shown_sample(samples: Samples, right: bool) -> int:
 def _body(pair: tuple[Samples, Samples], texts: _Texts, is_twice: bool) -> str:
     direction = direction_of(pair)
     sides = [
-        {"name": name, "samples": _samples(samples, texts), "shown": shown_sample(samples, is_shown)}
+        {
+            "name": name,
+            "samples": _samples(samples, texts),
+            "shown": shown_sample(samples, is_shown),
+        }
         for name, samples, is_shown in (
             ("before", pair[0], direction == "lost"),
             ("after", pair[1], direction == "gained"),

@@ -99,7 +99,9 @@ def check_judge(judge: Judge) -> None:
                 if fix := _fix(judge, str(error)):
                     raise RequestsRefused(fix) from None
                 logger.warning(
-                    "the judge %s (evaluate.judge) does not answer yet: %s", judge.endpoint.model, error
+                    "the judge %s (evaluate.judge) does not answer yet: %s",
+                    judge.endpoint.model,
+                    error,
                 )
 
     run_in_thread(ask(), lambda: None)
@@ -138,15 +140,27 @@ def judged(folder: Path, rows: Sequence[Row], judge: Judge) -> list[Row]:
     rows = [without_judge(row) for row in rows]
     to_judge = [row for row in rows if row.verdict in ("right", "wrong", "no_answer")]
     votes = _collect_votes(folder / VOTES_FILE, to_judge, judge)
-    by_row = {row.key: [votes.get(_key(judge, row, number)) for number in range(judge.votes)] for row in to_judge}
-    return [decided(row, by_row[row.key], judge.headline) if row.key in by_row else row for row in rows]
+    by_row = {
+        row.key: [votes.get(_key(judge, row, number)) for number in range(judge.votes)]
+        for row in to_judge
+    }
+    return [
+        decided(row, by_row[row.key], judge.headline) if row.key in by_row else row for row in rows
+    ]
 
 
 def decided(row: Row, votes: Sequence[Vote | None], headline: bool) -> Row:
     """Add votes to a row; with `headline`, their majority becomes its verdict."""
     counts = votes.count("right"), votes.count("wrong")
-    verdict: Vote | None = None if counts[0] == counts[1] else "right" if counts[0] > counts[1] else "wrong"
-    details = {"votes": list(votes), "verdict": verdict, "grader": row.verdict, "headline": headline}
+    verdict: Vote | None = (
+        None if counts[0] == counts[1] else "right" if counts[0] > counts[1] else "wrong"
+    )
+    details = {
+        "votes": list(votes),
+        "verdict": verdict,
+        "grader": row.verdict,
+        "headline": headline,
+    }
     row = replace(row, details={**(row.details or {}), "judge": details}, failure=None)
     if not headline:
         return row
@@ -166,18 +180,34 @@ def without_judge(row: Row) -> Row:
 def with_votes_of(before: Row, row: Row) -> Row:
     """Restore the votes to a regraded row, unless it is truncated now."""
     judge = (before.details or {}).get("judge")
-    return row if judge is None or row.verdict == "truncated" else decided(row, judge["votes"], judge["headline"])
+    return (
+        row
+        if judge is None or row.verdict == "truncated"
+        else decided(row, judge["votes"], judge["headline"])
+    )
 
 
 def _key(judge: Judge, row: Row, number: int) -> str:
     """Identify a stored vote by judge, sampling, prompt, response and number."""
-    parts = [judge.endpoint.model, judge.sampling.to_json(), judge.prompt_for(row), *row.key, number]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode(errors="surrogatepass")).hexdigest()
+    parts = [
+        judge.endpoint.model,
+        judge.sampling.to_json(),
+        judge.prompt_for(row),
+        *row.key,
+        number,
+    ]
+    return hashlib.sha256(
+        json.dumps(parts, sort_keys=True).encode(errors="surrogatepass")
+    ).hexdigest()
 
 
 def _collect_votes(path: Path, rows: Sequence[Row], judge: Judge) -> dict[str, Vote | None]:
     """Request the votes that are not stored yet, and return all votes by key."""
-    lines = [line for line in read_json_lines(path) if isinstance(line, dict) and {"key", "vote"} <= line.keys()]
+    lines = [
+        line
+        for line in read_json_lines(path)
+        if isinstance(line, dict) and {"key", "vote"} <= line.keys()
+    ]
     votes: dict[str, Vote | None] = {line["key"]: line["vote"] for line in lines}
     requests, num_known = [], 0
     for row in rows:
@@ -189,8 +219,12 @@ def _collect_votes(path: Path, rows: Sequence[Row], judge: Judge) -> dict[str, V
                 requests.append(Request(Item(key, prompt, row.gold), number, judge.sampling))
     if not requests:
         return votes
-    logger.info("requesting %d votes of %s on %d responses", len(requests), judge.endpoint.model, len(rows))
-    write_atomically(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))  # no torn line
+    logger.info(
+        "requesting %d votes of %s on %d responses", len(requests), judge.endpoint.model, len(rows)
+    )
+    write_atomically(
+        path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    )  # no torn line
     failures, num_stored = list[str](), len(votes)
     dispatcher = _Voting([judge.endpoint], judge.limits)
     with path.open("a", encoding="utf-8") as file:
@@ -198,7 +232,10 @@ def _collect_votes(path: Path, rows: Sequence[Row], judge: Judge) -> dict[str, V
         async def finish(request: Request, outcome: Outcome) -> None:
             if outcome.answer is None:
                 failures.append(str(outcome.failure))
-                is_hopeless = len(votes) == num_stored and len(failures) >= dispatcher.max_consecutive_failures
+                is_hopeless = (
+                    len(votes) == num_stored
+                    and len(failures) >= dispatcher.max_consecutive_failures
+                )
                 if is_hopeless or _fix(judge, failures[-1]):
                     dispatcher.stop()
                 return
@@ -214,7 +251,9 @@ def _collect_votes(path: Path, rows: Sequence[Row], judge: Judge) -> dict[str, V
     num_lost = sum(request.item.id not in votes for request in requests)
     if num_lost:
         reason = failures[0] if failures else dispatcher.outage
-        logger.warning("%d of %d votes failed and are not counted; first: %s", num_lost, len(requests), reason)
+        logger.warning(
+            "%d of %d votes failed and are not counted; first: %s", num_lost, len(requests), reason
+        )
     if num_lost == len(requests) and not num_known:
         raise EvaluationError(
             f"all {num_lost} votes of {judge.endpoint.model} at {judge.endpoint.base_url} (evaluate.judge) "

@@ -164,7 +164,9 @@ def best_step(curve: Mapping[str, Any]) -> str:
     if best["step"] == best["last_step"]:
         return f"{chosen}. It is the last step."
     change = best["change"]
-    against = f"{points(change['difference'])} points (95 % interval {points_interval(change['ci95'])}"
+    against = (
+        f"{points(change['difference'])} points (95 % interval {points_interval(change['ci95'])}"
+    )
     return f"{chosen}, {against}, p {format_p(change['p'])}) against the last step, {best['last_step']}."
 
 
@@ -190,7 +192,10 @@ def _id_cell(identity: str) -> str:
 def _plain_cell(text: Any) -> str:
     """A group's name, as a code span if it is long or contains Markdown characters."""
     text = str(text)
-    is_plain = all(char.isalnum() or char in " &-_.,:/" for char in text) and len(text) <= 1.5 * _MAX_CELL_CHARS
+    is_plain = (
+        all(char.isalnum() or char in " &-_.,:/" for char in text)
+        and len(text) <= 1.5 * _MAX_CELL_CHARS
+    )
     return text if is_plain else _cell(text)
 
 
@@ -216,7 +221,10 @@ def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str
     widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
     lines = [
         "| "
-        + " | ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        + " | ".join(
+            c.rjust(w) if i else c.ljust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
         + " |"
         for row in cells
     ]

@@ -29,10 +29,19 @@ CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
         "response_length/clip_ratio": "truncated",
     },
     "Policy entropy": {"actor/entropy": "entropy"},
-    "Response length (tokens)": {"response_length/mean": "mean", "validation/response_length/mean": "held-out"},
-    "Clipped tokens (share)": {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "dual clip"},
+    "Response length (tokens)": {
+        "response_length/mean": "mean",
+        "validation/response_length/mean": "held-out",
+    },
+    "Clipped tokens (share)": {
+        "actor/pg_clipfrac": "clipped",
+        "actor/pg_clipfrac_lower": "dual clip",
+    },
     "Gradient norm": {"actor/grad_norm": "before clipping"},
-    "Dynamic sampling (share)": {"sampler/kept_share": "groups kept", "sampler/waste_ratio": "tokens wasted"},
+    "Dynamic sampling (share)": {
+        "sampler/kept_share": "groups kept",
+        "sampler/waste_ratio": "tokens wasted",
+    },
     "Seconds per step": {
         "timing_s/gen": "generate",
         "timing_s/update_actor": "update",
@@ -85,10 +94,13 @@ def side_plots(sides: Mapping[str, Steps]) -> list[str]:
     plots = []
     for title, keys in SIDE_PLOTS.items():
         found = {
-            label: [curve for key in keys if (curve := series(steps, key))[0]] for label, steps in sides.items()
+            label: [curve for key in keys if (curve := series(steps, key))[0]]
+            for label, steps in sides.items()
         }
         # Sides without values keep their place, so a side has the same colour in every plot.
-        curves = {plain(label): curves[0] if curves else ([], []) for label, curves in found.items()}
+        curves = {
+            plain(label): curves[0] if curves else ([], []) for label, curves in found.items()
+        }
         if any(found.values()):
             plots.append(_curve_plot(title, curves))
     return plots
@@ -109,10 +121,14 @@ def prompt_length_plot(lengths: Mapping[str, Any]) -> str:
     figure, axes = new_figure(width=5.2, height=2.6)
     edges, counts = list(lengths["edges"]), lengths["counts"]
     if len(edges) > 2:
-        edges[-1] = 2 * edges[-2] - edges[-3]  # the last bin is open-ended; draw it as wide as the others
+        edges[-1] = (
+            2 * edges[-2] - edges[-3]
+        )  # the last bin is open-ended; draw it as wide as the others
     axes.stairs(counts, edges, color=COLOUR["after"], fill=True, alpha=0.85)
     if lengths["max_prompt_tokens"] <= edges[-1]:
-        axes.axvline(lengths["max_prompt_tokens"], color=COLOUR["down"], linewidth=1, linestyle=(0, (4, 3)))
+        axes.axvline(
+            lengths["max_prompt_tokens"], color=COLOUR["down"], linewidth=1, linestyle=(0, (4, 3))
+        )
     axes.set_title("Prompt length (tokens); the last bar is open-ended", loc="left", fontsize=9.5)
     axes.set_xlim(left=0)
     axes.set_ylabel("prompts")
@@ -121,16 +137,30 @@ def prompt_length_plot(lengths: Mapping[str, Any]) -> str:
 
 def accuracy_plots(before: Side, after: Side) -> list[str]:
     """Both accuracies with 95 % intervals: overall and by level, then by subject if there are any."""
-    levels = {f"level {key}": (group, after.by_level[key]) for key, group in before.by_level.items()}
+    levels = {
+        f"level {key}": (group, after.by_level[key]) for key, group in before.by_level.items()
+    }
     subjects = {key: (group, after.by_subject[key]) for key, group in before.by_subject.items()}
-    plots = [_before_after_bars({"all": (before, after), **levels}, "Accuracy before and after, by level")]
-    return [*plots, _before_after_bars(subjects, "Accuracy before and after, by subject")] if subjects else plots
+    plots = [
+        _before_after_bars(
+            {"all": (before, after), **levels}, "Accuracy before and after, by level"
+        )
+    ]
+    return (
+        [*plots, _before_after_bars(subjects, "Accuracy before and after, by subject")]
+        if subjects
+        else plots
+    )
 
 
-def _before_after_bars(groups: Mapping[str, tuple[Side | GroupResult, Side | GroupResult]], label: str) -> str:
+def _before_after_bars(
+    groups: Mapping[str, tuple[Side | GroupResult, Side | GroupResult]], label: str
+) -> str:
     names = [f"{wrapped(name)}\nn = {before.n}" for name, (before, _) in groups.items()]
     sides = zip(("before", "after"), zip(*groups.values(), strict=True), strict=True)
-    bars = {side: [(group.accuracy, group.interval) for group in results] for side, results in sides}
+    bars = {
+        side: [(group.accuracy, group.interval) for group in results] for side, results in sides
+    }
     return _grouped_bars(names, bars, label)
 
 
@@ -139,9 +169,15 @@ def length_plot(comparison: Comparison) -> str:
     lengths = comparison.lengths
     figure, axes = new_figure(width=5.2, height=2.6)
     for side in ("before", "after"):
-        axes.stairs(lengths.histogram[side], lengths.edges, color=COLOUR[side], linewidth=1.6, label=side)
-        axes.stairs(lengths.histogram[side], lengths.edges, color=COLOUR[side], fill=True, alpha=0.18)
-        axes.axvline(lengths.quantiles[side]["50"], color=COLOUR[side], linewidth=1, linestyle=(0, (4, 3)))
+        axes.stairs(
+            lengths.histogram[side], lengths.edges, color=COLOUR[side], linewidth=1.6, label=side
+        )
+        axes.stairs(
+            lengths.histogram[side], lengths.edges, color=COLOUR[side], fill=True, alpha=0.18
+        )
+        axes.axvline(
+            lengths.quantiles[side]["50"], color=COLOUR[side], linewidth=1, linestyle=(0, (4, 3))
+        )
     axes.set_title(f"Response length ({lengths.unit}); medians dashed", loc="left", fontsize=9.5)
     axes.set_xlim(left=0)
     axes.set_ylabel("responses")
@@ -155,7 +191,15 @@ def limit_plot(comparison: Comparison) -> str:
     limits = [sides[0].max_tokens for sides in comparison.by_limit]
     for number, side in enumerate(("before", "after")):
         accuracies = [100 * sides[number].accuracy for sides in comparison.by_limit]
-        axes.plot(limits, accuracies, color=COLOUR[side], linewidth=1.5, marker="o", markersize=3.5, label=side)
+        axes.plot(
+            limits,
+            accuracies,
+            color=COLOUR[side],
+            linewidth=1.5,
+            marker="o",
+            markersize=3.5,
+            label=side,
+        )
     axes.set_xscale("log", base=2)
     axes.set_xticks(limits, [f"{limit:,}" for limit in limits])
     axes.minorticks_off()
@@ -171,14 +215,22 @@ def gain_plot(comparison: Comparison) -> str:
     parts = {name: comparison.gain[name] for name in ("content", "format")}
     rows = {"difference": (comparison.difference, comparison.ci95)}
     rows |= {name: (part.difference, part.ci95) for name, part in parts.items()}
-    colours = ["up" if low > 0 else "down" if high < 0 else "soft" for _, (low, high) in rows.values()]
-    return _interval_plot(rows, colours, "Components of the difference (points), 95 % intervals", (5.2, 2.6))
+    colours = [
+        "up" if low > 0 else "down" if high < 0 else "soft" for _, (low, high) in rows.values()
+    ]
+    return _interval_plot(
+        rows, colours, "Components of the difference (points), 95 % intervals", (5.2, 2.6)
+    )
 
 
 def transition_plot(comparison: Comparison) -> str:
     """Transitions: one bar per verdict before, split by verdict after."""
     colours = dict(
-        zip(comparison.transitions, (COLOUR[x] for x in ("up", "down", "before", "third")), strict=True)
+        zip(
+            comparison.transitions,
+            (COLOUR[x] for x in ("up", "down", "before", "third")),
+            strict=True,
+        )
     )
     figure, axes = new_figure(width=7.6, height=2.4)
     names = list(comparison.transitions)
@@ -186,9 +238,13 @@ def transition_plot(comparison: Comparison) -> str:
     for outcome in names:
         counts = [comparison.transitions[name][outcome] for name in names]
         axes.barh(
-            range(len(names)), counts, left=starts, height=0.62, color=colours[outcome],
+            range(len(names)),
+            counts,
+            left=starts,
+            height=0.62,
+            color=colours[outcome],
             label=f"{outcome.replace('_', ' ')} after",
-        )  # fmt: skip
+        )
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
     axes.set_yticks(range(len(names)), [f"{name.replace('_', ' ')} before" for name in names])
     axes.invert_yaxis()
@@ -212,13 +268,28 @@ def history_plot(
     figure, axes = new_figure(width=7.6, height=3.0)
     places = list(range(len(points)))
     axes.errorbar(
-        places, [100 * accuracy for accuracy, _ in points], yerr=errors(points), color=COLOUR["after"],
-        ecolor=COLOUR["soft"], linewidth=1.5, elinewidth=1, capsize=2.5, marker="o", markersize=4,
+        places,
+        [100 * accuracy for accuracy, _ in points],
+        yerr=errors(points),
+        color=COLOUR["after"],
+        ecolor=COLOUR["soft"],
+        linewidth=1.5,
+        elinewidth=1,
+        capsize=2.5,
+        marker="o",
+        markersize=4,
         label="accuracy, 95 % interval",
-    )  # fmt: skip
+    )
     if trend is not None:
         line = [100 * value for value in trend]
-        axes.plot([0, len(points) - 1], line, color=COLOUR["third"], linewidth=1.2, linestyle="--", label="trend")
+        axes.plot(
+            [0, len(points) - 1],
+            line,
+            color=COLOUR["third"],
+            linewidth=1.2,
+            linestyle="--",
+            label="trend",
+        )
     for place, before, after in changes:
         colour = COLOUR["up" if after > before else "down"]
         axes.axvline(place - 0.5, color=colour, linewidth=1.2, linestyle=(0, (4, 3)))
@@ -240,20 +311,31 @@ def suite_plots(report: Mapping[str, Any]) -> list[str]:
     """Plots of a suite: each benchmark's change and, with baselines, the accuracies of every model."""
     rows, pooled = report["benchmarks"], report["pooled"]
     names = [row["name"] for row in rows]
-    changes = {row["name"]: (row["difference"], row["ci95"]) for row in [*rows, {**pooled, "name": "pooled"}]}
+    changes = {
+        row["name"]: (row["difference"], row["ci95"])
+        for row in [*rows, {**pooled, "name": "pooled"}]
+    }
     colours = [*(row["direction"] or "soft" for row in rows), "ink"]
     size = (7.6, 1.3 + 0.3 * len(changes))
     plots = [_interval_plot(changes, colours, "After minus before (points), 95 % intervals", size)]
-    models = {side: [(row[side], row[f"{side}_interval"]) for row in rows] for side in ("before", "after")}
+    models = {
+        side: [(row[side], row[f"{side}_interval"]) for row in rows] for side in ("before", "after")
+    }
     for baseline in report["baselines"]:
-        found = {row["name"]: row for row in baseline.get("after", {"benchmarks": []})["benchmarks"]}
+        found = {
+            row["name"]: row for row in baseline.get("after", {"benchmarks": []})["benchmarks"]
+        }
         unknown = (float("nan"), (float("nan"), float("nan")))
         models[baseline["name"]] = [
-            (found[name]["before"], found[name]["before_interval"]) if name in found else unknown for name in names
+            (found[name]["before"], found[name]["before_interval"]) if name in found else unknown
+            for name in names
         ]
     if not report["baselines"]:
         return plots
-    return [*plots, _grouped_bars([wrapped(name) for name in names], models, "Accuracy of every model")]
+    return [
+        *plots,
+        _grouped_bars([wrapped(name) for name in names], models, "Accuracy of every model"),
+    ]
 
 
 def _interval_plot(
@@ -264,8 +346,12 @@ def _interval_plot(
 ) -> str:
     """One row per name: a difference in points and its interval."""
     figure, axes = new_figure(*size)
-    for row, ((difference, interval), colour) in enumerate(zip(rows.values(), colours, strict=True)):
-        axes.plot([100 * bound for bound in interval], [row, row], color=COLOUR[colour], linewidth=1.6)
+    for row, ((difference, interval), colour) in enumerate(
+        zip(rows.values(), colours, strict=True)
+    ):
+        axes.plot(
+            [100 * bound for bound in interval], [row, row], color=COLOUR[colour], linewidth=1.6
+        )
         marker = "D" if colour == "ink" else "o"
         axes.plot([100 * difference], [row], color=COLOUR[colour], marker=marker, markersize=6)
     axes.axvline(0, color=COLOUR["ink"], linewidth=0.8)
@@ -284,16 +370,34 @@ def checkpoint_plot(curve: Mapping[str, Any]) -> str:
     points = [(share["accuracy"], share["interval"]) for share in pooled]
     several = len(curve["benchmarks"]) > 1
     axes.errorbar(
-        steps, [100 * accuracy for accuracy, _ in points], yerr=errors(points), color=COLOUR["ink"],
-        ecolor=COLOUR["soft"], linewidth=1.8, elinewidth=1, capsize=2.5, marker="o", markersize=4,
+        steps,
+        [100 * accuracy for accuracy, _ in points],
+        yerr=errors(points),
+        color=COLOUR["ink"],
+        ecolor=COLOUR["soft"],
+        linewidth=1.8,
+        elinewidth=1,
+        capsize=2.5,
+        marker="o",
+        markersize=4,
         label="pooled" if several else "accuracy, 95 % interval",
-    )  # fmt: skip
-    colours = itertools.cycle(COLOUR[name] for name in ("after", "third", "up", "fourth", "down", "fifth"))
-    for (name, shares), colour in zip(curve["benchmarks"].items() if several else (), colours, strict=False):
+    )
+    colours = itertools.cycle(
+        COLOUR[name] for name in ("after", "third", "up", "fourth", "down", "fifth")
+    )
+    for (name, shares), colour in zip(
+        curve["benchmarks"].items() if several else (), colours, strict=False
+    ):
         accuracies = [100 * share["accuracy"] for share in shares]
         axes.plot(steps, accuracies, color=colour, linewidth=1.2, marker=".", label=plain(name))
     if curve["best"] is not None:
-        axes.axvline(curve["best"]["step"], color=COLOUR["soft"], linewidth=1, linestyle=(0, (4, 3)), label="best")
+        axes.axvline(
+            curve["best"]["step"],
+            color=COLOUR["soft"],
+            linewidth=1,
+            linestyle=(0, (4, 3)),
+            label="best",
+        )
     axes.set_xticks(steps)
     axes.set_xlabel("training step")
     axes.set_ylabel("accuracy (%)")
@@ -302,7 +406,9 @@ def checkpoint_plot(curve: Mapping[str, Any]) -> str:
 
 
 def _grouped_bars(
-    names: Sequence[str], series_of: Mapping[str, Sequence[tuple[float, tuple[float, float]]]], label: str
+    names: Sequence[str],
+    series_of: Mapping[str, Sequence[tuple[float, tuple[float, float]]]],
+    label: str,
 ) -> str:
     """One group of bars per name and one bar per series, each an (accuracy, 95 % interval)."""
     figure, axes = new_figure(width=7.6, height=2.9)
@@ -332,7 +438,9 @@ def _curve_plot(title: str, curves: Mapping[str, tuple[list[int], list[float]]])
     axes.set_title(title, loc="left", fontsize=9.5)
     for (label, (steps, values)), colour in zip(curves.items(), _LINE_COLOURS, strict=False):
         marker = "o" if len(steps) < _MARKED_BELOW else None
-        axes.plot(steps, values, color=colour, label=label, linewidth=1.5, marker=marker, markersize=3)
+        axes.plot(
+            steps, values, color=colour, label=label, linewidth=1.5, marker=marker, markersize=3
+        )
     if title not in _SIGNED:
         axes.set_ylim(bottom=0)
     if len(curves) > 1:  # room for the legend above the curves

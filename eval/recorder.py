@@ -63,13 +63,17 @@ class Benchmark:
     max_failed_ratio: float = 0.0
     grader: Grader | None = None  # replaces the set's grader
     judge: Judge | None = None  # beside the grader
-    earlier: Path | None = None  # results of the same items by any model, to estimate response lengths
+    earlier: Path | None = (
+        None  # results of the same items by any model, to estimate response lengths
+    )
 
     @property
     def requested(self) -> Sampling:
         """The sampling of its requests, with r times as many samples for problems on r rows."""
         num_samples = self.evaluation_set.num_repeats * self.sampling.num_samples
-        return replace(self.sampling, stop=self.evaluation_set.template.stop, num_samples=num_samples)
+        return replace(
+            self.sampling, stop=self.evaluation_set.template.stop, num_samples=num_samples
+        )
 
 
 class Recorder:
@@ -80,13 +84,20 @@ class Recorder:
         self.name, self.folder, self.settings = benchmark.name, benchmark.output_dir, settings
         self._benchmark, self._grader = benchmark, grader
         self._sampling, items = benchmark.requested, benchmark.evaluation_set.items
-        self._expected = [(item, sample) for item in items for sample in range(self._sampling.num_samples)]
+        self._expected = [
+            (item, sample) for item in items for sample in range(self._sampling.num_samples)
+        ]
         # Exact, because the float 0.29 * 100 is below 29.
         self._max_failed = int(Fraction(str(benchmark.max_failed_ratio)) * len(self._expected))
         self._rows = _resume(
-            self.folder, settings, {(item.id, sample): item for item, sample in self._expected}, grader
+            self.folder,
+            settings,
+            {(item.id, sample): item for item, sample in self._expected},
+            grader,
         )
-        self.num_missing = sum((item.id, sample) not in self._rows for item, sample in self._expected)
+        self.num_missing = sum(
+            (item.id, sample) not in self._rows for item, sample in self._expected
+        )
         self._num_failed = self._num_failed_in_a_row = self._num_refused = 0
         self._file: BinaryIO | None = None
 
@@ -106,7 +117,9 @@ class Recorder:
         for row in known:
             by_item.setdefault(row.id, []).append(row)
         usual = mean_response_tokens(known) or self._sampling.max_tokens
-        lengths = {identity: mean_response_tokens(rows) or usual for identity, rows in by_item.items()}
+        lengths = {
+            identity: mean_response_tokens(rows) or usual for identity, rows in by_item.items()
+        }
         return [
             (lengths.get(item.id, usual), Request(item, sample, self._sampling, self.name))
             for item, sample in self._expected
@@ -152,7 +165,10 @@ class Recorder:
 
     def is_hopeless(self, max_consecutive_failures: int) -> bool:
         """True if too many requests failed, and nothing but failures came back lately."""
-        return self._num_failed > self._max_failed and self._num_failed_in_a_row >= max_consecutive_failures
+        return (
+            self._num_failed > self._max_failed
+            and self._num_failed_in_a_row >= max_consecutive_failures
+        )
 
     def close(self) -> None:
         """Close results.jsonl."""
@@ -183,7 +199,9 @@ class Recorder:
             self._check_undecided(ordered, judge)
         write_rows(self.folder, ordered)
         _check_scorer([row for row in ordered if row.is_answered], self._grader.rule)
-        summary = summarise(Evaluation.of(self.settings, ordered), same_answer_by(self._grader.grade))
+        summary = summarise(
+            Evaluation.of(self.settings, ordered), same_answer_by(self._grader.grade)
+        )
         write_json(self.folder / SUMMARY_FILE, asdict(summary))
         _log(summary, self.name)
         return summary
@@ -238,7 +256,14 @@ def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
 
 
 def _set_grade(row: Row, grade: Grade) -> None:
-    row.answer, row.verdict, row.aisbench_answer, row.aisbench_right, row.aisbench_raises, details = grade
+    (
+        row.answer,
+        row.verdict,
+        row.aisbench_answer,
+        row.aisbench_right,
+        row.aisbench_raises,
+        details,
+    ) = grade
     row.details = details or row.details
     if row.is_cut_while_thinking:
         row.verdict, row.answer = "truncated", None
@@ -266,7 +291,9 @@ def _resume(
             logger.warning("%s: regrading stored responses (%s)", output_dir, reasons)
             (output_dir / SUMMARY_FILE).unlink(missing_ok=True)
             with ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads:
-                graded = threads.map(lambda row: regrade_row(row, grader, expected[row.key]), rows.values())
+                graded = threads.map(
+                    lambda row: regrade_row(row, grader, expected[row.key]), rows.values()
+                )
                 rows = {row.key: row for row in graded}
         write_rows(output_dir, rows.values())  # drops a torn last line before appending
     if rows:
@@ -274,13 +301,21 @@ def _resume(
     write_json(output_dir / SETTINGS_FILE, settings)
     if rows:
         num_rows = settings["num_items"] * settings["sampling"]["num_samples"]
-        logger.info("%s: continuing, %d of %d responses are stored", output_dir, len(rows), num_rows)
+        logger.info(
+            "%s: continuing, %d of %d responses are stored", output_dir, len(rows), num_rows
+        )
     return rows
 
 
-def _refuse_foreign(output_dir: Path, rows: Mapping[RowKey, Row], expected: Mapping[RowKey, Item]) -> None:
+def _refuse_foreign(
+    output_dir: Path, rows: Mapping[RowKey, Row], expected: Mapping[RowKey, Item]
+) -> None:
     """Raise ResultsError for rows of other items, samples or prompts, which only editing can add."""
-    foreign = [row for key, row in rows.items() if key not in expected or row.prompt != expected[key].prompt]
+    foreign = [
+        row
+        for key, row in rows.items()
+        if key not in expected or row.prompt != expected[key].prompt
+    ]
     if foreign:
         raise ResultsError(
             f"{output_dir / RESULTS_FILE}: {len(foreign)} of {len(rows)} rows answer no request of this "
@@ -355,7 +390,11 @@ def _log(summary: Summary, name: str) -> None:
         100 * summary.request_failed_rate,
     )
     if (scorer := summary.scorer) is not None:
-        logger.info("mean score %.3f; the scorer failed on %d responses", scorer["mean_score"], scorer["errors"])
+        logger.info(
+            "mean score %.3f; the scorer failed on %d responses",
+            scorer["mean_score"],
+            scorer["errors"],
+        )
     if (judge := summary.judge) is not None:
         if judge["accuracy"] is None or judge["grader_agreement"] is None:
             logger.warning(

@@ -55,7 +55,9 @@ def regrade(path: str | Path) -> Regraded:
         if "judge" in settings:
             after = [with_votes_of(old, row) for old, row in zip(before, after, strict=True)]
         num_killed = grader.num_killed
-        summary = summarise(Evaluation.of(regraded_settings, after).by_problem(), same_answer_by(grader.grade))
+        summary = summarise(
+            Evaluation.of(regraded_settings, after).by_problem(), same_answer_by(grader.grade)
+        )
         write_rows(directory, after)
         write_json(directory / SETTINGS_FILE, regraded_settings)
         write_json(directory / SUMMARY_FILE, asdict(summary))
@@ -72,15 +74,21 @@ def regrade(path: str | Path) -> Regraded:
 def describe(regraded: Regraded) -> str:
     """Describe the changes for a terminal."""
     grader = regraded.summary.settings["grader"]
-    lines = [f"{regraded.directory}: {regraded.summary.num_items} items, {regraded.grader_before} -> {grader}"]
+    lines = [
+        f"{regraded.directory}: {regraded.summary.num_items} items, {regraded.grader_before} -> {grader}"
+    ]
     by_rule = {"exact": regraded.verdicts, "aisbench": regraded.aisbench}
     if regraded.summary.aisbench is None:
         by_rule = {"verdicts": regraded.verdicts}
     for rule, transitions in by_rule.items():
-        changes = [f"{count} {before} -> {after}" for (before, after), count in sorted(transitions.items())]
+        changes = [
+            f"{count} {before} -> {after}" for (before, after), count in sorted(transitions.items())
+        ]
         lines.append(f"{rule}: {', '.join(changes) or 'no verdict changed'}")
     if regraded.num_killed:
-        lines.append(f"{regraded.num_killed} rows exceeded the time or memory limit and count as wrong")
+        lines.append(
+            f"{regraded.num_killed} rows exceeded the time or memory limit and count as wrong"
+        )
     lines.append(f"accuracy {regraded.summary.accuracy:.1%} of {regraded.summary.n}")
     return "\n".join(lines)
 

@@ -23,7 +23,9 @@ from eval.training import Steps, skipped_steps_notes, training_totals
 REPORT_JSON, REPORT_MARKDOWN, REPORT_PAGE = "report.json", "report.md", "report.html"
 MOSTLY_TRUNCATED = 0.5
 SHORT_DIGEST = 12
-SAME_MODEL = "Both sides are the same model: any change is serving and sampling noise, not training."
+SAME_MODEL = (
+    "Both sides are the same model: any change is serving and sampling noise, not training."
+)
 THESE_MODELS = (
     "This compares these two models on items like these. It does not predict the result of another training run "
     "with a different seed."
@@ -39,11 +41,17 @@ class Provenance:
     models: Mapping[str, str] = field(default_factory=dict)  # side -> name
     engine: Mapping[str, str] = field(default_factory=dict)  # package -> version
     data: str | None = None  # digest of the problem file
-    facts: Mapping[str, str] = field(default_factory=dict)  # the Provenance table: recipe, run, code ...
-    stages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> {cached, seconds}
+    facts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # the Provenance table: recipe, run, code ...
+    stages: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # name -> {cached, seconds}
     artifacts: Mapping[str, str | Path] = field(default_factory=dict)  # name -> path
     traces: Mapping[str, str] = field(default_factory=dict)  # name -> path relative to the report
-    card: Mapping[str, Any] | None = None  # data_card.json, plus prompt_lengths if training measured them
+    card: Mapping[str, Any] | None = (
+        None  # data_card.json, plus prompt_lengths if training measured them
+    )
 
 
 UNKNOWN = Provenance()
@@ -62,7 +70,9 @@ def write_pages(report: Mapping[str, Any], page: str, output_dir: str | Path) ->
         write_atomically(output_dir / name, text.encode(errors="replace"))
 
 
-def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = UNKNOWN) -> dict[str, Any]:
+def make_report(
+    comparison: Comparison, steps: Steps, provenance: Provenance = UNKNOWN
+) -> dict[str, Any]:
     """Content of report.json: the comparison with its verdict in words, the training and the run."""
     fields = asdict(comparison)
     flips = {kind: fields.pop(kind) for kind in ("gained", "lost")}
@@ -89,7 +99,12 @@ def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = U
         "artifacts": {name: str(path) for name, path in provenance.artifacts.items()},
     }
     if comparison.num_samples == 1:
-        report["mcnemar"] = {"b": num_lost, "c": num_gained, "p": comparison.p, "mid_p": comparison.mid_p}
+        report["mcnemar"] = {
+            "b": num_lost,
+            "c": num_gained,
+            "p": comparison.p,
+            "mid_p": comparison.mid_p,
+        }
     return report
 
 
@@ -185,7 +200,12 @@ def notes(comparison: Comparison) -> list[str]:
     aisbench = comparison.graders
     if aisbench is None:
         return [*found, THESE_MODELS]
-    if aisbench.before == aisbench.after == 0 < max(comparison.before.accuracy, comparison.after.accuracy):
+    if (
+        aisbench.before
+        == aisbench.after
+        == 0
+        < max(comparison.before.accuracy, comparison.after.accuracy)
+    ):
         found.append(
             "AISBench's rule marks no response right on either side: it looks for \\boxed{} and 'answer is', but "
             "these responses state their answers in another form. Ignore its numbers here."
@@ -241,7 +261,9 @@ def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict
             for side, result in sides.items()
         },
         "prompt": f"{template['name']}, {settings.get('api', 'unknown API')}{system}",
-        "sampling": "; after: ".join(dict.fromkeys(_sampling(side.sampling) for side in sides.values())),
+        "sampling": "; after: ".join(
+            dict.fromkeys(_sampling(side.sampling) for side in sides.values())
+        ),
         "engine": _engine(provenance.engine, sides),
         "grader": str(settings.get("grader")),
         "judge": _judge(settings.get("judge")),
@@ -254,7 +276,9 @@ def _judge(judge: Mapping[str, Any] | None) -> str:
     if not judge:
         return ""
     role = "used for the headline" if judge["headline"] else "in addition to the grader"
-    return f"{judge['model']}, {judge['votes']} vote{'s' * (judge['votes'] > 1)} per response, {role}"
+    return (
+        f"{judge['model']}, {judge['votes']} vote{'s' * (judge['votes'] > 1)} per response, {role}"
+    )
 
 
 def model_words(name: str | None, model: str) -> str:
@@ -268,7 +292,11 @@ def _engine(versions: Mapping[str, str], sides: Mapping[str, Side]) -> str:
     """The installed versions, else what the servers report; both if the two sides differ."""
     installed = ", ".join(f"{name} {version}" for name, version in versions.items())
     # vLLM appends a hash of its settings, which changes with the model's name.
-    named = {side: re.sub(r"-[0-9a-f]{8}$", "", result.engine) for side, result in sides.items() if result.engine}
+    named = {
+        side: re.sub(r"-[0-9a-f]{8}$", "", result.engine)
+        for side, result in sides.items()
+        if result.engine
+    }
     if len(set(named.values())) > 1:
         served = ", ".join(f"{side} {engine}" for side, engine in named.items())
         return f"{installed}; {served}" if installed else served
@@ -280,7 +308,11 @@ def _sampling(sampling: Mapping[str, Any]) -> str:
     if temperature is None:
         words = "server defaults"
     else:
-        words = "greedy" if temperature == 0 else f"temperature {temperature:g}, top_p {sampling['top_p']:g}"
+        words = (
+            "greedy"
+            if temperature == 0
+            else f"temperature {temperature:g}, top_p {sampling['top_p']:g}"
+        )
     if temperature and sampling.get("top_k") is not None:
         words += f", top_k {sampling['top_k']}"
     if sampling.get("source") == "model":

@@ -142,13 +142,19 @@ class Evaluation:
             items.setdefault(row.id, []).append(row)
         k = max(map(len, items.values()), default=1)
         numbers = list(range(k))
-        uneven = [identity for identity, group in items.items() if [row.sample for row in group] != numbers]
+        uneven = [
+            identity
+            for identity, group in items.items()
+            if [row.sample for row in group] != numbers
+        ]
         if uneven:
             raise ResultsError(
                 f"{len(uneven)} of {len(items)} items do not have the samples 0 to {k - 1} (first: {uneven[0]!r}"
                 "): the evaluation did not finish. Run it again; only missing requests are sent."
             )
-        return Evaluation(settings, {identity: tuple(group) for identity, group in items.items()}, k)
+        return Evaluation(
+            settings, {identity: tuple(group) for identity, group in items.items()}, k
+        )
 
     def by_problem(self) -> Evaluation:
         """Merge items with the same prompt, which earlier versions stored separately, into one item per problem.
@@ -162,7 +168,9 @@ class Evaluation:
             return self
         k = min(map(len, merged.values()))
         if num_surplus := sum(len(rows) - k for rows in merged.values()):
-            logger.warning("dropping %d surplus responses to repeated prompts: %d per prompt", num_surplus, k)
+            logger.warning(
+                "dropping %d surplus responses to repeated prompts: %d per prompt", num_surplus, k
+            )
         rows = [
             replace(row, id=rows[0].id, sample=number)
             for rows in merged.values()
@@ -200,7 +208,9 @@ class Evaluation:
 
 def has_aisbench(settings: Mapping[str, Any]) -> bool:
     """True if AISBench's rule graded the responses beside the exact rule, and no judge replaces their verdicts."""
-    return "+aisbench" in str(settings["grader"]) and not (settings.get("judge") or {}).get("headline")
+    return "+aisbench" in str(settings["grader"]) and not (settings.get("judge") or {}).get(
+        "headline"
+    )
 
 
 def load_evaluation(directory: str | Path, max_chars: int | None = None) -> Evaluation:
@@ -240,8 +250,13 @@ def read_evaluation(directory: str | Path, max_chars: int | None = None) -> Eval
 def _is_complete(settings: Mapping[str, Any]) -> bool:
     """True if the settings contain everything needed to read the rows."""
     sampling = settings.get("sampling")
-    counts = (settings.get("num_items"), sampling.get("num_samples") if isinstance(sampling, dict) else None)
-    return settings.keys() >= {"model", "grader"} and all(isinstance(count, int) for count in counts)
+    counts = (
+        settings.get("num_items"),
+        sampling.get("num_samples") if isinstance(sampling, dict) else None,
+    )
+    return settings.keys() >= {"model", "grader"} and all(
+        isinstance(count, int) for count in counts
+    )
 
 
 def num_right(samples: Samples) -> int:
@@ -259,7 +274,10 @@ def read_rows(directory: Path, max_chars: int | None = None) -> dict[RowKey, Row
 
     Raises ResultsError for a line written by another version.
     """
-    rows = (_parse_row(directory, fields, max_chars) for fields in iterate_json_lines(directory / RESULTS_FILE))
+    rows = (
+        _parse_row(directory, fields, max_chars)
+        for fields in iterate_json_lines(directory / RESULTS_FILE)
+    )
     return {row.key: row for row in rows}
 
 
@@ -277,7 +295,9 @@ def _parse_row(directory: Path, fields: Any, max_chars: int | None) -> Row:
         return row
     texts = {"response": row.response, "reasoning": row.reasoning} if max_chars else {}
     ends = {name: text and text[-max_chars:] for name, text in texts.items()}
-    return Outline(**{**vars(row), "response": None, "reasoning": None, **ends}, chars=row.num_chars)
+    return Outline(
+        **{**vars(row), "response": None, "reasoning": None, **ends}, chars=row.num_chars
+    )
 
 
 def join_lines(rows: Iterable[Row]) -> bytearray:
@@ -313,9 +333,13 @@ def make_folder(path: str | Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ResultsError(f"{path} cannot be a folder: a file has that name; choose another --output") from None
+        raise ResultsError(
+            f"{path} cannot be a folder: a file has that name; choose another --output"
+        ) from None
     except OSError as error:
-        raise ResultsError(f"{path} cannot be created: {error.strerror}; choose another --output") from None
+        raise ResultsError(
+            f"{path} cannot be created: {error.strerror}; choose another --output"
+        ) from None
     return path
 
 
@@ -360,7 +384,10 @@ def make_settings(
         "num_items": len(items),
         "prompts": _digest([(item.id, item.prompt, *item.options) for item in items]),
         "golds": _digest(
-            [(item.id, item.gold, item.subject, item.level, *_scorer_fields(item, grader)) for item in items]
+            [
+                (item.id, item.gold, item.subject, item.level, *_scorer_fields(item, grader))
+                for item in items
+            ]
         ),
     }
 
@@ -392,4 +419,6 @@ def _shown(value: Any) -> str:
 
 
 def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()

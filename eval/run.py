@@ -54,33 +54,49 @@ def evaluate_all(
     """
     for benchmark in benchmarks:
         if not (items := benchmark.evaluation_set.items) or not endpoints:
-            raise EvaluationError(f"{len(items)} items and {len(endpoints)} servers: nothing can be evaluated")
+            raise EvaluationError(
+                f"{len(items)} items and {len(endpoints)} servers: nothing can be evaluated"
+            )
     with contextlib.ExitStack() as stack:
         recorders = []
         for benchmark in benchmarks:
             stack.enter_context(exclusive(make_folder(benchmark.output_dir)))
-            grader = stack.enter_context(benchmark.grader or GRADERS[benchmark.evaluation_set.grader]())
+            grader = stack.enter_context(
+                benchmark.grader or GRADERS[benchmark.evaluation_set.grader]()
+            )
             settings = _settings(benchmark, endpoints[0], model_digest, grader.rule)
             recorders.append(Recorder(benchmark, settings, grader))
         incomplete = [recorder for recorder in recorders if recorder.num_missing]
-        known = next((served for recorder in recorders if (served := recorder.served) is not None), None)
+        known = next(
+            (served for recorder in recorders if (served := recorder.served) is not None), None
+        )
         dispatcher = Dispatcher(endpoints, limits or Limits(), known)
         if incomplete:
-            for judge in {one.judge.endpoint: one.judge for one in benchmarks if one.judge is not None}.values():
+            for judge in {
+                one.judge.endpoint: one.judge for one in benchmarks if one.judge is not None
+            }.values():
                 check_judge(judge)
             _Session(incomplete, dispatcher, endpoints, known).run(on_progress)
-        return _finish(recorders, ", ".join(endpoint.base_url for endpoint in endpoints), dispatcher.outage)
+        return _finish(
+            recorders, ", ".join(endpoint.base_url for endpoint in endpoints), dispatcher.outage
+        )
 
 
-def _settings(benchmark: Benchmark, endpoint: Endpoint, model_digest: str | None, rule: str) -> dict[str, Any]:
+def _settings(
+    benchmark: Benchmark, endpoint: Endpoint, model_digest: str | None, rule: str
+) -> dict[str, Any]:
     evaluation_set, sampling = benchmark.evaluation_set, benchmark.requested
     if evaluation_set.num_repeats > 1:
         logger.info(
             "%d problems on %d rows each: every problem is one item with %d samples",
-            len(evaluation_set.items), evaluation_set.num_repeats, sampling.num_samples,
-        )  # fmt: skip
+            len(evaluation_set.items),
+            evaluation_set.num_repeats,
+            sampling.num_samples,
+        )
         if sampling.temperature == 0:
-            logger.warning("all samples of an item are alike at temperature 0; set evaluate.temperature for avg@k")
+            logger.warning(
+                "all samples of an item are alike at temperature 0; set evaluate.temperature for avg@k"
+            )
     settings = make_settings(
         evaluation_set.items,
         endpoint,
@@ -103,7 +119,9 @@ def _finish(recorders: Sequence[Recorder], servers: str, outage: str) -> list[Su
             failures[recorder.name] = error
     if failures:
         kinds = {type(error) for error in failures.values()}
-        message = " ".join(f"{name}: {error}" if name else str(error) for name, error in failures.items())
+        message = " ".join(
+            f"{name}: {error}" if name else str(error) for name, error in failures.items()
+        )
         raise (kinds.pop() if len(kinds) == 1 else EvaluationError)(message)
     return summaries
 
@@ -129,7 +147,9 @@ class _Session:
         Raises ModelChangedError, after moving the rows aside if another model may have produced some of them.
         """
         missing = [pair for recorder in self._recorders.values() for pair in recorder.missing()]
-        requests = [request for _, request in sorted(missing, key=lambda pair: pair[0], reverse=True)]
+        requests = [
+            request for _, request in sorted(missing, key=lambda pair: pair[0], reverse=True)
+        ]
         try:
             run_in_thread(self._record(requests, on_progress), self._dispatcher.stop)
         except ModelChangedError as error:
@@ -145,7 +165,11 @@ class _Session:
 
             async def record(batch: Batch) -> None:
                 for name, recorder in self._recorders.items():
-                    part = [(request, outcome) for request, outcome in batch if request.benchmark == name]
+                    part = [
+                        (request, outcome)
+                        for request, outcome in batch
+                        if request.benchmark == name
+                    ]
                     if part:
                         rows = await recorder.grade(part)
                         recorder.append(rows, part)
@@ -168,7 +192,9 @@ class _Session:
         limit = self._dispatcher.max_consecutive_failures
         if recorder.is_hopeless(limit):
             self._dispatcher.drop(recorder.name)
-            if all(one.is_hopeless(limit) or not one.num_missing for one in self._recorders.values()):
+            if all(
+                one.is_hopeless(limit) or not one.num_missing for one in self._recorders.values()
+            ):
                 self._dispatcher.stop()
 
 
@@ -189,7 +215,9 @@ class _Batches:
         """Add an outcome to the next batch; wait while too many are pending. Raises the errors of `record`."""
         self._collected.append((request, outcome))
         self._num_pending += 1
-        if outcome.answer is None:  # record failures immediately, to notice when nothing else comes back
+        if (
+            outcome.answer is None
+        ):  # record failures immediately, to notice when nothing else comes back
             self._start()
             await asyncio.wait(self._running)
         elif len(self._collected) == 1:
@@ -229,9 +257,15 @@ class _Progress:
         self._num_done = self._num_tokens = self._num_failed = 0
         self._start = self._logged_at = time.monotonic()
         self._bar = Progress(
-            TextColumn("evaluate"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"),
-            TextColumn("left:"), TimeRemainingColumn(), refresh_per_second=4, disable=not sys.stderr.isatty(),
-        )  # fmt: skip
+            TextColumn("evaluate"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]}"),
+            TextColumn("left:"),
+            TimeRemainingColumn(),
+            refresh_per_second=4,
+            disable=not sys.stderr.isatty(),
+        )
         self._task = self._bar.add_task("evaluate", total=num_requests, speed="")
 
     def __enter__(self) -> _Progress:
@@ -252,14 +286,24 @@ class _Progress:
         speed = f"{self._num_tokens / seconds:.0f} tokens/s"
         failed = [row for row in rows if not row.is_answered]
         if failed and not self._num_failed:
-            logger.warning("a request failed after %d attempts: %s", failed[0].attempts, failed[0].failure)
+            logger.warning(
+                "a request failed after %d attempts: %s", failed[0].attempts, failed[0].failure
+            )
         self._num_failed += len(failed)
         speed += f", {self._num_failed} failed" if self._num_failed else ""
         speed += f", {num_retrying} to retry" if num_retrying else ""
         self._bar.update(self._task, advance=len(rows), speed=speed)
-        is_tenth = 10 * self._num_done // self._num_requests > 10 * done_before // self._num_requests
+        is_tenth = (
+            10 * self._num_done // self._num_requests > 10 * done_before // self._num_requests
+        )
         if self._bar.disable and (is_tenth or now - self._logged_at >= LOG_SECONDS):
             self._logged_at = now
             num_new = self._num_requests - self._num_done - num_retrying  # retries mostly wait
-            left = f", about {math.ceil(seconds / self._num_done * num_new)} s left" if num_new > 0 else ""
-            logger.info("%d of %d items done, %s%s", self._num_done, self._num_requests, speed, left)
+            left = (
+                f", about {math.ceil(seconds / self._num_done * num_new)} s left"
+                if num_new > 0
+                else ""
+            )
+            logger.info(
+                "%d of %d items done, %s%s", self._num_done, self._num_requests, speed, left
+            )

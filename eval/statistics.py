@@ -130,23 +130,37 @@ def measure_pooled_change(strata: Sequence[Stratum]) -> PairedChange:
     scales = [each.weight / total / (each.num_samples * len(each.changes)) for each in strata]
     parts = []
     for each in strata:
-        interval = change_interval([change / each.num_samples for change in each.changes], 1 / each.num_samples)
-        parts.append((sum(each.changes) / (each.num_samples * len(each.changes)), interval, each.weight))
+        interval = change_interval(
+            [change / each.num_samples for change in each.changes], 1 / each.num_samples
+        )
+        parts.append(
+            (sum(each.changes) / (each.num_samples * len(each.changes)), interval, each.weight)
+        )
     difference, interval = pooled_mean(parts, lowest=-1.0)
-    test = pooled_sign_flip_test([(each.changes, scale) for each, scale in zip(strata, scales, strict=True)])
-    return _decided(sum(len(each.changes) for each in strata), difference, interval, test, max(scales))
+    test = pooled_sign_flip_test(
+        [(each.changes, scale) for each, scale in zip(strata, scales, strict=True)]
+    )
+    return _decided(
+        sum(len(each.changes) for each in strata), difference, interval, test, max(scales)
+    )
 
 
-def pooled_mean(parts: Sequence[tuple[float, Interval, float]], lowest: float = 0.0) -> tuple[float, Interval]:
+def pooled_mean(
+    parts: Sequence[tuple[float, Interval, float]], lowest: float = 0.0
+) -> tuple[float, Interval]:
     """Weighted mean of independent (mean, interval, weight) with its MOVER interval, within [lowest, 1]."""
     total = sum(weight for _, _, weight in parts)
     pooled = sum(weight / total * mean for mean, _, weight in parts)
     below = math.sqrt(sum((weight / total * (mean - low)) ** 2 for mean, (low, _), weight in parts))
-    above = math.sqrt(sum((weight / total * (high - mean)) ** 2 for mean, (_, high), weight in parts))
+    above = math.sqrt(
+        sum((weight / total * (high - mean)) ** 2 for mean, (_, high), weight in parts)
+    )
     return pooled, (max(lowest, pooled - below), min(1.0, pooled + above))
 
 
-def _decided(n: int, difference: float, interval: Interval, test: PValues, response: float) -> PairedChange:
+def _decided(
+    n: int, difference: float, interval: Interval, test: PValues, response: float
+) -> PairedChange:
     """Move the interval to the side of zero that the test implies. `response` is the weight of one response."""
     low, high = interval
     # The standard errors needed for the power; at least what changes by one response in one direction need.

@@ -60,8 +60,12 @@ def describe_suite(folder: str | Path) -> Suite:
             "folder given as --output"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ResultsError(f"{path} cannot be read ({error!r}): run the same evaluation again") from None
-    missing = [one.name for one in suite.members if not (folder / one.name / SETTINGS_FILE).is_file()]
+        raise ResultsError(
+            f"{path} cannot be read ({error!r}): run the same evaluation again"
+        ) from None
+    missing = [
+        one.name for one in suite.members if not (folder / one.name / SETTINGS_FILE).is_file()
+    ]
     if missing or suite.headline not in [one.name for one in suite.members]:
         lacking = ", ".join(missing) or f"its headline {suite.headline}"
         raise ResultsError(f"{folder} lacks {lacking}: the evaluation did not finish; run it again")
@@ -82,5 +86,9 @@ def require_single(folder: Path) -> None:
 def write_suite(folder: Path, members: Sequence[Member], headline: str) -> None:
     """Write suite.json. Raises ResultsError if the folder holds the results of a single benchmark."""
     if is_single(folder):
-        raise ResultsError(f"{folder} holds the evaluation of one benchmark; choose another --output for a suite")
-    write_json(folder / SUITE_FILE, {"headline": headline, "benchmarks": [asdict(one) for one in members]})
+        raise ResultsError(
+            f"{folder} holds the evaluation of one benchmark; choose another --output for a suite"
+        )
+    write_json(
+        folder / SUITE_FILE, {"headline": headline, "benchmarks": [asdict(one) for one in members]}
+    )

@@ -10,7 +10,14 @@ from eval.compare import Comparison, Side
 from eval.gates import ACCURACY, Metrics
 from eval.problems.prompts import PLACE
 from eval.results import Evaluation
-from eval.statistics import SIGNIFICANCE, Interval, PairedChange, Stratum, holm, measure_pooled_change
+from eval.statistics import (
+    SIGNIFICANCE,
+    Interval,
+    PairedChange,
+    Stratum,
+    holm,
+    measure_pooled_change,
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,11 @@ class Paired:
             before_metrics=_metrics_of(before),
             after_metrics=_metrics_of(after),
         )
-        right = {problems[i]: (x, y) for i, (x, y) in comparison.items.items() if x is not None and y is not None}
+        right = {
+            problems[i]: (x, y)
+            for i, (x, y) in comparison.items.items()
+            if x is not None and y is not None
+        }
         return Paired(row, right, comparison.is_one_evaluation, comparison.is_same_model)
 
 
@@ -134,7 +145,9 @@ def problem_digests(evaluation: Evaluation) -> dict[str, str]:
     before, _, after = text.partition(PLACE)
     return {
         identity: hashlib.sha256(
-            " ".join(samples[0].problem.removeprefix(before).removesuffix(after).split()).encode(errors="replace")
+            " ".join(samples[0].problem.removeprefix(before).removesuffix(after).split()).encode(
+                errors="replace"
+            )
         ).hexdigest()
         for identity, samples in evaluation.items.items()
     }
@@ -157,7 +170,10 @@ def _pooled(strata: Sequence[tuple[BenchmarkChange, Sequence[tuple[int, int]]]])
     total = sum(row.weight for row, _ in strata)
     before, after = (
         sum(
-            row.weight / total * sum(counts[side] for counts in items) / (row.num_samples * len(items))
+            row.weight
+            / total
+            * sum(counts[side] for counts in items)
+            / (row.num_samples * len(items))
             for row, items in strata
         )
         for side in (0, 1)

@@ -13,7 +13,14 @@ from eval.compare import MAX_RESPONSE_CHARS, ComparisonError, compare_evaluation
 from eval.gates import AFTER, BEFORE, LAST_NIGHT, GateResult, check_gate, describe_gates, parse_gate
 from eval.item_pages import pack_items
 from eval.pages import field_of, format_p, percent, plain_p, points, points_interval, render
-from eval.plots import Plots, checkpoint_plot, draw_plots, prompt_length_plot, suite_plots, training_plots
+from eval.plots import (
+    Plots,
+    checkpoint_plot,
+    draw_plots,
+    prompt_length_plot,
+    suite_plots,
+    training_plots,
+)
 from eval.problems.registry import POOLED
 from eval.report import (
     REPORT_PAGE,
@@ -35,7 +42,16 @@ from eval.training import Steps, read_training_metrics, skipped_steps_notes
 
 CHECKPOINT_PAGE = "checkpoints.html"
 # Fields of the headline's report that a suite's report.json omits: they are in the benchmark's own report.
-_OWN_PAGE = ("flips", "items", "transitions", "groups", "num_groups", "expected_false_alarms", "lengths", "gain")
+_OWN_PAGE = (
+    "flips",
+    "items",
+    "transitions",
+    "groups",
+    "num_groups",
+    "expected_false_alarms",
+    "lengths",
+    "gain",
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +63,9 @@ class Models:
     baselines: Mapping[str, str | Path] = field(default_factory=dict)  # by name
     checkpoints: Mapping[int, str | Path] = field(default_factory=dict)  # by training step
     last_step: int | None = None  # the step of `after`, for the checkpoint curve
-    absent: Mapping[str, str] = field(default_factory=dict)  # a baseline or "step N" -> why it was not evaluated
+    absent: Mapping[str, str] = field(
+        default_factory=dict
+    )  # a baseline or "step N" -> why it was not evaluated
 
 
 def write_suite_report(
@@ -68,17 +86,23 @@ def write_suite_report(
     suite = _common_suite(models)
     names = [member.name for member in suite.members] if len(suite.members) > 1 else []
     parsed_gates = [
-        parse_gate(gate, names, [BEFORE, *models.baselines, *models.absent, LAST_NIGHT]) for gate in gates
+        parse_gate(gate, names, [BEFORE, *models.baselines, *models.absent, LAST_NIGHT])
+        for gate in gates
     ]
     steps = read_training_metrics(train_metrics) if train_metrics is not None else []
     work = _SuiteWriter(suite, provenance, steps, output_dir)
-    baselines = {name: _Column(name, read_suite(folder)) for name, folder in models.baselines.items()}
+    baselines = {
+        name: _Column(name, read_suite(folder)) for name, folder in models.baselines.items()
+    }
     checkpoints = {
-        step: _Column(f"step {step}", read_suite(folder)) for step, folder in models.checkpoints.items()
+        step: _Column(f"step {step}", read_suite(folder))
+        for step, folder in models.checkpoints.items()
     }
     for member in suite.members:
         max_chars = 0 if output_dir is None else MAX_RESPONSE_CHARS  # only the pages show texts
-        before, after = (load_evaluation(folders[side][member.name], max_chars) for side in (BEFORE, "after"))
+        before, after = (
+            load_evaluation(folders[side][member.name], max_chars) for side in (BEFORE, "after")
+        )
         work.add(member.name, member.weight, before, after)
         for baseline in baselines.values():
             baseline.add(member, {BEFORE: before, "after": after})
@@ -90,10 +114,16 @@ def write_suite_report(
         measured[name] = _measured(baseline.comparison("after")) if baseline.pairs else {}
     results = [check_gate(gate, measured, models.absent) for gate in parsed_gates]
     missing = {
-        column.name: "; ".join(column.missing.values()) for column in checkpoints.values() if column.missing
+        column.name: "; ".join(column.missing.values())
+        for column in checkpoints.values()
+        if column.missing
     }
-    whole = {step: column.pairs[BEFORE] for step, column in checkpoints.items() if not column.missing}
-    curve = checkpoint_curve(whole | ({models.last_step: work.pairs} if models.last_step and whole else {}))
+    whole = {
+        step: column.pairs[BEFORE] for step, column in checkpoints.items() if not column.missing
+    }
+    curve = checkpoint_curve(
+        whole | ({models.last_step: work.pairs} if models.last_step and whole else {})
+    )
     extras = {
         "more": [*_left_out_sentences(folders), *_night_sentences(baselines, provenance)],
         "not_compared": {side: _only_in(folders, side) for side in folders},
@@ -114,12 +144,17 @@ def _common_suite(models: Models) -> Suite:
     names = {member.name for member in before.members}
     common = tuple(member for member in after.members if member.name in names)
     if not common:
-        listed = ", ".join(one.name for one in before.members), ", ".join(one.name for one in after.members)
+        listed = (
+            ", ".join(one.name for one in before.members),
+            ", ".join(one.name for one in after.members),
+        )
         raise ComparisonError(
             f"the two sides have no common benchmark: {listed[0]} before; {listed[1]} after. Evaluate both on the "
             "same ones."
         )
-    headlines = [side.headline for side in (after, before) if side.headline in [one.name for one in common]]
+    headlines = [
+        side.headline for side in (after, before) if side.headline in [one.name for one in common]
+    ]
     return Suite(common, headlines[0] if headlines else common[0].name)
 
 
@@ -135,7 +170,9 @@ def _left_out_sentences(folders: Mapping[str, Mapping[str, Path]]) -> list[str]:
     return [f"Not compared: {listed}."] if listed else []
 
 
-def check_own_gates(folder: str | Path, gates: Sequence[str], columns: Sequence[str]) -> list[GateResult]:
+def check_own_gates(
+    folder: str | Path, gates: Sequence[str], columns: Sequence[str]
+) -> list[GateResult]:
     """Check gates on one evaluation; those that compare it with one of `columns` are not checked.
 
     Raises what `parse_gate` raises.
@@ -146,7 +183,10 @@ def check_own_gates(folder: str | Path, gates: Sequence[str], columns: Sequence[
         comparison = compare_evaluations(evaluation, evaluation)
         pairs.append(Paired.of(member.name, member.weight, comparison, evaluation))
     names = [member.name for member in suite.members] if len(suite.members) > 1 else []
-    measured, reason = {AFTER: _measured(compare_suite(pairs))}, "dapo compare --gate checks it against {}"
+    measured, reason = (
+        {AFTER: _measured(compare_suite(pairs))},
+        "dapo compare --gate checks it against {}",
+    )
     absent = {column: reason.format(column) for column in columns}
     return [check_gate(parse_gate(gate, names, columns), measured, absent) for gate in gates]
 
@@ -154,7 +194,11 @@ def check_own_gates(folder: str | Path, gates: Sequence[str], columns: Sequence[
 def _night_sentences(baselines: Mapping[str, _Column], provenance: Provenance) -> list[str]:
     """How a nightly run compares with the last and the first night, if there are any."""
     last_night = baselines.get(LAST_NIGHT)
-    sentences = [last_night_verdict(last_night.comparison("after"))] if last_night and last_night.pairs else []
+    sentences = (
+        [last_night_verdict(last_night.comparison("after"))]
+        if last_night and last_night.pairs
+        else []
+    )
     since = provenance.facts.get("since the first night")
     return [*sentences, f"The trained model is {since}."] if since else sentences
 
@@ -179,14 +223,18 @@ class _Column:
         self._model = model_words(served.get("name"), str(evaluation.settings["model"]))
         try:
             found = {
-                side: compare_evaluations(*((other, evaluation) if is_later else (evaluation, other)))
+                side: compare_evaluations(
+                    *((other, evaluation) if is_later else (evaluation, other))
+                )
                 for side, other in sides.items()
             }
         except ComparisonError as error:
             self.missing[member.name] = str(error)
             return
         for side, comparison in found.items():
-            self.pairs.setdefault(side, []).append(Paired.of(member.name, member.weight, comparison, evaluation))
+            self.pairs.setdefault(side, []).append(
+                Paired.of(member.name, member.weight, comparison, evaluation)
+            )
 
     def comparison(self, side: str) -> SuiteComparison:
         """The change from this model to the given side."""
@@ -201,7 +249,9 @@ class _Column:
 class _SuiteWriter:
     """Compares and writes a suite one benchmark at a time, so that only one has its responses in memory."""
 
-    def __init__(self, suite: Suite, provenance: Provenance, steps: Steps, output_dir: str | Path | None) -> None:
+    def __init__(
+        self, suite: Suite, provenance: Provenance, steps: Steps, output_dir: str | Path | None
+    ) -> None:
         self.pairs: list[Paired] = []
         self._suite, self._provenance, self._steps = suite, provenance, steps
         self._output_dir = None if output_dir is None else Path(output_dir)
@@ -218,7 +268,9 @@ class _SuiteWriter:
         steps, provenance = self._steps, self._provenance
         if self._is_suite:  # the front page shows what concerns the whole run
             title = f"{provenance.title}: {name}"
-            provenance = replace(provenance, title=title, problems=name, data="", stages={}, traces={}, card=None)
+            provenance = replace(
+                provenance, title=title, problems=name, data="", stages={}, traces={}, card=None
+            )
             steps = []
         report = make_report(comparison, steps, provenance)
         if name == self._suite.headline:
@@ -242,7 +294,11 @@ class _SuiteWriter:
         if self._is_suite:
             report = {key: value for key, value in report.items() if key not in _OWN_PAGE}
             report |= self._front(compared)
-        sentences = report.get("sentences", [report["verdict"]]) + report.pop("more") + describe_gates(results)
+        sentences = (
+            report.get("sentences", [report["verdict"]])
+            + report.pop("more")
+            + describe_gates(results)
+        )
         report |= {"verdict": " ".join(sentences), "sentences": sentences}
         report["is_one_evaluation"] = compared.is_one_evaluation
         report["is_failed"] = any(result.is_passed is False for result in results)
@@ -260,7 +316,9 @@ class _SuiteWriter:
             **run_fields(self._steps, self._provenance),
             "sentences": suite_verdict(compared, self._suite.headline),
             "notes": [*skipped_steps_notes(self._steps), *self._notes(compared)],
-            "measured": {label: words for label, words in headline["measured"].items() if label in shared},
+            "measured": {
+                label: words for label, words in headline["measured"].items() if label in shared
+            },
             "graders": headline["graders"] and {**headline["graders"], "disagreements": []},
             "headline": self._suite.headline,
             **_content(compared),
@@ -308,7 +366,9 @@ def write_checkpoint_page(report: Mapping[str, Any], output_dir: Path) -> None:
     from markupsafe import Markup
 
     drawing = Markup(checkpoint_plot(report["checkpoints"]))
-    page = render("checkpoints.html.j2", report=report, curve=report["checkpoints"], drawing=drawing)
+    page = render(
+        "checkpoints.html.j2", report=report, curve=report["checkpoints"], drawing=drawing
+    )
     write_atomically(make_folder(output_dir) / CHECKPOINT_PAGE, page)
 
 
@@ -333,8 +393,14 @@ def suite_verdict(compared: SuiteComparison, headline: str) -> list[str]:
     for word, direction in (("FELL", "down"), ("Rose", "up")):
         found = [f"{row.name} {_change_words(row)}" for row in rows if row.direction == direction]
         sentences += [f"{word}: {'; '.join(found)}."] if found else []
-    lower = [f"{row.name} {points(row.difference)}" for row in rows if row.difference < 0 and not row.direction]
-    return [*sentences, f"Lower, but not significantly: {', '.join(lower)}."] if lower else sentences
+    lower = [
+        f"{row.name} {points(row.difference)}"
+        for row in rows
+        if row.difference < 0 and not row.direction
+    ]
+    return (
+        [*sentences, f"Lower, but not significantly: {', '.join(lower)}."] if lower else sentences
+    )
 
 
 def last_night_verdict(compared: SuiteComparison) -> str:
@@ -342,8 +408,14 @@ def last_night_verdict(compared: SuiteComparison) -> str:
     pooled = compared.pooled
     words = "better" if pooled.difference > 0 else "WORSE"
     words = f"{words} than" if pooled.p < SIGNIFICANCE else "not significantly different from"
-    scope = f"pooled over {len(compared.benchmarks)} benchmarks, " if len(compared.benchmarks) > 1 else ""
-    fell = "; ".join(f"{row.name} {_change_words(row)}" for row in compared.benchmarks if row.direction == "down")
+    scope = (
+        f"pooled over {len(compared.benchmarks)} benchmarks, "
+        if len(compared.benchmarks) > 1
+        else ""
+    )
+    fell = "; ".join(
+        f"{row.name} {_change_words(row)}" for row in compared.benchmarks if row.direction == "down"
+    )
     return (
         f"The trained model is {words} last night's: {scope}{points(pooled.difference)} points (95 % interval "
         f"{points_interval(pooled.ci95)}, p {format_p(pooled.p)})."
@@ -362,9 +434,13 @@ def _content(compared: SuiteComparison) -> dict[str, Any]:
     }
 
 
-def _measured(compared: SuiteComparison) -> dict[str, tuple[dict[str, float | None], dict[str, float | None]]]:
+def _measured(
+    compared: SuiteComparison,
+) -> dict[str, tuple[dict[str, float | None], dict[str, float | None]]]:
     """Metrics of both sides by benchmark and pooled, in the form gates expect."""
-    found = {row.name: (dict(row.before_metrics), dict(row.after_metrics)) for row in compared.benchmarks}
+    found = {
+        row.name: (dict(row.before_metrics), dict(row.after_metrics)) for row in compared.benchmarks
+    }
     pooled = compared.pooled
     if len(found) == 1:
         return {POOLED: next(iter(found.values()))}

@@ -49,10 +49,14 @@ class Summary:
     judge: dict[str, float | None] | None  # see summarise_votes
     acc_norm: float | None  # lm-eval's, with evaluate.mode=loglikelihood
     by_limit: list[Budget]  # results under lower token limits
-    aisbench: dict[str, float] | None  # {accuracy, raises: its own code would raise}; None if not its rule
+    aisbench: (
+        dict[str, float] | None
+    )  # {accuracy, raises: its own code would raise}; None if not its rule
     agreement: dict[str, int] | None  # of the two graders, see count_agreement
     disagreements: list[dict[str, Any]] | None  # rows that only one grader calls right
-    samples: dict[str, dict[str, Any]] | None  # avg@k, pass@k, maj@k -> {value, ci95}; None for one sample
+    samples: (
+        dict[str, dict[str, Any]] | None
+    )  # avg@k, pass@k, maj@k -> {value, ci95}; None for one sample
     repeats: dict[str, float] | None  # see _repeats; None unless several greedy samples
     settings: dict[str, Any]
 
@@ -61,7 +65,9 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
     """Summarise an evaluation. `is_same` decides whether two answers count as one (maj@k)."""
     settings, rows = evaluation.settings, evaluation.rows
     answered = [row for row in rows if row.is_answered]
-    counts = Counter([row.verdict for row in answered])  # several times as fast as `rate` for each verdict
+    counts = Counter(
+        [row.verdict for row in answered]
+    )  # several times as fast as `rate` for each verdict
     shares = {verdict: count / len(answered) for verdict, count in counts.items()}
     is_twice = has_aisbench(settings)
     num_samples, temperature = evaluation.num_samples, settings["sampling"]["temperature"]
@@ -80,7 +86,9 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
         scorer=summarise_scores(answered),
         judge=summarise_votes(rows),
         acc_norm=acc_norm(answered),
-        by_limit=[budget for (budget,) in by_limit(settings["sampling"].get("max_tokens"), answered)],
+        by_limit=[
+            budget for (budget,) in by_limit(settings["sampling"].get("max_tokens"), answered)
+        ],
         aisbench={
             "accuracy": rate(answered, lambda row: row.aisbench_right),
             "raises": sum(row.aisbench_raises for row in answered),
@@ -97,7 +105,9 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
 
 def summarise_scores(rows: Iterable[Row]) -> dict[str, float] | None:
     """Return {mean_score, errors} of rows graded by a scorer, None for other rows."""
-    details = [row.details for row in rows if row.details and row.details.keys() & {"score", "error"}]
+    details = [
+        row.details for row in rows if row.details and row.details.keys() & {"score", "error"}
+    ]
     scores = [one["score"] for one in details if "score" in one]
     if not details:
         return None
@@ -128,9 +138,20 @@ def count_agreement(rows: Iterable[Row]) -> dict[str, int]:
 def list_disagreements(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """List the rows that only one grader calls right, without their texts."""
     names = (
-        "id", "sample", "gold", "verdict", "answer", "aisbench_right", "aisbench_answer", "aisbench_raises",
-    )  # fmt: skip
-    return [{name: getattr(row, name) for name in names} for row in rows if row.is_right != row.aisbench_right]
+        "id",
+        "sample",
+        "gold",
+        "verdict",
+        "answer",
+        "aisbench_right",
+        "aisbench_answer",
+        "aisbench_raises",
+    )
+    return [
+        {name: getattr(row, name) for name in names}
+        for row in rows
+        if row.is_right != row.aisbench_right
+    ]
 
 
 def item_metrics(items: Sequence[Samples], is_same: IsSame) -> dict[str, list[float]]:
@@ -138,7 +159,10 @@ def item_metrics(items: Sequence[Samples], is_same: IsSame) -> dict[str, list[fl
     k = len(items[0])
     return {
         f"avg@{k}": [num_right(samples) / k for samples in items],
-        **{f"pass@{size}": [pass_at(size, k, num_right(samples)) for samples in items] for size in _sizes(k)},
+        **{
+            f"pass@{size}": [pass_at(size, k, num_right(samples)) for samples in items]
+            for size in _sizes(k)
+        },
         f"maj@{k}": [majority_share(samples, is_same) for samples in items],
     }
 
@@ -149,7 +173,9 @@ def largest_steps(k: int) -> dict[str, float]:
 
 
 def _sizes(k: int) -> list[int]:
-    return sorted({size for size in (2**power for power in range(1, k.bit_length())) if size < k} | {k})
+    return sorted(
+        {size for size in (2**power for power in range(1, k.bit_length())) if size < k} | {k}
+    )
 
 
 def pass_at(k: int, num_samples: int, num_right: int) -> float:
@@ -167,7 +193,9 @@ def majority_share(samples: Samples, is_same: IsSame) -> float:
     vote.
     """
     right = num_right(samples)
-    wrong = Counter(row.answer for row in samples if row.verdict == "wrong" and row.answer is not None)
+    wrong = Counter(
+        row.answer for row in samples if row.verdict == "wrong" and row.answer is not None
+    )
     if not right or max(wrong.values(), default=0) > right:
         return 0.0  # merging equal wrong answers could only add votes
     if sum(wrong.values()) < right:
@@ -249,8 +277,14 @@ def summarise_votes(rows: Sequence[Row]) -> dict[str, float | None] | None:
         "judged": len(judged),
         "failed": len(judged) - len(decided),
         "accuracy": _share([one["verdict"] == "right" for one in decided] + [False] * num_cut),
-        "vote_agreement": sum(agreements) / len(agreements) if agreements else 1.0 if has_votes else None,
-        "grader_agreement": _share([(one["verdict"] == "right") == (one["grader"] == "right") for one in decided]),
+        "vote_agreement": sum(agreements) / len(agreements)
+        if agreements
+        else 1.0
+        if has_votes
+        else None,
+        "grader_agreement": _share(
+            [(one["verdict"] == "right") == (one["grader"] == "right") for one in decided]
+        ),
     }
 
 

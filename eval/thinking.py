@@ -18,7 +18,9 @@ class Thinking:
     num_responses: int  # with thinking
     mean_tokens: float  # over all responses
     mean_answer_tokens: float
-    counted: Literal["server", "share of text"]  # by the server, or estimated from the share of characters
+    counted: Literal[
+        "server", "share of text"
+    ]  # by the server, or estimated from the share of characters
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,24 @@ def by_limit(max_tokens: int | None, *sides: Sequence[Row]) -> list[tuple[Budget
     longest = max(row.response_tokens or 0 for row in rows)
     halves = [max_tokens >> power for power in range(1, MAX_LIMITS)]
     limits = [limit for limit in halves if 0 < limit < longest]
-    found = [tuple(_budget(rows, limit) for rows in sides) for limit in limits and (max_tokens, *limits)]
-    last = next((number for number, budgets in enumerate(found) if not any(one.accuracy for one in budgets)), None)
+    found = [
+        tuple(_budget(rows, limit) for rows in sides) for limit in limits and (max_tokens, *limits)
+    ]
+    last = next(
+        (
+            number
+            for number, budgets in enumerate(found)
+            if not any(one.accuracy for one in budgets)
+        ),
+        None,
+    )
     return found if last is None else found[: last + 1]
 
 
 def _budget(rows: Sequence[Row], limit: int) -> Budget:
-    whole = [row for row in rows if row.verdict != "truncated" and (row.response_tokens or 0) <= limit]
-    return Budget(limit, sum(row.is_right for row in whole) / len(rows), (len(rows) - len(whole)) / len(rows))
+    whole = [
+        row for row in rows if row.verdict != "truncated" and (row.response_tokens or 0) <= limit
+    ]
+    return Budget(
+        limit, sum(row.is_right for row in whole) / len(rows), (len(rows) - len(whole)) / len(rows)
+    )

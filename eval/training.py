@@ -21,10 +21,16 @@ def read_training_metrics(path: str | Path) -> Steps:
     path = Path(path)
     if not path.is_file():
         raise ResultsError(f"{path} does not exist; the report needs a training's metrics.jsonl")
-    steps = [row for row in read_json_lines(path) if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    steps = [
+        row
+        for row in read_json_lines(path)
+        if isinstance(row, dict) and isinstance(row.get("step"), int)
+    ]
     by_step = {metrics["step"]: metrics for metrics in steps}
     if not by_step:
-        raise ResultsError(f"{path} holds no training step (a JSON object with `step` on each line)")
+        raise ResultsError(
+            f"{path} holds no training step (a JSON object with `step` on each line)"
+        )
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -52,12 +58,16 @@ def skipped_steps_notes(steps: Steps) -> list[str]:
             f"None of the {len(trained)} training steps found a group with signal, so no weight changed: any "
             "change is noise from serving and sampling, not training."
         ]
-    return [f"{num_skipped} of {len(trained)} training steps found no group with signal and changed no weight."]
+    return [
+        f"{num_skipped} of {len(trained)} training steps found no group with signal and changed no weight."
+    ]
 
 
 def series(steps: Steps, key: str) -> tuple[list[int], list[float]]:
     """Return (steps, values) where the metric is a finite number."""
-    points = [(int(m["step"]), float(m[key])) for m in steps if isinstance(m.get(key), (int, float))]
+    points = [
+        (int(m["step"]), float(m[key])) for m in steps if isinstance(m.get(key), (int, float))
+    ]
     finite = [(step, value) for step, value in points if math.isfinite(value)]
     return [step for step, _ in finite], [value for _, value in finite]
 

@@ -21,15 +21,22 @@ class WebhookConfig(Section):
     """The URL notified of finished reports and failed runs."""
 
     url: str | None = volatile(
-        None, "URL that receives a JSON POST; $NAME reads it from an environment variable, where secrets belong."
+        None,
+        "URL that receives a JSON POST; $NAME reads it from an environment variable, where secrets belong.",
     )
     timeout_seconds: float = volatile(10.0, "Timeout of the request.", gt=0, le=300)
 
     @field_validator("url")
     @classmethod
     def _url_can_be_posted_to(cls, url: str | None) -> str | None:
-        if url is not None and not re.fullmatch(r"\$[A-Za-z_]\w*", url) and not is_http_address(url):
-            raise ValueError("flow.webhook.url must be an http or https URL, or $NAME of an environment variable")
+        if (
+            url is not None
+            and not re.fullmatch(r"\$[A-Za-z_]\w*", url)
+            and not is_http_address(url)
+        ):
+            raise ValueError(
+                "flow.webhook.url must be an http or https URL, or $NAME of an environment variable"
+            )
         if url is not None:  # anyone who knows the URL can post to it
             add_secret_url(os.environ.get(url[1:], "") if url.startswith("$") else url)
         return url

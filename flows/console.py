@@ -34,7 +34,9 @@ def print_messages() -> None:
 def print_chain() -> None:
     """Prefix log lines with time and stage, and hide Prefect's lines about the same events."""
     for handler in logging.getLogger().handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(stage)s %(message)s", datefmt="%H:%M:%S"))
+        handler.setFormatter(
+            logging.Formatter("%(asctime)s %(stage)s %(message)s", datefmt="%H:%M:%S")
+        )
         handler.addFilter(_admit)
 
 

@@ -8,7 +8,14 @@ from flows.config import WebhookConfig, load_config
 from flows.notify import report_result
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
 from tasks.artifacts.artifact import Artifact
-from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
+from tasks.chain import (
+    evaluate_model,
+    fetch_model,
+    merge_checkpoint,
+    prepare_data,
+    train_policy,
+    write_report,
+)
 from tasks.links import BASELINE_EVALUATION, BASELINE_MODEL
 from tasks.preflight.run import require_fetched, require_ready
 from tasks.runs.report import Columns

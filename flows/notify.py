@@ -29,7 +29,9 @@ from tasks.runs.run import Run
 
 logger = logging.getLogger(__name__)
 
-PROJECT = Path(__file__).resolve().parents[1]  # base of recipe paths; a worker may run in another folder
+PROJECT = (
+    Path(__file__).resolve().parents[1]
+)  # base of recipe paths; a worker may run in another folder
 MAX_REASON_CHARS = 1000
 FIGURES = ("difference", "ci95", "p", "n")
 
@@ -77,10 +79,15 @@ def report_failure(flow: Any, flow_run: Any, state: Any) -> None:
     """Prefect hook: notify the recipe's webhook that the run failed, crashed or was cancelled, and why."""
     recipe = Path(flow_run.parameters["config"])
     try:
-        config = load_config(recipe if recipe.exists() else PROJECT / recipe, flow_run.parameters["overrides"])
+        config = load_config(
+            recipe if recipe.exists() else PROJECT / recipe, flow_run.parameters["overrides"]
+        )
     except ConfigError as error:
         logger.warning(
-            "no webhook is called for %s, which ended in state %s: %s", flow_run.name, state.name, error
+            "no webhook is called for %s, which ended in state %s: %s",
+            flow_run.name,
+            state.name,
+            error,
         )
         return
     event = "cancelled" if state.is_cancelling() else state.type.value.lower()
@@ -110,7 +117,10 @@ def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
         if not is_http_address(url):
             problem = "not an http or https URL" if url else "not set in this process"
             logger.warning(
-                "flow.webhook.url=%s is %s: no webhook is called for this %s", webhook.url, problem, event
+                "flow.webhook.url=%s is %s: no webhook is called for this %s",
+                webhook.url,
+                problem,
+                event,
             )
             return False
     host = urlsplit(url).hostname
@@ -122,7 +132,9 @@ def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
         ):
             status = answer.status_code
     except (httpx.TransportError, httpx.InvalidURL) as error:
-        logger.warning("the webhook at %s did not respond (%s) to this %s", host, type(error).__name__, event)
+        logger.warning(
+            "the webhook at %s did not respond (%s) to this %s", host, type(error).__name__, event
+        )
         return False
     if not 200 <= status < 300:
         logger.warning("the webhook at %s returned HTTP %d for this %s", host, status, event)
@@ -134,4 +146,7 @@ def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
 def _flow_run(name: str | None, flow_run_id: Any) -> dict[str, str | None]:
     """Return name and UI URL of a flow run. runtime.flow_run.ui_url is not a valid page in Prefect 3.7."""
     has_page = get_current_settings().server.ui.enabled
-    return {"name": name, "url": url_for("flow-run", flow_run_id) if flow_run_id and has_page else None}
+    return {
+        "name": name,
+        "url": url_for("flow-run", flow_run_id) if flow_run_id and has_page else None,
+    }

@@ -102,7 +102,11 @@ def is_listening(pid: int, port: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         sockets = [
-            each for one in (process, *process.children(recursive=True)) for each in one.net_connections("tcp")
+            each
+            for one in (process, *process.children(recursive=True))
+            for each in one.net_connections("tcp")
         ]
-        return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
+        return any(
+            each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets
+        )
     return False

@@ -47,5 +47,7 @@ def complete_names(words: list[str], project: Path) -> list[str]:
         return words
     for command, word in itertools.pairwise(words):
         if command == "run" and not word.startswith("-") and "/" not in word and word not in names:
-            raise SystemExit(f"prefect.yaml has no deployment {word!r}; it has: {', '.join(sorted(names))}")
+            raise SystemExit(
+                f"prefect.yaml has no deployment {word!r}; it has: {', '.join(sorted(names))}"
+            )
     return [f"{word}/{word}" if word in names else word for word in words]

@@ -95,7 +95,9 @@ def _private_server(url: str, port: int, auth: str) -> Iterator[SupervisedProces
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ServicesError(f"cannot use PREFECT_HOME={log_path.parents[1]}: {error}; set another one") from None
+        raise ServicesError(
+            f"cannot use PREFECT_HOME={log_path.parents[1]}: {error}; set another one"
+        ) from None
     command = [*PREFECT, "server", "start", "--port", str(port), *OPTIONS]
     # Children inherit no Prefect secrets, but the server needs them.
     env = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_")}

@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 30.0
 DOWNLOAD_LOG_SECONDS = 2.0
-STEP_LINE = re.compile(r"(?P<what>[a-z ]+) (?:step|percent) (?P<done>\d+)(?:/| of )(?P<total>\d+): (?P<state>.*)")
+STEP_LINE = re.compile(
+    r"(?P<what>[a-z ]+) (?:step|percent) (?P<done>\d+)(?:/| of )(?P<total>\d+): (?P<state>.*)"
+)
 
 STEP_PARTS = {
     "sampler/accuracy": "right {:.1%}",
@@ -58,7 +60,9 @@ class TrainingLog:
         if "sampler/kept_groups" in shown:  # missing from other trainers
             shown.pop("critic/score/mean", None)
         parts = [text.format(metrics[name]) for name, text in shown.items()]
-        if self.first_step is None or step <= self.first_step:  # a restart resumes from a checkpoint
+        if (
+            self.first_step is None or step <= self.first_step
+        ):  # a restart resumes from a checkpoint
             self.first_step, self.began = step, time.monotonic()
         else:
             pace = (time.monotonic() - self.began) / (step - self.first_step)
@@ -104,14 +108,20 @@ def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     console = Console()
     tenths, logged_at = 0, time.monotonic()
     with ProgressBar(
-        TextColumn(label), BarColumn(), DownloadColumn(), console=console, disable=not console.is_terminal
+        TextColumn(label),
+        BarColumn(),
+        DownloadColumn(),
+        console=console,
+        disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task(label, total=None)
 
         def on_progress(done: int, total: int) -> None:
             nonlocal tenths, logged_at
             bar.update(task, completed=done, total=total)
-            is_due = 10 * done >= (tenths + 1) * total or time.monotonic() - logged_at >= LOG_SECONDS
+            is_due = (
+                10 * done >= (tenths + 1) * total or time.monotonic() - logged_at >= LOG_SECONDS
+            )
             if bar.disable and is_due:
                 tenths, logged_at = 10 * done // total if total else 10, time.monotonic()
                 logger.info("%s: %s of %s", label, decimal(done), decimal(total))
@@ -128,15 +138,24 @@ def download_progress() -> Iterator[Callable[[Progress], None]]:
     console = Console()
     began, logged_at, percent = time.monotonic(), 0.0, -1
     first_bytes: int | None = None
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with ProgressBar(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with ProgressBar(
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("download", total=None)
 
         def on_progress(now: Progress) -> None:
             nonlocal logged_at, percent, first_bytes
             first_bytes = now.bytes_done if first_bytes is None else first_bytes
             files = f"{now.num_done} of {now.num_files} files"
-            bar.update(task, description=files, completed=now.bytes_done, total=now.total_bytes or None)
+            bar.update(
+                task, description=files, completed=now.bytes_done, total=now.total_bytes or None
+            )
             reached = 100 * now.bytes_done // now.total_bytes if now.total_bytes else 0
             is_over = now.num_done == now.num_files
             is_due = reached > percent and time.monotonic() - logged_at >= DOWNLOAD_LOG_SECONDS
@@ -145,9 +164,13 @@ def download_progress() -> Iterator[Callable[[Progress], None]]:
             percent, logged_at = reached, time.monotonic()
             rate = (now.bytes_done - first_bytes) / max(logged_at - began, 1e-3)
             left = (
-                f", about {(now.total_bytes - now.bytes_done) / rate:.0f} s left" if rate and not is_over else ""
+                f", about {(now.total_bytes - now.bytes_done) / rate:.0f} s left"
+                if rate and not is_over
+                else ""
             )
-            sizes = f"{decimal(now.bytes_done)} of {decimal(now.total_bytes)}, {decimal(int(rate))}/s"
+            sizes = (
+                f"{decimal(now.bytes_done)} of {decimal(now.total_bytes)}, {decimal(int(rate))}/s"
+            )
             logger.info("download percent %d of 100: %s, %s%s", reached, files, sizes, left)
 
         yield on_progress

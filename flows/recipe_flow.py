@@ -40,10 +40,15 @@ def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
 
     def decorate(function: Callable[P, R]) -> Flow[P, R]:
         description = inspect.getdoc(function) or ""
-        lines = [f"    {each}: {DESCRIPTIONS[each]}" for each in inspect.signature(function).parameters]
+        lines = [
+            f"    {each}: {DESCRIPTIONS[each]}" for each in inspect.signature(function).parameters
+        ]
         function.__doc__ = "\n".join([description, "", "Args:", *lines])
         hooks: dict[str, Any] = {"on_completion": [complete_page]}
-        hooks |= {f"on_{end}": [complete_page, report_failure] for end in ("failure", "crashed", "cancellation")}
+        hooks |= {
+            f"on_{end}": [complete_page, report_failure]
+            for end in ("failure", "crashed", "cancellation")
+        }
         return flow(name=name, description=description, flow_run_name=name_run, **hooks)(function)
 
     return decorate
@@ -57,7 +62,9 @@ def complete_page(*_: object) -> None:
 def name_run() -> str:
     """Return the flow run's name: recipe, changed keys, and the date of a nightly run."""
     given = flow_run.parameters
-    shown = [change for change in given["overrides"] if not change.startswith("flow.webhook.")]  # may be secret
+    shown = [
+        change for change in given["overrides"] if not change.startswith("flow.webhook.")
+    ]  # may be secret
     words = [Path(given["config"]).stem, *shown[:NUM_SHOWN_CHANGES]]
     words += [f"+{len(shown) - NUM_SHOWN_CHANGES} more"] if len(shown) > NUM_SHOWN_CHANGES else []
     if "fresh_seed" in given:
@@ -75,7 +82,9 @@ def scheduled_night() -> datetime.date:
         return night_of(flow_run.scheduled_start_time, client.read_deployment(deployed).schedules)
 
 
-def night_of(scheduled: datetime.datetime, schedules: Sequence[DeploymentSchedule]) -> datetime.date:
+def night_of(
+    scheduled: datetime.datetime, schedules: Sequence[DeploymentSchedule]
+) -> datetime.date:
     """Return the date in the time zone of the active schedule, else of any schedule, else in UTC.
 
     Two nights never share a date in local time, but can in UTC when clocks go forward: 01:30 in Berlin on

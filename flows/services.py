@@ -57,11 +57,17 @@ CRASH_AUTOMATION_FILE = Path(__file__).with_name("crashed_runs.yaml")
 PREFECT_FILE = "prefect.yaml"
 PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
 LOOPBACK, DEFAULT_PORT = "127.0.0.1", 4200
-DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
+DATABASE_VARIABLES = (
+    "PREFECT_SERVER_DATABASE_CONNECTION_URL",
+    "PREFECT_API_DATABASE_CONNECTION_URL",
+)
 # These would point our processes at another server or another Prefect home.
 FOREIGN_VARIABLES = {
     *DATABASE_VARIABLES,
-    *("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"),
+    "PREFECT_API_URL",
+    "PREFECT_API_KEY",
+    "PREFECT_PROFILE",
+    "PREFECT_PROFILES_PATH",
 }
 ACTIVE_STATES = ["PENDING", "RUNNING", "CANCELLING"]
 START_SECONDS = 180.0
@@ -95,7 +101,9 @@ class Service:
             raise ServicesError(f"{self.record_path} is damaged ({error}): remove it") from None
         return record
 
-    def start(self, command: tuple[str, ...], environment: Mapping[str, str], **record: Any) -> None:
+    def start(
+        self, command: tuple[str, ...], environment: Mapping[str, str], **record: Any
+    ) -> None:
         """Start the command in a new session and record its pid. Raises LockHeld if it is already running."""
         with locked(self.lock) as descriptor, open(self.log, "wb") as log:
             process = subprocess.Popen(
@@ -119,7 +127,9 @@ class Service:
             return []
         record = self.read()
         if record["machine"] != platform.node():
-            raise ServicesError(f"the {self.name} was started on {record['machine']}: run the command there")
+            raise ServicesError(
+                f"the {self.name} was started on {record['machine']}: run the command there"
+            )
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(record["pid"], number)
@@ -129,8 +139,15 @@ class Service:
 
     def wait_until(self, check: Callable[[], bool], problem: str) -> None:
         """Wait until the check is true; raises ServicesError with the end of the log otherwise."""
-        if not wait_until(lambda: not self.is_running or check(), START_SECONDS) or not self.is_running:
-            why = f"timed out after {START_SECONDS:.0f} s" if self.is_running else "its process exited"
+        if (
+            not wait_until(lambda: not self.is_running or check(), START_SECONDS)
+            or not self.is_running
+        ):
+            why = (
+                f"timed out after {START_SECONDS:.0f} s"
+                if self.is_running
+                else "its process exited"
+            )
             raise ServicesError(
                 f"the {self.name} {problem}: {why}. {self.log} ends:\n{indented(tail(self.log, NUM_LOG_LINES))}"
             )
@@ -162,7 +179,9 @@ class Services:
             with locked(self.folder / "lock"):
                 yield
         except LockHeld as error:
-            raise ServicesError(f"another `dapo up` or `dapo down` is running: {error}; wait for it") from None
+            raise ServicesError(
+                f"another `dapo up` or `dapo down` is running: {error}; wait for it"
+            ) from None
         except (FileExistsError, NotADirectoryError, PermissionError) as error:
             raise ServicesError(
                 f"cannot write {error.filename}: {error.strerror}; set --store to a writable folder"
@@ -170,7 +189,9 @@ class Services:
 
     def environment(self, **more: str) -> dict[str, str]:
         """Return the environment for the services: the user's, without settings of another server."""
-        inherited = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES
+        }
         environment = {**inherited, "PREFECT_HOME": str(self.home), "PYTHONUNBUFFERED": "1", **more}
         environment |= dict.fromkeys(AUTH_VARIABLES, auth) if (auth := auth_string()) else {}
         apply_prefect_settings(environment)
@@ -185,12 +206,16 @@ class Services:
         """True if this store's server answers, rather than another one on the same port."""
         record = self.server.read()
         is_here = record["machine"] == platform.node()
-        return (not is_here or is_listening(record["pid"], record["port"])) and is_healthy(self.api_url)
+        return (not is_here or is_listening(record["pid"], record["port"])) and is_healthy(
+            self.api_url
+        )
 
 
 def store_option(store: Path) -> str:
     """Return the --store option for a command, "" for the default store."""
-    return "" if store.resolve() == DEFAULT_STORE.resolve() else f" --store {shlex.quote(str(store))}"
+    return (
+        "" if store.resolve() == DEFAULT_STORE.resolve() else f" --store {shlex.quote(str(store))}"
+    )
 
 
 def api_url(store: Path = DEFAULT_STORE) -> str | None:
@@ -200,7 +225,12 @@ def api_url(store: Path = DEFAULT_STORE) -> str | None:
 
 
 def bring_up(
-    store: Path, project: Path, *, host: str | None = None, port: int | None = None, database: str | None = None
+    store: Path,
+    project: Path,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    database: str | None = None,
 ) -> Services:
     """Start server and worker unless they run, register the deployments, and wait until both are ready."""
     services = Services(store)
@@ -267,14 +297,21 @@ def read_deployments(project: Path) -> list[dict[str, Any]]:
     try:
         return list(yaml.safe_load(path.read_text(encoding="utf-8"))["deployments"])
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} has no readable deployments: {type(error).__name__}: {error}") from None
+        raise ConfigError(
+            f"{path} has no readable deployments: {type(error).__name__}: {error}"
+        ) from None
 
 
 def deploy(project: Path, environment: Mapping[str, str]) -> None:
     """Register the deployments in prefect.yaml; raises ServicesError with Prefect's output on failure."""
     command = [*PREFECT, "deploy", "--all"]
     done = subprocess.run(
-        command, cwd=project, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True
+        command,
+        cwd=project,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
     if done.returncode != 0:
         output = indented((done.stdout + done.stderr).splitlines()[-NUM_LOG_LINES:])
@@ -291,14 +328,20 @@ def create_pool_and_automation(client: SyncPrefectClient) -> None:
 
     with contextlib.suppress(ObjectAlreadyExists):
         client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process"))
-    automation = AutomationCore.model_validate(yaml.safe_load(CRASH_AUTOMATION_FILE.read_text(encoding="utf-8")))
+    automation = AutomationCore.model_validate(
+        yaml.safe_load(CRASH_AUTOMATION_FILE.read_text(encoding="utf-8"))
+    )
     if not client.read_automations_by_name(CRASH_AUTOMATION):
         client.create_automation(automation)
 
 
 def online_workers(client: SyncPrefectClient) -> list[str]:
     """Return the names of online workers in our pool."""
-    return [each.name for each in client.read_workers_for_work_pool(WORK_POOL) if each.status == "ONLINE"]
+    return [
+        each.name
+        for each in client.read_workers_for_work_pool(WORK_POOL)
+        if each.status == "ONLINE"
+    ]
 
 
 def active_runs(client: SyncPrefectClient) -> list[FlowRun]:
@@ -308,13 +351,17 @@ def active_runs(client: SyncPrefectClient) -> list[FlowRun]:
     state = FlowRunFilter.model_validate({"state": {"type": {"any_": ACTIVE_STATES}}})
     pool = WorkPoolFilter.model_validate({"name": {"any_": [WORK_POOL]}})
     trigger = yaml.safe_load(CRASH_AUTOMATION_FILE.read_text(encoding="utf-8"))["trigger"]
-    flows = FlowFilter.model_validate({"name": {"any_": trigger["match_related"]["prefect.resource.name"]}})
+    flows = FlowFilter.model_validate(
+        {"name": {"any_": trigger["match_related"]["prefect.resource.name"]}}
+    )
     pooled = client.read_flow_runs(flow_run_filter=state, work_pool_filter=pool)
     own = client.read_flow_runs(flow_run_filter=state, flow_filter=flows)
     return [*pooled, *(run for run in own if run.work_pool_name is None)]
 
 
-def _start_server(services: Services, host: str | None, port: int | None, database: str | None) -> None:
+def _start_server(
+    services: Services, host: str | None, port: int | None, database: str | None
+) -> None:
     last = services.server.read()
     kind = database.partition(":")[0] if database else "sqlite"
     if database is None and last.get("database", kind) != kind:
@@ -324,7 +371,11 @@ def _start_server(services: Services, host: str | None, port: int | None, databa
         )
     is_given, host = host is not None, host or last.get("host", LOOPBACK)
     if not is_loopback(host) and not auth_string():
-        source = f"--host {host}" if is_given else f"the host {host}, used by the last `dapo up` of this store,"
+        source = (
+            f"--host {host}"
+            if is_given
+            else f"the host {host}, used by the last `dapo up` of this store,"
+        )
         other = "" if is_given else f"; or use `{services.command(f'up --host {LOOPBACK}')}`"
         raise ConfigError(
             f"{source} is reachable from other machines, and anyone who can reach a Prefect server without a "
@@ -333,16 +384,30 @@ def _start_server(services: Services, host: str | None, port: int | None, databa
     port = port or _choose_port(host, last.get("port", DEFAULT_PORT))
     api_url = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}/api"
     page_url = f"http://{platform.node() if host == '0.0.0.0' else host}:{port}"
-    environment = services.environment(PREFECT_API_URL=api_url, PREFECT_SERVER_UI_API_URL=f"{page_url}/api")
-    if not auth_string():  # otherwise any web page in a local browser could read data and start flow runs
-        own_pages = dict.fromkeys((page_url, f"http://{LOOPBACK}:{port}", f"http://localhost:{port}"))
+    environment = services.environment(
+        PREFECT_API_URL=api_url, PREFECT_SERVER_UI_API_URL=f"{page_url}/api"
+    )
+    if (
+        not auth_string()
+    ):  # otherwise any web page in a local browser could read data and start flow runs
+        own_pages = dict.fromkeys(
+            (page_url, f"http://{LOOPBACK}:{port}", f"http://localhost:{port}")
+        )
         environment.setdefault("PREFECT_SERVER_CORS_ALLOWED_ORIGINS", ",".join(own_pages))
         environment.setdefault("PREFECT_SERVER_CSRF_PROTECTION_ENABLED", "true")
     if database not in (None, "sqlite"):
-        environment[DATABASE_VARIABLES[0]] = str(database)  # not on the command line: it may hold a password
+        environment[DATABASE_VARIABLES[0]] = str(
+            database
+        )  # not on the command line: it may hold a password
         add_secret_url(str(database))
     options = ("--host", host, "--port", str(port), "--log-level", "WARNING", "--ui")
-    record = {"host": host, "port": port, "database": kind, "api_url": api_url, "page_url": page_url}
+    record = {
+        "host": host,
+        "port": port,
+        "database": kind,
+        "api_url": api_url,
+        "page_url": page_url,
+    }
     services.server.start((*PREFECT, "server", "start", *options), environment, **record)
 
 
@@ -372,17 +437,24 @@ def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) 
     from prefect.states import Cancelled, Cancelling
 
     active = active_runs(client)
-    described = {run.id: f"{run.name} ({run.state_name} since {run.start_time}), id {run.id}" for run in active}
+    described = {
+        run.id: f"{run.name} ({run.state_name} since {run.start_time}), id {run.id}"
+        for run in active
+    }
     in_terminals = [described[run.id] for run in active if run.work_pool_name is None]
     if in_terminals:
         raise ServicesError(
-            "`dapo run` uses this server:\n  " + "\n  ".join(in_terminals) + "\nwait, or press Ctrl-C in its "
+            "`dapo run` uses this server:\n  "
+            + "\n  ".join(in_terminals)
+            + "\nwait, or press Ctrl-C in its "
             "terminal: training then writes a checkpoint to resume from. A run whose process is gone becomes "
             "Crashed within minutes; `prefect flow-run delete ID` removes it at once"
         )
     if active and not cancel:
         raise ServicesError(
-            "active flow runs would be killed with the worker:\n  " + "\n  ".join(described.values()) + "\n"
+            "active flow runs would be killed with the worker:\n  "
+            + "\n  ".join(described.values())
+            + "\n"
             f"wait for them, or run `{services.command('down --cancel')}`: training then writes a last checkpoint"
         )
     for flow_run, description in described.items():
@@ -391,7 +463,9 @@ def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) 
     if services.worker.is_running:
         wait_until(lambda: not active_runs(client), CANCEL_SECONDS)
     for run in active_runs(client):
-        client.set_flow_run_state(run.id, Cancelled(message="dapo down: the worker was stopped"), force=True)
+        client.set_flow_run_state(
+            run.id, Cancelled(message="dapo down: the worker was stopped"), force=True
+        )
 
 
 def _restore_signals() -> None:

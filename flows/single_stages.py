@@ -4,7 +4,14 @@ from typing import Any
 
 from flows.config import load_config
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, Side, recipe_flow
-from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
+from tasks.chain import (
+    evaluate_model,
+    fetch_model,
+    merge_checkpoint,
+    prepare_data,
+    train_policy,
+    write_report,
+)
 from tasks.links import label_of, link_of
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import take_columns
@@ -12,7 +19,9 @@ from tasks.runs.run import Run
 
 
 @recipe_flow("prepare-data")
-def prepare(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force: bool = False) -> str:
+def prepare(
+    config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force: bool = False
+) -> str:
     """Prepare a recipe's training and held-out problems."""
     with Run.start(load_config(config, overrides), "prepare-data", ["prepare_data"] * force) as run:
         return prepare_data(run).path
@@ -20,7 +29,10 @@ def prepare(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), forc
 
 @recipe_flow("fetch-model")
 def fetch(
-    config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: Side = "", force: bool = False
+    config: ConfigPath = DEFAULT_CONFIG,
+    overrides: Overrides = (),
+    side: Side = "",
+    force: bool = False,
 ) -> str:
     """Fetch a recipe's initial model, or a baseline."""
     settings = load_config(config, overrides)
@@ -31,7 +43,9 @@ def fetch(
 
 
 @recipe_flow("train-policy")
-def train(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force: bool = False) -> str:
+def train(
+    config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force: bool = False
+) -> str:
     """Train a recipe's policy with DAPO, using data and model from the store."""
     with Run.start(load_config(config, overrides), "train-policy", ["train_policy"] * force) as run:
         return train_policy(run, run.take("prepare_data"), run.take("fetch_model")).path
@@ -39,7 +53,10 @@ def train(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force:
 
 @recipe_flow("merge-checkpoint")
 def merge(
-    config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: Side = "", force: bool = False
+    config: ConfigPath = DEFAULT_CONFIG,
+    overrides: Overrides = (),
+    side: Side = "",
+    force: bool = False,
 ) -> str:
     """Merge a recipe's trained shards, or those of one step, into a model folder."""
     settings = load_config(config, overrides)
@@ -51,7 +68,10 @@ def merge(
 
 @recipe_flow("evaluate-model")
 def evaluate(
-    config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: Side = "after", force: bool = False
+    config: ConfigPath = DEFAULT_CONFIG,
+    overrides: Overrides = (),
+    side: Side = "after",
+    force: bool = False,
 ) -> str:
     """Evaluate a recipe's model on all held-out problems: before, after, a baseline, or step_N."""
     settings = load_config(config, overrides)
@@ -70,4 +90,6 @@ def compare(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = ()) -> s
         return str(run.folder / REPORT_FOLDER)
 
 
-STAGE_FLOWS: dict[str, Any] = {flow.name: flow for flow in (prepare, fetch, train, merge, evaluate, compare)}
+STAGE_FLOWS: dict[str, Any] = {
+    flow.name: flow for flow in (prepare, fetch, train, merge, evaluate, compare)
+}

@@ -51,10 +51,18 @@ def print_account(account: Account, notes: Sequence[str], defaults: Mapping[str,
     table = Table(*(Column(name, overflow="fold") for name in names), box=SIMPLE_HEAD)
     implied = changing(account.implied, defaults)
     for entry in blocking_first((*account.entries, *implied)):
-        style = "red" if entry.fate in BLOCKING else "yellow" if entry.fate == "ignored-by-trainer" else ""
+        style = (
+            "red"
+            if entry.fate in BLOCKING
+            else "yellow"
+            if entry.fate == "ignored-by-trainer"
+            else ""
+        )
         ours = "\n".join(f"{name} = {value}" for name, value in entry.ours.items())
         key = f"{entry.setting.key}\n{entry.setting.origin}"
-        table.add_row(*map(Text, (key, str(entry.setting.value), entry.fate, ours, entry.note)), style=style)
+        table.add_row(
+            *map(Text, (key, str(entry.setting.value), entry.fate, ours, entry.note)), style=style
+        )
     print_table(table)
     for note in notes:
         typer.echo(note)
@@ -72,7 +80,9 @@ def print_plan(stages: Sequence[PlannedStage], is_whole: bool) -> None:
             stage.label,
             stage.state,
             Text(stage.why(None if is_whole else 1)),
-            stage.key[:SHORT_KEY_LENGTH] if stage.key else f"after {stage.waits_for or 'its commit is known'}",
+            stage.key[:SHORT_KEY_LENGTH]
+            if stage.key
+            else f"after {stage.waits_for or 'its commit is known'}",
             f"{stage.seconds:.1f}" if stage.seconds is not None else "",
         )
     print_table(table)
@@ -101,7 +111,11 @@ def print_memory(plan: MemoryPlan, change: str | None) -> None:
     for load in plan.loads:
         print_table(_load_table(plan, load))
     engine, disk = plan.engine, plan.disk
-    capacity = "as many sequences as fit" if engine.cache is None else f"{engine.num_sequences:,} sequences"
+    capacity = (
+        "as many sequences as fit"
+        if engine.cache is None
+        else f"{engine.num_sequences:,} sequences"
+    )
     lines = [
         f"model: {plan.num_parameters:,} parameters",
         f"KV cache: {engine.token_bytes:,} bytes per token on each device of an engine, "
@@ -117,7 +131,10 @@ def print_memory(plan: MemoryPlan, change: str | None) -> None:
     if change is not None:
         typer.secho(f"change that fits: {change}", fg="yellow")
     elif plan.limit.num_bytes is None:
-        typer.secho("device memory is unknown: set train.device_model, or use --device-gigabytes", fg="yellow")
+        typer.secho(
+            "device memory is unknown: set train.device_model, or use --device-gigabytes",
+            fg="yellow",
+        )
     else:
         typer.secho("it fits", fg="green")
 
@@ -129,16 +146,24 @@ def _load_table(plan: MemoryPlan, load: Load) -> Table:
     rows: dict[str, dict[str, int]] = {}
     for use in plan.uses:
         if use.device_bytes and (processes := load.processes.get(use.role, 0)):
-            name = use.what if len(load.processes) == 1 else f"{_several(processes, use.role)}: {use.what}"
+            name = (
+                use.what
+                if len(load.processes) == 1
+                else f"{_several(processes, use.role)}: {use.what}"
+            )
             cells = rows.setdefault(name, {})
             cells[use.phase] = cells.get(use.phase, 0) + processes * use.device_bytes
     for name, cells in rows.items():
-        table.add_row(name, *(f"{cells[phase] / GIB:.2f}" if phase in cells else "" for phase in PHASES))
+        table.add_row(
+            name, *(f"{cells[phase] / GIB:.2f}" if phase in cells else "" for phase in PHASES)
+        )
     table.add_section()
     sums = (sum(cells.get(phase, 0) for cells in rows.values()) / GIB for phase in PHASES)
     table.add_row("total", *(f"{total:.2f}" for total in sums), style="bold")
     limit = "unknown" if load.limit_bytes is None else f"{load.limit_bytes / GIB:.2f}"
-    table.caption = f"peak {load.peak_bytes / GIB:.2f} in phase {load.phase}, limit {limit} ({plan.limit.name})"
+    table.caption = (
+        f"peak {load.peak_bytes / GIB:.2f} in phase {load.phase}, limit {limit} ({plan.limit.name})"
+    )
     table.caption_justify = "left"
     return table
 
@@ -212,7 +237,9 @@ def print_rows(rows: Sequence[Shown], count: SetCount) -> None:
         )
         typer.echo(row.prompt + "\n")
     for reason, number in count.refused.items():
-        typer.secho(f"unusable: {number} with {reason}, such as {count.examples[reason][0]}", fg="yellow")
+        typer.secho(
+            f"unusable: {number} with {reason}, such as {count.examples[reason][0]}", fg="yellow"
+        )
     if not rows:
         typer.echo(f"no usable row among {count.read}")
 
@@ -226,14 +253,26 @@ def print_runs(runs: Sequence[RecordedRun], short_ids: Mapping[str, str]) -> Non
     when = "%Y-%m-%d %H:%M" if has_flow else "%m-%d %H:%M"
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     for header in ("when", "id", "recipe", *["flow"] * has_flow, "state"):
-        table.add_column(header, no_wrap=header not in ("recipe", "flow"))  # other columns are never truncated
-    for header in ("cached\n/run", "before\n(%)", "after\n(%)", "diff.\n(pts)", "p", "took\nh:mm:ss"):
+        table.add_column(
+            header, no_wrap=header not in ("recipe", "flow")
+        )  # other columns are never truncated
+    for header in (
+        "cached\n/run",
+        "before\n(%)",
+        "after\n(%)",
+        "diff.\n(pts)",
+        "p",
+        "took\nh:mm:ss",
+    ):
         table.add_column(header, justify="right", no_wrap=True)
     for run in runs:
         table.add_row(
             f"{_local(run.started_at):{when}}",
             short_ids[run.id],
-            *[Text(name, no_wrap=True, overflow="ellipsis") for name in (run.name, run.flow)[: 1 + has_flow]],
+            *[
+                Text(name, no_wrap=True, overflow="ellipsis")
+                for name in (run.name, run.flow)[: 1 + has_flow]
+            ],
             "gate failed" if run.report and run.report.get("failed_gates") else run.state,
             f"{run.num_cached}/{run.num_built}",
             *_result(run.report),
@@ -258,7 +297,9 @@ def print_run(
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     console.print(f"Run {run.id} of {run.name}, {run.flow}: {run.state}", style="bold")
     started = f"{_local(run.started_at):%Y-%m-%d %H:%M:%S}"
-    console.print(f"started {started}, took {_duration(run.seconds)} (h:mm:ss), pid {run.pid} on {run.host}")
+    console.print(
+        f"started {started}, took {_duration(run.seconds)} (h:mm:ss), pid {run.pid} on {run.host}"
+    )
     console.print(f"folder {run.folder}")
     if run.error:
         console.print(f"error {run.error}", style="red")
@@ -283,7 +324,9 @@ def print_run(
         console.print(f"Configuration changes since the previous run, {before.id}:")
         console.print(*(f"  {change}" for change in changes), sep="\n")
     elif changes is None:
-        console.print(f"Configuration changes since the previous run, {before.id}: unknown, one cannot be read.")
+        console.print(
+            f"Configuration changes since the previous run, {before.id}: unknown, one cannot be read."
+        )
     else:
         console.print(f"Same configuration as the previous run, {before.id}.")
 
@@ -321,7 +364,9 @@ def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[
 
 def print_findings(findings: Sequence[Finding]) -> None:
     """Print findings with what to do about those that are not ok."""
-    table = Table("check", "", Column("found", overflow="fold"), Column("what to do", overflow="fold"))
+    table = Table(
+        "check", "", Column("found", overflow="fold"), Column("what to do", overflow="fold")
+    )
     for finding in findings:
         status = Text(finding.status, style=_STATUS_STYLES[finding.status])
         table.add_row(finding.check, status, Text(finding.message), Text(finding.advice))
@@ -333,12 +378,19 @@ def print_variables(variables: Sequence[Variable], device: str) -> None:
     """Print how environment variables affect training on a kind of device."""
     title = f"Environment variables that affect training on {device}"
     table = Table(
-        "variable", "value", "", Column("effect", overflow="fold"), Column("what to do", overflow="fold"),
-        title=title, title_justify="left",
-    )  # fmt: skip
+        "variable",
+        "value",
+        "",
+        Column("effect", overflow="fold"),
+        Column("what to do", overflow="fold"),
+        title=title,
+        title_justify="left",
+    )
     for each in variables:
         state = Text(each.state, style=_STATUS_STYLES[STATUSES[each.state]])
-        table.add_row(each.name, Text(each.value, overflow="fold"), state, each.effect, Text(each.advice))
+        table.add_row(
+            each.name, Text(each.value, overflow="fold"), state, each.effect, Text(each.advice)
+        )
     print_table(table)
 
 

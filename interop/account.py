@@ -55,12 +55,20 @@ class Account:
         """Return our recipe as nested sections: the trainer's defaults, overridden by what is set."""
         entries = (*self.implied, *self.entries)
         return nested(
-            {name: value for each in entries if each.fate == "taken" for name, value in each.ours.items()}
+            {
+                name: value
+                for each in entries
+                if each.fate == "taken"
+                for name, value in each.ours.items()
+            }
         )
 
 
 def account_of(
-    settings: Sequence[Setting], trainer: str, version: str | None = None, facts: Mapping[str, int] | None = None
+    settings: Sequence[Setting],
+    trainer: str,
+    version: str | None = None,
+    facts: Mapping[str, int] | None = None,
 ) -> Account:
     """Return the account of a configuration. If a key is set twice, the last value wins, as in Hydra.
 
@@ -73,7 +81,10 @@ def account_of(
     rows = [table.resolve(setting.key, version) for setting in flat]
     names = [_name(setting, row) for setting, row in zip(flat, rows, strict=True)]
     config = ForeignConfig(
-        table, version, {name: each.value for name, each in zip(names, flat, strict=True)}, facts or {}
+        table,
+        version,
+        {name: each.value for name, each in zip(names, flat, strict=True)},
+        facts or {},
     )
     last = {name: setting for name, setting in zip(names, flat, strict=True)}
     entries = [
@@ -82,7 +93,11 @@ def account_of(
     ]
     entries = _without_contradictions(entries, config)
     set_keys = {ours for entry in entries for ours in entry.ours}
-    implied = [entry for entry in _implied(config) if entry.fate in BLOCKING or not entry.ours.keys() <= set_keys]
+    implied = [
+        entry
+        for entry in _implied(config)
+        if entry.fate in BLOCKING or not entry.ours.keys() <= set_keys
+    ]
     return Account(trainer, version, tuple(entries), tuple(implied))
 
 
@@ -101,7 +116,8 @@ def _version_of(settings: Sequence[Setting], table: Table) -> str:
     """Return the newest of the versions that have the most keys."""
     held = [set(table.versions_of(name)) for name in {setting.key for setting in settings}]
     return max(
-        table.versions, key=lambda each: (sum(each in of_key for of_key in held), table.versions.index(each))
+        table.versions,
+        key=lambda each: (sum(each in of_key for of_key in held), table.versions.index(each)),
     )
 
 
@@ -109,7 +125,9 @@ def _name(setting: Setting, row: Row | None) -> str:
     return setting.key if row is None or row.is_family else row.key
 
 
-def _entry(setting: Setting, row: Row | None, name: str, last: Setting, config: ForeignConfig) -> Entry:
+def _entry(
+    setting: Setting, row: Row | None, name: str, last: Setting, config: ForeignConfig
+) -> Entry:
     if row is None:
         if (group := config.table.group_of(setting.key, setting.value)) is not None:
             note = (
@@ -126,7 +144,9 @@ def _entry(setting: Setting, row: Row | None, name: str, last: Setting, config: 
     if setting != last and setting.value != last.value:
         fate: Fate = "meaningless" if setting.key == last.key else "contradicting"
         return Entry(setting, fate, {}, f"{last.origin} sets {last.key}={last.value}", name)
-    outcome = outcome_of(row, setting.key, config[name] if _is_reference(setting.value) else setting.value, config)
+    outcome = outcome_of(
+        row, setting.key, config[name] if _is_reference(setting.value) else setting.value, config
+    )
     held = config.table.versions_of(setting.key)
     note = outcome.note
     if config.version not in held:
@@ -154,7 +174,8 @@ def _without_contradictions(entries: list[Entry], config: ForeignConfig) -> list
             if other.ours[name] != value:
                 for one, by in ((entry, other), (other, entry)):
                     against.setdefault(
-                        one.name, f"{name} would be {one.ours[name]}, but {by.name} makes it {by.ours[name]}"
+                        one.name,
+                        f"{name} would be {one.ours[name]}, but {by.name} makes it {by.ours[name]}",
                     )
     return [
         replace(entry, fate="contradicting", ours={}, note=against[entry.name])
@@ -196,7 +217,10 @@ def _micro_batch_contradictions(config: ForeignConfig) -> dict[str, str]:
         why = f"{dynamic} is on, so {given[0]} is not read and {tokens} applies instead, but it is not set"
         return {dynamic: why, given[0]: why}
     is_megatron = config[f"{ACTOR}.strategy"] == "megatron"
-    ranks = config[f"{ACTOR}.{'megatron.context' if is_megatron else 'ulysses_sequence'}_parallel_size"] or 1
+    ranks = (
+        config[f"{ACTOR}.{'megatron.context' if is_megatron else 'ulysses_sequence'}_parallel_size"]
+        or 1
+    )
     lengths = config["data.max_prompt_length"], config["data.max_response_length"]
     numbers = (config[tokens], ranks, *lengths)
     if config.is_set(tokens) and all(type(number) is int for number in numbers):
@@ -212,7 +236,9 @@ def _micro_batch_contradictions(config: ForeignConfig) -> dict[str, str]:
 def _batch_contradictions(config: ForeignConfig) -> dict[str, str]:
     step, mini = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
     sizes = config[step], config[mini]
-    if not (config.is_set(step) or config.is_set(mini)) or not all(type(size) is int for size in sizes):
+    if not (config.is_set(step) or config.is_set(mini)) or not all(
+        type(size) is int for size in sizes
+    ):
         return {}
     if sizes[0] >= sizes[1]:
         return {}
@@ -224,11 +250,20 @@ def _placement_contradictions(config: ForeignConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     actor, ref = f"{ACTOR}.strategy", f"{REF}.strategy"
     fsdp = ("fsdp", "fsdp2")
-    if config.is_set(actor) and config.is_set(ref) and (config[actor] in fsdp) != (config[ref] in fsdp):
+    if (
+        config.is_set(actor)
+        and config.is_set(ref)
+        and (config[actor] in fsdp) != (config[ref] in fsdp)
+    ):
         why = f"{actor}={config[actor]} and {ref}={config[ref]}: policy and reference use the same strategy"
         found |= {actor: why, ref: why}
-    if config["trainer.resume_mode"] == "resume_path" and config["trainer.resume_from_path"] is None:
-        found["trainer.resume_mode"] = "resume_path needs trainer.resume_from_path, which is not set"
+    if (
+        config["trainer.resume_mode"] == "resume_path"
+        and config["trainer.resume_from_path"] is None
+    ):
+        found["trainer.resume_mode"] = (
+            "resume_path needs trainer.resume_from_path, which is not set"
+        )
     return found
 
 

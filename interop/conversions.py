@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from interop.foreign_config import TO_FOREIGN, ForeignConfig, Outcome, from_foreign, taken, to_foreign
+from interop.foreign_config import (
+    TO_FOREIGN,
+    ForeignConfig,
+    Outcome,
+    from_foreign,
+    taken,
+    to_foreign,
+)
 from interop.table import NOT_SET
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -75,7 +82,9 @@ def _num_logged(value: Any, config: ForeignConfig) -> Outcome:
 @from_foreign("before_training")
 def _before_training(value: Any, config: ForeignConfig) -> Outcome:
     if value and config["trainer.test_freq"] <= 0:
-        return Outcome("other-stage", {}, "the chain evaluates the model before training in a separate stage")
+        return Outcome(
+            "other-stage", {}, "the chain evaluates the model before training in a separate stage"
+        )
     return taken(validation__before_training=bool(value))
 
 
@@ -136,7 +145,10 @@ def _drop_too_long(value: Any, config: ForeignConfig) -> Outcome:
     if value:
         return taken(data__too_long="drop")
     if config["data.truncation"] == "left":
-        return taken("overlong prompts are truncated, as data.truncation says", data__too_long="truncate_left")
+        return taken(
+            "overlong prompts are truncated, as data.truncation says",
+            data__too_long="truncate_left",
+        )
     return Outcome("default", {}, "data.truncation applies")
 
 
@@ -158,14 +170,19 @@ def _warmup_steps(value: Any, config: ForeignConfig) -> Outcome:
         return Outcome("default", {}, f"{ACTOR}.optim.lr_warmup_steps_ratio applies")
     updates = updates_per_step(config)
     return taken(
-        f"{value} training steps x {updates} optimizer steps each", train__warmup_steps=int(value) * updates
+        f"{value} training steps x {updates} optimizer steps each",
+        train__warmup_steps=int(value) * updates,
     )
 
 
 @to_foreign("warmup_steps")
 def _their_warmup_steps(ours: Ours) -> Any:
     updates = ours["train.train_prompts"] // ours["train.mini_prompts"] * ours["train.passes"]
-    return ours["train.warmup_steps"] // updates if ours["train.warmup_steps"] % updates == 0 else NOT_SET
+    return (
+        ours["train.warmup_steps"] // updates
+        if ours["train.warmup_steps"] % updates == 0
+        else NOT_SET
+    )
 
 
 @from_foreign("warmup_ratio", is_one_way=True)
@@ -177,7 +194,9 @@ def _warmup_ratio(value: Any, config: ForeignConfig) -> Outcome:
     if not value:
         return taken(train__warmup_steps=0)
     if total is None:
-        return unsupported("a fraction of an unknown number of steps; set trainer.total_training_steps")
+        return unsupported(
+            "a fraction of an unknown number of steps; set trainer.total_training_steps"
+        )
     steps = int(value * total)
     return taken(
         f"{value} of {total} training steps x {updates_per_step(config)} optimizer steps each",
@@ -208,7 +227,9 @@ def _total_steps(value: Any, config: ForeignConfig) -> Outcome:
 @from_foreign("epochs", is_one_way=True)
 def _epochs(value: Any, config: ForeignConfig) -> Outcome:
     if config["trainer.total_training_steps"] is not None:
-        return Outcome("meaningless", {}, "trainer.total_training_steps applies, unless the epochs end first")
+        return Outcome(
+            "meaningless", {}, "trainer.total_training_steps applies, unless the epochs end first"
+        )
     if (steps := total_steps(config)) is None:
         return unsupported(
             f"the steps in {value} epochs depend on the rows of data.train_files, which are unknown: set "
@@ -219,13 +240,21 @@ def _epochs(value: Any, config: ForeignConfig) -> Outcome:
 
 def _of_epochs(epochs: Any, steps: int, config: ForeignConfig) -> Outcome:
     rows = f"{epochs} epochs of {config.facts['num_train_rows']} rows in full batches"
-    return taken(rows, train__total_steps=steps) if steps > 0 else unsupported(f"{rows} make no training step")
+    return (
+        taken(rows, train__total_steps=steps)
+        if steps > 0
+        else unsupported(f"{rows} make no training step")
+    )
 
 
 @from_foreign("micro_batch_tokens")
 def _micro_batch_tokens(value: Any, config: ForeignConfig) -> Outcome:
     if not config[f"{ACTOR}.use_dynamic_bsz"]:
-        return Outcome("meaningless", {}, f"without {ACTOR}.use_dynamic_bsz, ppo_micro_batch_size_per_gpu applies")
+        return Outcome(
+            "meaningless",
+            {},
+            f"without {ACTOR}.use_dynamic_bsz, ppo_micro_batch_size_per_gpu applies",
+        )
     return taken(train__micro_batch_tokens=int(value))
 
 
@@ -247,8 +276,13 @@ def _micro_batch_responses(value: Any, config: ForeignConfig) -> Outcome:
     if value is None:
         return Outcome("default", {}, "unset")
     if config[f"{ACTOR}.use_dynamic_bsz"]:
-        return Outcome("meaningless", {}, f"with {ACTOR}.use_dynamic_bsz, ppo_max_token_len_per_gpu applies")
-    longest, ranks = longest_sequence(config), int(config[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1)
+        return Outcome(
+            "meaningless", {}, f"with {ACTOR}.use_dynamic_bsz, ppo_max_token_len_per_gpu applies"
+        )
+    longest, ranks = (
+        longest_sequence(config),
+        int(config[f"{ACTOR}.ulysses_sequence_parallel_size"] or 1),
+    )
     return taken(
         f"{value} responses of at most {longest} tokens, over {ranks} ranks that share each sequence",
         train__micro_batch_tokens=math.ceil(int(value) * longest / ranks),
@@ -270,14 +304,20 @@ def _bucket(value: Any, config: ForeignConfig) -> Outcome:
 @from_foreign("compute_dtype")
 def _compute_dtype(value: Any, config: ForeignConfig) -> Outcome:
     known = {"bfloat16": "auto", "bf16": "auto", "float32": "float32", "fp32": "float32"}
-    return taken(train__dtype=known[value]) if value in known else unsupported("float16 needs loss scaling")
+    return (
+        taken(train__dtype=known[value])
+        if value in known
+        else unsupported("float16 needs loss scaling")
+    )
 
 
 @from_foreign("expert_parallel")
 def _expert_parallel(value: Any, config: ForeignConfig) -> Outcome:
     devices = int(config[f"{ROLLOUT}.tensor_model_parallel_size"])
     if int(value) not in (1, devices):
-        return unsupported(f"experts are split over all {devices} devices of an engine, or not at all")
+        return unsupported(
+            f"experts are split over all {devices} devices of an engine, or not at all"
+        )
     return taken(rollout__expert_parallel=int(value) > 1)
 
 
@@ -323,9 +363,13 @@ TO_FOREIGN.update(
         "fsdp_size": lambda ours: ours["train.fsdp_size"] or -1,
         "bucket": lambda ours: -(-ours["train.weight_bucket_bytes"] // 1024**2),
         "compute_dtype": lambda ours: "float32" if ours["train.dtype"] == "float32" else "bfloat16",
-        "expert_parallel": lambda ours: ours["rollout.tensor_parallel"] if ours["rollout.expert_parallel"] else 1,
+        "expert_parallel": lambda ours: (
+            ours["rollout.tensor_parallel"] if ours["rollout.expert_parallel"] else 1
+        ),
         "trackers": lambda ours: ["console", *ours["train.trackers"]],
-        "resume": lambda ours: {"auto": "auto", "never": "disable"}.get(ours["checkpoint.resume"], "resume_path"),
+        "resume": lambda ours: {"auto": "auto", "never": "disable"}.get(
+            ours["checkpoint.resume"], "resume_path"
+        ),
         "resume_path": lambda ours: (
             NOT_SET if ours["checkpoint.resume"] in ("auto", "never") else ours["checkpoint.resume"]
         ),

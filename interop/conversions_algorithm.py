@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from interop.conversions import ACTOR, ROLLOUT, Ours, unsupported
-from interop.foreign_config import TO_FOREIGN, ForeignConfig, Outcome, from_foreign, taken, to_foreign
+from interop.foreign_config import (
+    TO_FOREIGN,
+    ForeignConfig,
+    Outcome,
+    from_foreign,
+    taken,
+    to_foreign,
+)
 from interop.table import NOT_SET
 
 
@@ -21,7 +28,14 @@ def _kl_in_reward(value: Any, config: ForeignConfig) -> Outcome:
     return taken(algorithm__kl__place="reward" if value else "loss" if in_loss else "off")
 
 
-_ESTIMATORS = {"kl": "kl", "k1": "kl", "abs": "abs", "mse": "mse", "k2": "mse", "low_var_kl": "low_var_kl"}
+_ESTIMATORS = {
+    "kl": "kl",
+    "k1": "kl",
+    "abs": "abs",
+    "mse": "mse",
+    "k2": "mse",
+    "low_var_kl": "low_var_kl",
+}
 _ESTIMATORS |= {"k3": "low_var_kl"}
 _ESTIMATORS |= {f"{name}+": f"{ours}+" for name, ours in _ESTIMATORS.items()}
 _IN_LOSS = {"kl_loss_coef": "coefficient", "kl_loss_type": "estimator"}
@@ -56,7 +70,8 @@ def _filter_draws(value: Any, config: ForeignConfig) -> Outcome:
         return Outcome("meaningless", {}, "algorithm.filter_groups.enable is off")
     if int(value) <= 0:
         return taken(
-            "no limit; a step ends after an epoch of groups without signal", sampler__max_num_gen_batches=0
+            "no limit; a step ends after an epoch of groups without signal",
+            sampler__max_num_gen_batches=0,
         )
     return taken(sampler__max_num_gen_batches=int(value))
 
@@ -71,7 +86,9 @@ def _register_validation(name: str, ours_name: str, greedy: Any) -> None:
     @from_foreign(f"val.{name}")
     def _value(value: Any, config: ForeignConfig) -> Outcome:
         if not config[f"{ROLLOUT}.val_kwargs.do_sample"]:
-            return taken("greedy, since val_kwargs.do_sample is off", **{f"validation__{ours_name}": greedy})
+            return taken(
+                "greedy, since val_kwargs.do_sample is off", **{f"validation__{ours_name}": greedy}
+            )
         return taken(**{f"validation__{ours_name}": value})
 
 
@@ -139,7 +156,9 @@ def _all_if_negative(value: Any, config: ForeignConfig) -> Outcome:
 
 @from_foreign("reference_path")
 def _reference_path(value: Any, config: ForeignConfig) -> Outcome:
-    if value is None or not (config[f"{ACTOR}.use_kl_loss"] or config["algorithm.use_kl_in_reward"]):
+    if value is None or not (
+        config[f"{ACTOR}.use_kl_loss"] or config["algorithm.use_kl_in_reward"]
+    ):
         return Outcome("meaningless", {}, "without KL there is no reference")
     return taken(algorithm__kl__reference_path=str(value))
 
@@ -149,8 +168,12 @@ TO_FOREIGN.update(
         "kl_in_loss": lambda ours: ours["algorithm.kl.place"] == "loss",
         "kl_in_reward": lambda ours: ours["algorithm.kl.place"] == "reward",
         "val.do_sample": lambda ours: ours["validation.temperature"] > 0,
-        "custom_name": lambda ours: NOT_SET if ours["custom_reward.path"] is None else ours["custom_reward.name"],
+        "custom_name": lambda ours: (
+            NOT_SET if ours["custom_reward.path"] is None else ours["custom_reward.name"]
+        ),
         "all_if_negative": lambda ours: ours["validation.num_prompts"] or -1,
-        "reference_path": lambda ours: NOT_SET if (path := ours["algorithm.kl.reference_path"]) is None else path,
+        "reference_path": lambda ours: (
+            NOT_SET if (path := ours["algorithm.kl.reference_path"]) is None else path
+        ),
     }
 )

@@ -5,18 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 from interop.conversions import ACTOR, Ours, unsupported
-from interop.foreign_config import TO_FOREIGN, ForeignConfig, Outcome, from_foreign, taken, to_foreign
+from interop.foreign_config import (
+    TO_FOREIGN,
+    ForeignConfig,
+    Outcome,
+    from_foreign,
+    taken,
+    to_foreign,
+)
 from interop.table import NOT_SET
 
 CORRECTION = "algorithm.rollout_correction"
 IN_BYPASS = f"only used for metrics with {CORRECTION}.bypass_mode, where the ratio in the loss is the weight"
-_AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 
 @from_foreign("normalize")
 def _normalize(value: Any, config: ForeignConfig) -> Outcome:
     if config["algorithm.adv_estimator"] == "rloo":
-        return taken("rloo does not divide by the standard deviation", algorithm__normalize_by_std=False)
+        return taken(
+            "rloo does not divide by the standard deviation", algorithm__normalize_by_std=False
+        )
     return taken(algorithm__normalize_by_std=bool(value))
 
 
@@ -71,7 +86,9 @@ def _correction(**ours: Any) -> Outcome:
 def _importance(value: Any, config: ForeignConfig) -> Outcome:
     if value is None:
         return Outcome(
-            "default", {}, "off there; here the default weights only tokens sampled by older policy versions"
+            "default",
+            {},
+            "off there; here the default weights only tokens sampled by older policy versions",
         )
     if value not in ("token", "sequence"):
         return unsupported(f"{CORRECTION}.importance takes token and sequence")
@@ -87,7 +104,9 @@ def _importance_threshold(value: Any, config: ForeignConfig) -> Outcome:
     if config[f"{CORRECTION}.bypass_mode"]:
         return Outcome("ignored-by-trainer", {}, IN_BYPASS)
     low, _, high = str(value).rpartition("_")
-    return _correction(**({"importance_min": float(low)} if low else {}), importance_max=float(high))
+    return _correction(
+        **({"importance_min": float(low)} if low else {}), importance_max=float(high)
+    )
 
 
 @to_foreign("importance_threshold")
@@ -109,7 +128,9 @@ def _importance_normalize(value: Any, config: ForeignConfig) -> Outcome:
 def _ratio_cap(value: Any, config: ForeignConfig) -> Outcome:
     if float(value) <= 0:
         return Outcome(
-            "default", {}, "off there; here the default weights only tokens sampled by older policy versions"
+            "default",
+            {},
+            "off there; here the default weights only tokens sampled by older policy versions",
         )
     return _correction(importance="token", importance_max=float(value))
 
@@ -117,7 +138,9 @@ def _ratio_cap(value: Any, config: ForeignConfig) -> Outcome:
 _MASKS = {"token_k1": "token", "seq_sum_k1": "product", "seq_mean_k1": "sequence"}
 _MASKS_BEFORE_0_8 = {"token": "token", "sequence": "product", "geometric": "sequence"}
 _DIVERGENCES = {f"token_{k}": f"token-{k}" for k in ("k2", "k3")}
-_DIVERGENCES |= {f"seq_{how}_{k}": f"{how}-{k}" for how in ("sum", "mean", "max") for k in ("k2", "k3")}
+_DIVERGENCES |= {
+    f"seq_{how}_{k}": f"{how}-{k}" for how in ("sum", "mean", "max") for k in ("k2", "k3")
+}
 
 
 @from_foreign("rejection")
@@ -137,8 +160,14 @@ def _rejection(value: Any, config: ForeignConfig) -> Outcome:
 
 @to_foreign("rejection")
 def _their_rejection(ours: Ours) -> Any:
-    chosen = {mask: name for name, mask in _MASKS.items()}, {ours: name for name, ours in _DIVERGENCES.items()}
-    names = [chosen[0].get(ours[f"{CORRECTION}.mask"]), chosen[1].get(ours[f"{CORRECTION}.divergence"])]
+    chosen = (
+        {mask: name for name, mask in _MASKS.items()},
+        {ours: name for name, ours in _DIVERGENCES.items()},
+    )
+    names = [
+        chosen[0].get(ours[f"{CORRECTION}.mask"]),
+        chosen[1].get(ours[f"{CORRECTION}.divergence"]),
+    ]
     return ",".join(name for name in names if name) or None
 
 
@@ -155,7 +184,9 @@ def _rejection_threshold(value: Any, config: ForeignConfig) -> Outcome:
     if len(bounds) not in (1, len(names)):
         return unsupported(f"{len(bounds)} thresholds for {len(names)} rejections")
     ours: dict[str, float] = {}
-    for name, bound in zip(names, bounds * len(names) if len(bounds) == 1 else bounds, strict=False):
+    for name, bound in zip(
+        names, bounds * len(names) if len(bounds) == 1 else bounds, strict=False
+    ):
         first, _, last = bound.rpartition("_")
         if name in _DIVERGENCES:
             ours["divergence_max"] = float(last)
@@ -181,14 +212,18 @@ def _their_rejection_threshold(ours: Ours) -> Any:
 @from_foreign("rejection_lower", is_one_way=True)
 def _rejection_lower(value: Any, config: ForeignConfig) -> Outcome:
     if value is None or config[f"{CORRECTION}.rollout_rs"] is None:
-        return Outcome("meaningless", {}, f"{CORRECTION}.rollout_rs is off, or the lower bound is 1 / upper")
+        return Outcome(
+            "meaningless", {}, f"{CORRECTION}.rollout_rs is off, or the lower bound is 1 / upper"
+        )
     return _correction(mask_low=float(value))
 
 
 TO_FOREIGN.update(
     {
         "loss_aggregation": lambda ours: ours["algorithm.loss_aggregation"],
-        "loss_norm": lambda ours: NOT_SET if (tokens := ours["algorithm.loss_norm_tokens"]) is None else tokens,
+        "loss_norm": lambda ours: (
+            NOT_SET if (tokens := ours["algorithm.loss_norm_tokens"]) is None else tokens
+        ),
         "schedule": lambda ours: (
             schedule if (schedule := ours["train.schedule"]) in ("constant", "cosine") else NOT_SET
         ),

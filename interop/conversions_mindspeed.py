@@ -6,7 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from interop.foreign_config import TO_FOREIGN, ForeignConfig, Outcome, from_foreign, taken, to_foreign
+from interop.foreign_config import (
+    TO_FOREIGN,
+    ForeignConfig,
+    Outcome,
+    from_foreign,
+    taken,
+    to_foreign,
+)
 from interop.table import NOT_SET
 
 MEGATRON, ACTOR, RL, GENERATE = "megatron_training", "actor_config", "rl_config", "generate_config"
@@ -32,16 +39,22 @@ def train_prompts(config: ForeignConfig) -> int:
 
 def _updates(config: ForeignConfig) -> int:
     """Return the optimizer steps per training step."""
-    return math.ceil(train_prompts(config) / int(config[f"{RL}.mini_batch_size"])) * int(config[f"{RL}.epochs"])
+    return math.ceil(train_prompts(config) / int(config[f"{RL}.mini_batch_size"])) * int(
+        config[f"{RL}.epochs"]
+    )
 
 
 def _updates_of(ours: Ours) -> int:
-    return math.ceil(ours["train.train_prompts"] / ours["train.mini_prompts"]) * int(ours["train.passes"])
+    return math.ceil(ours["train.train_prompts"] / ours["train.mini_prompts"]) * int(
+        ours["train.passes"]
+    )
 
 
 def _longest(config: ForeignConfig) -> int:
     """Return the maximum tokens of a prompt with its response."""
-    response = config[f"{GENERATE}.sampling_config.max_tokens"] or config[f"{RL}.rollout_max_tokens"]
+    response = (
+        config[f"{GENERATE}.sampling_config.max_tokens"] or config[f"{RL}.rollout_max_tokens"]
+    )
     return int(config[f"{RL}.max_prompt_length"]) + int(response)
 
 
@@ -56,13 +69,19 @@ def _map_keys(value: Any, config: ForeignConfig) -> Outcome:
         return Outcome("default", {}, "the columns of DAPO-Math-17k")
     if problem and answer and not value.get("query"):
         return taken(data__columns__problem=problem, data__columns__answer=answer)
-    return Outcome("unsupported", {}, "set data.columns.problem and data.columns.answer, then allow the key")
+    return Outcome(
+        "unsupported", {}, "set data.columns.problem and data.columns.answer, then allow the key"
+    )
 
 
 @from_foreign("ms.data_path", is_one_way=True)
 def _data_path(value: Any, config: ForeignConfig) -> Outcome:
     if config.is_set("preprocess.input"):
-        return Outcome("other-stage", {}, "MindSpeed's prepared copy of preprocess.input, which data.train names")
+        return Outcome(
+            "other-stage",
+            {},
+            "MindSpeed's prepared copy of preprocess.input, which data.train names",
+        )
     if str(value).endswith((".parquet", ".jsonl", ".json", ".csv", ".arrow")):
         return Outcome("taken", {"data.train": [value]})
     return Outcome(
@@ -101,7 +120,9 @@ def _kl_coef(value: Any, config: ForeignConfig) -> Outcome:
     in_reward = bool(config[f"{RL}.use_kl_in_reward"])
     if not value and not in_reward:
         return taken(algorithm__kl__place="off")
-    return taken(algorithm__kl__place="reward" if in_reward else "loss", algorithm__kl__coefficient=value)
+    return taken(
+        algorithm__kl__place="reward" if in_reward else "loss", algorithm__kl__coefficient=value
+    )
 
 
 def _without_reference() -> Outcome:
@@ -132,16 +153,24 @@ def _register_kl_control(name: str, ours_name: str) -> None:
         if not is_adaptive:
             return Outcome("default", {}, "the coefficient is fixed")
         if not config[f"{RL}.use_kl_in_reward"]:
-            return Outcome("unsupported", {}, "only KL in the reward can have an adaptive coefficient")
+            return Outcome(
+                "unsupported", {}, "only KL in the reward can have an adaptive coefficient"
+            )
         return Outcome("taken", {f"algorithm.kl.{ours_name}": value})
 
     @to_foreign(f"ms.{name}")
     def _foreign(ours: Ours) -> Any:
-        is_adaptive = ours["algorithm.kl.controller"] == "adaptive" and ours["algorithm.kl.place"] == "reward"
+        is_adaptive = (
+            ours["algorithm.kl.controller"] == "adaptive" and ours["algorithm.kl.place"] == "reward"
+        )
         return ours[f"algorithm.kl.{ours_name}"] if is_adaptive else NOT_SET
 
 
-for _name, _ours_name in (("kl_control", "controller"), ("kl_target", "target"), ("kl_horizon", "horizon")):
+for _name, _ours_name in (
+    ("kl_control", "controller"),
+    ("kl_target", "target"),
+    ("kl_horizon", "horizon"),
+):
     _register_kl_control(_name, _ours_name)
 
 
@@ -155,7 +184,9 @@ def _clip_higher(value: Any, config: ForeignConfig) -> Outcome:
 def _clip_ratio(value: Any, config: ForeignConfig) -> Outcome:
     if config[f"{RL}.clip_higher_enable"]:
         return Outcome(
-            "meaningless", {}, f"with {RL}.clip_higher_enable, clip_ratio_low and clip_ratio_high apply"
+            "meaningless",
+            {},
+            f"with {RL}.clip_higher_enable, clip_ratio_low and clip_ratio_high apply",
         )
     return taken(algorithm__clip_ratio_low=value, algorithm__clip_ratio_high=value)
 
@@ -165,7 +196,11 @@ def _register_switched(name: str, switch: str, ours_key: str) -> None:
 
     @from_foreign(f"ms.{name}")
     def _value(value: Any, config: ForeignConfig) -> Outcome:
-        return Outcome("taken", {ours_key: value}) if config[f"{RL}.{switch}"] else _off(f"{RL}.{switch}")
+        return (
+            Outcome("taken", {ours_key: value})
+            if config[f"{RL}.{switch}"]
+            else _off(f"{RL}.{switch}")
+        )
 
 
 for _name, _switch, _key in (
@@ -190,16 +225,24 @@ def _draws(value: Any, config: ForeignConfig) -> Outcome:
 def _global_batch(value: Any, config: ForeignConfig) -> Outcome:
     if config[f"{RL}.filter_groups_enable"]:
         return taken("prompts per draw", sampler__gen_prompts=int(value))
-    return taken("prompts per training step", train__train_prompts=int(value), sampler__gen_prompts=int(value))
+    return taken(
+        "prompts per training step",
+        train__train_prompts=int(value),
+        sampler__gen_prompts=int(value),
+    )
 
 
 @from_foreign("ms.micro_batch")
 def _micro_batch(value: Any, config: ForeignConfig) -> Outcome:
     if config[f"{RL}.use_dynamic_bsz"]:
-        return Outcome("meaningless", {}, f"with {RL}.use_dynamic_bsz, max_packing_token_size applies")
+        return Outcome(
+            "meaningless", {}, f"with {RL}.use_dynamic_bsz, max_packing_token_size applies"
+        )
     ranks = int(config[f"{ACTOR}.context_parallel_size"])
     tokens = math.ceil(int(value) * _longest(config) / ranks)
-    return taken(f"{value} responses of at most {_longest(config)} tokens", train__micro_batch_tokens=tokens)
+    return taken(
+        f"{value} responses of at most {_longest(config)} tokens", train__micro_batch_tokens=tokens
+    )
 
 
 @to_foreign("ms.micro_batch")
@@ -211,7 +254,11 @@ def _their_micro_batch(ours: Ours) -> Any:
 def _packed(value: Any, config: ForeignConfig) -> Outcome:
     if not config[f"{RL}.use_dynamic_bsz"]:
         return _off(f"{RL}.use_dynamic_bsz")
-    return taken(train__micro_batch_tokens=math.ceil(int(value) / int(config[f"{ACTOR}.context_parallel_size"])))
+    return taken(
+        train__micro_batch_tokens=math.ceil(
+            int(value) / int(config[f"{ACTOR}.context_parallel_size"])
+        )
+    )
 
 
 @from_foreign("ms.packing", is_one_way=True)
@@ -259,7 +306,9 @@ def _recompute(value: Any, config: ForeignConfig) -> Outcome:
 
 @from_foreign("ms.expert_parallel")
 def _expert_parallel(value: Any, config: ForeignConfig) -> Outcome:
-    return taken("experts are split over the devices of an engine", rollout__expert_parallel=int(value) > 1)
+    return taken(
+        "experts are split over the devices of an engine", rollout__expert_parallel=int(value) > 1
+    )
 
 
 @from_foreign("ms.enable_expert_parallel")
@@ -271,16 +320,22 @@ def _enable_expert_parallel(value: Any, config: ForeignConfig) -> Outcome:
 def _max_model_len(value: Any, config: ForeignConfig) -> Outcome:
     longest = _longest(config)
     if int(value) < longest:
-        return Outcome("unsupported", {}, f"{value} tokens are fewer than the {longest} of prompt and response")
+        return Outcome(
+            "unsupported", {}, f"{value} tokens are fewer than the {longest} of prompt and response"
+        )
     return Outcome("default", {}, f"engines take {longest} tokens per prompt and response")
 
 
 @from_foreign("ms.devices")
 def _devices(value: Any, config: ForeignConfig) -> Outcome:
-    tensor, pipeline = (config[f"{GENERATE}.infer_{kind}_parallel_size"] for kind in ("tensor", "pipeline"))
+    tensor, pipeline = (
+        config[f"{GENERATE}.infer_{kind}_parallel_size"] for kind in ("tensor", "pipeline")
+    )
     per_engine = int(tensor) * int(pipeline)
     if int(value) % per_engine:
-        return Outcome("unsupported", {}, f"{value} devices cannot be split into engines of {per_engine}")
+        return Outcome(
+            "unsupported", {}, f"{value} devices cannot be split into engines of {per_engine}"
+        )
     return taken(
         "ranks and engines share the devices, one rank each",
         train__num_ranks=int(value),
@@ -295,7 +350,9 @@ def _their_devices(ours: Ours) -> Any:
     devices = ours["train.num_ranks"]
     if ours["train.placement"] == "separate":
         devices += (
-            ours["rollout.num_workers"] * ours["rollout.tensor_parallel"] * ours["rollout.pipeline_parallel"]
+            ours["rollout.num_workers"]
+            * ours["rollout.tensor_parallel"]
+            * ours["rollout.pipeline_parallel"]
         )
     return devices
 
@@ -303,9 +360,14 @@ def _their_devices(ours: Ours) -> Any:
 def _register_tracker(name: str) -> None:
     @from_foreign(f"ms.tracker.{name}")
     def _value(value: Any, config: ForeignConfig) -> Outcome:
-        on = {each: bool(config[f"{RL}.use_{each}"]) for each in ("tensorboard", "wandb", "swanlab")}
+        on = {
+            each: bool(config[f"{RL}.use_{each}"]) for each in ("tensorboard", "wandb", "swanlab")
+        }
         on["tensorboard"] &= not on["wandb"]  # as MindSpeed does
-        return taken("metrics.jsonl always gets every step", train__trackers=[each for each in on if on[each]])
+        return taken(
+            "metrics.jsonl always gets every step",
+            train__trackers=[each for each in on if on[each]],
+        )
 
     @to_foreign(f"ms.tracker.{name}")
     def _foreign(ours: Ours) -> Any:
@@ -318,12 +380,16 @@ def _register_tracker_name(kind: str, tracker: str, ours_key: str) -> None:
         if not value:
             return Outcome("default", {}, "unset")
         return (
-            Outcome("taken", {ours_key: value}) if config[f"{RL}.use_{tracker}"] else _off(f"{RL}.use_{tracker}")
+            Outcome("taken", {ours_key: value})
+            if config[f"{RL}.use_{tracker}"]
+            else _off(f"{RL}.use_{tracker}")
         )
 
     @to_foreign(f"ms.{kind}.{tracker}")
     def _foreign(ours: Ours) -> Any:
-        return (ours[ours_key] or ours["run.name"]) if tracker in ours["train.trackers"] else NOT_SET
+        return (
+            (ours[ours_key] or ours["run.name"]) if tracker in ours["train.trackers"] else NOT_SET
+        )
 
 
 for _name in ("tensorboard", "wandb", "swanlab"):
@@ -345,12 +411,18 @@ TO_FOREIGN.update(
         "ms.global_batch": lambda ours: ours[
             "sampler.gen_prompts" if ours["sampler.dynamic"] else "train.train_prompts"
         ],
-        "ms.update_packing": lambda ours: ours["train.micro_batch_tokens"] * ours["train.sequence_parallel"],
-        "ms.min_lr": lambda ours: ours["train.min_learning_rate_ratio"] * ours["train.learning_rate"],
+        "ms.update_packing": lambda ours: (
+            ours["train.micro_batch_tokens"] * ours["train.sequence_parallel"]
+        ),
+        "ms.min_lr": lambda ours: (
+            ours["train.min_learning_rate_ratio"] * ours["train.learning_rate"]
+        ),
         "ms.recompute": lambda ours: "full" if ours["train.gradient_checkpointing"] else NOT_SET,
         "ms.expert_parallel": lambda ours: (
             ours["rollout.tensor_parallel"] if ours["rollout.expert_parallel"] else 1
         ),
-        "ms.max_model_len": lambda ours: ours["data.max_prompt_tokens"] + ours["rollout.max_response_tokens"],
+        "ms.max_model_len": lambda ours: (
+            ours["data.max_prompt_tokens"] + ours["rollout.max_response_tokens"]
+        ),
     }
 )

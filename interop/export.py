@@ -12,7 +12,9 @@ from interop.table import NOT_SET, Row, load
 _ANY = ".*"
 
 
-def settings_for(tree: Mapping[str, Any], trainer: str, version: str | None = None) -> list[Setting]:
+def settings_for(
+    tree: Mapping[str, Any], trainer: str, version: str | None = None
+) -> list[Setting]:
     """Return the settings of a trainer's version that are equivalent to a resolved recipe, in table order.
 
     `tree` has every key of the recipe, defaults included. A setting's origin lists the keys of ours it covers.
@@ -22,12 +24,16 @@ def settings_for(tree: Mapping[str, Any], trainer: str, version: str | None = No
     version = table.newest if version is None else table.require_version(version)
     ours = by_name(tree)
     settings: list[Setting] = []
-    for row in sorted(table.rows, key=lambda row: row.is_family):  # an exact key wins over its family
+    for row in sorted(
+        table.rows, key=lambda row: row.is_family
+    ):  # an exact key wins over its family
         if (name := name_of(row, version)) is None:
             continue
         if row.is_family:
             covered = {setting.origin for setting in settings}
-            settings += (setting for setting in _of_family(name, row, ours) if setting.origin not in covered)
+            settings += (
+                setting for setting in _of_family(name, row, ours) if setting.origin not in covered
+            )
         elif set(row.ours) <= ours.keys() and (value := foreign_value(row, ours)) is not NOT_SET:
             settings.append(Setting(name, value, ", ".join(row.ours)))
     return settings

@@ -11,7 +11,10 @@ from interop.foreign_config import ForeignConfig, Outcome, foreign_value, outcom
 from interop.table import NOT_SET, TRAINERS, Row, Table, load
 
 _TITLES = {"mindspeed-rl": "MindSpeed-RL", "mindspeed-mm": "MindSpeed-MM"}
-_NEED_BOTH = {"trainer.n_gpus_per_node": "trainer.nnodes", "trainer.nnodes": "trainer.n_gpus_per_node"}
+_NEED_BOTH = {
+    "trainer.n_gpus_per_node": "trainer.nnodes",
+    "trainer.nnodes": "trainer.n_gpus_per_node",
+}
 
 
 def instead_of(typed: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, str]:
@@ -29,7 +32,10 @@ def instead_of(typed: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, s
             continue
         given = {row.key: flat[name] for name, row in rows.items()}
         devices = {"trainer.n_gpus_per_node": ours.get("train.num_ranks"), "trainer.nnodes": 1}
-        known = [devices | _their_values(table, ours, with_constants=each) | given for each in (False, True)]
+        known = [
+            devices | _their_values(table, ours, with_constants=each) | given
+            for each in (False, True)
+        ]
         for name, row in rows.items():
             is_alone = row.key in _NEED_BOTH and _NEED_BOTH[row.key] not in given
             here = f"here {_keys(row)}" if is_alone else _here(table, row, name, flat[name], known)
@@ -43,7 +49,11 @@ def key_of(name: str) -> str | None:
         row = _row(load(trainer), name)
         if row is not None:
             whose = _TITLES.get(trainer, trainer)
-            return f"{name} is {whose}'s; here {_keys(row)}" if row.ours else f"{name} is {whose}'s: {row.reason}"
+            return (
+                f"{name} is {whose}'s; here {_keys(row)}"
+                if row.ours
+                else f"{name} is {whose}'s: {row.reason}"
+            )
     return None
 
 
@@ -81,7 +91,10 @@ def _their_values(table: Table, ours: Mapping[str, Any], with_constants: bool) -
 def _here(table: Table, row: Row, name: str, value: Any, known: list[dict[str, Any]]) -> str:
     held = table.versions_of(name.lstrip("+~"))
     version = next((each for each in reversed(held) if each not in row.ignored), table.newest)
-    outcomes = [outcome_of(row, name.lstrip("+~"), value, ForeignConfig(table, version, each)) for each in known]
+    outcomes = [
+        outcome_of(row, name.lstrip("+~"), value, ForeignConfig(table, version, each))
+        for each in known
+    ]
     outcome = next((each for each in outcomes if each.fate == "taken"), outcomes[0])
     return _sentence(row, outcome)
 

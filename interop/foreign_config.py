@@ -122,7 +122,9 @@ def outcome_of(row: Row, key: str, value: Any, config: ForeignConfig) -> Outcome
         return Outcome("default", {}, "unset")
     if row.is_family:
         below = key.removeprefix(row.key.removesuffix("*"))
-        return Outcome("taken", {name.removesuffix("*") + below: converted for name in row.ours}, row.change)
+        return Outcome(
+            "taken", {name.removesuffix("*") + below: converted for name in row.ours}, row.change
+        )
     return Outcome("taken", dict.fromkeys(row.ours, converted), row.change)
 
 
@@ -130,8 +132,14 @@ def _converted(row: Row, value: Any, config: ForeignConfig) -> Outcome:
     try:
         outcome = FROM_FOREIGN[row.convert or ""](value, config)
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-        return Outcome("unsupported", {}, f"cannot be converted with the keys it depends on: {error}")
-    return outcome if outcome.note or outcome.fate != "taken" else Outcome("taken", outcome.ours, row.change)
+        return Outcome(
+            "unsupported", {}, f"cannot be converted with the keys it depends on: {error}"
+        )
+    return (
+        outcome
+        if outcome.note or outcome.fate != "taken"
+        else Outcome("taken", outcome.ours, row.change)
+    )
 
 
 def foreign_value(row: Row, ours: Mapping[str, Any]) -> Any:
@@ -145,7 +153,9 @@ def foreign_value(row: Row, ours: Mapping[str, Any]) -> Any:
     value = ours.get(row.ours[0], NOT_SET)
     if not row.values or value is NOT_SET:
         return value
-    return next((foreign for foreign, ours_value in row.values.items() if ours_value == value), NOT_SET)
+    return next(
+        (foreign for foreign, ours_value in row.values.items() if ours_value == value), NOT_SET
+    )
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

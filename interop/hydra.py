@@ -22,7 +22,9 @@ KEY = re.compile(
 INTEGER = re.compile(r"[+-]?(?:0|[1-9](?:_?\d)*)")
 _UNSIGNED = r"(?:0|[1-9](?:_?\d)*)"
 _POINT = rf"(?:{_UNSIGNED}\.|{_UNSIGNED}?\.\d(?:_?\d)*)"
-FLOAT = re.compile(rf"[+-]?(?:{_POINT}|(?:{_UNSIGNED}|{_POINT})[eE][+-]?\d(?:_?\d)*|inf|nan)", re.IGNORECASE)
+FLOAT = re.compile(
+    rf"[+-]?(?:{_POINT}|(?:{_UNSIGNED}|{_POINT})[eE][+-]?\d(?:_?\d)*|inf|nan)", re.IGNORECASE
+)
 WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
 # Part of a bare value: a reference, an escape, blanks, or characters that need no quotes. `~` stands for $HOME.
 BARE = re.compile(
@@ -55,7 +57,9 @@ def parse_override(text: str) -> Override:
     reader = _Value(match["value"], text)
     value = reader.element()
     if reader.rest().startswith(","):
-        raise ForeignConfigError(f"{text!r} is a sweep, that is, several trainings; write a list as [a,b]")
+        raise ForeignConfigError(
+            f"{text!r} is a sweep, that is, several trainings; write a list as [a,b]"
+        )
     if reader.rest():
         raise reader.refusal()
     return Override(SIGNS[match["sign"]], key, value)
@@ -132,12 +136,18 @@ class _Value:
 
     def quoted(self) -> str:
         quote = self.text[self.at]
-        match = re.compile(rf"{quote}((?:\\\\)*|.*?[^\\](?:\\\\)*){quote}", re.DOTALL).match(self.text, self.at)
+        match = re.compile(rf"{quote}((?:\\\\)*|.*?[^\\](?:\\\\)*){quote}", re.DOTALL).match(
+            self.text, self.at
+        )
         if match is None:
             raise self.refusal()
         self.at = match.end()
         unescaped = re.sub(rf"\\+{quote}", lambda found: found.group()[1::2], match[1] + quote)
-        return unescaped[:-1] if unescaped.endswith(quote) and not match[1].endswith("\\") else unescaped
+        return (
+            unescaped[:-1]
+            if unescaped.endswith(quote) and not match[1].endswith("\\")
+            else unescaped
+        )
 
     def bare(self, is_key: bool) -> Any:
         """Parse a value without quotes: a number, a boolean, null, or stripped text."""
@@ -146,7 +156,9 @@ class _Value:
         while match := BARE.match(self.text, self.at):
             if is_key and (match["reference"] or match["colon"]):
                 break
-            parts.append((match.group()[1] if match["escape"] else match.group(), bool(match["blank"])))
+            parts.append(
+                (match.group()[1] if match["escape"] else match.group(), bool(match["blank"]))
+            )
             plain = plain and not match["escape"]
             self.at = match.end()
         while parts and parts[0][1]:
@@ -191,10 +203,15 @@ def settings_of_yaml(text: str, name: str, whole: Collection[str] = ()) -> list[
         loader = _Loader(text)
         node = loader.get_single_node()
         if isinstance(node, yaml.SequenceNode):
-            items = [(loader.construct_object(item, deep=True), item.start_mark.line + 1) for item in node.value]
+            items = [
+                (loader.construct_object(item, deep=True), item.start_mark.line + 1)
+                for item in node.value
+            ]
             return [_setting(str(item), f"{name}:{line}") for item, line in items]
         if not isinstance(node, yaml.MappingNode):
-            raise ForeignConfigError(f"{name} has no keys: it is neither a mapping nor a list of overrides")
+            raise ForeignConfigError(
+                f"{name} has no keys: it is neither a mapping nor a list of overrides"
+            )
         return list(_leaves(loader, node, name, whole))
     except yaml.YAMLError as error:
         raise ForeignConfigError(f"{name} is not valid YAML: {error}") from None
@@ -210,7 +227,11 @@ def _leaves(
         if isinstance(value, yaml.MappingNode) and value.value and part not in whole:
             yield from _leaves(loader, value, name, whole, f"{key}.")
         else:
-            yield Setting(key, loader.construct_object(value, deep=True), f"{name}:{key_node.start_mark.line + 1}")
+            yield Setting(
+                key,
+                loader.construct_object(value, deep=True),
+                f"{name}:{key_node.start_mark.line + 1}",
+            )
 
 
 def _setting(text: str, origin: str) -> Setting:

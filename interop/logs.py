@@ -135,7 +135,11 @@ class LogParser:
         if is_ended or len(record.text) > _MAX_JOINED_CHARS:
             del self._open[process]
         trainer = record.form.trainer
-        return Record(record.step, _renamed(trainer, metrics), trainer, record.num_steps) if metrics else None
+        return (
+            Record(record.step, _renamed(trainer, metrics), trainer, record.num_steps)
+            if metrics
+            else None
+        )
 
 
 def _begun(line: str) -> _Open | None:
@@ -155,7 +159,9 @@ def _items(form: _Form, text: str) -> tuple[dict[str, float], bool]:
     for part in (*whole, last):
         match = form.item.match(part, 0, _MAX_ITEM_CHARS)
         if match is not None:
-            metrics[match["name"]] = float({"True": 1, "False": 0}.get(match["value"], match["value"]))
+            metrics[match["name"]] = float(
+                {"True": 1, "False": 0}.get(match["value"], match["value"])
+            )
             rest = part[match.end() :].lstrip(")")
             if rest and not (part is last and re.fullmatch("e[-+]?", rest)):  # a truncated exponent
                 return metrics, True
@@ -188,7 +194,9 @@ def _json_record(line: str) -> Record | None:
         if isinstance(row, dict) and type(row.get("step")) is int:
             is_verl = isinstance(row.get("data"), dict)
             values = row["data"] if is_verl else {key: row[key] for key in row if key != "step"}
-            numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
+            numbers = {
+                key: float(value) for key, value in values.items() if isinstance(value, int | float)
+            }
             if is_verl:
                 return Record(row["step"], _renamed("verl", numbers), "verl")
             return Record(row["step"], numbers, "")

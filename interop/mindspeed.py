@@ -13,8 +13,16 @@ from interop.hydra import settings_of_yaml
 from interop.table import content_of
 
 SECTIONS = (
-    *("megatron_training", "actor_config", "ref_config", "reward_config", "critic_config", "vit_config"),
-    *("rl_config", "generate_config", "profiler_config", "msprobe_config"),
+    "megatron_training",
+    "actor_config",
+    "ref_config",
+    "reward_config",
+    "critic_config",
+    "vit_config",
+    "rl_config",
+    "generate_config",
+    "profiler_config",
+    "msprobe_config",
 )
 PREPROCESS = "preprocess"  # our name for the section of a configs/datasets file, which has none
 _NAMES = (
@@ -24,7 +32,9 @@ _NAMES = (
     "actor_config.model",
     "vit_config.model",
 )  # of architectures
-_ARROW = re.compile(r"\s<-{2,}.*$", re.MULTILINE)  # the guides' remarks after values: <------- on by default
+_ARROW = re.compile(
+    r"\s<-{2,}.*$", re.MULTILINE
+)  # the guides' remarks after values: <------- on by default
 
 
 def trainer_of(settings: list[Setting]) -> str:
@@ -41,8 +51,12 @@ def is_mindspeed(text: str) -> bool:
     """True if a YAML text is (part of) a MindSpeed configuration or one of its data preparation files."""
     found = re.findall(r"^([ \t]*)([\w.-]+)[ \t]*:", text, re.MULTILINE)
     least = min((len(indent) for indent, _ in found), default=0)
-    names = {name.replace("-", "_").partition(".")[0] for indent, name in found if len(indent) == least}
-    return bool(names & set(SECTIONS)) or _prepares(names) or (bool(names) and names <= _home().keys())
+    names = {
+        name.replace("-", "_").partition(".")[0] for indent, name in found if len(indent) == least
+    }
+    return (
+        bool(names & set(SECTIONS)) or _prepares(names) or (bool(names) and names <= _home().keys())
+    )
 
 
 def read_yaml(text: str, name: str, folder: Path | None = None) -> list[Setting]:
@@ -54,7 +68,9 @@ def read_yaml(text: str, name: str, folder: Path | None = None) -> list[Setting]
     """
     plain = _ARROW.sub("", text.replace("\t", "    ").lstrip("\ufeff"))
     settings = settings_of_yaml(plain, name, whole=("map_keys", "defaults"))
-    settings = list(_placed([setting._replace(key=setting.key.replace("-", "_")) for setting in settings]))
+    settings = list(
+        _placed([setting._replace(key=setting.key.replace("-", "_")) for setting in settings])
+    )
     if folder is not None:
         settings = [*_of_model_files(settings, folder), *settings]
     return sorted(
@@ -95,7 +111,9 @@ def _of_model_files(settings: list[Setting], folder: Path) -> Iterator[Setting]:
 def _model_files(settings: list[Setting]) -> Iterator[str]:
     """Yield the names under `model` in the list `defaults`."""
     lists = [
-        setting.value for setting in settings if setting.key == "defaults" and isinstance(setting.value, list)
+        setting.value
+        for setting in settings
+        if setting.key == "defaults" and isinstance(setting.value, list)
     ]
     for group in (each for listed in lists for each in listed if isinstance(each, Mapping)):
         named = group.get("model", ())
@@ -113,7 +131,9 @@ def key_list() -> dict[str, tuple[str, Any]]:
             else (entry["section"],)
         )
         keys |= {
-            f"{place}.{name}": (field[0], field[1]) for place in places for name, field in entry["keys"].items()
+            f"{place}.{name}": (field[0], field[1])
+            for place in places
+            for name, field in entry["keys"].items()
         }
     return keys
 
@@ -143,7 +163,14 @@ def wrong_values(tree: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
-_TYPES = {"bool": (bool,), "int": (int,), "float": (float, int), "str": (str,), "list": (list,), "dict": (dict,)}
+_TYPES = {
+    "bool": (bool,),
+    "int": (int,),
+    "float": (float, int),
+    "str": (str,),
+    "list": (list,),
+    "dict": (dict,),
+}
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,14 +12,25 @@ from typing import Any
 from interop import ForeignConfigError, mindspeed
 from interop.foreign_config import Setting
 from interop.hydra import parse_override, settings_of_yaml
-from interop.shell import Command, Script, ShellError, Word, marks_of, numbers_of, read_script, shown
+from interop.shell import (
+    Command,
+    Script,
+    ShellError,
+    Word,
+    marks_of,
+    numbers_of,
+    read_script,
+    shown,
+)
 from interop.table import TRAINERS, load
 
 ENTRY = re.compile(
     r"(?:.*[./])?(?:main_\w*ppo\w*|main_\w*dapo\w*|train_(?:grpo|dapo|ppo)\w*|posttrain\w*)(?:\.py)?"
 )
 OTHER_ENTRY = re.compile(r"(?:.*[./])?(?:\w*sft_trainer|main_eval|main_generation)\w*(?:\.py)?")
-LIKE_OVERRIDE = re.compile(r"(?:\+\+|\+|~)?[A-Za-z_]\w*(?:\.[\w$-]+)*=.*|~[A-Za-z_]\w*(?:\.[\w$-]+)+", re.DOTALL)
+LIKE_OVERRIDE = re.compile(
+    r"(?:\+\+|\+|~)?[A-Za-z_]\w*(?:\.[\w$-]+)*=.*|~[A-Za-z_]\w*(?:\.[\w$-]+)+", re.DOTALL
+)
 CONFIG_OPTIONS = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd")
 BUILT_IN = re.compile(r"(?:ppo|dapo)\w*trainer\w*(?:[-_]megatron)?\w*")
 MEGATRON = re.compile(r".*megatron.*")
@@ -118,15 +129,25 @@ def _is_override(text: str) -> bool:
 
 def overrides_of(text: str, name: str) -> list[Setting]:
     """Return the settings of a file with one Hydra override per line."""
-    lines = [(number, line.strip().rstrip("\\").strip()) for number, line in enumerate(text.splitlines(), start=1)]
-    words = [Word(line, f"{name}:{number}") for number, line in lines if line and not line.startswith("#")]
+    lines = [
+        (number, line.strip().rstrip("\\").strip())
+        for number, line in enumerate(text.splitlines(), start=1)
+    ]
+    words = [
+        Word(line, f"{name}:{number}")
+        for number, line in lines
+        if line and not line.startswith("#")
+    ]
     return [setting for word in words for setting in _setting(word)]
 
 
 def trainer_of(settings: Iterable[Setting]) -> str:
     """Return the trainer whose table has most of the keys."""
     settings = list(settings)
-    known = {name: sum(load(name).find(setting.key) is not None for setting in settings) for name in TRAINERS}
+    known = {
+        name: sum(load(name).find(setting.key) is not None for setting in settings)
+        for name in TRAINERS
+    }
     most = max(TRAINERS, key=lambda name: known[name])
     return most if most == "verl" else mindspeed.trainer_of(settings)
 
@@ -156,7 +177,9 @@ def _of_scripts(
     for name, text in scripts.items():
         try:
             read.append(
-                read_script(text, name, given, {key: each for key, each in scripts.items() if key != name})
+                read_script(
+                    text, name, given, {key: each for key, each in scripts.items() if key != name}
+                )
             )
         except ShellError as error:
             raise ForeignConfigError(str(error)) from None
@@ -169,17 +192,26 @@ def _of_scripts(
         config, note = _config(word, script, configs)
         settings = [*config, *settings]
         notes += [note] if note else []
-    read_too, left_out = _others(configs, [setting.origin for setting in settings], bool(chosen.config_names))
+    read_too, left_out = _others(
+        configs, [setting.origin for setting in settings], bool(chosen.config_names)
+    )
     settings, notes = [*read_too, *settings], [*notes, *left_out]
-    read_by_hydra = {match[1] for setting in settings for match in ENVIRONMENT.finditer(str(setting.value))}
+    read_by_hydra = {
+        match[1] for setting in settings for match in ENVIRONMENT.finditer(str(setting.value))
+    }
     _require_used({name: given[name] for name in given.keys() - read_by_hydra}, read)
     _require_known(settings, script)
     if not settings:
         raise ForeignConfigError(
-            "\n".join([f"{chosen.origin}: the command sets no training keys; also give its YAML", *notes])
+            "\n".join(
+                [f"{chosen.origin}: the command sets no training keys; also give its YAML", *notes]
+            )
         )
     before = [note for note in script.notes if _line(note) <= _line(chosen.origin)]
-    kept = [f"{at}: ${name} is replaced by {'~' if name == 'HOME' else '.'}" for name, at in script.kept.items()]
+    kept = [
+        f"{at}: ${name} is replaced by {'~' if name == 'HOME' else '.'}"
+        for name, at in script.kept.items()
+    ]
     environment = {name: text for name, text in chosen.environment.items() if not marks_of(text)}
     settings = _resolved(settings, environment, given)
     return Reading(settings, trainer_of(settings), environment, [*before, *kept, *notes])
@@ -220,7 +252,9 @@ def trainings_of(script: Script) -> list[Training]:
                 "lacks a backslash at its end, or has a space after it"
             )
         is_entry = any(ENTRY.fullmatch(text) for text in texts[1:])
-        overrides = [text for text in texts if LIKE_OVERRIDE.fullmatch(text) and _root(text) in roots]
+        overrides = [
+            text for text in texts if LIKE_OVERRIDE.fullmatch(text) and _root(text) in roots
+        ]
         if any(OTHER_ENTRY.fullmatch(text) for text in texts[1:]):
             continue
         if (is_entry and not texts[0].endswith(("echo", "pkill"))) or len(overrides) > 1:
@@ -260,8 +294,13 @@ def _training(command: Command, script: Script) -> Training:
             settings += _setting(word)
     command_text = " ".join(shown(text, script.unknowns) for text in texts[: entry + 1])
     return Training(
-        *(command.origin, command_text, tuple(settings), command.environment, command.conditions),
-        *(tuple(config_names), tuple(notes)),
+        command.origin,
+        command_text,
+        tuple(settings),
+        command.environment,
+        command.conditions,
+        tuple(config_names),
+        tuple(notes),
     )
 
 
@@ -285,7 +324,9 @@ def _one(
             + (f" (if {' and '.join(each.conditions)})" * bool(each.conditions))
             for number, (_, each) in enumerate(found, start=1)
         ]
-        raise ForeignConfigError("\n".join([f"found {len(found)} trainings; select one with FILE#N:", *lines]))
+        raise ForeignConfigError(
+            "\n".join([f"found {len(found)} trainings; select one with FILE#N:", *lines])
+        )
     if training is not None and not 1 <= training <= len(found):
         raise ForeignConfigError(f"no training {training}: found {len(found)}")
     return found[(training or 1) - 1]
@@ -308,7 +349,9 @@ def _nothing_found(read: list[Script]) -> str:
     return "\n".join(lines)
 
 
-def _config(word: Word, script: Script, configs: Mapping[str, list[Setting]]) -> tuple[list[Setting], str]:
+def _config(
+    word: Word, script: Script, configs: Mapping[str, list[Setting]]
+) -> tuple[list[Setting], str]:
     """Return the settings of the configuration that a command selects, and a note, if any."""
     name = PurePosixPath(word.text).name
     for known in (name, f"{name}.yaml", f"{name}.yml"):
@@ -319,9 +362,14 @@ def _config(word: Word, script: Script, configs: Mapping[str, list[Setting]]) ->
                 return config_of(document.text, f"{document.origin} {known}"), ""
     if BUILT_IN.fullmatch(name.removesuffix(".yaml")):
         if MEGATRON.fullmatch(name):
-            return [Setting("actor_rollout_ref.actor.strategy", "megatron", f"{word.origin} {name}")], ""
+            return [
+                Setting("actor_rollout_ref.actor.strategy", "megatron", f"{word.origin} {name}")
+            ], ""
         return [], ""
-    return [], f"{word.origin}: configuration {word.text} is not among the given files; its values are not read"
+    return (
+        [],
+        f"{word.origin}: configuration {word.text} is not among the given files; its values are not read",
+    )
 
 
 def _require_used(given: Mapping[str, str], read: list[Script]) -> None:
@@ -343,11 +391,17 @@ def _require_known(settings: Iterable[Setting], script: Script) -> None:
     if not asked:
         return
     plural = "s" * (len(asked) > 1)
-    lines = [f"{len(asked)} value{plural} known only on the script's machine; give each with --set-env:"]
+    lines = [
+        f"{len(asked)} value{plural} known only on the script's machine; give each with --set-env:"
+    ]
     for number, keys in asked.items():
         unknown = script.unknowns[number]
-        shown_keys = ", ".join(f"{key} ({origin})" for key, origin in keys[:4]) + ", ..." * (len(keys) > 4)
-        lines.append(f"  --set-env {_typed(unknown.name)}  {unknown.origin}, {unknown.why}; affects {shown_keys}")
+        shown_keys = ", ".join(f"{key} ({origin})" for key, origin in keys[:4]) + ", ..." * (
+            len(keys) > 4
+        )
+        lines.append(
+            f"  --set-env {_typed(unknown.name)}  {unknown.origin}, {unknown.why}; affects {shown_keys}"
+        )
     raise ForeignConfigError("\n".join(lines))
 
 

@@ -48,16 +48,34 @@ TINY: dict[str, Any] = {
 }
 # Sizes, places and devices, replaced by TINY; everything else is the algorithm and is kept.
 REPLACED_BY_TINY = (
-    *("data", "model", "serve", "evaluate", "store", "external", "validation", "checkpoint"),
-    *("rollout", "train.num_ranks", "train.placement", "train.device", "train.device_model", "train.fsdp_size"),
+    "data",
+    "model",
+    "serve",
+    "evaluate",
+    "store",
+    "external",
+    "validation",
+    "checkpoint",
+    "rollout",
+    "train.num_ranks",
+    "train.placement",
+    "train.device",
+    "train.device_model",
+    "train.fsdp_size",
     *(
         "train.sequence_parallel",
         "train.offload_parameters",
         "train.offload_optimizer",
         "train.offload_activations",
     ),
-    *("train.ray_address", "train.trackers", "train.tracker_project", "train.backend", "train.warmup_steps"),
-    *("train.reshard_after_forward", "train.compile", "train.mini_prompts"),
+    "train.ray_address",
+    "train.trackers",
+    "train.tracker_project",
+    "train.backend",
+    "train.warmup_steps",
+    "train.reshard_after_forward",
+    "train.compile",
+    "train.mini_prompts",
 )
 KEPT_OF_ROLLOUT = ("rollout.temperature", "rollout.top_p", "rollout.top_k")
 
@@ -77,7 +95,10 @@ class Recipe:
 
 
 def recipe_of(
-    account: Account, defaults: Mapping[str, Any], backend: str = "own", env: Mapping[str, str] | None = None
+    account: Account,
+    defaults: Mapping[str, Any],
+    backend: str = "own",
+    env: Mapping[str, str] | None = None,
 ) -> Recipe:
     """Return the keys that an account sets; with another backend, also settings that only it understands.
 
@@ -87,7 +108,9 @@ def recipe_of(
     for entry in (*account.implied, *account.entries):
         is_implied = entry.setting.origin.startswith("default of ")
         for name, value in entry.ours.items():
-            if entry.fate == "taken" and not (is_implied and name in defaults and defaults[name] == value):
+            if entry.fate == "taken" and not (
+                is_implied and name in defaults and defaults[name] == value
+            ):
                 recipe.values[name] = value
                 recipe.comments[name] = _comment(entry)
         if not (is_implied or entry.fate == "taken"):
@@ -95,7 +118,9 @@ def recipe_of(
     if backend != "own":
         _add_backend(recipe, account, backend, env or {})
     order = list(defaults)
-    named = sorted(recipe.values, key=lambda name: order.index(name) if name in order else len(order))
+    named = sorted(
+        recipe.values, key=lambda name: order.index(name) if name in order else len(order)
+    )
     recipe.values = {name: recipe.values[name] for name in named}
     return recipe
 
@@ -120,9 +145,15 @@ def _add_backend(recipe: Recipe, account: Account, backend: str, env: Mapping[st
         recipe.values["external.num_nodes"] = int(values["trainer.nnodes"])
     if env:
         recipe.values["external.env"] = dict(env)
-    strategies = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy", "model_engine")
+    strategies = (
+        "actor_rollout_ref.actor.strategy",
+        "actor_rollout_ref.ref.strategy",
+        "model_engine",
+    )
     recipe.left = [
-        entry for entry in recipe.left if not (entry.name in strategies and entry.setting.value == "megatron")
+        entry
+        for entry in recipe.left
+        if not (entry.name in strategies and entry.setting.value == "megatron")
     ]
     table = load(account.trainer)
     taken = []
@@ -134,7 +165,8 @@ def _add_backend(recipe: Recipe, account: Account, backend: str, env: Mapping[st
     recipe.left = [entry for entry in recipe.left if entry not in taken]
     if taken:
         lines = {
-            entry.setting.key: override(entry.setting.key, entry.setting.value, is_added=True) for entry in taken
+            entry.setting.key: override(entry.setting.key, entry.setting.value, is_added=True)
+            for entry in taken
         }
         recipe.values["external.overrides"] = list(lines.values())
         recipe.comments["external.overrides"] = f"{len(lines)} keys without an equivalent here"
@@ -150,7 +182,9 @@ def tiny_of(recipe: Recipe) -> Recipe:
     }
     values = {**kept, **TINY}
     updates = max(
-        int(recipe.values.get("train.train_prompts", 2)) // int(recipe.values.get("train.mini_prompts", 1)), 1
+        int(recipe.values.get("train.train_prompts", 2))
+        // int(recipe.values.get("train.mini_prompts", 1)),
+        1,
     )
     values["train.mini_prompts"] = 1 if updates > 1 else 2
     values["rollout.group_size"] = min(max(int(recipe.values.get("rollout.group_size", 4)), 2), 4)
@@ -158,8 +192,12 @@ def tiny_of(recipe: Recipe) -> Recipe:
         values["reward.overlong.buffer_tokens"] = 8
     path = values.get("custom_reward.path")
     if path is not None and not Path(path).expanduser().is_file():
-        values = {name: value for name, value in values.items() if not name.startswith("custom_reward.")}
-    same = [name for name in values if name in recipe.values and values[name] == recipe.values[name]]
+        values = {
+            name: value for name, value in values.items() if not name.startswith("custom_reward.")
+        }
+    same = [
+        name for name in values if name in recipe.values and values[name] == recipe.values[name]
+    ]
     comments = {name: recipe.comments.get(name, "") for name in same}
     return Recipe(values, {**dict.fromkeys(values, "--tiny"), **comments}, recipe.left)
 
@@ -176,7 +214,9 @@ def written(recipe: Recipe, header: Sequence[str]) -> str:
 
 def _comment_of_left(entry: Entry) -> str:
     setting = entry.setting
-    return f"{setting.origin} {setting.key}={_short(setting.value)}: {entry.fate}; {entry.note}".replace("\n", " ")
+    return f"{setting.origin} {setting.key}={_short(setting.value)}: {entry.fate}; {entry.note}".replace(
+        "\n", " "
+    )
 
 
 def _section(tree: Mapping[str, Any], comments: Mapping[str, str], prefix: str) -> Iterator[str]:
@@ -204,7 +244,8 @@ def changing(implied: Iterable[Entry], defaults: Mapping[str, Any]) -> list[Entr
     return [
         entry
         for entry in implied
-        if entry.fate in BLOCKING or any(defaults.get(name, NOT_SET) != ours for name, ours in entry.ours.items())
+        if entry.fate in BLOCKING
+        or any(defaults.get(name, NOT_SET) != ours for name, ours in entry.ours.items())
     ]
 
 

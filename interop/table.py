@@ -42,7 +42,11 @@ Fate = Literal[
     "misspelt",
     "contradicting",
 ]
-BLOCKING = ("unsupported", "misspelt", "contradicting")  # an import stops at these unless they are allowed
+BLOCKING = (
+    "unsupported",
+    "misspelt",
+    "contradicting",
+)  # an import stops at these unless they are allowed
 TRAINERS = ("verl", "mindspeed-rl", "mindspeed-mm")
 
 
@@ -172,11 +176,18 @@ class Table:
     @functools.cached_property
     def _sections(self) -> frozenset[str]:
         parts = (known.split(".") for known in self._exact)
-        return frozenset(".".join(names[:depth]) for names in parts for depth in range(1, len(names)))
+        return frozenset(
+            ".".join(names[:depth]) for names in parts for depth in range(1, len(names))
+        )
 
     @functools.cached_property
     def _families(self) -> list[tuple[str, re.Pattern[str], Row]]:
-        found = [(name, _expression(name), row) for row in self.rows for name in row.names() if "*" in name]
+        found = [
+            (name, _expression(name), row)
+            for row in self.rows
+            for name in row.names()
+            if "*" in name
+        ]
         return sorted(found, key=lambda each: -len(each[0].replace("*", "")))
 
 
@@ -195,12 +206,19 @@ def content_of(name: str) -> dict[str, Any]:
     file = Path(__file__).parent / "keys" / f"{name}.yaml"
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     content: dict[str, Any] = yaml.load(file.read_text(encoding="utf-8"), Loader=loader)
-    return {**content, "like": content_of(content["like"])["sections"]} if "like" in content else content
+    return (
+        {**content, "like": content_of(content["like"])["sections"]}
+        if "like" in content
+        else content
+    )
 
 
 def read(content: Mapping[str, Any]) -> Table:
     """Build a table from a YAML file's content."""
-    versions, aliases = tuple(str(version) for version in content["versions"]), content.get("aliases", ())
+    versions, aliases = (
+        tuple(str(version) for version in content["versions"]),
+        content.get("aliases", ()),
+    )
     rows = list(_rows(content["sections"], versions, aliases))
     own = {row.key for row in rows}
     rows += (row for row in _rows(content.get("like", ()), versions, aliases) if row.key not in own)
@@ -255,7 +273,9 @@ def _row(fields: dict[str, Any], section: str, versions: tuple[str, ...]) -> Row
 
 
 def _defaults(value: Any, versions: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    is_by_version = isinstance(value, dict) and value and all(re.match(r"\d|-$", str(name)) for name in value)
+    is_by_version = (
+        isinstance(value, dict) and value and all(re.match(r"\d|-$", str(name)) for name in value)
+    )
     by_range = value if is_by_version else {"-": value}
     for held, of_range in by_range.items():
         for version in _range("-", versions, held) if of_range is not NOT_SET else ():

@@ -91,11 +91,15 @@ def link_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
             num_bytes += path.stat().st_size
             link_or_copy(path.resolve(), target)
     if config.model.chat_template is not None:
-        place_chat_template(Path(config.model.chat_template), folder, config.model.trust_remote_code)
+        place_chat_template(
+            Path(config.model.chat_template), folder, config.model.trust_remote_code
+        )
     return {"bytes": num_bytes}
 
 
-@stage_task("evaluate-model", task_run_name="{label}", afterwards="run it again: finished answers are kept")
+@stage_task(
+    "evaluate-model", task_run_name="{label}", afterwards="run it again: finished answers are kept"
+)
 def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str) -> Artifact:
     """Evaluate one model: a results folder, or a suite of them (eval/suite.py), recorded as `label`.
 
@@ -112,18 +116,27 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
         log_path = run.store.log_path(key.stage, key.key)
         link_log(run, log_path)
         with run.store.in_use():
-            suite = benchmarks_of(run.store, link.stage, link.config, key.inputs, label in run.forced)
+            suite = benchmarks_of(
+                run.store, link.stage, link.config, key.inputs, label in run.forced
+            )
             link_stored_results(link.config, suite, folder)
         commands = []
         if any(one.stored is None for one in suite):
             with served(link, model, log_path) as (servers, digest, model_folder):
-                files = {name: Path(data.path, file) for name, file in benchmark_files(link.config).items()}
+                files = {
+                    name: Path(data.path, file)
+                    for name, file in benchmark_files(link.config).items()
+                }
                 missing = [
-                    one.benchmark(files[one.name], folder, model_folder) for one in suite if one.stored is None
+                    one.benchmark(files[one.name], folder, model_folder)
+                    for one in suite
+                    if one.stored is None
                 ]
                 urls = ", ".join(server.base_url for server in servers)
                 num_items = sum(len(one.evaluation_set.items) for one in missing)
-                logger.info("%s serves on %s; evaluating %d items", servers[0].model, urls, num_items)
+                logger.info(
+                    "%s serves on %s; evaluating %d items", servers[0].model, urls, num_items
+                )
                 on_progress = StageProgress(run, label).on_progress
                 evaluate_all(
                     missing,
@@ -155,7 +168,9 @@ def served(
 
 
 @stage_task("train-policy", afterwards="run it again: it continues from its last checkpoint")
-def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: bool = False) -> Artifact:
+def train_policy(
+    run: Run, data: Artifact, model: Artifact, skips_if_locked: bool = False
+) -> Artifact:
     """Train: writes metrics.jsonl and checkpoints/step_NNNNNN (other trainers use their own names).
 
     The next attempt with the same key attaches to a training that is still running, or resumes from its last
@@ -167,19 +182,38 @@ def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: boo
 
     def build(folder: Path) -> Output:
         arguments: list[str | Path] = ["train", run.config_path]
-        arguments += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
+        arguments += [
+            "--data",
+            Path(data.path) / TRAIN_FILE,
+            "--model",
+            model.path,
+            "--output",
+            folder,
+        ]
         if validates(run.config):
             arguments += ["--held-out", Path(data.path) / EVAL_FILE]
-        arguments += [*resume_options(run.config.checkpoint.resume, attempt), *keep_options(run.config)]
+        arguments += [
+            *resume_options(run.config.checkpoint.resume, attempt),
+            *keep_options(run.config),
+        ]
         detach = DetachOptions(
             unwatched_seconds=60 * run.config.flow.unwatched_minutes,
             stop_seconds=run.config.flow.stop_seconds,
             survives=is_worker_restart,
             lock=lambda: hold(
-                training_lock_path(run.config), run.folder.name, key.key, skips_if_locked and attempt == 1
+                training_lock_path(run.config),
+                run.folder.name,
+                key.key,
+                skips_if_locked and attempt == 1,
             ),
         )
-        run_dapo(arguments, run, key, detach=detach, on_line=StageProgress(run, "train_policy", folder).on_line)
+        run_dapo(
+            arguments,
+            run,
+            key,
+            detach=detach,
+            on_line=StageProgress(run, "train_policy", folder).on_line,
+        )
         return Output(last_metrics(folder), checkpoint_digests(folder))
 
     return run.produce("train_policy", key, build)
@@ -211,7 +245,13 @@ def checkpoint_digests(folder: Path) -> dict[str, str]:
 def last_metrics(folder: Path) -> dict[str, float]:
     """Headline metrics of the last step, for the manifest."""
     last = read_json_lines(folder / METRICS_FILE)[-1]
-    names = ("step", "critic/score/mean", "sampler/accuracy", "response_length/mean", "perf/throughput")
+    names = (
+        "step",
+        "critic/score/mean",
+        "sampler/accuracy",
+        "response_length/mean",
+        "perf/throughput",
+    )
     return {name: last[name] for name in names if name in last}
 
 
@@ -227,16 +267,25 @@ def merge_checkpoint(
         from dapo_core.merge.run import remove_leftovers
 
         merge = run.config.merge
-        options = ["--checkpoint", merge.checkpoint if step is None else "latest", "--dtype", merge.dtype]
+        options = [
+            "--checkpoint",
+            merge.checkpoint if step is None else "latest",
+            "--dtype",
+            merge.dtype,
+        ]
         options += ["--max-shard-bytes", str(merge.max_shard_bytes)]
         options += [] if run.config.train.backend == "own" else ["--config", str(run.config_path)]
         remove_leftovers(folder.parent)
         run_dapo(["merge", source, folder, *options], run, key)
         files = json.loads((folder / MERGE_MANIFEST).read_text(encoding="utf-8"))["files"]
         digests = {
-            name: f"blake3:{row['blake3']}" for name, row in files.items() if algorithm_for(name) == "blake3"
+            name: f"blake3:{row['blake3']}"
+            for name, row in files.items()
+            if algorithm_for(name) == "blake3"
         }
-        return Output({"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}, digests)
+        return Output(
+            {"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}, digests
+        )
 
     return run.produce(label, key, build)
 

@@ -22,7 +22,9 @@ from tasks.artifacts.references import COMMIT, FILE, inputs_of, resolve_once
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ModelConfig
 
-CHAT_TEMPLATE = "chat_template.jinja"  # takes precedence over tokenizer_config.json in transformers and vLLM
+CHAT_TEMPLATE = (
+    "chat_template.jinja"  # takes precedence over tokenizer_config.json in transformers and vLLM
+)
 SCHEMES = {"huggingface": "hf", "modelscope": "modelscope"}
 PROBE = "How many apples are left?"
 
@@ -54,7 +56,9 @@ def describe_fetch(model: ModelConfig) -> str:
     return f"fetches {model_name(model)} at {snapshot.commit[:12]}: {len(chosen)} files{total}"
 
 
-def link_known_files(store: ArtifactStore, stage: str, inputs: Mapping[str, str], folder: Path) -> None:
+def link_known_files(
+    store: ArtifactStore, stage: str, inputs: Mapping[str, str], folder: Path
+) -> None:
     """Hard-link files with the same name and digest from earlier artifacts; fetching verifies them again.
 
     A new commit often changes only the model card.
@@ -62,10 +66,16 @@ def link_known_files(store: ArtifactStore, stage: str, inputs: Mapping[str, str]
     for earlier, manifest in store.finished(stage):
         for name, digest in inputs.items():
             path = name.removeprefix(FILE)
-            if not name.startswith(FILE) or manifest["inputs"].get(name) != digest or (folder / path).exists():
+            if (
+                not name.startswith(FILE)
+                or manifest["inputs"].get(name) != digest
+                or (folder / path).exists()
+            ):
                 continue
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(OSError):  # a file system without hard links, or a converted file
+            with contextlib.suppress(
+                OSError
+            ):  # a file system without hard links, or a converted file
                 os.link(earlier / path, folder / path)
 
 
@@ -81,7 +91,10 @@ def fetched_metrics(model: ModelConfig, inputs: Mapping[str, str], folder: Path)
 
 
 def fetch_model_files(
-    model: ModelConfig, folder: Path, commit: str | None = None, on_progress: OnProgress | None = None
+    model: ModelConfig,
+    folder: Path,
+    commit: str | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Snapshot:
     """Fetch the model's files into `folder` and return the snapshot they belong to.
 
@@ -130,7 +143,9 @@ def place_chat_template(template: Path, folder: Path, trust_remote_code: bool = 
             f"model.chat_template={template} cannot be rendered: {error}; correct the file"
         ) from error
     if PROBE not in text:
-        raise ModelError(f"model.chat_template={template} drops the user message: it renders {text!r}")
+        raise ModelError(
+            f"model.chat_template={template} drops the user message: it renders {text!r}"
+        )
 
 
 def _chosen(model: ModelConfig, snapshot: Snapshot) -> list[str]:
@@ -149,7 +164,9 @@ def _files_to_fetch(model: ModelConfig, paths: Sequence[str]) -> list[str]:
 def _require_no_other_weights(folder: Path, chosen: Sequence[str]) -> None:
     """Raise ModelError if the folder holds weights of another model, since loading would pick up both."""
     present = {path.name for path in folder.glob("*.safetensors")}
-    converted = {path.replace("pytorch_model", "model").replace(".bin", ".safetensors") for path in chosen}
+    converted = {
+        path.replace("pytorch_model", "model").replace(".bin", ".safetensors") for path in chosen
+    }
     if others := sorted(present - converted):
         raise ModelError(
             f"{folder} holds {others[0]}, which is not part of the model to fetch: it belongs to another model or "

@@ -43,15 +43,21 @@ class Link:
     label: str
     stage: Stage
     config: ChainConfig  # read by the stage
-    needs: tuple[str, ...]  # labels of the upstream artifacts, passed to `inputs` after the configuration
+    needs: tuple[
+        str, ...
+    ]  # labels of the upstream artifacts, passed to `inputs` after the configuration
     inputs: Callable[..., dict[str, str]]  # (config, *artifacts) -> digests
-    files: Callable[[ChainConfig], dict[str, str]] = lambda _: {}  # digests of files named in the configuration
+    files: Callable[[ChainConfig], dict[str, str]] = (
+        lambda _: {}
+    )  # digests of files named in the configuration
 
     @property
     def command(self) -> str:
         """The command that runs this stage alone."""
         side = side_of(self.label)
-        return f"dapo stage {self.stage.name.replace('_', '-')} CONFIG" + (f" --side {side}" if side else "")
+        return f"dapo stage {self.stage.name.replace('_', '-')} CONFIG" + (
+            f" --side {side}" if side else ""
+        )
 
     def key(self, *artifacts: Artifact) -> StageKey:
         """The key of the output, given the upstream artifacts in the order of `needs`."""
@@ -170,7 +176,9 @@ def step_checkpoint(training: Artifact, step: int) -> Path:
     folder = Path(training.path) / CHECKPOINTS
     others = {other.step: other.path for other in other_checkpoints(folder)}
     if not (path := others.get(step, step_folder(folder, step))).is_dir():
-        kept = ", ".join(str(kept) for kept in others or map(named_step, checkpoint_folders(folder)))
+        kept = ", ".join(
+            str(kept) for kept in others or map(named_step, checkpoint_folders(folder))
+        )
         raise CheckpointError(
             f"the training in the store kept checkpoints of steps {kept}, but evaluate.checkpoints names {step}; "
             "dapo stage train-policy CONFIG --force trains again and keeps it, or name one of these"
@@ -181,10 +189,14 @@ def step_checkpoint(training: Artifact, step: int) -> Path:
 def _model(config: ChainConfig) -> Link:
     """The policy's model; only a model built from model.recipe needs the data."""
     if config.model.source == "recipe":
-        return Link("fetch_model", BUILD_MODEL, config, ("prepare_data",), model_inputs, model_files)
+        return Link(
+            "fetch_model", BUILD_MODEL, config, ("prepare_data",), model_inputs, model_files
+        )
     return Link("fetch_model", FETCH_MODEL, config, (), model_inputs, model_files)
 
 
 def _evaluation(side: str, config: ChainConfig, model: str) -> Link:
     needs = ("prepare_data", model)
-    return Link(f"evaluate_{side}", EVALUATE_MODEL, config, needs, evaluate_model_inputs, evaluation_files)
+    return Link(
+        f"evaluate_{side}", EVALUATE_MODEL, config, needs, evaluate_model_inputs, evaluation_files
+    )

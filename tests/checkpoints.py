@@ -42,9 +42,16 @@ def flip(name: str, offset: int = -1) -> Callable[[Path], None]:
 def make_state(step: int, accuracy: float | None = None) -> TrainerState:
     """Make a state after `step`, with every kind of group and floats that a lossy format would round."""
     groups = [make_group([1.0, -1.0], index, [3, 0], policy_version=index) for index in (4, 9)]
-    awkward = [replace(groups[0].rollouts[0], rollout_log_probs=[-0.1, -1 / 3, -5e-324], overlong_penalty=-0.3)]
+    awkward = [
+        replace(
+            groups[0].rollouts[0], rollout_log_probs=[-0.1, -1 / 3, -5e-324], overlong_penalty=-0.3
+        )
+    ]
     prompt = Prompt(7, (3, 4), "arithmetic", "1", {"level": 3, "answers": [1.5, None]})
-    responses = [Response("12/0", [5, 6], [-0.1, -1 / 3], "stop"), Response("12/1", [5], [-2.5], "abort")]
+    responses = [
+        Response("12/0", [5, 6], [-0.1, -1 / 3], "stop"),
+        Response("12/1", [5], [-2.5], "abort"),
+    ]
     validated = {} if accuracy is None else {"validation/accuracy": accuracy}
     return TrainerState(
         step=step,
@@ -136,7 +143,12 @@ def make_model_folder(folder: Path) -> Path:
     weights = ("model.safetensors", "pytorch_model.bin", "tf_model.h5", "x.gguf")
     for name in (*MODEL_FILES, *weights, "manifest.json"):
         (folder / name).write_text(name, encoding="utf-8")
-    index = {"weight_map": {"model.norm.weight": "model.safetensors", "lm_head.weight": "model.safetensors"}}
+    index = {
+        "weight_map": {
+            "model.norm.weight": "model.safetensors",
+            "lm_head.weight": "model.safetensors",
+        }
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder
 
@@ -170,12 +182,17 @@ def assert_complete(checkpoint: Path, state: TrainerState) -> None:
     assert require_files(checkpoint, with_shards=True) is not None
     shards = [path.read_text(encoding="utf-8") for path in checkpoint.glob("*.distcp")]
     assert shards == [f"shard of {checkpoint.name}\n"] * 2
-    assert json.loads((checkpoint / NAMES_FILE).read_text()) == ["lm_head.weight", "model.norm.weight"]
+    assert json.loads((checkpoint / NAMES_FILE).read_text()) == [
+        "lm_head.weight",
+        "model.norm.weight",
+    ]
     assert files_below(checkpoint / HUGGINGFACE_FOLDER) == list(MODEL_FILES)
 
 
 def files_below(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
 def names_in(folder: Path) -> list[str]:

@@ -75,7 +75,9 @@ class Site:
 def make_site(folder: Path, network: list[FakeHost] | str, **changes: Any) -> Site:
     """Write the hosts' inventory into a folder; without namespaces, use two loopback addresses."""
     if isinstance(network, str):
-        listed = [{"name": f"loop{n}", "address": f"127.0.0.{n}", "interface": "lo"} for n in (2, 3)]
+        listed = [
+            {"name": f"loop{n}", "address": f"127.0.0.{n}", "interface": "lo"} for n in (2, 3)
+        ]
         shell = "env DAPO_HOST={host} sh -c"
     else:
         listed = [{"name": host.name, "address": host.address} for host in network]
@@ -89,7 +91,9 @@ def make_site(folder: Path, network: list[FakeHost] | str, **changes: Any) -> Si
 
 def train(host: FakeHost, head: FakeHost, world: World, output: Path) -> str:
     """Run a one-step training on the cluster from a host; returns its standard error."""
-    done = _run(host, TRAINING, f"{head.address}:{PORT}", str(world.data), str(world.model), str(output))
+    done = _run(
+        host, TRAINING, f"{head.address}:{PORT}", str(world.data), str(world.model), str(output)
+    )
     assert "RESULT 1" in done.stdout, f"{done.stdout}{done.stderr}"
     assert (output / "metrics.jsonl").read_text().count("\n") == 1
     return done.stderr
@@ -99,9 +103,15 @@ def preflight(
     host: FakeHost, head: FakeHost, store: Path, is_whole: bool = True
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Run the cluster's preflight from a host, also of its nodes if `is_whole`; findings by check and status."""
-    done = _run(host, PREFLIGHT, f"{head.address}:{PORT}", str(store), *(["whole"] if is_whole else []))
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")] or [done.stderr]
-    return {(each["check"], each["status"]): each for each in json.loads(line.removeprefix("FOUND "))}
+    done = _run(
+        host, PREFLIGHT, f"{head.address}:{PORT}", str(store), *(["whole"] if is_whole else [])
+    )
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")] or [
+        done.stderr
+    ]
+    return {
+        (each["check"], each["status"]): each for each in json.loads(line.removeprefix("FOUND "))
+    }
 
 
 def _run(host: FakeHost, *program: str) -> subprocess.CompletedProcess[str]:

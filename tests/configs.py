@@ -12,5 +12,8 @@ def make_config(model_path: str | Path = "model", **sections: dict[str, Any]) ->
     """A valid CPU configuration with the given keys, by section."""
     values: dict[str, Any] = {"model": {"path": str(model_path)}, **sections}
     return Config.model_validate(
-        {**values, "data": {"train": "arithmetic", "eval": "arithmetic", **sections.get("data", {})}}
+        {
+            **values,
+            "data": {"train": "arithmetic", "eval": "arithmetic", **sections.get("data", {})},
+        }
     )

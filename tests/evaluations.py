@@ -80,7 +80,9 @@ def make_row(item: Item, letter: str, sample: int = 0, **changes: Any) -> Row:
 
 def make_rows(items: list[Item], outcomes: str) -> list[Row]:
     """Make rows from `outcomes`: a group of letters per item, or without spaces a letter per item."""
-    groups = outcomes.split() if len(outcomes.split()) == len(items) else list(outcomes.replace(" ", ""))
+    groups = (
+        outcomes.split() if len(outcomes.split()) == len(items) else list(outcomes.replace(" ", ""))
+    )
     return [
         make_row(item, letter, sample)
         for item, letters in zip(items, groups, strict=True)
@@ -108,7 +110,9 @@ def write_results(
     """Write a results folder; `settings` override or extend the default settings."""
     items = items or make_items(len(outcomes.replace(" ", "")))
     directory.mkdir(parents=True)
-    (directory / "settings.json").write_text(json.dumps(settings_of(items, model, **(settings or {}))))
+    (directory / "settings.json").write_text(
+        json.dumps(settings_of(items, model, **(settings or {})))
+    )
     write_rows(directory, make_rows(items, outcomes))
     return directory
 
@@ -117,7 +121,9 @@ def compared(before: str, after: str) -> Comparison:
     """Compare two evaluations of the same items, all of one level."""
     num_items = len(before.split()) if " " in before else len(before)
     items = make_items(num_items, per_level=max(4, num_items))
-    return compare_evaluations(evaluation(items, before, "base"), evaluation(items, after, "trained"))
+    return compare_evaluations(
+        evaluation(items, before, "base"), evaluation(items, after, "trained")
+    )
 
 
 def packed_items(page: str) -> tuple[list[list[Any]], list[str]]:
@@ -129,7 +135,10 @@ def packed_items(page: str) -> tuple[list[list[Any]], list[str]]:
 
 def no_plots(*_: object) -> Plots:
     """Empty plots, in place of `draw_plots`."""
-    return {name: [""] for name in ("accuracy", "gain", "length", "limit", "transition", "training", "prompts")}
+    return {
+        name: [""]
+        for name in ("accuracy", "gain", "length", "limit", "transition", "training", "prompts")
+    }
 
 
 def write_report(*arguments: Any) -> dict[str, Any]:

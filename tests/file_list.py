@@ -12,14 +12,20 @@ PACKAGES = ("flows", "tasks", "dapo_core", "eval", "downloads", "interop", "benc
 
 def file_list() -> str:
     """The page as Markdown: a table for each package."""
-    lines = ["# Every file", "", "Written by `make files` from the first line of each file's docstring."]
+    lines = [
+        "# Every file",
+        "",
+        "Written by `make files` from the first line of each file's docstring.",
+    ]
     for package in PACKAGES:
         lines += ["", f"## {package}", "", "| file | what it holds |", "|---|---|"]
         for path in sorted((PROJECT_ROOT / package).rglob("*.py")):
             docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             if path.name != "__init__.py":
                 phrase = docstring.partition("\n")[0].replace("|", "\\|")
-                lines.append(f"| `{path.relative_to(PROJECT_ROOT / package).as_posix()}` | {phrase} |")
+                lines.append(
+                    f"| `{path.relative_to(PROJECT_ROOT / package).as_posix()}` | {phrase} |"
+                )
     return "\n".join(lines) + "\n"
 
 

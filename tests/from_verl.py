@@ -54,7 +54,9 @@ def _others(rows: Sequence[Row], table: Table) -> Iterator[str]:
         by_reason: dict[str, list[str]] = {}
         for row in rows:
             if row.fate == fate:
-                by_reason.setdefault(row.reason, []).append(_names(row) + _only(row) + _ignored(row, table))
+                by_reason.setdefault(row.reason, []).append(
+                    _names(row) + _only(row) + _ignored(row, table)
+                )
         for reason, names in by_reason.items():
             yield f"- {title}: {', '.join(names)}. {reason}"
         if by_reason:
@@ -86,7 +88,9 @@ def _only(row: Row) -> str:
 
 
 def _spelt(value: object) -> str:
-    return f"`{'null' if value is None else str(value).lower() if isinstance(value, bool) else value}`"
+    return (
+        f"`{'null' if value is None else str(value).lower() if isinstance(value, bool) else value}`"
+    )
 
 
 def _change(row: Row, table: Table) -> str:

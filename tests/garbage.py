@@ -22,7 +22,9 @@ def nights(store: Path, *weights: str) -> list[Run]:
     runs = []
     for step, word in enumerate(weights, start=60):
         config = small_config(store, f"train.total_steps={step}")
-        runs.append(record_run(config, Outcome(weights=word, after="rrrw"[step % 4 :] + "w" * (step % 4))))
+        runs.append(
+            record_run(config, Outcome(weights=word, after="rrrw"[step % 4 :] + "w" * (step % 4)))
+        )
     return runs
 
 
@@ -36,7 +38,10 @@ def stored_keys(store: Path) -> set[str]:
 
 def own_of(run: Run) -> set[str]:
     """The keys that only this run built: training, merge, evaluation after."""
-    return {run.stages[label].key[:16] for label in ("train_policy", "merge_checkpoint", "evaluate_after")}
+    return {
+        run.stages[label].key[:16]
+        for label in ("train_policy", "merge_checkpoint", "evaluate_after")
+    }
 
 
 def make_old(*paths: Path, days: float = 2) -> None:

@@ -26,7 +26,12 @@ def text_of(account: Account) -> str:
         ours = ", ".join(f"{name}={value}" for name, value in entry.ours.items())
         said = f"{entry.setting.key}={entry.setting.value}{f' -> {ours}' if ours else ''}"
         lines.append(f"{entry.fate}: {said}{f' ({entry.note})' if entry.note else ''}")
-    return "\n".join([f"{account.trainer} {account.version}, {len(account.entries)} keys", *sorted(lines)]) + "\n"
+    return (
+        "\n".join(
+            [f"{account.trainer} {account.version}, {len(account.entries)} keys", *sorted(lines)]
+        )
+        + "\n"
+    )
 
 
 def main() -> None:

@@ -120,7 +120,9 @@ class Handler(BaseHTTPRequestHandler):
         elif match := _HF_API.fullmatch(path):
             self.hugging_face(match[1], match[2], match[3], match[4])
         elif match := _HF_FILE.fullmatch(path):
-            self.hugging_face_file(match[1] or "models", match[2], unquote(match[3]), unquote(match[4]))
+            self.hugging_face_file(
+                match[1] or "models", match[2], unquote(match[3]), unquote(match[4])
+            )
         elif path.startswith("/cdn/"):
             self.content(next(c for c in self.all_contents() if sha256(c) == path[5:]))
         elif (content := self.server.plain.get(unquote(path))) is not None:
@@ -138,7 +140,10 @@ class Handler(BaseHTTPRequestHandler):
         if repo is None or (repo.token and not repo.is_gated and not self.knows(repo)):
             return self.refuse(401, "RepoNotFound")
         if resource == "refs":
-            rows = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": c} for n, c in repo.refs.items()]
+            rows = [
+                {"name": n, "ref": f"refs/heads/{n}", "targetCommit": c}
+                for n, c in repo.refs.items()
+            ]
             return self.json({"branches": rows, "converts": [], "tags": []})
         revision = unquote(rev or "main")
         files = repo.files(revision)
@@ -152,14 +157,21 @@ class Handler(BaseHTTPRequestHandler):
                 row["lfs"] = {"size": len(content), "sha256": sha256(content), "pointerSize": 130}
                 row["blobId"] = "f" * 40  # the pointer's
             siblings.append(row)
-        info = {"id": name, "sha": repo.refs.get(revision, revision), "siblings": siblings, "tags": []}
+        info = {
+            "id": name,
+            "sha": repo.refs.get(revision, revision),
+            "siblings": siblings,
+            "tags": [],
+        }
         self.json({**info, "gated": "manual" if repo.is_gated else False})
 
     def hugging_face_file(self, kind: str, name: str, revision: str, path: str) -> None:
         repo = self.server.repos.get((kind, name))
         if repo is None or (repo.token and not self.knows(repo)):
             gated = repo is not None and repo.is_gated
-            return self.refuse(403 if gated and self.headers.get("Authorization") else 401, "GatedRepo")
+            return self.refuse(
+                403 if gated and self.headers.get("Authorization") else 401, "GatedRepo"
+            )
         content = (repo.files(revision) or {}).get(path)
         if content is None or path in repo.missing:
             return self.refuse(404, "EntryNotFound")
@@ -184,7 +196,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse(404)
         if resource == "repo":
             path = query["FilePath"]
-            return self.content(files[path]) if path in files and path not in repo.missing else self.refuse(404)
+            return (
+                self.content(files[path])
+                if path in files and path not in repo.missing
+                else self.refuse(404)
+            )
         rows = [
             {"Path": path, "Size": len(content), "Sha256": sha256(content), "Type": "blob"}
             for path, content in files.items()
@@ -222,7 +238,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "GET":
             return
-        cuts = next((cuts for part, cuts in self.server.cut.items() if cuts and part in self.path), [])
+        cuts = next(
+            (cuts for part, cuts in self.server.cut.items() if cuts and part in self.path), []
+        )
         end = min(len(content), begin + cuts.pop(0)) if cuts else len(content)
         for start in range(begin, end, 65536):
             while self.server.held_from is not None and start >= self.server.held_from:

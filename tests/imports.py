@@ -30,7 +30,9 @@ def modules_of(name: str, with_types: bool = True, with_strings: bool = False) -
         node = trees.pop()
         found.update(_named_by(node, package, with_strings))
         is_for_types = (
-            isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name)
+            and node.test.id == "TYPE_CHECKING"
         )
         trees += node.orelse if is_for_types and not with_types else ast.iter_child_nodes(node)
     return frozenset(found)
@@ -39,7 +41,9 @@ def modules_of(name: str, with_types: bool = True, with_strings: bool = False) -
 def files_imported(name: str, with_strings: bool = False) -> frozenset[str]:
     """The project's files that the file imports when it runs; paths relative to the project's root."""
     modules = modules_of(name, with_types=False, with_strings=with_strings)
-    return frozenset(path for module in modules if (path := _file_of(module)) is not None and path != name)
+    return frozenset(
+        path for module in modules if (path := _file_of(module)) is not None and path != name
+    )
 
 
 def _named_by(node: ast.AST, package: list[str], with_strings: bool) -> Iterator[str]:
@@ -53,8 +57,12 @@ def _named_by(node: ast.AST, package: list[str], with_strings: bool) -> Iterator
         yield from found
         if len(found) < len(submodules):
             yield source
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-        yield from (str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant))
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+        ("import_module", "__import__")
+    ):
+        yield from (
+            str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant)
+        )
     elif with_strings and isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value.partition(":")[0]
 

@@ -56,7 +56,10 @@ class _Actor:
         return SimpleNamespace(remote=lambda *arguments: self._submit(name, arguments))
 
     def _submit(self, name: str, arguments: tuple[Any, ...]) -> _Reference:
-        values = [_get(each) if isinstance(each, _Reference) else copy.deepcopy(each) for each in arguments]
+        values = [
+            _get(each) if isinstance(each, _Reference) else copy.deepcopy(each)
+            for each in arguments
+        ]
         method = (lambda: "here") if name == "place" else getattr(self.target, name)
         return _Reference(self.executor.submit(lambda: copy.deepcopy(method(*values))))
 
@@ -76,7 +79,9 @@ def _put(value: Any) -> _Reference:
     return _Reference(future)
 
 
-def _wait(references: Sequence[_Reference], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+def _wait(
+    references: Sequence[_Reference], num_returns: int, timeout: float
+) -> tuple[list[Any], list[Any]]:
     waiting = FIRST_COMPLETED if num_returns < len(references) else "ALL_COMPLETED"
     done = wait([reference.future for reference in references], timeout, waiting).done
     return [each for each in references if each.future in done], [
@@ -103,7 +108,9 @@ def _start_cluster(config: TrainingConfig, model_path: Path, *_: object) -> Iter
         )
 
     with tempfile.TemporaryDirectory() as folder:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1
+        )
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         started: list[_Actor] = []
         try:

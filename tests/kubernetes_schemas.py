@@ -23,7 +23,9 @@ def refusals(kind: str, value: Any) -> list[str]:
     with zipfile.ZipFile(wheel("kubernetes-validate", "1.37.0")) as archive:
 
         def read(uri: str) -> Resource[Any]:
-            return Resource(json.loads(archive.read(f"{FOLDER}/{uri.rpartition('/')[2]}")), DRAFT202012)
+            return Resource(
+                json.loads(archive.read(f"{FOLDER}/{uri.rpartition('/')[2]}")), DRAFT202012
+            )
 
         registry = Registry(retrieve=read)  # type: ignore[call-arg]
         checker = jsonschema.Draft202012Validator(read(f"{kind}.json").contents, registry=registry)

@@ -108,7 +108,9 @@ def hosts(count: int, are_slow: bool = False) -> Iterator[list[FakeHost]]:
             else:
                 peer = f"peer name port{letter} netns {made[0]}"
                 _run("ip", "-n", name, *f"link add {wire} type veth {peer}".split())
-            host = FakeHost(name, wire, f"198.18.{os.getpid() % 250}.{number}", *lines[number - 1 :])
+            host = FakeHost(
+                name, wire, f"198.18.{os.getpid() % 250}.{number}", *lines[number - 1 :]
+            )
             for command in _addresses(wire, f"{host.address}/24"):
                 _run("ip", "-n", name, *command.split())
             _run("ip", "-n", made[0], "link", "set", f"port{letter}", "master", "bridge", "up")
@@ -130,7 +132,9 @@ def _slow_line(place: str, *devices: str) -> subprocess.Popen[str]:
     assert line.stdout is not None
     assert line.stderr is not None
     if line.stdout.readline() != "ready\n":
-        raise NoNamespacesError(f"there are no TAP devices: {line.communicate()[1].strip().splitlines()[-1]}")
+        raise NoNamespacesError(
+            f"there are no TAP devices: {line.communicate()[1].strip().splitlines()[-1]}"
+        )
     return line
 
 

@@ -70,7 +70,9 @@ class Site:
     @property
     def environment(self) -> dict[str, str]:
         """The environment of a process of this site, without settings of another server."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
+        }
         auth = {"PREFECT_API_AUTH_STRING": f"dapo:{self.password}"} if self.password else {}
         return (
             inherited
@@ -114,7 +116,11 @@ class Site:
 
     def chain(self, *words: str, changes: tuple[str, ...] = ()) -> list[str]:
         """Return the words of a `dapo` command followed by the small recipe."""
-        return [*words, CONFIG, *(word for change in self.changes(*changes) for word in ("--set", change))]
+        return [
+            *words,
+            CONFIG,
+            *(word for change in self.changes(*changes) for word in ("--set", change)),
+        ]
 
     def start(self, log: Path, *words: str, **env: str) -> subprocess.Popen[bytes]:
         """Start `dapo WORDS` in the background in its own session; its output goes to the log."""
@@ -132,7 +138,9 @@ class Site:
     def up(self, *words: str) -> str:
         """Run `dapo up` and return its output. The first port is a free one: other tests use the default."""
         port = [] if self.services.server.read() else ["--port", str(free_ports("127.0.0.1")[0])]
-        database = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": self.database} if self.database else {}
+        database = (
+            {"PREFECT_SERVER_DATABASE_CONNECTION_URL": self.database} if self.database else {}
+        )
         return self.dapo("up", *words, *port, **database).stdout
 
     def down(self) -> None:
@@ -143,7 +151,11 @@ class Site:
     def run_deployment(self, name: str, *changes: str, **parameters: Any) -> str:
         """Run `prefect deployment run NAME`; returns the flow run's id."""
         parameters = {"config": CONFIG, "overrides": self.changes(*changes), **parameters}
-        words = [word for key, value in parameters.items() for word in ("--param", f"{key}={json.dumps(value)}")]
+        words = [
+            word
+            for key, value in parameters.items()
+            for word in ("--param", f"{key}={json.dumps(value)}")
+        ]
         done = self.run("prefect", "deployment", "run", name, *words)
         found = re.search(r"UUID: ([0-9a-f-]{36})", done.stdout)
         assert found, done.stdout + done.stderr
@@ -153,7 +165,9 @@ class Site:
         """Create the same flow run through Prefect's REST API, like its UI."""
         deployment = self.ask("GET", f"/deployments/name/{name}/{name}")
         parameters = {"config": CONFIG, "overrides": self.changes(*changes), **parameters}
-        return self.ask("POST", f"/deployments/{deployment['id']}/create_flow_run", parameters=parameters)["id"]
+        return self.ask(
+            "POST", f"/deployments/{deployment['id']}/create_flow_run", parameters=parameters
+        )["id"]
 
     def cancel(self, flow_run: str) -> None:
         """Cancel a flow run like the Prefect UI."""
@@ -166,14 +180,22 @@ class Site:
 
     def request(self, method: str, path: str, **json: Any) -> httpx.Response:
         """Return the response of Prefect's REST API; retries while the server's SQLite is locked (503)."""
-        url, auth = f"{self.services.api_url}{path}", ("dapo", self.password) if self.password else None
+        url, auth = (
+            f"{self.services.api_url}{path}",
+            ("dapo", self.password) if self.password else None,
+        )
 
         def ask() -> httpx.Response | None:
             with httpx.Client(auth=auth, timeout=API_SECONDS, trust_env=False) as client:
-                token = client.get(f"{self.services.api_url}/csrf-token", params={"client": "tests"})
+                token = client.get(
+                    f"{self.services.api_url}/csrf-token", params={"client": "tests"}
+                )
                 if token.is_success:  # a server with a password has no CSRF tokens
                     client.headers.update(
-                        {"Prefect-Csrf-Token": token.json()["token"], "Prefect-Csrf-Client": "tests"}
+                        {
+                            "Prefect-Csrf-Token": token.json()["token"],
+                            "Prefect-Csrf-Client": "tests",
+                        }
                     )
                 answer = client.request(method, url, json=json or None)
             return None if answer.status_code == 503 else answer
@@ -196,11 +218,18 @@ class Site:
     def task_states(self, flow_run: str) -> dict[str, str]:
         """Return the last state's name for each task run."""
         asked = {"flow_runs": {"id": {"any_": [flow_run]}}}
-        return {task["name"]: task["state_name"] for task in self.ask("POST", "/task_runs/filter", **asked)}
+        return {
+            task["name"]: task["state_name"]
+            for task in self.ask("POST", "/task_runs/filter", **asked)
+        }
 
     def log_messages(self, flow_run: str) -> list[str]:
         """Return the flow run's log lines in the Prefect UI, oldest first."""
-        asked = {"logs": {"flow_run_id": {"any_": [flow_run]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
+        asked = {
+            "logs": {"flow_run_id": {"any_": [flow_run]}},
+            "sort": "TIMESTAMP_ASC",
+            "limit": 200,
+        }
         messages: list[str] = []
         while page := self.ask("POST", "/logs/filter", offset=len(messages), **asked):
             messages += [entry["message"] for entry in page]
@@ -211,13 +240,17 @@ class Site:
         deadline = time.monotonic() + seconds
         is_over = False
         while not is_over:
-            is_over = time.monotonic() >= deadline  # read before the last check, since we may be late ourselves
+            is_over = (
+                time.monotonic() >= deadline
+            )  # read before the last check, since we may be late ourselves
             if answer := check():
                 return answer
             time.sleep(0.5)
         logs = [self.services.server.log, self.services.worker.log]
         tails = "\n".join(f"{log}:\n{log.read_text()[-4000:]}" for log in logs if log.exists())
-        pytest.fail(f"{what}: not within {seconds:.0f} s; still there: {describe(self.processes())}\n{tails}")
+        pytest.fail(
+            f"{what}: not within {seconds:.0f} s; still there: {describe(self.processes())}\n{tails}"
+        )
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """Return this site's running processes whose command line has all these words."""
@@ -225,7 +258,11 @@ class Site:
         for process in psutil.process_iter():
             try:
                 has_words = not words or set(words) <= set(process.cmdline())  # cheaper to read
-                if has_words and process.environ().get(MARK) == str(self.folder) and process.pid != os.getpid():
+                if (
+                    has_words
+                    and process.environ().get(MARK) == str(self.folder)
+                    and process.pid != os.getpid()
+                ):
                     found.append(process)
             except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
                 continue

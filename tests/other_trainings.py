@@ -14,7 +14,13 @@ from tasks.runs.run import Run
 from tests.stand_in_trainer import install
 from tests.tiny_models import build_tiny
 
-TRAIN = {"backend": "verl", "device": "cuda", "train_prompts": 8, "mini_prompts": 4, "micro_batch_tokens": 512}
+TRAIN = {
+    "backend": "verl",
+    "device": "cuda",
+    "train_prompts": 8,
+    "mini_prompts": 4,
+    "micro_batch_tokens": 512,
+}
 
 
 def make_place(folder: Path) -> Path:
@@ -51,13 +57,18 @@ def config_of(place: Path, store: Path, orders: str = "light", **changes: dict[s
         "serve": {"max_model_len": 256},
         "evaluate": {"max_response_tokens": 32},
     }
-    tree = {name: {**sections.get(name, {}), **changes.get(name, {})} for name in {**sections, **changes}}
+    tree = {
+        name: {**sections.get(name, {}), **changes.get(name, {})}
+        for name in {**sections, **changes}
+    }
     return resolve_config(tree)
 
 
 def inputs(place: Path, output: Path) -> Inputs:
     output.mkdir(exist_ok=True)
-    return Inputs(place / "data/train.parquet", place / "model", output, place / "data/eval.parquet")
+    return Inputs(
+        place / "data/train.parquet", place / "model", output, place / "data/eval.parquet"
+    )
 
 
 def steps(output: Path) -> list[int]:

@@ -23,7 +23,9 @@ STARTUP_SECONDS = 200.0
 @contextmanager
 def started_postgres() -> Iterator[str]:
     """URL, with a password, of a fresh database that no network reaches; afterwards nothing of it is left."""
-    versions = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: float(path.parent.name))
+    versions = sorted(
+        Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: float(path.parent.name)
+    )
     if not versions:
         pytest.fail("no PostgreSQL in /usr/lib/postgresql: apt-get install postgresql")
     binaries = versions[-1]
@@ -33,10 +35,30 @@ def started_postgres() -> Iterator[str]:
     owner = server_account()
     for path in (folder, password_file) if owner else ():
         shutil.chown(path, owner["user"], owner["group"])
-    create = [binaries / "initdb", "-D", folder / "data", "-U", USER, "-A", "scram-sha-256", "--no-sync"]
-    serve = [binaries / "postgres", "-D", folder / "data", "-k", folder, "-c", "listen_addresses=", "-F"]
+    create = [
+        binaries / "initdb",
+        "-D",
+        folder / "data",
+        "-U",
+        USER,
+        "-A",
+        "scram-sha-256",
+        "--no-sync",
+    ]
+    serve = [
+        binaries / "postgres",
+        "-D",
+        folder / "data",
+        "-k",
+        folder,
+        "-c",
+        "listen_addresses=",
+        "-F",
+    ]
     try:
-        made = subprocess.run([*create, "--pwfile", password_file], capture_output=True, text=True, **owner)
+        made = subprocess.run(
+            [*create, "--pwfile", password_file], capture_output=True, text=True, **owner
+        )
         assert made.returncode == 0, made.stderr
         with open(folder / "log", "wb") as log:
             server = subprocess.Popen(serve, stdout=log, stderr=log, **owner)

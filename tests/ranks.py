@@ -12,7 +12,12 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-PRELOAD = ["dapo_core.policy.rank", "transformers.models.qwen3.modeling_qwen3", "flows.config", "pytest"]
+PRELOAD = [
+    "dapo_core.policy.rank",
+    "transformers.models.qwen3.modeling_qwen3",
+    "flows.config",
+    "pytest",
+]
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -20,9 +25,15 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
-            _rank, args=(num_ranks, folder, function, arguments), nprocs=num_ranks, start_method="forkserver"
+            _rank,
+            args=(num_ranks, folder, function, arguments),
+            nprocs=num_ranks,
+            start_method="forkserver",
         )
-        return [torch.load(Path(folder) / f"result_{rank}", weights_only=False) for rank in range(num_ranks)]
+        return [
+            torch.load(Path(folder) / f"result_{rank}", weights_only=False)
+            for rank in range(num_ranks)
+        ]
 
 
 def _rank(

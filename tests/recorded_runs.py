@@ -26,7 +26,9 @@ from tasks.runs.run import Run
 from tests.evaluations import write_results
 
 SMALL = ("data.arithmetic.num_train=32", "data.arithmetic.num_eval=8")
-LABELS = tuple(link.label for link in chain_of(load_config(PROJECT_ROOT / "configs" / "arith_cpu.yaml")))
+LABELS = tuple(
+    link.label for link in chain_of(load_config(PROJECT_ROOT / "configs" / "arith_cpu.yaml"))
+)
 STEP = {"perf/trained_response_tokens": 900, "perf/generated_tokens": 1200, "timing_s/step": 2.5}
 
 

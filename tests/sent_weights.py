@@ -19,7 +19,9 @@ class _RecordingOutbox:
         self.buckets: list[torch.Tensor] = []
 
     def slot(self) -> torch.Tensor:
-        bucket = torch.full([self.plan.slot_numel], torch.nan, dtype=self.plan.dtype, device=self.device)
+        bucket = torch.full(
+            [self.plan.slot_numel], torch.nan, dtype=self.plan.dtype, device=self.device
+        )
         self.buckets.append(bucket)
         return bucket
 

@@ -18,7 +18,11 @@ from tests.batches import make_group
 
 RIGHT, WRONG, MIXED = [1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]
 TOKENS_PER_GROUP = 6  # two responses of three tokens
-ORDERS = [("stream", "carry_over"), ("finish", "carry_over"), ("finish", "abort")]  # sampler.order, in_flight
+ORDERS = [
+    ("stream", "carry_over"),
+    ("finish", "carry_over"),
+    ("finish", "abort"),
+]  # sampler.order, in_flight
 PROMPTS = [Prompt(index, (index + 5,), "arithmetic", "1") for index in range(7)]
 
 
@@ -94,7 +98,11 @@ class ScriptedSource:
             reason: FinishReason = "stop" if count == len(rollout.response_ids) else "abort"
             so_far = (rollout.response_ids[:count], rollout.rollout_log_probs[:count])
             responses.append(Response(f"{request.group_id}/{sample}", *so_far, reason))
-        begun = replace(request, responses=responses, versions=[[(0, len(one.response_ids))] for one in responses])
+        begun = replace(
+            request,
+            responses=responses,
+            versions=[[(0, len(one.response_ids))] for one in responses],
+        )
         return begun if begun.num_response_tokens else request.without_responses()
 
 
@@ -111,12 +119,16 @@ class Clock:
 class LateSource(ScriptedSource):
     """The groups of some ids finish only when nothing else is in flight, one at a time."""
 
-    def __init__(self, script: Sequence[list[float]], late: set[int], partial_tokens: int = 0) -> None:
+    def __init__(
+        self, script: Sequence[list[float]], late: set[int], partial_tokens: int = 0
+    ) -> None:
         super().__init__(script, burst=1, partial_tokens=partial_tokens)
         self.late = late
 
     def _finish(self, count: int) -> list[Group]:
-        held = {group_id: self.in_flight.pop(group_id) for group_id in self.late & set(self.in_flight)}
+        held = {
+            group_id: self.in_flight.pop(group_id) for group_id in self.late & set(self.in_flight)
+        }
         finished = super()._finish(count)
         self.in_flight = held | self.in_flight
         return finished or super()._finish(count)
@@ -125,7 +137,9 @@ class LateSource(ScriptedSource):
 class SlowSource(ScriptedSource):
     """Each wait takes `seconds` and brings groups only every `pause` waits."""
 
-    def __init__(self, script: Sequence[list[float]], clock: Clock, seconds: float, pause: int) -> None:
+    def __init__(
+        self, script: Sequence[list[float]], clock: Clock, seconds: float, pause: int
+    ) -> None:
         super().__init__(script, burst=1)
         self.clock = clock
         self.seconds = seconds
@@ -149,7 +163,13 @@ def make_sampler(
     stream = PromptStream(PROMPTS, seed=0, shuffle=False)
     sampler_settings = SamplerConfig.model_validate(values)
     return Sampler(
-        source, stream, train_prompts, sampler_settings, compat, is_deterministic, clock or time.monotonic
+        source,
+        stream,
+        train_prompts,
+        sampler_settings,
+        compat,
+        is_deterministic,
+        clock or time.monotonic,
     )
 
 

@@ -59,10 +59,16 @@ def main(words: list[str]) -> None:
     orders = os.environ.get("STAND_IN", "").split()
     is_light = "light" in orders
     newest = folder / "latest_checkpointed_iteration.txt"
-    start = int(newest.read_text()) if config["trainer.resume_mode"] == "auto" and newest.exists() else 0
+    start = (
+        int(newest.read_text())
+        if config["trainer.resume_mode"] == "auto" and newest.exists()
+        else 0
+    )
     say(f"Found checkpoint: global_step_{start}" if start else "Training from scratch")
     scores = score(config)
-    trainer = None if is_light else Model(config, folder / f"global_step_{start}" if start else None)
+    trainer = (
+        None if is_light else Model(config, folder / f"global_step_{start}" if start else None)
+    )
     for step in range(start + 1, total + 1):
         obey(orders, step, start)
         time.sleep(STEPS_SECONDS)
@@ -78,9 +84,14 @@ def main(words: list[str]) -> None:
             if (most := config["trainer.max_actor_ckpt_to_keep"]) != "null":
                 for old in range(every, step - (int(most) - 1) * every, every):
                     shutil.rmtree(folder / f"global_step_{old}" / "actor", ignore_errors=True)
-        numbers = {"critic/score/mean": scores[0], "critic/score/max": scores[1], "actor/pg_loss": loss,
-                   "response_length/mean": 8.0 + step, "timing_s/step": STEPS_SECONDS,
-                   "training/global_step": step}  # fmt: skip
+        numbers = {
+            "critic/score/mean": scores[0],
+            "critic/score/max": scores[1],
+            "actor/pg_loss": loss,
+            "response_length/mean": 8.0 + step,
+            "timing_s/step": STEPS_SECONDS,
+            "training/global_step": step,
+        }
         line = " - ".join([f"step:{step}", *(f"{name}:{value}" for name, value in numbers.items())])
         say(f"\x1b[36m(TaskRunner pid={os.getpid()})\x1b[0m {line}")
         say(f"Training Progress: {step}/{total}")
@@ -106,7 +117,9 @@ def score(config: dict[str, str]) -> tuple[float, float]:
     import pyarrow.parquet as pq
 
     row = pq.read_table(config["data.train_files"]).slice(0, 1).to_pylist()[0]
-    spec = importlib.util.spec_from_file_location("reward", config["reward.custom_reward_function.path"])
+    spec = importlib.util.spec_from_file_location(
+        "reward", config["reward.custom_reward_function.path"]
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -115,7 +128,10 @@ def score(config: dict[str, str]) -> tuple[float, float]:
     gold = row["reward_model"]["ground_truth"]
     found = [
         compute_score(
-            data_source=row["data_source"], solution_str=text, ground_truth=gold, extra_info=row["extra_info"]
+            data_source=row["data_source"],
+            solution_str=text,
+            ground_truth=gold,
+            extra_info=row["extra_info"],
         )["score"]
         for text in (f"\\boxed{{{gold}}} Answer: {gold}", "")
     ]
@@ -146,7 +162,8 @@ class Model:
         rows = pq.read_table(config["data.train_files"]).slice(0, 64).to_pylist()
         self.batches = [
             tokenizer(
-                row["prompt"][0]["content"] + row["reward_model"]["ground_truth"], return_tensors="pt"
+                row["prompt"][0]["content"] + row["reward_model"]["ground_truth"],
+                return_tensors="pt",
             ).input_ids
             for row in rows
         ]
@@ -213,7 +230,9 @@ def mindspeed(words: list[str]) -> None:
     import yaml
 
     options = dict(word.lstrip("-").split("=", 1) for word in words)
-    config = yaml.safe_load((Path(options["config-path"]) / f"{options['config-name']}.yaml").read_text())
+    config = yaml.safe_load(
+        (Path(options["config-path"]) / f"{options['config-name']}.yaml").read_text()
+    )
     actor, megatron = config["actor_config"], config["megatron_training"]
     assert list(Path(megatron["data_path"]).parent.glob("data_*.idx"))
     assert Path("cli/train_dapo.py").exists()  # started in its checkout
@@ -232,6 +251,11 @@ def mindspeed(words: list[str]) -> None:
             part.mkdir(parents=True, exist_ok=True)
             (part / "model_optim_rng.pt").touch()
             (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
-        numbers = {"timing/all": 2.0, "grad_norm": 0.5, "dapo/score/mean": step / 10, "response_length/mean": 9.0}
+        numbers = {
+            "timing/all": 2.0,
+            "grad_norm": 0.5,
+            "dapo/score/mean": step / 10,
+            "response_length/mean": 9.0,
+        }
         items = " | ".join(f"{name} : {value}" for name, value in numbers.items())
         say(f"[2026-01-01 00:00:00] iteration: {step} / {total} | {items} |")

@@ -12,7 +12,13 @@ import re
 import subprocess
 from pathlib import Path
 
-LINKED = ("libtorch_cuda.so", "libtorch_cpu.so", "libtorch_python.so", "libc10_cuda.so", "libtorch_nvshmem.so")
+LINKED = (
+    "libtorch_cuda.so",
+    "libtorch_cpu.so",
+    "libtorch_python.so",
+    "libc10_cuda.so",
+    "libtorch_nvshmem.so",
+)
 INSTALLED = ("libcudart.so", "libcupti.so")
 OF_CUDA = r"(?:cu|nccl|nvshmem)"
 
@@ -25,7 +31,9 @@ def main() -> None:
     arguments = parser.parse_args()
     packages, others = (_site_packages(folder) for folder in (arguments.folder, arguments.other))
     make_stand_ins(packages / "torch" / "lib")
-    (packages / "other.pth").write_text(f"import site; site.addsitedir({str(others.resolve())!r})\n")
+    (packages / "other.pth").write_text(
+        f"import site; site.addsitedir({str(others.resolve())!r})\n"
+    )
 
 
 def make_stand_ins(folder: Path) -> None:
@@ -58,7 +66,18 @@ def _compile(path: Path, functions: list[str], version: str) -> None:
     script = path.with_suffix(".map")
     script.write_text(f"{version} {{ global: *; }};\n")
     code = "".join(f"int {name}(void) {{ return 1; }}\n" for name in functions)
-    command = ["cc", "-shared", "-nostdlib", "-fPIC", "-x", "c", "-", "-o", str(path), f"-Wl,-soname,{path.name}"]
+    command = [
+        "cc",
+        "-shared",
+        "-nostdlib",
+        "-fPIC",
+        "-x",
+        "c",
+        "-",
+        "-o",
+        str(path),
+        f"-Wl,-soname,{path.name}",
+    ]
     subprocess.run([*command, f"-Wl,--version-script,{script}"], input=code, text=True, check=True)
     script.unlink()
 

@@ -17,14 +17,22 @@ from flows.config import Config, resolve_config
 NUM_PROBLEMS = 200
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "run": {"seed": 3, "deterministic": True},  # what a step keeps must not hang on speed: runs are compared
+    "run": {
+        "seed": 3,
+        "deterministic": True,
+    },  # what a step keeps must not hang on speed: runs are compared
     "data": {"train": "arithmetic", "eval": "arithmetic", "max_prompt_tokens": 96},
     "model": {"source": "recipe"},
     "reward": {"overlong": {"buffer_tokens": 8}},
     # Without dynamic sampling every group is kept, so a barely trained model will do; 6 prompts drawn for 4
     # needed leave surplus groups, which checkpoints must carry.
     "sampler": {"gen_prompts": 6, "dynamic": False},
-    "rollout": {"engine": "hf", "group_size": 4, "max_response_tokens": 24, "threads_per_worker": 1},
+    "rollout": {
+        "engine": "hf",
+        "group_size": 4,
+        "max_response_tokens": 24,
+        "threads_per_worker": 1,
+    },
     "train": {
         "num_ranks": 2,
         "train_prompts": 4,
@@ -63,7 +71,10 @@ def build_world(folder: Path) -> World:
 
 def settings(**changes: dict[str, Any]) -> dict[str, Any]:
     """The recipe with the given keys, by section."""
-    return {name: {**SETTINGS.get(name, {}), **changes.get(name, {})} for name in {**SETTINGS, **changes}}
+    return {
+        name: {**SETTINGS.get(name, {}), **changes.get(name, {})}
+        for name in {**SETTINGS, **changes}
+    }
 
 
 def config_of(**changes: dict[str, Any]) -> Config:

@@ -24,13 +24,17 @@ class _First(TensorParallelEngine):
             self._broadcast("__setattr__", [name, value])
         super().__setattr__(name, value)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
+    ) -> None:
         copies = [(name, tensor.detach().clone()) for name, tensor in weights]
         self._broadcast("load_weights", [copies, policy_version])
         super().load_weights(copies, policy_version)
 
 
-def _follow(connection: Connection, model_path: Path, settings: EngineSettings, address: str) -> None:
+def _follow(
+    connection: Connection, model_path: Path, settings: EngineSettings, address: str
+) -> None:
     engine = TensorParallelEngine(model_path, settings, 0, EnginePart(1, address))
     name = ""
     while name != "close":
@@ -50,7 +54,9 @@ def engine_of_two_processes(
     child = context.Process(target=_follow, args=(theirs, model_path, settings, address))
     child.start()
     try:
-        engine = _First(model_path, settings, 0, EnginePart(0, address), lambda *call: ours.send(call))
+        engine = _First(
+            model_path, settings, 0, EnginePart(0, address), lambda *call: ours.send(call)
+        )
         yield engine
         engine.close()
         child.join(30)

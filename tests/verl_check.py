@@ -9,7 +9,11 @@ warnings.simplefilter("ignore")
 from hydra import compose, initialize_config_dir  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
-SECTIONS = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm")  # which verl makes dataclasses of
+SECTIONS = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "algorithm",
+)  # which verl makes dataclasses of
 
 
 def flat(tree, prefix=""):
@@ -30,7 +34,9 @@ def checked(job, defaults):
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     config = compose(job["config_name"], overrides=job["overrides"])
-    changed = {name: value for name, value in values_of(config).items() if defaults.get(name, "") != value}
+    changed = {
+        name: value for name, value in values_of(config).items() if defaults.get(name, "") != value
+    }
     OmegaConf.to_container(config, resolve=True)  # every reference has a value
     uses_reference = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
     validate_config(config=config, use_reference_policy=uses_reference, use_critic=False)
@@ -52,9 +58,14 @@ def first_row(config, tokenizer_folder):
     from transformers import AutoTokenizer
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
-    dataset = RLHFDataset(config.data.train_files, AutoTokenizer.from_pretrained(tokenizer_folder), config.data)
+    dataset = RLHFDataset(
+        config.data.train_files, AutoTokenizer.from_pretrained(tokenizer_folder), config.data
+    )
     row = dataset[0]
-    kept = {name: row[name] for name in ("data_source", "reward_model", "extra_info", "index", "ability")}
+    kept = {
+        name: row[name]
+        for name in ("data_source", "reward_model", "extra_info", "index", "ability")
+    }
     return {"number": len(dataset), **kept}
 
 
@@ -71,7 +82,9 @@ def main():
     given, results = json.load(sys.stdin), {}
     jobs, asked = given["jobs"], given["asked"]
     with initialize_config_dir(sys.argv[1], version_base=None):
-        defaults = {name: values_of(compose(name)) for name in {job["config_name"] for job in jobs.values()}}
+        defaults = {
+            name: values_of(compose(name)) for name in {job["config_name"] for job in jobs.values()}
+        }
         for name, job in jobs.items():
             try:
                 results[name] = checked(job, defaults[job["config_name"]])

@@ -35,13 +35,22 @@ BESIDE = (
 NEWEST, OLDER = "0.9.1", "0.6.1"
 CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPES = sorted(
-    path.stem for path in CONFIGS.glob("*.yaml") if load_config(path).train.backend in ("own", "verl")
+    path.stem
+    for path in CONFIGS.glob("*.yaml")
+    if load_config(path).train.backend in ("own", "verl")
 )
 GOLDEN = Path(__file__).parent / "data/verl"
 PLACES = Places(
-    *(Path("/places") / name for name in ("", "model", "train.parquet", "eval.parquet", "checkpoints"))
+    *(
+        Path("/places") / name
+        for name in ("", "model", "train.parquet", "eval.parquet", "checkpoints")
+    )
 )
-OF_A_GPU = ("train.device=cuda", "rollout.engine=vllm", "rollout.dtype=auto")  # of recipes for a CPU
+OF_A_GPU = (
+    "train.device=cuda",
+    "rollout.engine=vllm",
+    "rollout.dtype=auto",
+)  # of recipes for a CPU
 CHECK = Path(__file__).with_name("verl_check.py")
 
 
@@ -52,13 +61,32 @@ def folder_beside() -> Path:
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / ".installed").exists():
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--no-build-isolation",
+            ]
             done = subprocess.run(
-                [*command, "--disable-pip-version-check", "--upgrade", "--target", str(folder), *BESIDE],
-                capture_output=True, text=True, timeout=300,
-            )  # fmt: skip
+                [
+                    *command,
+                    "--disable-pip-version-check",
+                    "--upgrade",
+                    "--target",
+                    str(folder),
+                    *BESIDE,
+                ],
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
             if done.returncode:
-                pytest.skip(f"pip cannot install {', '.join(BESIDE)} here: {done.stderr.strip()[-300:]}")
+                pytest.skip(
+                    f"pip cannot install {', '.join(BESIDE)} here: {done.stderr.strip()[-300:]}"
+                )
             (folder / ".installed").touch()
     return folder
 
@@ -75,9 +103,17 @@ def checked_by_verl(
     path = os.pathsep.join([str(folder), str(folder_beside())])
     done = subprocess.run(
         [sys.executable, str(CHECK), str(folder / "verl/trainer/config")],
-        input=json.dumps({"jobs": jobs, "asked": asked}), capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": path, "VERL_USE_EXTERNAL_PLUGINS": "none", "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+        input=json.dumps({"jobs": jobs, "asked": asked}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "VERL_USE_EXTERNAL_PLUGINS": "none",
+            "HF_HUB_OFFLINE": "1",
+        },
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return results
@@ -89,7 +125,9 @@ def jobs_of(version: str, source: Path) -> dict[str, dict[str, Any]]:
     jobs = {}
     for name in RECIPES:
         is_for_cpu = load_config(CONFIGS / f"{name}.yaml").train.device == "cpu"
-        tree = load_config(CONFIGS / f"{name}.yaml", OF_A_GPU if is_for_cpu else ()).model_dump(mode="json")
+        tree = load_config(CONFIGS / f"{name}.yaml", OF_A_GPU if is_for_cpu else ()).model_dump(
+            mode="json"
+        )
         tree["external"]["source"] = str(source)
         if tree["custom_reward"]["path"]:
             tree["custom_reward"]["path"] = "/places/custom.py"  # wherever this checkout is

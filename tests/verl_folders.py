@@ -38,7 +38,9 @@ class Case:
 
 def write_folders(cases: list[Case], folder: Path) -> dict[Case, tuple[Path, Path]]:
     """Model folder and `global_step_3` of each case; cases with equal rank counts share the ranks."""
-    places = {case: (folder / str(case) / "model", folder / str(case) / "global_step_3") for case in cases}
+    places = {
+        case: (folder / str(case) / "model", folder / str(case) / "global_step_3") for case in cases
+    }
     for case, (model_path, step) in places.items():
         build_tiny(model_path, case.architecture, seed=5, tie_word_embeddings=case.is_tied)
         (step / "actor").mkdir(parents=True)
@@ -50,7 +52,11 @@ def write_folders(cases: list[Case], folder: Path) -> dict[Case, tuple[Path, Pat
 
 def load_weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a model folder."""
-    return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
+    return {
+        name: weight
+        for path in folder.glob("*.safetensors")
+        for name, weight in load_file(path).items()
+    }
 
 
 def _save_all(rank: int, places: dict[Case, tuple[Path, Path]], num_ranks: int) -> None:
@@ -62,7 +68,9 @@ def _save_all(rank: int, places: dict[Case, tuple[Path, Path]], num_ranks: int) 
             (actor / "fsdp_config.json").write_text(
                 json.dumps({"FSDP_version": case.fsdp, "world_size": num_ranks})
             )
-            shutil.copytree(model_path, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"))
+            shutil.copytree(
+                model_path, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors")
+            )
 
 
 def _sharded_state(case: Case, model_path: Path) -> dict[str, Any]:
@@ -98,7 +106,9 @@ def _fsdp1_state(model: Any, mesh: Any) -> dict[str, Any]:
             device_mesh=mesh,
             device_id=torch.device("cpu"),
             auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
-            sharding_strategy=ShardingStrategy.FULL_SHARD if mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD,
+            sharding_strategy=ShardingStrategy.FULL_SHARD
+            if mesh.ndim == 1
+            else ShardingStrategy.HYBRID_SHARD,
         )
         sharded_state = FullyShardedDataParallel.state_dict_type(
             sharded, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)

@@ -23,10 +23,23 @@ def verl_folder(version: str) -> Path:
     folder = own / version
     if not (folder / "verl").is_dir():
         with tempfile.TemporaryDirectory(dir=own) as partial:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", partial]
-            fetched = subprocess.run([*command, f"verl=={version}"], capture_output=True, text=True, timeout=120)
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--dest",
+                partial,
+            ]
+            fetched = subprocess.run(
+                [*command, f"verl=={version}"], capture_output=True, text=True, timeout=120
+            )
             if fetched.returncode:
-                pytest.skip(f"verl {version} cannot be fetched: {fetched.stderr.strip().splitlines()[-1]}")
+                pytest.skip(
+                    f"verl {version} cannot be fetched: {fetched.stderr.strip().splitlines()[-1]}"
+                )
             (wheel,) = Path(partial).glob("*.whl")
             zipfile.ZipFile(wheel).extractall(Path(partial) / "sources")
             try:

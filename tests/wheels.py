@@ -19,12 +19,23 @@ def wheel(distribution: str, version: str) -> Path:
     pattern = f"{distribution.replace('-', '_')}-{version}-*.whl"
     if not list(own.glob(pattern)):
         with tempfile.TemporaryDirectory(dir=own) as partial:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--only-binary",
+                ":all:",
+            ]
             command += ["--dest", partial, f"{distribution}=={version}"]
             try:
                 fetched = subprocess.run(command, capture_output=True, text=True, timeout=120)
             except subprocess.TimeoutExpired:
-                pytest.skip(f"{distribution} {version} cannot be fetched: the registry took more than 120 s")
+                pytest.skip(
+                    f"{distribution} {version} cannot be fetched: the registry took more than 120 s"
+                )
             if fetched.returncode:
                 reason = (fetched.stderr.strip().splitlines() or ["pip said nothing"])[-1]
                 pytest.skip(f"{distribution} {version} cannot be fetched: {reason}")

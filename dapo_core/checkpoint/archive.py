@@ -26,7 +26,11 @@ class Record:
 
 
 def read_records(
-    file: BinaryIO, label: str, start: int = 0, num_bytes: int | None = None, has_crc32s: bool = True
+    file: BinaryIO,
+    label: str,
+    start: int = 0,
+    num_bytes: int | None = None,
+    has_crc32s: bool = True,
 ) -> dict[str, Record]:
     """Return the archive's records by name without the top-level folder, such as `data/0`.
 

@@ -60,14 +60,19 @@ def named_step(path: Path) -> int | None:
 def step_folders(folder: Path) -> list[Path]:
     """Return all folders named like a checkpoint, ordered by step."""
     steps = {path: named_step(path) for path in folder.glob("step_*") if path.is_dir()}
-    return sorted((path for path, step in steps.items() if step is not None), key=lambda path: steps[path] or 0)
+    return sorted(
+        (path for path, step in steps.items() if step is not None),
+        key=lambda path: steps[path] or 0,
+    )
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first: all up to the one that `latest` names."""
     folders = step_folders(folder)
     try:
-        named = folder / (folder / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
+        named = (
+            folder / (folder / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
+        )
     except (FileNotFoundError, NotADirectoryError):
         return folders
     return folders[: folders.index(named) + 1] if named in folders else folders
@@ -82,7 +87,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def best_checkpoints(folder: Path, count: int = 1) -> list[Path]:
     """Return up to `count` complete checkpoints by validation/accuracy, highest first; ties go to the earliest."""
     accuracies = {
-        path: accuracy for path in checkpoint_folders(folder) if (accuracy := _accuracy(path)) is not None
+        path: accuracy
+        for path in checkpoint_folders(folder)
+        if (accuracy := _accuracy(path)) is not None
     }
     return sorted(accuracies, key=lambda path: -accuracies[path])[:count]
 

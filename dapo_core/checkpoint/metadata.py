@@ -11,8 +11,13 @@ from dapo_core.errors import CheckpointError
 METADATA_FILE = ".metadata"
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-        *("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+        "TensorStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},

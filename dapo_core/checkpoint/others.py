@@ -76,8 +76,16 @@ def other_checkpoints(folder: Path) -> list[OtherCheckpoint]:
     """
     if (newest := _newest_step(folder / NEWEST_FILE)) is None:
         return []
-    steps = {path: int(match[1]) for path in folder.iterdir() if (match := _STEP_FOLDER.fullmatch(path.name))}
-    found = [OtherCheckpoint(step, path) for path, step in steps.items() if step <= newest and path.is_dir()]
+    steps = {
+        path: int(match[1])
+        for path in folder.iterdir()
+        if (match := _STEP_FOLDER.fullmatch(path.name))
+    }
+    found = [
+        OtherCheckpoint(step, path)
+        for path, step in steps.items()
+        if step <= newest and path.is_dir()
+    ]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
@@ -94,7 +102,9 @@ def _newest_step(path: Path) -> int | None:
         if text.isdecimal():
             return int(text)
         time.sleep(0.0 if text else pause)
-    raise CheckpointError(f"{path} contains {text[:40]!r} instead of a step; write the newest complete step to it")
+    raise CheckpointError(
+        f"{path} contains {text[:40]!r} instead of a step; write the newest complete step to it"
+    )
 
 
 def newest_other(folder: Path) -> OtherCheckpoint | None:
@@ -117,7 +127,9 @@ def other_digest(resume: str) -> str | None:
     digest = hashlib.sha256()
     for path in sorted(Path(resume).rglob("*")):
         stat = path.stat()
-        digest.update(repr((str(path.relative_to(resume)), stat.st_size, stat.st_mtime_ns)).encode())
+        digest.update(
+            repr((str(path.relative_to(resume)), stat.st_size, stat.st_mtime_ns)).encode()
+        )
     return digest.hexdigest()
 
 

@@ -62,7 +62,9 @@ def lock_checkpoints(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)  # it names this process, which must not affect the output's digest
+            path.unlink(
+                missing_ok=True
+            )  # it names this process, which must not affect the output's digest
 
 
 def require_resume(resume: str) -> None:
@@ -107,7 +109,9 @@ def find_start(folder: Path, resume: str, on_damage: OnDamage = "previous") -> P
     if resume == "auto":
         return newest
     if newest is not None:
-        logger.info("continuing from %s in this output instead of checkpoint.resume=%s", newest.name, resume)
+        logger.info(
+            "continuing from %s in this output instead of checkpoint.resume=%s", newest.name, resume
+        )
         return newest
     start = _checkpoint_at(Path(resume))
     if start != Path(resume):
@@ -134,7 +138,9 @@ def _set_aside_after(checkpoint: Path) -> None:
         path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}{DAMAGED}"))
     if damaged:
         write_atomically(checkpoint.parent / LATEST_FILE, f"{checkpoint.name}\n")
-        logger.warning("continuing from %s; set aside %d damaged checkpoints", checkpoint.name, len(damaged))
+        logger.warning(
+            "continuing from %s; set aside %d damaged checkpoints", checkpoint.name, len(damaged)
+        )
 
 
 def _newest_intact(folder: Path, on_damage: OnDamage) -> Path | None:
@@ -147,7 +153,9 @@ def _newest_intact(folder: Path, on_damage: OnDamage) -> Path | None:
             damage = damage or str(error)
             if on_damage == "stop":
                 break
-            logger.error("%s; looking for an older checkpoint (checkpoint.on_damage=previous)", error)
+            logger.error(
+                "%s; looking for an older checkpoint (checkpoint.on_damage=previous)", error
+            )
         else:
             return checkpoint
     if damage:
@@ -161,13 +169,17 @@ def _newest_intact(folder: Path, on_damage: OnDamage) -> Path | None:
     return None
 
 
-def require_same_training(config: TrainingConfig, start: Path, folder: Path, identity: Mapping[str, Any]) -> None:
+def require_same_training(
+    config: TrainingConfig, start: Path, folder: Path, identity: Mapping[str, Any]
+) -> None:
     """Raise CheckpointError for another training's checkpoint, and ConfigError if no steps are left to train.
 
     The final checkpoint of this output is accepted: see finish_if_done.
     """
     state, total_steps = read_state_without_groups(start), config.train.total_steps
-    for change in refuse_other_training(start, state.identity, identity, config.checkpoint.allow_changed):
+    for change in refuse_other_training(
+        start, state.identity, identity, config.checkpoint.allow_changed
+    ):
         logger.warning("checkpoint.allow_changed: continuing from %s with %s", start.name, change)
     if state.step > total_steps or (state.step == total_steps and start.parent != folder):
         raise ConfigError(
@@ -234,4 +246,8 @@ def move_aside(folder: Path, paths: Sequence[Path]) -> None:
     (aside / folder.name).mkdir(parents=True)
     for path in paths:
         path.rename(aside / path.relative_to(folder.parent))
-    logger.info("checkpoint.resume=never: moved checkpoints and metrics of %s to %s", folder.parent, aside.name)
+    logger.info(
+        "checkpoint.resume=never: moved checkpoints and metrics of %s to %s",
+        folder.parent,
+        aside.name,
+    )

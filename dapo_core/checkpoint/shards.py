@@ -75,7 +75,9 @@ class Shards:
         self._run_seed = run_seed
         self._rank = torch.distributed.get_rank()
         self._group = torch.distributed.new_group(backend="gloo")
-        self._running: tuple[str, Future[Any]] | None = None  # folder and future of the save in progress
+        self._running: tuple[str, Future[Any]] | None = (
+            None  # folder and future of the save in progress
+        )
 
     def save(self, folder: str, num_optimizer_steps: int, asynchronous: bool) -> None:
         """Write to the folder; if asynchronous, return once the state is copied to host memory (see is_saved).
@@ -86,7 +88,9 @@ class Shards:
         self._require_idle()
         state = self._state(num_optimizer_steps)
         if asynchronous:
-            writer = _Writer(folder, per_thread_copy_ahead=0)  # copy-ahead is for tensors on a device
+            writer = _Writer(
+                folder, per_thread_copy_ahead=0
+            )  # copy-ahead is for tensors on a device
             future: Any = dcp.async_save(state, storage_writer=writer, process_group=self._group)
             self._running = folder, future
             return
@@ -125,15 +129,21 @@ class Shards:
         state = self._state(num_optimizer_steps=0)
         planner = _LoadPlanner()
         try:
-            dcp.load(state, storage_reader=_Reader(folder), planner=planner, process_group=self._group)
+            dcp.load(
+                state, storage_reader=_Reader(folder), planner=planner, process_group=self._group
+            )
         except CheckpointException as failure:
-            raise CheckpointError(f"the shards in {folder} cannot be loaded: {_summary(failure)}") from failure
+            raise CheckpointError(
+                f"the shards in {folder} cannot be loaded: {_summary(failure)}"
+            ) from failure
         num_optimizer_steps = int(state["num_optimizer_steps"])
         if any(name.startswith(f"{_RNG}.") for name in planner.missing):
             seed_generators(self._run_seed, self._rank, num_optimizer_steps)
         rank = f"rank_{self._rank}"
         generators = state[_RNG][rank]
-        set_generators({n: s for n, s in generators.items() if f"{_RNG}.{rank}.{n}" not in planner.missing})
+        set_generators(
+            {n: s for n, s in generators.items() if f"{_RNG}.{rank}.{n}" not in planner.missing}
+        )
         return num_optimizer_steps
 
     def num_bytes(self) -> int:
@@ -173,7 +183,9 @@ class Shards:
         }
 
     def _trained(self) -> list[torch.Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [
+            parameter for group in self._optimizer.param_groups for parameter in group["params"]
+        ]
 
 
 class _Writer(FileSystemWriter):
@@ -187,7 +199,9 @@ class _Writer(FileSystemWriter):
         """Return a copy in host memory; torch's own implementation copies from the device twice."""
         return _copied(state_dict)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's file and attach the tensors' digests to the results.
 
         The digests replace the archives' CRC32s, which cost about as much. torch.save wraps a file's OSError in a
@@ -206,7 +220,10 @@ class _Writer(FileSystemWriter):
             set_crc32_options(has_crc32s)
         digests = self._files.digests
         written: list[WriteResult] = [
-            _Written(**vars(result), digest=digests[result.storage_data.relative_path][result.storage_data.offset])
+            _Written(
+                **vars(result),
+                digest=digests[result.storage_data.relative_path][result.storage_data.offset],
+            )
             for result in results
         ]
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
@@ -217,7 +234,12 @@ class _Writer(FileSystemWriter):
         """Write .metadata and the list of all ranks' files for the manifest."""
         super().finish(metadata, results)
         places = sorted(
-            (it.storage_data.relative_path, it.storage_data.offset, it.storage_data.length, it.digest)
+            (
+                it.storage_data.relative_path,
+                it.storage_data.offset,
+                it.storage_data.length,
+                it.digest,
+            )
             for it in chain.from_iterable(results)
             if isinstance(it, _Written)
         )
@@ -290,7 +312,10 @@ class _LoadPlanner(DefaultLoadPlanner):
     missing: frozenset[str] = frozenset()
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """Skip optional tensors that are missing from the checkpoint."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -300,18 +325,24 @@ class _LoadPlanner(DefaultLoadPlanner):
             for name in self.state_dict
             if name.startswith((f"{_RNG}.", f"{_REFERENCE}.")) and name not in stored
         )
-        self.state_dict = {name: value for name, value in self.state_dict.items() if name not in self.missing}
+        self.state_dict = {
+            name: value for name, value in self.state_dict.items() if name not in self.missing
+        }
 
 
 def _weights(model: nn.Module) -> dict[str, Any]:
     """Return parameters and persistent buffers by name, tied ones under their first name."""
     tied = tied_names(model)
-    return {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
+    return {
+        name: tensor for name, tensor in get_model_state_dict(model).items() if name not in tied
+    }
 
 
 def _new_state(parameter: torch.Tensor, moments_device: torch.device) -> dict[str, torch.Tensor]:
     """Return the AdamW state of a parameter before its first step."""
-    moments = {name: torch.zeros_like(parameter).to(moments_device) for name in ("exp_avg", "exp_avg_sq")}
+    moments = {
+        name: torch.zeros_like(parameter).to(moments_device) for name in ("exp_avg", "exp_avg_sq")
+    }
     return {"step": _NO_STEPS.clone(), **moments}
 
 
@@ -329,7 +360,8 @@ def _written_bytes(tensor: torch.Tensor) -> int:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "every rank is part of the mesh"
     is_copy = any(
-        place and not placement.is_shard() for place, placement in zip(coordinate, tensor.placements, strict=True)
+        place and not placement.is_shard()
+        for place, placement in zip(coordinate, tensor.placements, strict=True)
     )
     return 0 if is_copy else tensor.to_local().nbytes
 
@@ -338,13 +370,17 @@ def _save_error(folder: str, failure: CheckpointException) -> Exception:
     """Return an OSError with the errno of the first rank that failed to write, else a CheckpointError."""
     for rank, (error, _) in sorted(failure.failures.items()):
         if isinstance(error, OSError) and error.errno is not None:
-            return OSError(error.errno, f"rank {rank} cannot write its shards: {error.strerror}", folder)
+            return OSError(
+                error.errno, f"rank {rank} cannot write its shards: {error.strerror}", folder
+            )
     return CheckpointError(f"the shards cannot be written to {folder}: {_summary(failure)}")
 
 
 def _summary(failure: CheckpointException) -> str:
     """Return the ranks' errors in one line; torch's own text includes their tracebacks."""
-    return "; ".join(f"rank {rank}: {error!r}" for rank, (error, _) in sorted(failure.failures.items()))
+    return "; ".join(
+        f"rank {rank}: {error!r}" for rank, (error, _) in sorted(failure.failures.items())
+    )
 
 
 def generator_states(device_kind: str) -> dict[str, torch.Tensor]:
@@ -363,7 +399,9 @@ def generator_states(device_kind: str) -> dict[str, torch.Tensor]:
             ],
             dtype=torch.float64,
         ),
-        "python": torch.tensor([*words, next_gauss is not None, next_gauss or 0.0], dtype=torch.float64),
+        "python": torch.tensor(
+            [*words, next_gauss is not None, next_gauss or 0.0], dtype=torch.float64
+        ),
     }
     if device_kind != "cpu":
         states[device_kind] = torch.get_device_module(device_kind).get_rng_state()
@@ -377,7 +415,9 @@ def set_generators(states: dict[str, torch.Tensor]) -> None:
             torch.set_rng_state(state)
         elif name == "numpy":
             *keys, position, has_gauss, gauss = state.tolist()
-            np.random.set_state(("MT19937", np.array(keys, np.uint32), int(position), int(has_gauss), gauss))
+            np.random.set_state(
+                ("MT19937", np.array(keys, np.uint32), int(position), int(has_gauss), gauss)
+            )
         elif name == "python":
             *words, has_gauss, gauss = state.tolist()
             random.setstate((3, tuple(map(int, words)), gauss if has_gauss else None))

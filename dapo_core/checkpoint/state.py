@@ -19,7 +19,9 @@ from dapo_core.errors import CheckpointError
 from dapo_core.groups import Group, GroupRequest, Rollout, VersionSpans
 
 STATE_FILE = "trainer_state.json"
-GROUPS_FILE = "carried_groups.json"  # separate, so that reading metrics of many checkpoints stays cheap
+GROUPS_FILE = (
+    "carried_groups.json"  # separate, so that reading metrics of many checkpoints stays cheap
+)
 TOKENS_FILE = "carried_tokens.safetensors"  # tokens of their responses, concatenated
 
 Parsed = TypeVar("Parsed")
@@ -34,7 +36,9 @@ class TrainerState:
     policy_version: int
     prompt_position: int  # prompts taken from the stream
     surplus: list[tuple[int, Group]]  # (step that sampled its oldest token, group)
-    unfinished: list[tuple[int, GroupRequest]]  # (step that sampled its oldest token, group to resume)
+    unfinished: list[
+        tuple[int, GroupRequest]
+    ]  # (step that sampled its oldest token, group to resume)
     kl_coefficient: float  # of the KL term in the reward
     metrics: dict[str, float]  # of the step, in case a kill kept them out of metrics.jsonl
     identity: dict[str, Any]  # settings and data shared by all attempts of the training
@@ -49,7 +53,9 @@ def state_files(state: TrainerState) -> dict[str, bytes]:
     tokens: dict[str, np.ndarray] = {
         "num_tokens": np.array(num_tokens, dtype=np.int64),
         "response_ids": np.fromiter(ids, np.int32, sum(num_tokens)),
-        "rollout_log_probs": np.fromiter(log_probs, np.float64, sum(num_tokens)),  # Python's precision
+        "rollout_log_probs": np.fromiter(
+            log_probs, np.float64, sum(num_tokens)
+        ),  # Python's precision
     }
     groups = {
         "surplus": [
@@ -80,7 +86,10 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 def read_state_without_groups(checkpoint: Path) -> TrainerState:
     """Return the state without the carried groups, which may be gigabytes."""
-    return _read(checkpoint / STATE_FILE, lambda text: TrainerState(surplus=[], unfinished=[], **json.loads(text)))
+    return _read(
+        checkpoint / STATE_FILE,
+        lambda text: TrainerState(surplus=[], unfinished=[], **json.loads(text)),
+    )
 
 
 def _read(path: Path, parse: Callable[[bytes], Parsed]) -> Parsed:
@@ -107,23 +116,38 @@ def _without_tokens(responses: Sequence[Sampled]) -> list[Sampled]:
 
 def _fill(responses: Sequence[Rollout | Response], tokens: dict[str, np.ndarray]) -> None:
     """Fill in the responses' tokens; raises ValueError if the tokens do not match the responses."""
-    num_tokens, ids, log_probs = tokens["num_tokens"], tokens["response_ids"], tokens["rollout_log_probs"]
+    num_tokens, ids, log_probs = (
+        tokens["num_tokens"],
+        tokens["response_ids"],
+        tokens["rollout_log_probs"],
+    )
     total = int(num_tokens.sum())
-    if len(num_tokens) != len(responses) or (num_tokens < 0).any() or {len(ids), len(log_probs)} != {total}:
-        raise ValueError(f"{len(ids)} tokens for {len(num_tokens)} responses, but {len(responses)} are carried")
+    if (
+        len(num_tokens) != len(responses)
+        or (num_tokens < 0).any()
+        or {len(ids), len(log_probs)} != {total}
+    ):
+        raise ValueError(
+            f"{len(ids)} tokens for {len(num_tokens)} responses, but {len(responses)} are carried"
+        )
     places = pairwise(accumulate(num_tokens.tolist(), initial=0))
     for response, (start, end) in zip(responses, places, strict=True):
         response.response_ids[:] = ids[start:end].tolist()
         response.rollout_log_probs[:] = log_probs[start:end].tolist()
 
 
-def _carried(values: dict[str, Any]) -> tuple[list[tuple[int, Group]], list[tuple[int, GroupRequest]]]:
+def _carried(
+    values: dict[str, Any],
+) -> tuple[list[tuple[int, Group]], list[tuple[int, GroupRequest]]]:
     surplus = [(step, _group(group)) for step, group in values["surplus"]]
     return surplus, [(step, _group_request(request)) for step, request in values["unfinished"]]
 
 
 def _group(values: dict[str, Any]) -> Group:
-    rollouts = [Rollout(**{**rollout, "versions": _spans(rollout["versions"])}) for rollout in values["rollouts"]]
+    rollouts = [
+        Rollout(**{**rollout, "versions": _spans(rollout["versions"])})
+        for rollout in values["rollouts"]
+    ]
     return Group(**{**values, "prompt": _prompt(values["prompt"]), "rollouts": rollouts})
 
 
@@ -131,7 +155,12 @@ def _group_request(values: dict[str, Any]) -> GroupRequest:
     responses = [Response(**response) for response in values["responses"]]
     versions = [_spans(spans) for spans in values["versions"]]
     return GroupRequest(
-        **{**values, "prompt": _prompt(values["prompt"]), "responses": responses, "versions": versions}
+        **{
+            **values,
+            "prompt": _prompt(values["prompt"]),
+            "responses": responses,
+            "versions": versions,
+        }
     )
 
 

@@ -69,7 +69,9 @@ class CheckpointWriter:
     CheckpointError gives the reason.
     """
 
-    def __init__(self, folder: Path, model_path: Path, shards: PolicyGroup, config: TrainingConfig) -> None:
+    def __init__(
+        self, folder: Path, model_path: Path, shards: PolicyGroup, config: TrainingConfig
+    ) -> None:
         self.folder = folder
         self.model_path = model_path
         self.shards = shards
@@ -165,7 +167,9 @@ class CheckpointWriter:
 
     def _save_last(self) -> None:
         state = self._last_state
-        if state is not None and latest_checkpoint(self.folder) != step_folder(self.folder, state.step):
+        if state is not None and latest_checkpoint(self.folder) != step_folder(
+            self.folder, state.step
+        ):
             self.begin(state)
             self.finish()
 
@@ -175,7 +179,9 @@ class CheckpointWriter:
         sync(self.folder.parent)
         self._tidy(self.config.checkpoint.keep_last)
         if write.target.exists():
-            raise CheckpointError("it already exists, and this training should have continued from it")
+            raise CheckpointError(
+                "it already exists, and this training should have continued from it"
+            )
         contents = {**state_files(state), **self._constant_files}
         write.num_bytes = (
             self.shards.checkpoint_bytes()
@@ -190,7 +196,9 @@ class CheckpointWriter:
             (write.partial / name).write_bytes(content)
         copy_model_files(self.model_path, write.partial / HUGGINGFACE_FOLDER)
         for path in model_files(write.partial / HUGGINGFACE_FOLDER):
-            write.files[path.relative_to(write.partial).as_posix()] = content_part(path.read_bytes())
+            write.files[path.relative_to(write.partial).as_posix()] = content_part(
+                path.read_bytes()
+            )
 
     def _complete(self, wait: bool) -> None:
         write = self._in_flight
@@ -215,7 +223,12 @@ class CheckpointWriter:
         self._tidy(self.config.checkpoint.keep_last)
 
     def _tidy(self, keep_last: int) -> None:
-        tidy(self.folder, keep_last, self.config.checkpoint.keep_best, self.config.checkpoint.keep_steps)
+        tidy(
+            self.folder,
+            keep_last,
+            self.config.checkpoint.keep_best,
+            self.config.checkpoint.keep_steps,
+        )
 
     @contextmanager
     def _writing(self, write: _Write) -> Iterator[None]:
@@ -232,7 +245,11 @@ class CheckpointWriter:
 
     def _explain(self, write: _Write, error: Exception) -> str:
         latest, settings = latest_checkpoint(self.folder), self.config.checkpoint
-        fallback = f"training can continue from {latest.name}" if latest else "there is no earlier checkpoint"
+        fallback = (
+            f"training can continue from {latest.name}"
+            if latest
+            else "there is no earlier checkpoint"
+        )
         if not _is_disk_full(error):
             return f"checkpoint {write.target.name} could not be written to {self.folder}: {error}; {fallback}"
         return (

@@ -25,7 +25,9 @@ from ray.exceptions import (
 from dapo_core.errors import CheckpointError, DapoError, WorkerDied
 
 PING_SECONDS = 5.0  # of silence before all actors are pinged
-SEARCH_SECONDS = 20.0  # to find the dead actor behind a failed call: Ray takes 15 to declare a node dead
+SEARCH_SECONDS = (
+    20.0  # to find the dead actor behind a failed call: Ray takes 15 to declare a node dead
+)
 # Ray's errors for an actor whose process is dead or unreachable; training cannot continue after either.
 DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
 # Phrases in Ray's messages, which have thousands of characters; the first match counts.
@@ -36,7 +38,10 @@ REASONS = (
     ("node has died", "its node is lost"),
     ("ray.kill", "it was killed through Ray"),
     ("SIGTERM", "it was ended by SIGTERM"),
-    ("connection error", "it was killed, for example by the kernel when memory ran out, or it crashed"),
+    (
+        "connection error",
+        "it was killed, for example by the kernel when memory ran out, or it crashed",
+    ),
 )
 MAX_REASON_CHARACTERS = 200
 
@@ -90,7 +95,9 @@ class Actors:
                 raise
             except DEATHS as error:
                 self._search()
-                raise WorkerDied(f"a policy rank or rollout worker died: {death_reason(error)}") from error
+                raise WorkerDied(
+                    f"a policy rank or rollout worker died: {death_reason(error)}"
+                ) from error
             except GetTimeoutError:
                 if seconds_left <= PING_SECONDS:
                     raise
@@ -121,7 +128,9 @@ class Actors:
         waiting = [actor for actor in self._actors if actor.ping is not None]
         if not waiting:
             return
-        done = set(ray.wait([actor.ping for actor in waiting], num_returns=len(waiting), timeout=0)[0])
+        done = set(
+            ray.wait([actor.ping for actor in waiting], num_returns=len(waiting), timeout=0)[0]
+        )
         for actor in waiting:
             if actor.ping in done:
                 try:

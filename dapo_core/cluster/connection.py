@@ -42,7 +42,10 @@ _OPTIONS: dict[str, Any] = {"logging_level": "warning", "log_to_driver": True}
 
 @contextmanager
 def connected_to_ray(
-    train: TrainConfig, num_cpus: int, answer_seconds: float = ANSWER_SECONDS, is_quiet: bool = False
+    train: TrainConfig,
+    num_cpus: int,
+    answer_seconds: float = ANSWER_SECONDS,
+    is_quiet: bool = False,
 ) -> Iterator[Path | None]:
     """Connect to the cluster at train.ray_address, or start a private Ray with `num_cpus` CPUs.
 
@@ -52,14 +55,20 @@ def connected_to_ray(
     """
     set_defaults(RAY)
     address = train.ray_address
-    with _private_ray(num_cpus) if address is None else _joined_ray(address, answer_seconds, is_quiet) as folder:
+    with (
+        _private_ray(num_cpus)
+        if address is None
+        else _joined_ray(address, answer_seconds, is_quiet) as folder
+    ):
         yield folder
 
 
 @contextmanager
 def _joined_ray(address: str, answer_seconds: float, is_quiet: bool) -> Iterator[Path | None]:
     try:
-        ask_cluster(address, answer_seconds)  # ray.init ignores signals while it waits for a cluster
+        ask_cluster(
+            address, answer_seconds
+        )  # ray.init ignores signals while it waits for a cluster
     except WorkerDied as error:
         if "AuthenticationError" not in str(error):
             raise
@@ -75,7 +84,9 @@ def _joined_ray(address: str, answer_seconds: float, is_quiet: bool) -> Iterator
                 f"{AUTH_MODE}=token and the cluster's token in {AUTH_TOKEN} or {AUTH_TOKEN_PATH} "
                 "(docs/security.md)"
             ) from error
-        raise WorkerDied(f"the Ray cluster at train.ray_address={address} does not answer: {error}") from error
+        raise WorkerDied(
+            f"the Ray cluster at train.ray_address={address} does not answer: {error}"
+        ) from error
     if os.environ.get(AUTH_MODE, "").lower() != "token":
         logger.warning(
             "the Ray cluster at %s is used without a token: anyone who can reach its ports can run code as its "
@@ -131,7 +142,9 @@ def _remove_old_folders(parent: str) -> None:
 def _start(folder: Path, num_cpus: int) -> None:
     """Start Ray; on failure raises WorkerDied and leaves no processes behind."""
     # Silence the hint on how to turn authentication off.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(
+        logging.ERROR
+    )
     with _keep_signal_handling() as processes, _loopback():
         try:
             ray.init(
@@ -139,7 +152,9 @@ def _start(folder: Path, num_cpus: int) -> None:
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 runtime_env={"env_vars": WORKERS | LOOPBACK},
-                _temp_dir=str(folder / "ray"),  # Ray makes it world-accessible, but its parent is private
+                _temp_dir=str(
+                    folder / "ray"
+                ),  # Ray makes it world-accessible, but its parent is private
                 **_OPTIONS,
             )
         except BaseException as error:
@@ -152,8 +167,12 @@ def _start(folder: Path, num_cpus: int) -> None:
                 raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             if is_full(folder, FULL_DISK_BYTES):
-                reason = f"{folder.parent} is full; free some space, or set RAY_TMPDIR to another disk"
-            raise WorkerDied(f"Ray did not start on this machine: {reason} (logs are in {folder})") from error
+                reason = (
+                    f"{folder.parent} is full; free some space, or set RAY_TMPDIR to another disk"
+                )
+            raise WorkerDied(
+                f"Ray did not start on this machine: {reason} (logs are in {folder})"
+            ) from error
 
 
 def _kill_processes(processes: list[subprocess.Popen[Any]]) -> None:

@@ -43,7 +43,11 @@ class Answers:
         """Return the results of all nodes; raises ConfigError or WorkerDied naming the nodes that failed."""
         if self.failed:
             errors = list(self.failed.values())
-            kind = WorkerDied if any(isinstance(error, WorkerDied) for error in errors) else ConfigError
+            kind = (
+                WorkerDied
+                if any(isinstance(error, WorkerDied) for error in errors)
+                else ConfigError
+            )
             raise kind("; ".join(map(str, errors))) from errors[0]
         return self.results
 
@@ -72,10 +76,17 @@ def own_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def start_on(node: Node, devices: Mapping[str, float], function: Callable[..., Any], *arguments: Any) -> Any:
+def start_on(
+    node: Node, devices: Mapping[str, float], function: Callable[..., Any], *arguments: Any
+) -> Any:
     """Start a task on the node without reserving a CPU, with `devices` by Ray resource; returns its reference."""
     resources = dict(devices)
-    options = {"num_cpus": 0, "num_gpus": resources.pop("GPU", None), "resources": resources, "max_retries": 0}
+    options = {
+        "num_cpus": 0,
+        "num_gpus": resources.pop("GPU", None),
+        "resources": resources,
+        "max_retries": 0,
+    }
     place = NodeAffinitySchedulingStrategy(node.id, soft=False)
     return ray.remote(function).options(**options, scheduling_strategy=place).remote(*arguments)
 
@@ -85,7 +96,9 @@ def actors_on(nodes: Sequence[Node], kind: type) -> Iterator[dict[Node, Any]]:
     """Yield handles of an actor of the class on each node; all actors end on exit."""
     handles: dict[Node, Any] = {
         node: ray.remote(kind)
-        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False))
+        .options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)
+        )
         .remote()
         for node in nodes
     }
@@ -121,9 +134,17 @@ def ask(calls: Mapping[Node, Any], max_seconds: float = ANSWER_SECONDS) -> Answe
 
 def _node_error(node: Node, error: RayError) -> DapoError:
     text = str(error.cause if isinstance(error, RayTaskError) else error).strip()
-    if isinstance(error, RayTaskError | RayActorError) and (missing := _NO_IMPORT.search(str(error))):
+    if isinstance(error, RayTaskError | RayActorError) and (
+        missing := _NO_IMPORT.search(str(error))
+    ):
         reason = missing[0].split(": ", 1)[1]
-        return ConfigError(f"node {node.name} cannot run this project: {reason}; install the same version there")
+        return ConfigError(
+            f"node {node.name} cannot run this project: {reason}; install the same version there"
+        )
     if isinstance(error, RayTaskError):
-        return ConfigError(f"node {node.name} failed: {text.splitlines()[0] if text else 'no reason given'}")
-    return WorkerDied(f"node {node.name} is lost: {text.splitlines()[0] if text else type(error).__name__}")
+        return ConfigError(
+            f"node {node.name} failed: {text.splitlines()[0] if text else 'no reason given'}"
+        )
+    return WorkerDied(
+        f"node {node.name} is lost: {text.splitlines()[0] if text else type(error).__name__}"
+    )

@@ -34,7 +34,9 @@ class Demand:
     on_one_node: bool = False
 
     def __str__(self) -> str:
-        return f"{self.count} workers of {self.resources}{' on one node' if self.on_one_node else ''}"
+        return (
+            f"{self.count} workers of {self.resources}{' on one node' if self.on_one_node else ''}"
+        )
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,14 @@ class Place:
     def start(self, actor_class: type) -> Any:
         """Start an actor of the class with all of the place's resources; returns its handle."""
         others = dict(self.resources)
-        options: dict[str, Any] = {"num_cpus": others.pop("CPU"), "num_gpus": others.pop("GPU", None)}
+        options: dict[str, Any] = {
+            "num_cpus": others.pop("CPU"),
+            "num_gpus": others.pop("GPU", None),
+        }
         options["resources"] = others
-        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
+        strategy = PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=self.bundle
+        )
         return ray.remote(actor_class).options(**options, scheduling_strategy=strategy).remote()
 
 
@@ -65,7 +72,9 @@ class Places:
     @property
     def nodes(self) -> list[str]:
         """Ray's IDs of all nodes in use, without duplicates."""
-        return list(dict.fromkeys(place.node for places in (self.ranks, *self.engines) for place in places))
+        return list(
+            dict.fromkeys(place.node for places in (self.ranks, *self.engines) for place in places)
+        )
 
 
 def demands(config: TrainingConfig, device: Device) -> list[Demand]:
@@ -77,7 +86,9 @@ def demands(config: TrainingConfig, device: Device) -> list[Demand]:
     accelerator: dict[str, float] = {device.ray_resource: 1} if device.has_own_memory else {}
     train, rollout = config.train, config.rollout
     threads = rollout.threads_per_worker
-    part = {"CPU": max(threads, train.threads_per_rank) if train.is_colocated else threads} | accelerator
+    part = {
+        "CPU": max(threads, train.threads_per_rank) if train.is_colocated else threads
+    } | accelerator
     num_stages = rollout.num_workers * rollout.pipeline_parallel
     if rollout.tensor_parallel == 1:
         engines = [Demand(num_stages, part)]
@@ -89,7 +100,10 @@ def demands(config: TrainingConfig, device: Device) -> list[Demand]:
 
 
 def place_roles(
-    config: TrainingConfig, device: Device, groups: list[PlacementGroup], max_seconds: float = PLACEMENT_SECONDS
+    config: TrainingConfig,
+    device: Device,
+    groups: list[PlacementGroup],
+    max_seconds: float = PLACEMENT_SECONDS,
 ) -> Places:
     """Reserve a place for each rank and engine part, in placement groups appended to `groups`.
 
@@ -114,7 +128,9 @@ def half(place: Place) -> Place:
     return replace(place, resources={name: count / 2 for name, count in place.resources.items()})
 
 
-def reserve(demand: Demand, groups: list[PlacementGroup], max_seconds: float = PLACEMENT_SECONDS) -> list[Place]:
+def reserve(
+    demand: Demand, groups: list[PlacementGroup], max_seconds: float = PLACEMENT_SECONDS
+) -> list[Place]:
     """Reserve places in a new placement group, appended to `groups`; returns them sorted by node."""
     strategy = "STRICT_PACK" if demand.on_one_node else "PACK"
     group = placement_group([demand.resources] * demand.count, strategy=strategy)
@@ -122,7 +138,9 @@ def reserve(demand: Demand, groups: list[PlacementGroup], max_seconds: float = P
     _wait_until_placed(group, demand, max_seconds)
     nodes = placement_group_table(group)["bundles_to_node_id"]
     order = list(dict.fromkeys(nodes[number] for number in range(demand.count)))
-    places = [Place(group, number, nodes[number], demand.resources) for number in range(demand.count)]
+    places = [
+        Place(group, number, nodes[number], demand.resources) for number in range(demand.count)
+    ]
     return sorted(places, key=lambda place: order.index(place.node))
 
 
@@ -143,4 +161,6 @@ def _wait_until_placed(group: PlacementGroup, demand: Demand, max_seconds: float
                 f"Ray has no free resources for {demand} after {max_seconds:.0f} s ({resources}): lower "
                 "train.num_ranks, rollout.num_workers or the threads, or add nodes"
             )
-        logger.info("waiting for Ray resources for %s (%.0f s so far): %s", demand, seconds, resources)
+        logger.info(
+            "waiting for Ray resources for %s (%.0f s so far): %s", demand, seconds, resources
+        )

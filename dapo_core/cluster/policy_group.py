@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 class PolicyGroup:
     """Calls all policy ranks as one; train.sequence_parallel consecutive ranks get the same share of a batch."""
 
-    def __init__(self, ranks: Sequence[Any], config: TrainingConfig, actors: Actors, hidden_size: int) -> None:
+    def __init__(
+        self, ranks: Sequence[Any], config: TrainingConfig, actors: Actors, hidden_size: int
+    ) -> None:
         train = config.train
         self.config = config
         self.ranks = ranks
@@ -73,7 +75,9 @@ class PolicyGroup:
         calls = [rank.ref_log_probs.remote(share) for rank, share in self._deal(shares)]
         return _rows(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
 
-    def learn(self, batch: Batch, measured: Measured | None, step: int) -> tuple[list[Update], Measured]:
+    def learn(
+        self, batch: Batch, measured: Measured | None, step: int
+    ) -> tuple[list[Update], Measured]:
         """Run one optimizer step per mini-batch and pass; returns the updates and `measured`.
 
         If `measured` is None, the first pass measures it. Old log-probs, advantages and importance weights stay
@@ -113,11 +117,17 @@ class PolicyGroup:
         updates: list[Update] = self.actors.get(calls)
         sums = reduce(add, (update.sums for update in updates))
         rank_tokens = tuple(int(mini_batch.lengths[rows].sum()) for rows in indices)
-        parts = [update.measured for update in updates[:: self.sequence_parallel] if update.measured is not None]
+        parts = [
+            update.measured
+            for update in updates[:: self.sequence_parallel]
+            if update.measured is not None
+        ]
         measured = _joined(mini_batch, indices, parts) if measures else None
         faults = [update.fault for update in updates if update.fault is not None]
         first = min(faults, key=lambda fault: fault.order, default=None)
-        return replace(updates[0], sums=sums, rank_tokens=rank_tokens, measured=measured, fault=first)
+        return replace(
+            updates[0], sums=sums, rank_tokens=rank_tokens, measured=measured, fault=first
+        )
 
     @contextmanager
     def profiled(self, step: int, folder: Path) -> Iterator[None]:
@@ -151,7 +161,9 @@ class PolicyGroup:
         try:
             return all(self.actors.get([rank.is_saved.remote() for rank in self.ranks]))
         except (CheckpointError, OSError):
-            self.actors.get([rank.end_save.remote() for rank in self.ranks])  # the others fail later
+            self.actors.get(
+                [rank.end_save.remote() for rank in self.ranks]
+            )  # the others fail later
             raise
 
     def checkpoint_bytes(self) -> int:
@@ -193,7 +205,9 @@ def _joined(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[Measure
     )
 
 
-def _rows(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _rows(
+    batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[torch.Tensor]
+) -> torch.Tensor:
     """Arrange the parts' rows in batch order: [B, R] from [b, R] of each share."""
     values = torch.zeros(batch.response_mask.shape)
     for rows, part in zip(indices, parts, strict=True):

@@ -68,7 +68,9 @@ class RolloutGroup:
     def suspend(self) -> tuple[list[Group], list[GroupRequest]]:
         """Suspend all workers; returns groups that just finished, and requests that resume the others."""
         late = [group for reference in list(self._polls) for group in self._take(reference)]
-        busy = [worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count]
+        busy = [
+            worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count
+        ]
         self._in_flight = [0] * len(self.workers)
         self._tokens = [0] * len(self.workers)
         requests = self._get([worker.suspend.remote() for worker in busy])
@@ -88,7 +90,9 @@ class RolloutGroup:
         """Allocate device memory for weights or KV cache again on all engines, named as in `turns`."""
         self.actors.get([worker.wake.remote(states) for worker in self.workers])
 
-    def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
+    def log_probs(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[list[float]]]:
         """Return each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
         return self.actors.get([worker.log_probs.remote(sequences) for worker in self.workers])
 

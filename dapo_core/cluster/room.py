@@ -54,13 +54,19 @@ def ask_cluster(
     command = [sys.executable, "-m", "dapo_core.cluster.room", address, str(os.getpid())]
     started = last_log = time.monotonic()
     # Ray silently waits for a cluster that rejects processes without a token.
-    hint = "" if AUTH_MODE in environment else f"; if it has a token, set {AUTH_MODE}=token (docs/security.md)"
+    hint = (
+        ""
+        if AUTH_MODE in environment
+        else f"; if it has a token, set {AUTH_MODE}=token (docs/security.md)"
+    )
     with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True) as child:
         try:
             while child.poll() is None:
                 seconds = time.monotonic() - started
                 if seconds >= max_seconds:
-                    raise WorkerDied(f"{_name(address)} did not answer within {max_seconds:g} s{hint}")
+                    raise WorkerDied(
+                        f"{_name(address)} did not answer within {max_seconds:g} s{hint}"
+                    )
                 if time.monotonic() >= last_log + LOG_SECONDS:
                     last_log = time.monotonic()
                     logger.info("waiting for %s to answer (%.0f s so far)", _name(address), seconds)
@@ -70,7 +76,9 @@ def ask_cluster(
             child.kill()
     lines = output.strip().splitlines() or errors.strip().splitlines() or ["no output"]
     if NO_RAY in lines[-1]:
-        raise ConfigError(f"train.ray_address={address} needs a Ray on this machine, but none runs; {START_RAY}")
+        raise ConfigError(
+            f"train.ray_address={address} needs a Ray on this machine, but none runs; {START_RAY}"
+        )
     if child.returncode:
         raise WorkerDied(f"{_name(address)} does not answer: {lines[-1]}")
     return Room(**json.loads(lines[-1]))
@@ -92,8 +100,18 @@ def main(address: str) -> int:
             # Ray would retry forever if a dead instance left its address in a file.
             _require_listener(services.canonicalize_bootstrap_address_or_die(address))
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-    except (ray.exceptions.RayError, ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
-        kind = "AuthenticationError" if "AuthenticationError" in str(error.__cause__) else type(error).__name__
+    except (
+        ray.exceptions.RayError,
+        ConnectionError,
+        TimeoutError,
+        RuntimeError,
+        ValueError,
+    ) as error:
+        kind = (
+            "AuthenticationError"
+            if "AuthenticationError" in str(error.__cause__)
+            else type(error).__name__
+        )
         sys.stdout.write(f"{kind}: {(str(error).strip().splitlines() or [''])[0]}\n")
         return 1
     free = available_resources_per_node()
@@ -130,7 +148,9 @@ def _require_listener(address: str) -> None:
     try:
         connect(address, CONNECT_SECONDS)
     except ConnectionRefusedError:
-        raise ConnectionError(f"{NO_RAY}: {address} belongs to an instance that has ended") from None
+        raise ConnectionError(
+            f"{NO_RAY}: {address} belongs to an instance that has ended"
+        ) from None
     except OSError:  # Ray itself waits for a slow network
         return
 

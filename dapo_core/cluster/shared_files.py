@@ -23,7 +23,9 @@ ADVICE = (
 )
 
 
-def require_shared(nodes: Sequence[str], config: TrainingConfig, model_path: Path, output_dir: Path) -> None:
+def require_shared(
+    nodes: Sequence[str], config: TrainingConfig, model_path: Path, output_dir: Path
+) -> None:
     """Raise ConfigError, naming the nodes, unless `nodes` (Ray's IDs) see all files that ranks and workers use.
 
     These are the model, the reference model, the scorer's file, and the output that ranks write checkpoints to,
@@ -35,12 +37,16 @@ def require_shared(nodes: Sequence[str], config: TrainingConfig, model_path: Pat
         return
     paths = shared_paths(config, model_path) | {OUTPUT: output_dir}
     with probe_in(output_dir) as probe:
-        tasks = {node: start_on(node, {}, differences, paths, digests(paths), probe) for node in others}
+        tasks = {
+            node: start_on(node, {}, differences, paths, digests(paths), probe) for node in others
+        }
         answers = finish(tasks).require()
     if any(answers.values()):
         raise ConfigError(
             "; ".join(
-                f"node {node.name} does not see {', '.join(found)}" for node, found in answers.items() if found
+                f"node {node.name} does not see {', '.join(found)}"
+                for node, found in answers.items()
+                if found
             )
             + f": {ADVICE}"
         )

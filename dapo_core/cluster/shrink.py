@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SETTLE_SECONDS = 20.0  # Ray takes 15 to declare a node dead, and a moment to free its actors' resources
+SETTLE_SECONDS = (
+    20.0  # Ray takes 15 to declare a node dead, and a moment to free its actors' resources
+)
 POLL_SECONDS = 0.5
 MAX_ATTEMPTS = 3
 
@@ -84,7 +86,10 @@ def shrunk(
             continue
         logger.warning(
             "training continues with %d of %d ranks and %d of %d engines (train.on_lost_node=shrink)",
-            *(num_ranks, config.train.num_ranks, num_workers, config.rollout.num_workers),
+            num_ranks,
+            config.train.num_ranks,
+            num_workers,
+            config.rollout.num_workers,
         )
         return smaller
     raise ConfigError(
@@ -136,7 +141,13 @@ def _smaller(config: TrainingConfig) -> list[tuple[int, int]]:
     if config.train.is_colocated:  # one rank per engine part
         parts = config.rollout.num_devices // most_workers
         return [(parts * workers, workers) for workers in range(most_workers - 1, 0, -1)]
-    sizes = [(ranks, workers) for ranks in range(1, most_ranks + 1) for workers in range(1, most_workers + 1)]
+    sizes = [
+        (ranks, workers)
+        for ranks in range(1, most_ranks + 1)
+        for workers in range(1, most_workers + 1)
+    ]
     return sorted(
-        sizes[:-1], key=lambda size: (min(size[0] / most_ranks, size[1] / most_workers), *size), reverse=True
+        sizes[:-1],
+        key=lambda size: (min(size[0] / most_ranks, size[1] / most_workers), *size),
+        reverse=True,
     )

@@ -56,20 +56,25 @@ class WeightTransfer:
     device uses IPC handles, since an NCCL or HCCL group may not contain a device twice. All others get broadcasts.
     """
 
-    def __init__(self, ranks: Sequence[Any], engines: Sequence[Sequence[Any]], actors: Actors) -> None:
+    def __init__(
+        self, ranks: Sequence[Any], engines: Sequence[Sequence[Any]], actors: Actors
+    ) -> None:
         """`engines` lists the parts of each engine; the first part is the rollout worker."""
         self.ranks = ranks
         self.workers = [parts[0] for parts in engines]
         self.parts = [part for parts in engines for part in parts]
         self.names = [
-            f"rollout worker {worker} of {len(engines)}" + (f", part {part} of {len(parts)}" if part else "")
+            f"rollout worker {worker} of {len(engines)}"
+            + (f", part {part} of {len(parts)}" if part else "")
             for worker, parts in enumerate(engines)
             for part in range(len(parts))
         ]
         self.actors = actors
         self.plan = actors.get(ranks[0].weight_plan.remote())
 
-    def connect(self, is_local: Sequence[bool], meeting_point: Callable[[], str], on_device: bool = False) -> None:
+    def connect(
+        self, is_local: Sequence[bool], meeting_point: Callable[[], str], on_device: bool = False
+    ) -> None:
         """Open the connections. `is_local` tells for each engine process whether it shares rank 0's memory.
 
         That memory is the device's if `on_device`, else the node's. `meeting_point` returns a rendezvous address
@@ -84,7 +89,10 @@ class WeightTransfer:
             else Link(False, address, 1 + is_local[:number].count(False), size)
             for number, local in enumerate(is_local)
         ]
-        calls = [part.connect.remote(link, self.plan) for part, link in zip(self.parts, links, strict=True)]
+        calls = [
+            part.connect.remote(link, self.plan)
+            for part, link in zip(self.parts, links, strict=True)
+        ]
         if size > 1:
             calls.append(self.ranks[0].join_receivers.remote(address, size))
         self.actors.get(calls)
@@ -98,9 +106,14 @@ class WeightTransfer:
         sending = [rank.send_weights.remote() for rank in self.ranks]
         receiving = [worker.receive_weights.remote(policy_version) for worker in self.workers]
         sent = self.actors.get(sending + receiving)[: len(sending)]
-        loaded: list[Loaded] = self.actors.get([part.loaded_weights.remote() for part in self.parts])
+        loaded: list[Loaded] = self.actors.get(
+            [part.loaded_weights.remote() for part in self.parts]
+        )
         require_arrived(
-            self.plan, merge_checksums(sent), dict(zip(self.names, loaded, strict=True)), policy_version
+            self.plan,
+            merge_checksums(sent),
+            dict(zip(self.names, loaded, strict=True)),
+            policy_version,
         )
 
 
@@ -116,7 +129,10 @@ class Cluster:
 
 @contextmanager
 def start_cluster(
-    config: TrainingConfig, model_path: str | Path, output_dir: Path | None = None, is_restart: bool = False
+    config: TrainingConfig,
+    model_path: str | Path,
+    output_dir: Path | None = None,
+    is_restart: bool = False,
 ) -> Iterator[Cluster]:
     """Start policy ranks and rollout workers with the model loaded; all of them end on exit.
 
@@ -146,7 +162,10 @@ def start_cluster(
                 require_shared(places.nodes, config, Path(model_path), output_dir)
             ranks += [place.start(_PolicyRank) for place in places.ranks]
             engines += [
-                [place.start(_EngineRank if number else _RolloutRank) for number, place in enumerate(parts)]
+                [
+                    place.start(_EngineRank if number else _RolloutRank)
+                    for number, place in enumerate(parts)
+                ]
                 for parts in places.engines
             ]
             workers = [parts[0] for parts in engines]
@@ -165,10 +184,14 @@ def start_cluster(
                 place = _meeting_point(folder, parts[-1], actors) if len(parts) > 1 else ""
                 starting += _start_parts(parts, place, str(model_path), config)
             actors.get(starting)
-            actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])
+            actors.get(
+                [parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1]
+            )
             weights = WeightTransfer(ranks, engines, actors)
             meeting_point = partial(_meeting_point, folder, ranks[0], actors)
-            weights.connect(_reads_memory(places, device), meeting_point, on_device=device.has_own_memory)
+            weights.connect(
+                _reads_memory(places, device), meeting_point, on_device=device.has_own_memory
+            )
             counts = counted(len(ranks), "policy rank"), counted(len(workers), "rollout worker")
             logger.info("%s and %s ready after %.0f s", *counts, time.monotonic() - started)
             rollouts = RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors)
@@ -177,7 +200,9 @@ def start_cluster(
             _end(ranks, engines, groups if train.ray_address else [])
 
 
-def _start_parts(parts: Sequence[Any], place: str, model_path: str, config: TrainingConfig) -> list[Any]:
+def _start_parts(
+    parts: Sequence[Any], place: str, model_path: str, config: TrainingConfig
+) -> list[Any]:
     """Load an engine whose parts rendezvous at `place`; returns the calls' references."""
     first, *others = parts
     return [
@@ -206,9 +231,13 @@ def _watched(ranks: Sequence[Any], engines: Sequence[list[Any]]) -> Actors:
     return actors
 
 
-def _end(ranks: Sequence[Any], engines: Sequence[list[Any]], groups: Sequence[PlacementGroup]) -> None:
+def _end(
+    ranks: Sequence[Any], engines: Sequence[list[Any]], groups: Sequence[PlacementGroup]
+) -> None:
     """End all processes, even hanging ones, and remove the placement groups of a shared cluster."""
-    for rank in ranks:  # first, since a worker may be waiting for weights that a rank will never send
+    for (
+        rank
+    ) in ranks:  # first, since a worker may be waiting for weights that a rank will never send
         ray.kill(rank)
     closing = [parts[0].close.remote() for parts in engines]
     if closing:  # a worker that hangs is killed below, and its scoring processes end with it
@@ -244,12 +273,17 @@ class _PolicyRank(_Process, Policy):
     def __init__(self) -> None:
         pass
 
-    def start(self, rank: int, num_ranks: int, address: str, model_path: str, config: TrainingConfig) -> None:
+    def start(
+        self, rank: int, num_ranks: int, address: str, model_path: str, config: TrainingConfig
+    ) -> None:
         """Join the other ranks and load this rank's part of the model."""
         device = _own_device(config, config.train.threads_per_rank)
         seed_generators(config.run.seed, rank, num_optimizer_steps=0)
         torch.distributed.init_process_group(
-            device.backends(config.train.offload_shards), init_method=address, rank=rank, world_size=num_ranks
+            device.backends(config.train.offload_shards),
+            init_method=address,
+            rank=rank,
+            world_size=num_ranks,
         )
         require_averages(device.torch_device())
         super().__init__(model_path, config)
@@ -261,7 +295,9 @@ class _RolloutRank(_Process, RolloutWorker):
     def __init__(self) -> None:
         pass
 
-    def start(self, model_path: str, config: TrainingConfig, part: EnginePart, followers: Sequence[Any]) -> None:
+    def start(
+        self, model_path: str, config: TrainingConfig, part: EnginePart, followers: Sequence[Any]
+    ) -> None:
         """Load the model into the engine and start the scoring processes."""
         self._part = part
         self._followers = _Followers(followers)
@@ -347,7 +383,9 @@ def _load_engine(
 
         return TensorParallelEngine(model_path, settings, config.run.seed, part, followers)
     torch_device = str(device.torch_device())
-    return build_engine(config.rollout.engine, model_path, settings, seed=config.run.seed, device=torch_device)
+    return build_engine(
+        config.rollout.engine, model_path, settings, seed=config.run.seed, device=torch_device
+    )
 
 
 def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:

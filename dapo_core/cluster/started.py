@@ -32,7 +32,9 @@ def token_environment(address: str, environment: Mapping[str, str]) -> dict[str,
     """
     if any(name in environment for name in (AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH)):
         return {}
-    newest_first = sorted(clusters_folder().glob(f"*/{ADDRESS}"), key=lambda file: -file.stat().st_mtime)
+    newest_first = sorted(
+        clusters_folder().glob(f"*/{ADDRESS}"), key=lambda file: -file.stat().st_mtime
+    )
     for file in newest_first:
         token = file.with_name(TOKEN)
         if _is_same(address, file.read_text(encoding="utf-8").strip()) and _is_private(token):
@@ -55,7 +57,9 @@ def _is_same(address: str, recorded: str) -> bool:
     known = known_host.strip("[]")
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
         # a name of this machine
-        return known in {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+        return known in {
+            entry.address for entries in psutil.net_if_addrs().values() for entry in entries
+        }
     return known in addresses
 
 

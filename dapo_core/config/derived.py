@@ -49,7 +49,12 @@ class Quantity(NamedTuple):
 def derive(config: TrainingConfig) -> list[Quantity]:
     """Return the quantities derived from a configuration. All are exact: validation rejects uneven divisions."""
     train = {**dict(config.train), "fsdp_size": config.train.fsdp_size or config.train.num_ranks}
-    values: dict[str, Any] = {**dict(config.data), **dict(config.sampler), **dict(config.rollout), **train}
+    values: dict[str, Any] = {
+        **dict(config.data),
+        **dict(config.sampler),
+        **dict(config.rollout),
+        **train,
+    }
     quantities = []
     for line in _QUANTITIES.strip().splitlines():
         if line.startswith("drawn for a step, at most") and not config.sampler.max_num_gen_batches:

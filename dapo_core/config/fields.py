@@ -26,13 +26,17 @@ class _Object(dict[str, JsonValue]):
         return hash(json.dumps(self, sort_keys=True))
 
 
-JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_Object)]  # for keys that hold free-form fields
+JsonObject = Annotated[
+    dict[str, JsonValue], AfterValidator(_Object)
+]  # for keys that hold free-form fields
 
 
 class Section(BaseModel):
     """A frozen part of the configuration. Rejects unknown keys, infinities, NaN, and booleans as numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -41,7 +45,9 @@ class Section(BaseModel):
             return values
         fields = cls.model_fields
         return {
-            str(name): {} if value is None and name in fields and is_section(fields[name].annotation) else value
+            str(name): {}
+            if value is None and name in fields and is_section(fields[name].annotation)
+            else value
             for name, value in values.items()
         }
 
@@ -70,9 +76,13 @@ class Entry(Section):
     @model_validator(mode="before")
     @classmethod
     def _keys_are_known(cls, values: Any) -> Any:
-        unknown = sorted(values.keys() - cls.model_fields.keys()) if isinstance(values, dict) else []
+        unknown = (
+            sorted(values.keys() - cls.model_fields.keys()) if isinstance(values, dict) else []
+        )
         if unknown:
-            raise ValueError(f"{cls.what} has no key {', '.join(unknown)}; it has {', '.join(cls.model_fields)}")
+            raise ValueError(
+                f"{cls.what} has no key {', '.join(unknown)}; it has {', '.join(cls.model_fields)}"
+            )
         return values
 
 

@@ -66,7 +66,9 @@ class _Loader(yaml.SafeLoader):
                 _keep_as_written(value_node)
             if name in names:
                 place = str(key_node.start_mark).strip()
-                raise ConfigError(f"{name} is written twice, the second time {place}; keep one of the two")
+                raise ConfigError(
+                    f"{name} is written twice, the second time {place}; keep one of the two"
+                )
             names.append(name)
         return super().construct_mapping(node, deep)
 
@@ -86,12 +88,16 @@ class _Dumper(yaml.SafeDumper):
     """YAML dumper whose output `_Loader` reads back: quotes the text "1e-6"."""
 
 
-_FLOAT = re.compile(r"^[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.\d+(?:[eE][-+]?\d+)?)$")
+_FLOAT = re.compile(
+    r"^[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.\d+(?:[eE][-+]?\d+)?)$"
+)
 for _yaml in (_Loader, _Dumper):
     _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 for _first in "yYnNoO":  # yes, no, on, off: pydantic converts them for boolean fields
     _Loader.yaml_implicit_resolvers[_first] = [
-        (tag, words) for tag, words in _Loader.yaml_implicit_resolvers[_first] if tag != "tag:yaml.org,2002:bool"
+        (tag, words)
+        for tag, words in _Loader.yaml_implicit_resolvers[_first]
+        if tag != "tag:yaml.org,2002:bool"
     ]
 
 
@@ -118,7 +124,9 @@ def resolve(root: type[Root], tree: Mapping[str, Any]) -> Root:
     Raises ConfigError that lists all problems.
     """
     problems = list(placeholders(tree))
-    required: dict[str, Any] = {name: {} for name, field in root.model_fields.items() if field.is_required()}
+    required: dict[str, Any] = {
+        name: {} for name, field in root.model_fields.items() if field.is_required()
+    }
     try:
         config = root.model_validate({**required, **_at_home(dict(tree))})
     except ValidationError as error:
@@ -134,15 +142,23 @@ def _at_home(value: Any) -> Any:
         return {name: _at_home(one) for name, one in value.items()}
     if isinstance(value, list):
         return list(map(_at_home, value))
-    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
+    return (
+        str(Path(value).expanduser())
+        if isinstance(value, str) and value.startswith("~/")
+        else value
+    )
 
 
 def dump_config(config: Section) -> str:
     """Return the configuration as YAML that `load` reads back unchanged."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(
+        config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True
+    )
 
 
-def read_tree(path: Path, what: str = "configuration", as_text: Sequence[str] = (_ENVIRONMENT,)) -> dict[str, Any]:
+def read_tree(
+    path: Path, what: str = "configuration", as_text: Sequence[str] = (_ENVIRONMENT,)
+) -> dict[str, Any]:
     """Return the sections and keys that a file sets; numbers under the keys in `as_text` stay text.
 
     Raises ConfigError if the file cannot be read.
@@ -156,7 +172,9 @@ def read_tree(path: Path, what: str = "configuration", as_text: Sequence[str] = 
         meant = f" (did you mean {path.with_name(close[0])}?)" if close else ""
         raise ConfigError(f"{what} {path} cannot be read: {error.strerror}{meant}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{what} {path} contains a {type(tree).__name__} instead of sections with keys")
+        raise ConfigError(
+            f"{what} {path} contains a {type(tree).__name__} instead of sections with keys"
+        )
     return tree
 
 
@@ -165,12 +183,16 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
     for override in overrides:
         name, separator, text = override.partition("=")
         if not separator or not name.strip():
-            raise ConfigError(f"--set {override!r} must have the form section.key=value, such as run.seed=2")
+            raise ConfigError(
+                f"--set {override!r} must have the form section.key=value, such as run.seed=2"
+            )
         *sections, leaf = name.strip().split(".")
         is_text = _ENVIRONMENT in (*sections, leaf)
         value, node = _parse(text, f"--set {override!r}: the value", is_text=is_text), tree
         if not sections and (value is None or isinstance(value, dict)):
-            raise ConfigError(f"--set {override!r} would replace a whole section; set its keys: {leaf}.KEY=VALUE")
+            raise ConfigError(
+                f"--set {override!r} would replace a whole section; set its keys: {leaf}.KEY=VALUE"
+            )
         for section in sections:
             if node.get(section) is None:
                 node[section] = {}
@@ -192,7 +214,10 @@ def _parse(
             loader.dispose()
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date such as 2024-13-01
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # ValueError: not UTF-8, or a date such as 2024-13-01
         raise ConfigError(f"{source} is not valid YAML: {error}") from None
 
 
@@ -204,35 +229,61 @@ def nearest(root: type[BaseModel], name: str) -> str:
     close = difflib.get_close_matches(name, [*keys, *sections], n=1, cutoff=0.75)
     if not close or name.rsplit(".", 1)[-1] in by_leaf:
         close = [
-            by_leaf[leaf] for leaf in difflib.get_close_matches(name.rsplit(".", 1)[-1], by_leaf, n=1, cutoff=0.75)
+            by_leaf[leaf]
+            for leaf in difflib.get_close_matches(
+                name.rsplit(".", 1)[-1], by_leaf, n=1, cutoff=0.75
+            )
         ]
     return f" (did you mean {close[0]}?)" if close else "; `dapo config show` lists all keys"
 
 
-def placeholders(value: Any, pattern: re.Pattern[str] = _PLACEHOLDER, name: str = "") -> Iterator[str]:
+def placeholders(
+    value: Any, pattern: re.Pattern[str] = _PLACEHOLDER, name: str = ""
+) -> Iterator[str]:
     """Yield a sentence for each text in a tree that matches the pattern."""
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    children = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for child, child_value in children:
         yield from placeholders(child_value, pattern, f"{name}.{child}" if name else str(child))
     if isinstance(value, str) and pattern.search(value):
         yield f"{name} = {value!r} still holds a placeholder; put the real value there"
 
 
-def _explained(root: type[BaseModel], tree: Mapping[str, Any], errors: Sequence[ErrorDetails]) -> list[str]:
+def _explained(
+    root: type[BaseModel], tree: Mapping[str, Any], errors: Sequence[ErrorDetails]
+) -> list[str]:
     """Return a sentence per problem. For keys of other trainers it names ours and the converted value."""
-    unknown = {_name(problem): problem["input"] for problem in errors if problem["type"] == "extra_forbidden"}
+    unknown = {
+        _name(problem): problem["input"]
+        for problem in errors
+        if problem["type"] == "extra_forbidden"
+    }
     foreign: dict[str, str] = {}
     if unknown:
         from interop.foreign import instead_of
 
-        known = {name: field.get_default(call_default_factory=True) for name, field in known_fields(root).items()}
+        known = {
+            name: field.get_default(call_default_factory=True)
+            for name, field in known_fields(root).items()
+        }
         foreign = instead_of(unknown, known | dict(_leaves(tree)))
     sentences = []
     for problem in errors:
         name = _name(problem)
-        answers = [answer for key, answer in foreign.items() if key == name or key.startswith(f"{name}.")]
+        answers = [
+            answer for key, answer in foreign.items() if key == name or key.startswith(f"{name}.")
+        ]
         sentences += answers if name in unknown and answers else [_explain(root, problem)]
-    hint = ["`dapo import-config FILE` converts a whole script or configuration to a recipe"] if foreign else []
+    hint = (
+        ["`dapo import-config FILE` converts a whole script or configuration to a recipe"]
+        if foreign
+        else []
+    )
     return list(dict.fromkeys(sentences)) + hint
 
 
@@ -259,14 +310,22 @@ def _explain(root: type[BaseModel], problem: ErrorDetails) -> str:
             return f"{name} is a section with keys, not the value {value!r}"
     field = known_fields(root).get(name)
     needed = requirement(problem, field.metadata if field else ())
-    return f"{name} is empty: {needed}" if value is None else f"{name} = {value!r} is refused: {needed}"
+    return (
+        f"{name} is empty: {needed}"
+        if value is None
+        else f"{name} = {value!r} is refused: {needed}"
+    )
 
 
 def requirement(problem: ErrorDetails, metadata: Sequence[Any] = ()) -> str:
     """Return what a value must be, with the bounds of the field, as in `it must be a whole number, at least 1`."""
     kind, context = problem["type"], problem.get("ctx", {})
-    limits = context | {name: getattr(part, name) for part in metadata for name in _BOUNDS if hasattr(part, name)}
-    bounds = " and ".join(f"{words} {limits[name]}" for name, words in _BOUNDS.items() if name in limits)
+    limits = context | {
+        name: getattr(part, name) for part in metadata for name in _BOUNDS if hasattr(part, name)
+    }
+    bounds = " and ".join(
+        f"{words} {limits[name]}" for name, words in _BOUNDS.items() if name in limits
+    )
     nouns = [noun.format(**context) for start, noun in _NOUNS.items() if kind.startswith(start)]
     if nouns or context.keys() & _BOUNDS.keys():
         return f"it must be {', '.join([*nouns, *filter(None, [bounds])])}"

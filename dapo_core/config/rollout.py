@@ -11,7 +11,13 @@ from dapo_core.config.fields import JsonObject, Section, key, volatile
 from dapo_core.config.validation import SamplingSource, require_model_alone
 
 # Arguments of apply_chat_template that the project sets itself.
-TEMPLATE_CALL = ("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
+TEMPLATE_CALL = (
+    "conversation",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+)
 
 
 class RolloutConfig(Section):
@@ -21,15 +27,19 @@ class RolloutConfig(Section):
         "vllm", "Inference engine; hf: transformers in process, for tests and small models."
     )
     num_workers: int = volatile(1, "Rollout workers, one engine each.", ge=1, le=4096)
-    tensor_parallel: int = volatile(1, "Tensor-parallel devices per engine, all on one node.", ge=1, le=64)
+    tensor_parallel: int = volatile(
+        1, "Tensor-parallel devices per engine, all on one node.", ge=1, le=64
+    )
     pipeline_parallel: int = volatile(1, "Pipeline stages per engine; may span nodes.", ge=1, le=64)
     expert_parallel: bool = volatile(
-        False, "Distribute whole experts over an engine's devices instead of splitting each expert by rows."
+        False,
+        "Distribute whole experts over an engine's devices instead of splitting each expert by rows.",
     )
     threads_per_worker: int = volatile(2, "CPU threads per engine device.", ge=1, le=1024)
     group_size: int = key(16, "Responses per prompt (G).", ge=2, le=1024)
     chat_template_kwargs: JsonObject = key(
-        {}, "Chat template arguments, such as {enable_thinking: false}. Also apply to validation prompts."
+        {},
+        "Chat template arguments, such as {enable_thinking: false}. Also apply to validation prompts.",
     )
     sampling: SamplingSource = key(
         "settings",
@@ -40,9 +50,14 @@ class RolloutConfig(Section):
     top_k: int = key(-1, "Sample among the k likeliest tokens; -1: all.", ge=-1)
     max_response_tokens: int = key(20480, "Maximum response length in tokens.", ge=1)
     max_num_seqs: int = key(
-        256, "Sequences an engine decodes concurrently; affects which groups finish first.", ge=1, le=65_536
+        256,
+        "Sequences an engine decodes concurrently; affects which groups finish first.",
+        ge=1,
+        le=65_536,
     )
-    memory_utilization: float = volatile(0.8, "Share of device memory that an engine may use.", gt=0, le=1)
+    memory_utilization: float = volatile(
+        0.8, "Share of device memory that an engine may use.", gt=0, le=1
+    )
     memory_gigabytes: float = volatile(1.0, "KV cache size in GiB of an engine on a CPU.", gt=0)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "Precision of engine weights; auto: bfloat16, or float32 on a CPU."

@@ -12,7 +12,9 @@ from dapo_core.config.fields import Section, key, volatile
 class SamplerConfig(Section):
     """Dynamic sampling (DAPO section 3.2)."""
 
-    dynamic: bool = key(True, "Keep only groups with signal: those whose responses differ in `metric`.")
+    dynamic: bool = key(
+        True, "Keep only groups with signal: those whose responses differ in `metric`."
+    )
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = key(
         "acc",
         "Metric that must differ within a group: accuracy, score, or score with overlong penalty (seq_reward, "
@@ -24,7 +26,9 @@ class SamplerConfig(Section):
         "the first to finish, which favours short responses.",
     )
     gen_prompts: int = key(
-        1536, "Maximum prompts in flight or waiting (order=stream), or prompts per draw (order=finish).", ge=1
+        1536,
+        "Maximum prompts in flight or waiting (order=stream), or prompts per draw (order=finish).",
+        ge=1,
     )
     max_num_gen_batches: int = key(
         10,
@@ -50,7 +54,9 @@ class SamplerConfig(Section):
         le=64,
     )
     max_seconds_without_kept: float = volatile(
-        1800.0, "Training fails with a report after this many seconds without a new group with signal.", gt=0
+        1800.0,
+        "Training fails with a report after this many seconds without a new group with signal.",
+        gt=0,
     )
 
     @model_validator(mode="after")

@@ -18,7 +18,9 @@ class ProfileConfig(Section):
     steps: tuple[PositiveInt, ...] = volatile(
         (), "Training steps to trace, 1 for the first. Each trace is several megabytes."
     )
-    ranks: tuple[NonNegativeInt, ...] = volatile((0,), "Policy ranks that write a trace of each of these steps.")
+    ranks: tuple[NonNegativeInt, ...] = volatile(
+        (0,), "Policy ranks that write a trace of each of these steps."
+    )
 
 
 class TrainConfig(Section):
@@ -27,16 +29,23 @@ class TrainConfig(Section):
     backend: Literal["own", "verl", "mindspeed-rl", "mindspeed-mm"] = key(
         "own", "Trainer: `own` is built in; the others are set up in section `external`."
     )
-    total_steps: int = key(200, "Training steps. Dynamic sampling does not change their number.", ge=1)
+    total_steps: int = key(
+        200, "Training steps. Dynamic sampling does not change their number.", ge=1
+    )
     train_prompts: int = key(512, "Prompts trained on per training step (P).", ge=1)
     mini_prompts: int = key(32, "Prompts per optimizer step.", ge=1)
-    passes: int = key(1, "Optimizer passes over the prompts of a training step (PPO epochs).", ge=1, le=1000)
+    passes: int = key(
+        1, "Optimizer passes over the prompts of a training step (PPO epochs).", ge=1, le=1000
+    )
     shuffle_passes: bool = key(
-        True, "Reshuffle the mini-batches in every pass after the first; false repeats the first pass's."
+        True,
+        "Reshuffle the mini-batches in every pass after the first; false repeats the first pass's.",
     )
     learning_rate: float = key(1e-6, "Peak AdamW learning rate.", gt=0, le=1)
     warmup_steps: int = key(
-        320, "Optimizer steps of linear warm-up. The default is the paper's 20 training steps of 16 updates.", ge=0
+        320,
+        "Optimizer steps of linear warm-up. The default is the paper's 20 training steps of 16 updates.",
+        ge=0,
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = key(
         "constant",
@@ -51,7 +60,9 @@ class TrainConfig(Section):
     min_learning_rate_ratio: float = key(
         0.0, "Final learning rate of a decaying schedule, as a share of the peak.", ge=0, le=1
     )
-    decay_ratio: float = key(0.1, "Share of the steps after warm-up over which wsd decays.", gt=0, le=1)
+    decay_ratio: float = key(
+        0.1, "Share of the steps after warm-up over which wsd decays.", gt=0, le=1
+    )
     weight_decay: float = key(0.1, "AdamW weight decay.", ge=0, le=1)
     adam_beta1: float = key(0.9, "AdamW beta1: decay of the first moment.", ge=0, lt=1)
     adam_beta2: float = key(0.999, "AdamW beta2: decay of the second moment.", ge=0, lt=1)
@@ -76,7 +87,9 @@ class TrainConfig(Section):
     )
     threads_per_rank: int = volatile(1, "CPU threads per rank.", ge=1, le=1024)
     micro_batch_tokens: int = volatile(32768, "Maximum tokens per device in one micro-batch.", ge=1)
-    logits_chunk_tokens: int = volatile(1024, "Tokens per chunk of logits; bounds their memory.", ge=1)
+    logits_chunk_tokens: int = volatile(
+        1024, "Tokens per chunk of logits; bounds their memory.", ge=1
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "Compute precision; auto: bfloat16, or float32 on a CPU."
     )
@@ -84,12 +97,16 @@ class TrainConfig(Section):
         True, "Recompute activations in the backward pass: less memory, more time."
     )
     offload_activations: bool = volatile(
-        False, "Move the layer inputs saved by gradient checkpointing to host memory until the backward pass."
+        False,
+        "Move the layer inputs saved by gradient checkpointing to host memory until the backward pass.",
     )
     fused_kernels: tuple[Literal["auto", "rms_norm", "swiglu", "rotary"], ...] = key(
-        ("auto",), "Layer operations that use a fused kernel; auto: all that the device has (NPU only); []: none."
+        ("auto",),
+        "Layer operations that use a fused kernel; auto: all that the device has (NPU only); []: none.",
     )
-    compile: bool = key(False, "Apply torch.compile to each decoder layer. On a CPU this needs a C++ compiler.")
+    compile: bool = key(
+        False, "Apply torch.compile to each decoder layer. On a CPU this needs a C++ compiler."
+    )
     reshard_after_forward: bool = volatile(
         True, "Free gathered weights between forward and backward: less memory, more communication."
     )
@@ -98,8 +115,12 @@ class TrainConfig(Section):
         "Bytes of weights sent to the engines at a time; at least the size of the largest tensor.",
         ge=1,
     )
-    offload_parameters: bool = volatile(False, "Keep weights in host memory while the engines generate.")
-    offload_optimizer: bool = volatile(False, "Keep optimizer state in host memory between updates.")
+    offload_parameters: bool = volatile(
+        False, "Keep weights in host memory while the engines generate."
+    )
+    offload_optimizer: bool = volatile(
+        False, "Keep optimizer state in host memory between updates."
+    )
     offload_shards: bool = volatile(
         False,
         "Keep weights, gradients and optimizer state in host memory and run AdamW there; each layer is copied to "
@@ -111,19 +132,26 @@ class TrainConfig(Section):
         ge=0,
         le=1000,
     )
-    restart_delay_seconds: float = volatile(5.0, "Seconds before the first restart; doubles each time.", ge=0)
+    restart_delay_seconds: float = volatile(
+        5.0, "Seconds before the first restart; doubles each time.", ge=0
+    )
     on_lost_node: Literal["wait", "shrink"] = volatile(
         "wait",
         "wait: restart once the cluster has enough devices again; shrink: restart with fewer ranks and engines.",
     )
     trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow"], ...] = volatile(
-        (), "Experiment trackers that receive step metrics, validation responses and evaluation results."
+        (),
+        "Experiment trackers that receive step metrics, validation responses and evaluation results.",
     )
     tracker_project: str = volatile(
         "dapo-pipeline", "Project (in MLflow: experiment) in the trackers.", min_length=1
     )
-    tracker_run: str | None = volatile(None, "Run name in the trackers; unset: run.name.", min_length=1)
-    tracker_folder: str = volatile(".dapo/trackers", "Local folder for tracker files.", min_length=1)
+    tracker_run: str | None = volatile(
+        None, "Run name in the trackers; unset: run.name.", min_length=1
+    )
+    tracker_folder: str = volatile(
+        ".dapo/trackers", "Local folder for tracker files.", min_length=1
+    )
     ray_address: str | None = volatile(None, "Ray cluster to join; unset: start a private one.")
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     nan_guard: bool = volatile(
@@ -205,7 +233,9 @@ class TrainConfig(Section):
     def _profiled_steps_exist(self) -> TrainConfig:
         steps, ranks = self.profile.steps, self.profile.ranks
         if max(steps, default=0) > self.total_steps:
-            raise ValueError(f"train.profile.steps={list(steps)} goes beyond train.total_steps={self.total_steps}")
+            raise ValueError(
+                f"train.profile.steps={list(steps)} goes beyond train.total_steps={self.total_steps}"
+            )
         if max(ranks, default=0) >= self.num_ranks and self.on_lost_node == "wait":
             raise ValueError(
                 f"train.profile.ranks={list(ranks)} names a rank that does not exist: with train.num_ranks="

@@ -32,9 +32,12 @@ class RunConfig(Section):
         min_length=1,
         max_length=80,
     )
-    seed: int = key(0, "Seed of data generation, warm start, shuffling and sampling.", ge=0, le=2**31 - 1)
+    seed: int = key(
+        0, "Seed of data generation, warm start, shuffling and sampling.", ge=0, le=2**31 - 1
+    )
     deterministic: bool = key(
-        False, "Use deterministic kernels and finish every group within its step: reproducible, but slower."
+        False,
+        "Use deterministic kernels and finish every group within its step: reproducible, but slower.",
     )
 
 
@@ -54,7 +57,9 @@ class OverlongConfig(Section):
     """Soft overlong punishment (DAPO eq. 13)."""
 
     enabled: bool = key(True, "Penalise responses close to the length limit.")
-    buffer_tokens: int = key(4096, "Tokens before the limit over which the penalty grows linearly.", ge=1)
+    buffer_tokens: int = key(
+        4096, "Tokens before the limit over which the penalty grows linearly.", ge=1
+    )
     penalty_factor: float = key(1.0, "Penalty at the limit.", ge=0, le=100)
 
 
@@ -66,7 +71,9 @@ class RewardConfig(Section):
     scorers: tuple[str, ...] = key(
         (), "Extra scorers by data source, as DATA_SOURCE=SCORER, such as DAPO-17k=math_dapo."
     )
-    timeout_seconds: float = key(10.0, "Time limit per scoring call; beyond it the verdict is `timeout`.", gt=0)
+    timeout_seconds: float = key(
+        10.0, "Time limit per scoring call; beyond it the verdict is `timeout`.", gt=0
+    )
     num_processes: int = volatile(2, "Scoring processes per rollout worker.", ge=1, le=256)
 
 
@@ -74,10 +81,12 @@ class CustomRewardConfig(Section):
     """A user-supplied scorer: compute_score(data_source, solution_str, ground_truth, extra_info)."""
 
     path: str | None = key(
-        None, "Python file with a function that scores every response; unset: the scorer of each data source."
+        None,
+        "Python file with a function that scores every response; unset: the scorer of each data source.",
     )
     name: str = key(
-        "compute_score", "Function in the file, sync or async. Returns a float, or a dict with `score`."
+        "compute_score",
+        "Function in the file, sync or async. Returns a float, or a dict with `score`.",
     )
 
 
@@ -85,19 +94,26 @@ class CheckpointConfig(Section):
     """Which checkpoints training keeps, and where it resumes."""
 
     save_every: int = volatile(20, "Training steps between checkpoints.", ge=1)
-    keep_last: int = volatile(2, "Latest checkpoints kept during training; the finished output keeps one.", ge=1)
-    keep_best: int = key(0, "Checkpoints with the highest validation/accuracy to keep as well.", ge=0)
+    keep_last: int = volatile(
+        2, "Latest checkpoints kept during training; the finished output keeps one.", ge=1
+    )
+    keep_best: int = key(
+        0, "Checkpoints with the highest validation/accuracy to keep as well.", ge=0
+    )
     keep_steps: tuple[PositiveInt, ...] = volatile(
         (), "Steps whose checkpoints are always kept, in addition to those in evaluate.checkpoints."
     )
     asynchronous: bool = volatile(
-        True, "Write checkpoints during training; needs host memory for a copy of weights and optimizer state."
+        True,
+        "Write checkpoints during training; needs host memory for a copy of weights and optimizer state.",
     )
     resume: str = volatile(
-        "auto", "auto: resume from the latest checkpoint of the output; never: start over; or a checkpoint path."
+        "auto",
+        "auto: resume from the latest checkpoint of the output; never: start over; or a checkpoint path.",
     )
     on_damage: Literal["previous", "stop"] = volatile(
-        "previous", "If the latest checkpoint is damaged: resume from the newest intact one, or stop."
+        "previous",
+        "If the latest checkpoint is damaged: resume from the newest intact one, or stop.",
     )
     allow_changed: tuple[str, ...] = volatile(
         (), "Keys that may differ from the checkpoint's, such as train.learning_rate."
@@ -250,7 +266,8 @@ class TrainingConfig(Section):
                 f"{'algorithm.old_log_probs=engine' if is_anchor else chosen} with "
                 f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k} would correct for the truncation "
                 "itself: the engine's log-probs cover the remaining tokens, the policy's the whole vocabulary; "
-                "set rollout.top_p=1 and rollout.top_k=-1, or " + ("old_log_probs=policy" if is_anchor else off)
+                "set rollout.top_p=1 and rollout.top_k=-1, or "
+                + ("old_log_probs=policy" if is_anchor else off)
             )
         return self
 
@@ -269,7 +286,11 @@ class TrainingConfig(Section):
         correction = self.rollout_correction
         if self.algorithm.old_log_probs == "engine":
             return correction.drops
-        is_corrected = correction.importance == "sequence" or correction.importance_normalize or correction.drops
+        is_corrected = (
+            correction.importance == "sequence"
+            or correction.importance_normalize
+            or correction.drops
+        )
         return is_corrected or self.algorithm.kl.place == "reward"
 
     @property
@@ -287,7 +308,9 @@ class TrainingConfig(Section):
         """
         correction, algorithm = self.algorithm.rollout_correction, self.algorithm
         is_comparable = self.rollout.samples_among_all and algorithm.old_log_probs == "policy"
-        if correction.importance != "stale" or (is_comparable and not Compat.of(algorithm).stale_is_fresh):
+        if correction.importance != "stale" or (
+            is_comparable and not Compat.of(algorithm).stale_is_fresh
+        ):
             return correction
         return correction.model_copy(
             update={"importance": "off", "importance_min": None, "importance_normalize": False}

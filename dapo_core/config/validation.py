@@ -15,11 +15,15 @@ class ValidationConfig(Section):
     """Accuracy on held-out sets during training; by default one greedy response per prompt."""
 
     every: int = key(0, "Training steps between validations; 0: never.", ge=0)
-    before_training: bool = key(False, "Also validate before the first step; recorded as step 0 in metrics.jsonl.")
+    before_training: bool = key(
+        False, "Also validate before the first step; recorded as step 0 in metrics.jsonl."
+    )
     num_prompts: int | None = key(
         None, "Validate on the first prompts of the held-out set only; unset: all.", ge=1
     )
-    num_samples: int = key(1, "Responses per prompt (N of mean@N, best@N and maj@N).", ge=1, le=1024)
+    num_samples: int = key(
+        1, "Responses per prompt (N of mean@N, best@N and maj@N).", ge=1, le=1024
+    )
     sampling: SamplingSource = key(
         "settings",
         "settings: temperature, top_p and top_k of this section; model: those in generation_config.json.",
@@ -63,7 +67,9 @@ def require_model_alone(name: str, section: Any) -> None:
         return
     fields = type(section).model_fields
     values = {each: getattr(section, each) for each in ("temperature", "top_p", "top_k")}
-    ignored = [f"{name}.{each}={value}" for each, value in values.items() if value != fields[each].default]
+    ignored = [
+        f"{name}.{each}={value}" for each, value in values.items() if value != fields[each].default
+    ]
     if ignored:
         raise ValueError(
             f"{', '.join(ignored)} would be ignored by {name}.sampling=model, which uses the model's values; "

@@ -75,7 +75,9 @@ class EngineSettings:
     max_model_tokens: int  # prompt + response
     max_response_tokens: int
     max_num_seqs: int  # sequences decoded at once
-    temperature: float  # temperature, top_p and top_k are the defaults for requests without `sampling`
+    temperature: (
+        float  # temperature, top_p and top_k are the defaults for requests without `sampling`
+    )
     top_p: float
     top_k: int  # -1: all
     memory_bytes: int  # KV cache on a CPU
@@ -84,8 +86,12 @@ class EngineSettings:
     trust_remote_code: bool = False  # run Python files of the model folder
     tensor_parallel: int = 1  # processes, one per device, that share each layer
     pipeline_parallel: int = 1  # pipeline stages of tensor_parallel processes each
-    expert_parallel: bool = False  # distribute whole experts over processes instead of splitting each
-    engine_args: Mapping[str, Any] = field(default_factory=dict)  # additional arguments of vLLM's EngineArgs
+    expert_parallel: bool = (
+        False  # distribute whole experts over processes instead of splitting each
+    )
+    engine_args: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # additional arguments of vLLM's EngineArgs
     sleep_level: int | None = None  # of vLLM's sleep mode; None: `sleep` frees nothing
 
     @property
@@ -103,7 +109,9 @@ class EnginePart:
     """A process's part of an engine; all parts rendezvous at the address, which is on the last part's node."""
 
     rank: int  # 0 belongs to the owner
-    address: str  # file:///PATH or tcp://HOST:PORT; on a CPU its last component names the shared memory
+    address: (
+        str  # file:///PATH or tcp://HOST:PORT; on a CPU its last component names the shared memory
+    )
 
 
 @dataclass
@@ -128,7 +136,10 @@ class Engine(ABC):
     keeps_weights = False  # the loader keeps views of a tensor after requesting the next one
 
     def __init__(
-        self, settings: EngineSettings, shapes: Mapping[str, tuple[int, ...]], optional: Collection[str]
+        self,
+        settings: EngineSettings,
+        shapes: Mapping[str, tuple[int, ...]],
+        optional: Collection[str],
     ) -> None:
         """`shapes` maps all tensors by Hugging Face name; `optional` tensors are copies of others."""
         from dapo_core.weight_transfer.proof import Loaded  # imports torch
@@ -185,7 +196,9 @@ class Engine(ABC):
             delivery.drain()
             self.loaded = Loaded(self.policy_version, delivery.checksums)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+    def load_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
+    ) -> None:
         """Replace all weights (Hugging Face names, full tensors) and clear the prefix cache.
 
         Raises RolloutError while requests are unfinished, and for missing, unknown or misshapen tensors. After
@@ -196,7 +209,9 @@ class Engine(ABC):
         self._replace_weights(check_weights(weights, self._shapes, self._optional))
         self.policy_version = policy_version
 
-    def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+    def log_probs(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[float]]:
         """Return the log-probabilities of (prompt_ids, response_ids) pairs at temperature 1, a list [R] each.
 
         Raises RolloutError while requests are unfinished.
@@ -245,7 +260,9 @@ class Engine(ABC):
         """Allocate device memory again."""
 
     @abstractmethod
-    def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+    def _log_probs(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[float]]:
         """Implement `log_probs` for an idle engine."""
 
     def _require_idle(self, action: str) -> None:
@@ -256,11 +273,17 @@ class Engine(ABC):
 
     def _require_awake(self, action: str, needed: AbstractSet[str]) -> None:
         if asleep := self._asleep & needed:
-            raise RolloutError(f"cannot {action} while the engine sleeps: {', '.join(sorted(asleep))} not loaded")
+            raise RolloutError(
+                f"cannot {action} while the engine sleeps: {', '.join(sorted(asleep))} not loaded"
+            )
 
 
 def build_engine(
-    kind: Literal["vllm", "hf"], model_path: str | Path, settings: EngineSettings, seed: int, device: str = "cpu"
+    kind: Literal["vllm", "hf"],
+    model_path: str | Path,
+    settings: EngineSettings,
+    seed: int,
+    device: str = "cpu",
 ) -> Engine:
     """Build an engine with the folder's weights. `device` is for Hugging Face; vLLM selects its own."""
     if kind == "vllm":

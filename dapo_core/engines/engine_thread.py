@@ -74,7 +74,9 @@ class EngineThread:
 
     def _queue_step(self) -> None:
         self._last_step = self._thread.submit(self._step)
-        self._last_step.add_done_callback(lambda step: self._on_news() if step.exception() else None)
+        self._last_step.add_done_callback(
+            lambda step: self._on_news() if step.exception() else None
+        )
 
     def _step(self) -> None:
         if self._engine.num_unfinished():

@@ -83,7 +83,9 @@ class _GrowingLayer(DynamicLayer):
 
     def select(self, rows: torch.Tensor, first_column: int = 0) -> None:
         """Keep only these rows and the columns from `first_column`."""
-        keys, values = (part[:, :, first_column:].index_select(0, rows) for part in (self.keys, self.values))
+        keys, values = (
+            part[:, :, first_column:].index_select(0, rows) for part in (self.keys, self.values)
+        )
         self.replace(keys, values)
 
 
@@ -125,7 +127,9 @@ class _Batch:
 class HuggingFaceEngine(Engine):
     """Generation with transformers: runs wherever torch runs, but scales less well than vLLM."""
 
-    def __init__(self, model_path: str | Path, settings: EngineSettings, device: str = "cpu") -> None:
+    def __init__(
+        self, model_path: str | Path, settings: EngineSettings, device: str = "cpu"
+    ) -> None:
         self._device = torch.device(device)
         self._file_names = weight_names(model_path)
         dtype = getattr(torch, settings.dtype)
@@ -160,10 +164,13 @@ class HuggingFaceEngine(Engine):
         self._waiting.append(row)
 
     def _drop(self, request_ids: Collection[str]) -> None:
-        self._waiting = deque(row for row in self._waiting if row.request.request_id not in request_ids)
+        self._waiting = deque(
+            row for row in self._waiting if row.request.request_id not in request_ids
+        )
         if self._batch is not None:
             self._batch.rows = [
-                None if row is None or row.request.request_id in request_ids else row for row in self._batch.rows
+                None if row is None or row.request.request_id in request_ids else row
+                for row in self._batch.rows
             ]
         self._shrink()
 
@@ -194,11 +201,15 @@ class HuggingFaceEngine(Engine):
         return views
 
     @torch.inference_mode()
-    def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+    def _log_probs(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[float]]:
         results: list[list[float]] = []
         for prompt_ids, response_ids in sequences:
             token_ids = torch.tensor([[*prompt_ids, *response_ids]], device=self._device)
-            logits = self._model(input_ids=token_ids, use_cache=False, logits_to_keep=len(response_ids) + 1).logits
+            logits = self._model(
+                input_ids=token_ids, use_cache=False, logits_to_keep=len(response_ids) + 1
+            ).logits
             log_probs = logits[0, :-1].float().log_softmax(dim=-1)
             chosen = token_ids[0, len(prompt_ids) :].unsqueeze(-1)
             results.append(log_probs.gather(1, chosen).squeeze(-1).tolist())
@@ -227,9 +238,13 @@ class HuggingFaceEngine(Engine):
             cache=cache,
             ids=torch.zeros_like(numbers),
             positions=lengths[numbers],
-            prompt_lengths=torch.tensor([len(row.request.prompt_ids) for row in rows], device=self._device),
+            prompt_lengths=torch.tensor(
+                [len(row.request.prompt_ids) for row in rows], device=self._device
+            ),
             uniforms=torch.stack([self._uniforms(row.request) for row in rows]).to(self._device),
-            sampling_numbers=torch.tensor([self._sampling_number(row) for row in rows], device=self._device),
+            sampling_numbers=torch.tensor(
+                [self._sampling_number(row) for row in rows], device=self._device
+            ),
         )
         finished = self._sample(wave, logits[numbers])
         if self._batch is None:
@@ -267,18 +282,26 @@ class HuggingFaceEngine(Engine):
             position_ids=batch.positions.unsqueeze(-1),
             past_key_values=batch.cache,
         ).logits[:, -1]
-        batch.positions = batch.positions + torch.tensor([row is not None for row in batch.rows]).to(self._device)
+        batch.positions = batch.positions + torch.tensor(
+            [row is not None for row in batch.rows]
+        ).to(self._device)
         finished = self._sample(batch, logits)
         self._shrink()
         return finished
 
     def _sample(self, batch: _Batch, logits: torch.Tensor) -> list[Response]:
         """Sample each row's next token; returns finished responses."""
-        numbers = (batch.positions - batch.prompt_lengths).clamp(max=self.settings.max_response_tokens - 1)
+        numbers = (batch.positions - batch.prompt_lengths).clamp(
+            max=self.settings.max_response_tokens - 1
+        )
         chances = batch.uniforms.gather(1, numbers.unsqueeze(-1)).squeeze(-1)
-        batch.ids, log_probs = _sample_tokens(logits, chances, batch.sampling_numbers, self._samplings)
+        batch.ids, log_probs = _sample_tokens(
+            logits, chances, batch.sampling_numbers, self._samplings
+        )
         finished = []
-        for index, (token, log_prob) in enumerate(zip(batch.ids.tolist(), log_probs.tolist(), strict=True)):
+        for index, (token, log_prob) in enumerate(
+            zip(batch.ids.tolist(), log_probs.tolist(), strict=True)
+        ):
             row = batch.rows[index]
             if row is None:
                 continue
@@ -308,14 +331,20 @@ class HuggingFaceEngine(Engine):
 
     def _uniforms(self, request: GenerationRequest) -> torch.Tensor:
         generator = torch.Generator().manual_seed(request.seed)
-        return torch.rand(self.settings.max_response_tokens, dtype=torch.float64, generator=generator)
+        return torch.rand(
+            self.settings.max_response_tokens, dtype=torch.float64, generator=generator
+        )
 
     def _rows_that_fit(self) -> int:
         """Return how many full-length sequences fit into the cache memory; raises RolloutError if none does."""
         config = self._model.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        token_bytes = 2 * config.num_hidden_layers * num_heads * head_dim * self._model.dtype.itemsize
+        token_bytes = (
+            2 * config.num_hidden_layers * num_heads * head_dim * self._model.dtype.itemsize
+        )
         available, key = self.settings.memory_bytes, "rollout.memory_gigabytes"
         if self._device.type != "cpu":
             free, total = getattr(torch, self._device.type).mem_get_info(self._device)
@@ -332,7 +361,10 @@ class HuggingFaceEngine(Engine):
 
 
 def _sample_tokens(
-    logits: torch.Tensor, uniforms: torch.Tensor, numbers: torch.Tensor, samplings: Sequence[Sampling]
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    numbers: torch.Tensor,
+    samplings: Sequence[Sampling],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample from `logits` [N, V]; returns token ids [N] and their log-probs [N] under the sampling distribution.
 
@@ -357,9 +389,9 @@ def _sample_rows(
         log_probs = logits.log_softmax(dim=-1)
         ids = logits.argmax(dim=-1)
     else:
-        log_probs = _filter_logits(logits / sampling.temperature, sampling.top_k, sampling.top_p).log_softmax(
-            dim=-1
-        )
+        log_probs = _filter_logits(
+            logits / sampling.temperature, sampling.top_k, sampling.top_p
+        ).log_softmax(dim=-1)
         cumulative = log_probs.double().exp().cumsum(dim=-1)
         # Rounding must not raise the target to the total, which is outside every token's interval.
         targets = uniforms * cumulative[:, -1] * (1 - 2**-52)
@@ -387,4 +419,6 @@ def _tokens_so_far(row: Row) -> tuple[int, ...]:
 def _stack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Concatenate tensors [N, heads, L, D] along N, with the shorter one padded at the front of L."""
     length = max(first.shape[-2], second.shape[-2])
-    return torch.cat([functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in (first, second)])
+    return torch.cat(
+        [functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in (first, second)]
+    )

@@ -31,10 +31,14 @@ from dapo_core.environment import VLLM_IN_PROCESS, VLLM_PARTS_ON_CPU, VLLM_QUIET
 from dapo_core.errors import ModelError, RolloutError
 
 HEAD = "lm_head.weight"
-CPU_BLOCK_TOKENS = 32  # multiples of 32 are fast; small blocks let siblings share more of a short prompt
+CPU_BLOCK_TOKENS = (
+    32  # multiples of 32 are fast; small blocks let siblings share more of a short prompt
+)
 CPU_PREFILL_TOKENS = 8192  # per prefill step on a CPU, where prompts are not split
 PREFILL_TOKENS = 2048  # per step on an accelerator; also the rows of logits for prompt log-probs
-LOG_PROBS: Final = "processed_logprobs"  # of the sampling distribution: after temperature, top_k and top_p
+LOG_PROBS: Final = (
+    "processed_logprobs"  # of the sampling distribution: after temperature, top_k and top_p
+)
 Broadcast = Callable[[str, Sequence[Any]], None]  # method name and arguments
 GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 
@@ -45,7 +49,11 @@ class VllmEngine(Engine):
     keeps_weights = True  # vLLM keeps tensors until a layer is complete
 
     def __init__(
-        self, model_path: str | Path, settings: EngineSettings, seed: int, part: EnginePart | None = None
+        self,
+        model_path: str | Path,
+        settings: EngineSettings,
+        seed: int,
+        part: EnginePart | None = None,
     ) -> None:
         """`part` is this process's part of an engine over several processes (TensorParallelEngine)."""
         shapes, config = read_shapes(model_path), _read_config(model_path)
@@ -82,7 +90,9 @@ class VllmEngine(Engine):
             row.rollout_log_probs += _chosen(new.logprobs, new.token_ids)
             if output.finished:
                 del self._rows[output.request_id]
-                responses.append(row.response("length" if new.finish_reason == "length" else "stop"))
+                responses.append(
+                    row.response("length" if new.finish_reason == "length" else "stop")
+                )
         return responses
 
     def _drop(self, request_ids: Collection[str]) -> None:
@@ -94,7 +104,9 @@ class VllmEngine(Engine):
         vllm_transfer.replace_weights(self._engine, weights)
         self._engine.apply_model(functools.partial(_pack_again, is_head_tied=self._is_head_tied))
         if not self._engine.reset_prefix_cache():
-            raise RolloutError("vLLM did not clear its prefix cache after a weight update; restart the training")
+            raise RolloutError(
+                "vLLM did not clear its prefix cache after a weight update; restart the training"
+            )
 
     def _sleep(self) -> None:
         if self.settings.sleep_level is not None:
@@ -104,7 +116,9 @@ class VllmEngine(Engine):
         if self.settings.sleep_level is not None:
             self._engine.wake_up(list(states))
 
-    def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+    def _log_probs(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[float]]:
         for number, (prompt_ids, response_ids) in enumerate(sequences):
             num_tokens = len(prompt_ids) + len(response_ids)
             if num_tokens >= self._max_tokens:
@@ -122,9 +136,13 @@ class VllmEngine(Engine):
             )
         positions: dict[int, Any] = {}
         while len(positions) < len(sequences):
-            positions |= {int(output.request_id): output.prompt_logprobs for output in self._engine.step()}
+            positions |= {
+                int(output.request_id): output.prompt_logprobs for output in self._engine.step()
+            }
         return [
-            _chosen(positions[number][len(prompt_ids) :], response_ids) if self._is_last_stage else []
+            _chosen(positions[number][len(prompt_ids) :], response_ids)
+            if self._is_last_stage
+            else []
             for number, (prompt_ids, response_ids) in enumerate(sequences)
         ]
 
@@ -202,7 +220,9 @@ class TensorParallelEngine(VllmEngine):
         self._broadcast("close", [])
         super().close()
 
-    def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+    def log_probs(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[float]]:
         self._broadcast("log_probs", [sequences])
         return super().log_probs(sequences)
 
@@ -212,21 +232,31 @@ def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(Path(model_path).glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as tensors:
-            shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118
+            shapes.update(
+                {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+            )  # noqa: SIM118
     if not shapes:
-        raise ModelError(f"{model_path} has no *.safetensors; set model.path to a folder with safetensors weights")
+        raise ModelError(
+            f"{model_path} has no *.safetensors; set model.path to a folder with safetensors weights"
+        )
     return shapes
 
 
 def _start(
-    model_path: str | Path, settings: EngineSettings, seed: int, max_tokens: int, part: EnginePart | None
+    model_path: str | Path,
+    settings: EngineSettings,
+    seed: int,
+    max_tokens: int,
+    part: EnginePart | None,
 ) -> Any:
     os.environ |= VLLM_IN_PROCESS
     set_defaults(VLLM_QUIET)
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        torch._dynamo.config.disable = True  # before vLLM compiles its samplers, which needs a C++ compiler
+        torch._dynamo.config.disable = (
+            True  # before vLLM compiles its samplers, which needs a C++ compiler
+        )
         torch.set_num_threads(settings.threads)
         if part is not None:
             set_defaults(VLLM_PARTS_ON_CPU)
@@ -234,7 +264,9 @@ def _start(
 
     from dapo_core.engines import vllm_transfer
 
-    parts: dict[str, Any] = {} if part is None else {"distributed_executor_backend": "external_launcher"}
+    parts: dict[str, Any] = (
+        {} if part is None else {"distributed_executor_backend": "external_launcher"}
+    )
     try:
         engine = _build(
             EngineArgs(
@@ -309,7 +341,9 @@ def _build(arguments: Any, part: EnginePart | None) -> Any:
     if part is None:
         return LLMEngine.from_engine_args(arguments)
     rank = arguments.tensor_parallel_size * arguments.pipeline_parallel_size - 1 - part.rank
-    return LLMEngine(arguments.create_engine_config(), _executor(part.address, rank), log_stats=False)
+    return LLMEngine(
+        arguments.create_engine_config(), _executor(part.address, rank), log_stats=False
+    )
 
 
 def _executor(address: str, rank: int) -> Any:

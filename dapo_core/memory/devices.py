@@ -9,7 +9,9 @@ from dapo_core.device import peak_flops
 from dapo_core.errors import ConfigError
 
 MIB, GIB = 1024**2, 1024**3
-DRIVER_BYTES = 768 * MIB  # maximum that CUDA reserves of nvidia-smi's total: 0.75 GiB on A100, 0.54 on H100
+DRIVER_BYTES = (
+    768 * MIB
+)  # maximum that CUDA reserves of nvidia-smi's total: 0.75 GiB on A100, 0.54 on H100
 NPU_BYTES = int(3.04 * GIB)  # npu-smi reports 64 GiB on Atlas A2, torch_npu sees 60.96
 
 
@@ -27,7 +29,9 @@ class Rates:
     network: float  # bytes per second to other nodes
     inside: float  # bytes per second to devices on the same node
     node_devices: int
-    layer_seconds: float  # per decoding step: launches, and two all-reduces under tensor parallelism
+    layer_seconds: (
+        float  # per decoding step: launches, and two all-reduces under tensor parallelism
+    )
 
     @property
     def node_network(self) -> float:
@@ -71,7 +75,9 @@ def _npu(gibibytes: float, chip: str, node_devices: int) -> DeviceModel:
 
 def _nvidia(total_mib: int, flops: float, memory: float, inside: float) -> DeviceModel:
     """A device with nvidia-smi's total, in nodes of eight with 400 Gb/s per device to other nodes."""
-    return DeviceModel("cuda", total_mib * MIB - DRIVER_BYTES, Rates(flops, memory, 50e9, inside, 8, CUDA_LAYER))
+    return DeviceModel(
+        "cuda", total_mib * MIB - DRIVER_BYTES, Rates(flops, memory, 50e9, inside, 8, CUDA_LAYER)
+    )
 
 
 _A100, _H100 = 312e12, 989.4e12

@@ -49,7 +49,9 @@ def longest_sequence(config: TrainingConfig) -> int:
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
-def engine_memory(config: TrainingConfig, shape: ModelShape, device_bytes: int | None) -> EngineMemory:
+def engine_memory(
+    config: TrainingConfig, shape: ModelShape, device_bytes: int | None
+) -> EngineMemory:
     """Return the memory of one engine; `device_bytes` is the size of an accelerator, None if unknown."""
     rollout, device = config.rollout, device_for(config.train.device)
     item, parts = device.item_bytes(rollout.dtype), rollout.tensor_parallel
@@ -60,9 +62,15 @@ def engine_memory(config: TrainingConfig, shape: ModelShape, device_bytes: int |
     token_bytes = shape.token_elements(parts, stages) * cache_item
     least = max(longest, CPU_STEP_TOKENS) if is_cpu else max(STEP_TOKENS, 2 * rollout.max_num_seqs)
     step_tokens = (
-        int(str(rollout.engine_args.get("max_num_batched_tokens", least))) if is_vllm else CPU_STEP_TOKENS
+        int(str(rollout.engine_args.get("max_num_batched_tokens", least)))
+        if is_vllm
+        else CPU_STEP_TOKENS
     )
-    width = shape.experts_per_token * shape.expert_intermediate if shape.num_experts else shape.intermediate
+    width = (
+        shape.experts_per_token * shape.expert_intermediate
+        if shape.num_experts
+        else shape.intermediate
+    )
     activations = step_tokens * item * (4 * shape.hidden + 3 * width // parts)
     activations += rollout.max_num_seqs * shape.vocabulary * LOGIT_BYTES
     has_graphs = is_vllm and not is_cpu and not rollout.engine_args.get("enforce_eager")
@@ -80,5 +88,13 @@ def engine_memory(config: TrainingConfig, shape: ModelShape, device_bytes: int |
     else:
         cache = int(rollout.memory_utilization * device_bytes) - weights - activations - graphs
     return EngineMemory(
-        item, weights, activations, graphs, probe, token_bytes, longest * token_bytes, cache, rollout.max_num_seqs
+        item,
+        weights,
+        activations,
+        graphs,
+        probe,
+        token_bytes,
+        longest * token_bytes,
+        cache,
+        rollout.max_num_seqs,
     )

@@ -43,7 +43,10 @@ def smallest_change(
             return False
         return True
 
-    levers = [[_new(config, change) for change in lever(config, shape)] for lever in (*_LEVERS, *_MORE_DEVICES)]
+    levers = [
+        [_new(config, change) for change in lever(config, shape)]
+        for lever in (*_LEVERS, *_MORE_DEVICES)
+    ]
     options = [[change for change in lever if is_allowed(change)] for lever in levers]
     for option in (option for lever in options[: len(_LEVERS)] for option in lever):
         if excess(option) == 0:
@@ -52,7 +55,11 @@ def smallest_change(
     for lever in options * NUM_PASSES:  # an early choice may turn out to be too much
         left = [(excess(_merged([*taken, option])), number) for number, option in enumerate(lever)]
         best = next((number for over, number in left if over == 0), min(left, default=(0, 0))[1])
-        if left and left[best][0] < excess(_merged(taken)) and is_allowed(_merged([*taken, lever[best]])):
+        if (
+            left
+            and left[best][0] < excess(_merged(taken))
+            and is_allowed(_merged([*taken, lever[best]]))
+        ):
             taken.append(lever[best])
     if excess(_merged(taken)):
         return None
@@ -88,7 +95,11 @@ def _merged(changes: list[Change]) -> Change:
 
 def _excess(plan: MemoryPlan) -> int:
     """Return the bytes that do not fit, over all kinds of devices; 0 if everything fits."""
-    over = sum(max(load.peak_bytes - load.limit_bytes, 0) for load in plan.loads if load.limit_bytes is not None)
+    over = sum(
+        max(load.peak_bytes - load.limit_bytes, 0)
+        for load in plan.loads
+        if load.limit_bytes is not None
+    )
     cache = plan.engine.cache
     return over + (0 if cache is None else max(plan.engine.sequence_bytes - cache, 0))
 
@@ -118,7 +129,9 @@ def _utilization(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
     if config.train.device == "cpu":
         # Only vLLM's cache has a fixed size; the Hugging Face engine's grows with its sequences.
         sequence_bytes = engine_memory(config, shape, None).sequence_bytes
-        yield {"rollout.memory_gigabytes": round(sequence_bytes * CPU_CACHE_FACTOR / GIB + 0.005, 2)}
+        yield {
+            "rollout.memory_gigabytes": round(sequence_bytes * CPU_CACHE_FACTOR / GIB + 0.005, 2)
+        }
         return
     nearest = sorted(UTILIZATIONS, key=lambda share: abs(share - rollout.memory_utilization))
     for share in nearest:
@@ -135,7 +148,7 @@ def _sequences(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
 def _offload(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
     keys = (
         "offload_activations",
-        *(() if config.train.is_colocated else ("offload_optimizer", "offload_parameters")),
+        () if config.train.is_colocated else ("offload_optimizer", "offload_parameters"),
     )
     for key in keys:
         if not getattr(config.train, key) and config.train.device != "cpu":
@@ -144,7 +157,11 @@ def _offload(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
 
 def _offload_shards(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
     if not config.train.offload_shards and config.train.device != "cpu":
-        yield {"train.offload_shards": True, "train.offload_parameters": False, "train.offload_optimizer": False}
+        yield {
+            "train.offload_shards": True,
+            "train.offload_parameters": False,
+            "train.offload_optimizer": False,
+        }
 
 
 def _sequence_parallel(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
@@ -167,7 +184,9 @@ def _wider_engines(config: TrainingConfig, shape: ModelShape) -> Iterator[tuple[
     """Yield factors 2, 4 and 8 for the devices per engine, with the current and other memory shares."""
     rollout = config.rollout
     shares = (rollout.memory_utilization, *UTILIZATIONS)
-    for factor, share in itertools.product((2, 4, 8), shares if config.train.device != "cpu" else shares[:1]):
+    for factor, share in itertools.product(
+        (2, 4, 8), shares if config.train.device != "cpu" else shares[:1]
+    ):
         parts = rollout.tensor_parallel * factor
         if rollout.engine == "vllm" and shape.heads % parts == 0:
             yield factor, {"rollout.tensor_parallel": parts, "rollout.memory_utilization": share}

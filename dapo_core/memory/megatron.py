@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from interop.render.megatron import Splits
 
 WEIGHT, GRADIENT, STATE = 2, 4, 12  # bytes per parameter; STATE: a float32 copy and two moments
-LOGITS_SCORED, LOGITS_TRAINED = 10, 14  # bytes per logit: bfloat16, float32 and exponentials; plus gradients
+LOGITS_SCORED, LOGITS_TRAINED = (
+    10,
+    14,
+)  # bytes per logit: bfloat16, float32 and exponentials; plus gradients
 
 Part = tuple[str, int, int]  # name, bytes on the device, bytes on the host
 
@@ -57,7 +60,9 @@ def largest_stage(config: TrainingConfig, shape: ModelShape, splits: Splits) -> 
     return max(found, key=lambda stage: stage.peak)
 
 
-def _stage(config: TrainingConfig, shape: ModelShape, splits: Splits, number: int, layers: range) -> StageMemory:
+def _stage(
+    config: TrainingConfig, shape: ModelShape, splits: Splits, number: int, layers: range
+) -> StageMemory:
     is_first, is_last = number == 0, number == splits.pipeline - 1
     dense, experts = 0, 0
     for layer in layers:
@@ -69,7 +74,9 @@ def _stage(config: TrainingConfig, shape: ModelShape, splits: Splits, number: in
             else:  # norms and the router are replicated
                 dense += prod(tensor)
     table = shape.vocabulary * shape.hidden // splits.tensor
-    dense += table * (is_first or (is_last and shape.is_tied)) + table * (is_last and not shape.is_tied)
+    dense += table * (is_first or (is_last and shape.is_tied)) + table * (
+        is_last and not shape.is_tied
+    )
     states = STATE * (dense // (splits.data * splits.context) + experts // splits.expert_data)
     tokens = max(config.train.micro_batch_tokens, -(-longest_sequence(config) // splits.context))
     stream = WEIGHT * shape.hidden * tokens // splits.tensor  # split by sequence parallelism

@@ -145,11 +145,15 @@ def plan_memory(
     )
 
 
-def disk_plan(config: TrainingConfig, num_parameters: int, merged_steps: Collection[int] = ()) -> Disk:
+def disk_plan(
+    config: TrainingConfig, num_parameters: int, merged_steps: Collection[int] = ()
+) -> Disk:
     """Plan the disk space for checkpoints, including one being written, and merged models."""
     keep = config.checkpoint
     num_kept = keep.keep_last + keep.keep_best + len({*keep.keep_steps, *merged_steps})
-    reference = device_for(config.train.device).item_bytes(config.train.dtype) * is_reference_kept(config)
+    reference = device_for(config.train.device).item_bytes(config.train.dtype) * is_reference_kept(
+        config
+    )
     return Disk(
         (MASTER + MOMENTS + reference) * num_parameters,
         num_kept + 1,
@@ -180,16 +184,24 @@ def _rank_uses(config: TrainingConfig, rank: RankMemory, bucket: int) -> list[Us
             ("gloo's copies", rank.update_copies, 0),
             ("activations", rank.update_activations, rank.host_activations),
             ("logits", rank.update_logits, 0),
-            ("optimizer step", 0, rank.optimizer_step if config.train.offload_shards and not is_cpu else 0),
+            (
+                "optimizer step",
+                0,
+                rank.optimizer_step if config.train.offload_shards and not is_cpu else 0,
+            ),
         ],
         "publish": [("weights being sent", 0 if is_cpu else 2 * bucket, 0)],  # on rank 0
-        "checkpoint": [("copy being written", copied, 0) if is_cpu else ("copy being written", 0, copied)],
+        "checkpoint": [
+            ("copy being written", copied, 0) if is_cpu else ("copy being written", 0, copied)
+        ],
     }
     uses = []
     for phase in PHASES:
         parts = [*_states(config.train, rank, phase), *temporaries.get(phase, [])]
         tensors = sum(on_device for _, on_device, _ in parts)
-        parts.append(("process", PROCESS_BYTES[RANK] if is_cpu else CONTEXT_BYTES + int(SLACK * tensors), 0))
+        parts.append(
+            ("process", PROCESS_BYTES[RANK] if is_cpu else CONTEXT_BYTES + int(SLACK * tensors), 0)
+        )
         uses += [Use(phase, RANK, *part) for part in parts if part[1] or part[2]]
     return uses
 
@@ -200,7 +212,9 @@ def _megatron_uses(config: TrainingConfig, stage: StageMemory, bucket: int) -> l
         parts = list(parts_of(stage, config.train, phase, bucket))
         slack = int(SLACK * sum(on_device for _, on_device, _ in parts))
         uses += [
-            Use(phase, RANK, *part) for part in (*parts, ("process", CONTEXT_BYTES + slack, 0)) if any(part[1:])
+            Use(phase, RANK, *part)
+            for part in (*parts, ("process", CONTEXT_BYTES + slack, 0))
+            if any(part[1:])
         ]
     return uses
 
@@ -210,12 +224,18 @@ def _states(train: TrainConfig, rank: RankMemory, phase: str) -> Iterator[tuple[
     is_cpu, held = train.device == "cpu", _holding(train, phase).ranks
     states = [
         ("weights", WEIGHTS, rank.weights),
-        ("gradients", GRADIENTS if train.is_colocated else WEIGHTS, rank.gradients),  # else move with weights
+        (
+            "gradients",
+            GRADIENTS if train.is_colocated else WEIGHTS,
+            rank.gradients,
+        ),  # else move with weights
         ("optimizer", OPTIMIZER, rank.optimizer),
         ("reference model", WEIGHTS, rank.reference),
     ]
     for label, name, size in states:
-        is_dropped = name not in held and (name == GRADIENTS or (is_cpu and train.is_colocated))  # or spilled
+        is_dropped = name not in held and (
+            name == GRADIENTS or (is_cpu and train.is_colocated)
+        )  # or spilled
         if is_dropped:
             continue
         if is_cpu or (name in held and not train.offload_shards):
@@ -233,14 +253,20 @@ def _holding(train: TrainConfig, phase: str) -> Holding:
 def _engine_uses(config: TrainingConfig, engine: EngineMemory, bucket: int) -> list[Use]:
     train = config.train
     is_cpu = train.device == "cpu"
-    keeps_weights = config.rollout.engine == "hf" or device_for(train.device).sleep_level == 1  # on the host
+    keeps_weights = (
+        config.rollout.engine == "hf" or device_for(train.device).sleep_level == 1
+    )  # on the host
     process = PROCESS_BYTES[config.rollout.engine] if is_cpu else CONTEXT_BYTES
     uses = []
     for phase in PHASES:
-        held = OF_ENGINES if is_cpu else _holding(train, phase).engines  # engines on a CPU cannot sleep
+        held = (
+            OF_ENGINES if is_cpu else _holding(train, phase).engines
+        )  # engines on a CPU cannot sleep
         is_awake = KV_CACHE in held
         parts = [
-            ("weights", engine.weights, 0) if WEIGHTS in held else ("weights", 0, engine.weights * keeps_weights),
+            ("weights", engine.weights, 0)
+            if WEIGHTS in held
+            else ("weights", 0, engine.weights * keeps_weights),
             ("keys and values", max(engine.cache or 0, 0) * is_awake, 0),
             ("activations", engine.activations * is_awake, 0),
             ("weights being received", 2 * bucket * (phase == "publish" and not is_cpu), 0),
@@ -257,7 +283,10 @@ def _other_uses(config: TrainingConfig, bucket: int) -> list[Use]:
         return []
     scorers = config.rollout.num_workers * config.reward.num_processes * SCORER_BYTES
     processes = [Use(phase, OTHERS, "process", OTHERS_BYTES + scorers) for phase in PHASES]
-    return [*processes, Use("publish", OTHERS, "weights being sent", 2 * bucket)]  # in shared memory
+    return [
+        *processes,
+        Use("publish", OTHERS, "weights being sent", 2 * bucket),
+    ]  # in shared memory
 
 
 def _loads(config: TrainingConfig, uses: Sequence[Use], device_bytes: int | None) -> list[Load]:
@@ -280,4 +309,6 @@ def _loads(config: TrainingConfig, uses: Sequence[Use], device_bytes: int | None
 
 
 def _total(uses: Sequence[Use], phase: str, processes: Mapping[str, int], field: str) -> int:
-    return sum(processes.get(use.role, 0) * getattr(use, field) for use in uses if use.phase == phase)
+    return sum(
+        processes.get(use.role, 0) * getattr(use, field) for use in uses if use.phase == phase
+    )

@@ -88,7 +88,9 @@ class _Rank:
     def memory(self) -> RankMemory:
         shape, item = self.shape, self.item
         shard = shape.shard_parameters(self.num_shards)
-        weights, gradients, copies, activations, logits = max(self._update_moments(shard).values(), key=sum)
+        weights, gradients, copies, activations, logits = max(
+            self._update_moments(shard).values(), key=sum
+        )
         scoring = max(self._scoring_moments(), key=sum)
         return RankMemory(
             weights=MASTER * shard,
@@ -131,15 +133,25 @@ class _Rank:
         kept = self._kept(tokens)
         stream = item * shape.hidden * tokens  # the residual stream
         norm = (4 + 2 * item) * shape.hidden * tokens
-        predictors = 2 * item * shape.hidden * int(tokens * self.response_share)  # and their gradients
+        predictors = (
+            2 * item * shape.hidden * int(tokens * self.response_share)
+        )  # and their gradients
         many = num_chunks > 1
-        first = item * root + layers - self._layer_buffer()  # the last layer's buffer beside the root
+        first = (
+            item * root + layers - self._layer_buffer()
+        )  # the last layer's buffer beside the root
         outputs = kept + norm + predictors
         is_recomputed = self.train.gradient_checkpointing
         one = tokens * self.layer_bytes() if is_recomputed else 0
         backward = one + tokens * self._mlp_backward() + 2 * stream
         return {
-            "logits": (first, item * head * many, 0, outputs, chunk * shape.vocabulary * LOGITS_TRAINED),
+            "logits": (
+                first,
+                item * head * many,
+                0,
+                outputs,
+                chunk * shape.vocabulary * LOGITS_TRAINED,
+            ),
             "head": (
                 first,
                 item * head * (HEAD_GRADIENTS if many else 1),
@@ -168,7 +180,9 @@ class _Rank:
         """Return the bytes of gathered layers: one and the next one's buffer, or all."""
         if self.train.reshard_after_forward:
             return self.shape.largest_layer * self.item + self._layer_buffer()
-        return (self.shape.num_parameters - self.shape.root_parameters) * self.item + self._layer_buffer()
+        return (
+            self.shape.num_parameters - self.shape.root_parameters
+        ) * self.item + self._layer_buffer()
 
     def _layer_buffer(self) -> int:
         """Return the bytes of the next layer's buffer; none if the weights are not sharded."""
@@ -196,7 +210,10 @@ class _Rank:
         queries, keys = shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
         norms = 2 * (4 + 2 * item) * shape.hidden  # float32 input, normalized and scaled values
         head_norms = (4 + item) * (queries + keys) if shape.has_head_norms else 0
-        attended = item * (3 * queries + 2 * (keys if self.has_grouped_attention else queries)) + 4 * shape.heads
+        attended = (
+            item * (3 * queries + 2 * (keys if self.has_grouped_attention else queries))
+            + 4 * shape.heads
+        )
         return norms + head_norms + attended + self._mlp_kept()
 
     def _mlp_kept(self) -> int:
@@ -209,7 +226,11 @@ class _Rank:
     def _mlp_backward(self) -> int:
         """Return the bytes of MLP gradients that exist at once, per token."""
         shape = self.shape
-        width = shape.experts_per_token * shape.expert_intermediate if shape.num_experts else shape.intermediate
+        width = (
+            shape.experts_per_token * shape.expert_intermediate
+            if shape.num_experts
+            else shape.intermediate
+        )
         return 2 * self.item * width
 
     def _mlp_forward(self) -> int:

@@ -75,7 +75,11 @@ class ModelShape:
         split_keys = 2 * self.hidden * self.head_dim * self.key_heads // tensor_parallel
         layer = self.largest_layer // tensor_parallel + keys - split_keys
         matrices = 1 if self.is_tied or pipeline_parallel > 1 else 2
-        return per_stage * layer + matrices * self.vocabulary * self.hidden // tensor_parallel + self.hidden
+        return (
+            per_stage * layer
+            + matrices * self.vocabulary * self.hidden // tensor_parallel
+            + self.hidden
+        )
 
     def token_elements(self, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
         """Return the KV cache elements of one token on an engine device."""
@@ -127,7 +131,11 @@ def _shape(text: Mapping[str, Any], kind: str) -> ModelShape:
 
 
 def _layer(shape: ModelShape, text: Mapping[str, Any], number: int) -> tuple[Shape, ...]:
-    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
+    hidden, queries, keys = (
+        shape.hidden,
+        shape.heads * shape.head_dim,
+        shape.key_heads * shape.head_dim,
+    )
     tensors: list[Shape] = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
     if text["model_type"] in _ATTENTION_BIAS or text.get("attention_bias"):
         tensors += [(queries,), (keys,), (keys,)]

@@ -15,7 +15,13 @@ from statistics import NormalDist, fmean, median
 from typing import TYPE_CHECKING
 
 from dapo_core.device import device_for
-from dapo_core.memory.devices import DECODING_SHARE, NETWORK_SHARE, SYNC_BYTES, TRAINING_SHARE, Rates
+from dapo_core.memory.devices import (
+    DECODING_SHARE,
+    NETWORK_SHARE,
+    SYNC_BYTES,
+    TRAINING_SHARE,
+    Rates,
+)
 from dapo_core.memory.engine import engine_memory
 from dapo_core.memory.plan import PHASES
 
@@ -51,12 +57,15 @@ class Lengths:
         """Return typical response lengths: quantiles of a log-normal truncated at the limit, with this mean."""
         normal = NormalDist()
         shape = [
-            math.exp(LOG_SIGMA * normal.inv_cdf((number + 0.5) / NUM_QUANTILES)) for number in range(NUM_QUANTILES)
+            math.exp(LOG_SIGMA * normal.inv_cdf((number + 0.5) / NUM_QUANTILES))
+            for number in range(NUM_QUANTILES)
         ]
         low, high = 0.0, float(self.limit)
         for _ in range(60):  # bisect: the truncated mean grows with the median
             middle = (low + high) / 2
-            is_short = fmean(min(middle * length, self.limit) for length in shape) < min(self.response, self.limit)
+            is_short = fmean(min(middle * length, self.limit) for length in shape) < min(
+                self.response, self.limit
+            )
             low, high = (middle, high) if is_short else (low, middle)
         return [min(low * length, self.limit) for length in shape]
 
@@ -109,7 +118,9 @@ def step_time(
     update = forward * (4 if config.train.gradient_checkpointing else 3)
     update_seconds = _pass_seconds(config, shape, machine.ranks, update, trained, has_backward=True)
     num_passes = config.scores_before_updates + (config.algorithm.kl.place != "off")
-    anchor = num_passes * _pass_seconds(config, shape, machine.ranks, forward, trained, has_backward=False)
+    anchor = num_passes * _pass_seconds(
+        config, shape, machine.ranks, forward, trained, has_backward=False
+    )
     seconds = {
         GENERATE: _generate_seconds(config, shape, machine, lengths),
         ANCHOR: anchor,
@@ -129,17 +140,26 @@ def step_time(
 
 
 def calibrate(
-    config: TrainingConfig, shape: ModelShape, machine: Machine, steps: Sequence[Mapping[str, float]]
+    config: TrainingConfig,
+    shape: ModelShape,
+    machine: Machine,
+    steps: Sequence[Mapping[str, float]],
 ) -> tuple[Lengths, dict[str, float]] | None:
     """Return lengths and phase factors from lines of a run's metrics.jsonl and its configuration.
 
     None if no step trained on anything. A phase's factor is the median of measured / estimated seconds over steps.
     """
-    used = [step for step in steps if step.get("response_length/mean") and step.get("timing_s/update_actor")]
+    used = [
+        step
+        for step in steps
+        if step.get("response_length/mean") and step.get("timing_s/update_actor")
+    ]
     if not used:
         return None
     lengths = [_lengths_of(config, step) for step in used]
-    estimates = [step_time(config, shape, machine, step_lengths).seconds for step_lengths in lengths]
+    estimates = [
+        step_time(config, shape, machine, step_lengths).seconds for step_lengths in lengths
+    ]
     factors = {
         phase: median(
             sum(step.get(name, 0.0) for name in names) / estimate[phase]
@@ -161,7 +181,9 @@ def forward_flops(shape: ModelShape, tokens: float, squares: float, num_logits: 
     `squares` is the sum of squared sequence lengths; `num_logits` the number of positions with logits.
     """
     pairs = (squares + tokens) / 2 * len(shape.layers) * 2 * shape.heads * shape.head_dim
-    return 2 * (_active_parameters(shape) * tokens + pairs + shape.vocabulary * shape.hidden * num_logits)
+    return 2 * (
+        _active_parameters(shape) * tokens + pairs + shape.vocabulary * shape.hidden * num_logits
+    )
 
 
 def _active_parameters(shape: ModelShape) -> float:
@@ -172,7 +194,12 @@ def _active_parameters(shape: ModelShape) -> float:
 
 
 def _pass_seconds(
-    config: TrainingConfig, shape: ModelShape, rates: Rates, flops: float, trained: float, has_backward: bool
+    config: TrainingConfig,
+    shape: ModelShape,
+    rates: Rates,
+    flops: float,
+    trained: float,
+    has_backward: bool,
 ) -> float:
     """Return the seconds of a pass over the step's tokens: the maximum of computation and communication.
 
@@ -189,11 +216,15 @@ def _pass_seconds(
     item = device_for(train.device).item_bytes(train.dtype)
     sent = num_micro * shape.num_parameters * (2 * item + 4 if has_backward else item)
     # Data enters a node over all its devices' links; then each device receives all of it within the node.
-    speed = rates.inside if num_shards <= rates.node_devices else min(rates.inside, rates.node_network)
+    speed = (
+        rates.inside if num_shards <= rates.node_devices else min(rates.inside, rates.node_network)
+    )
     return max(computing, sent / (speed * NETWORK_SHARE))
 
 
-def _generate_seconds(config: TrainingConfig, shape: ModelShape, machine: Machine, lengths: Lengths) -> float:
+def _generate_seconds(
+    config: TrainingConfig, shape: ModelShape, machine: Machine, lengths: Lengths
+) -> float:
     """Return the seconds for decoding a step's responses, including groups without signal.
 
     A decoding step reads the weights once and the KV cache of its sequences, and costs `layer_seconds` per layer.
@@ -201,7 +232,9 @@ def _generate_seconds(config: TrainingConfig, shape: ModelShape, machine: Machin
     """
     rollout, rates = config.rollout, machine.engines
     engine = engine_memory(config, shape, machine.device_bytes)
-    drawn = config.train.train_prompts * rollout.group_size / lengths.kept / rollout.num_workers  # per engine
+    drawn = (
+        config.train.train_prompts * rollout.group_size / lengths.kept / rollout.num_workers
+    )  # per engine
     responses = lengths.responses()
     mean_square = fmean(length**2 for length in responses)
     context = lengths.prompt + mean_square / (2 * lengths.response)  # of a decoded token
@@ -213,7 +246,9 @@ def _generate_seconds(config: TrainingConfig, shape: ModelShape, machine: Machin
     devices = rollout.num_devices / rollout.num_workers
     weights = num_steps * engine.weights / reading
     caches = drawn * lengths.response * context * engine.token_bytes / reading
-    tokens = drawn * (lengths.response + lengths.prompt / rollout.group_size)  # siblings share their prompt
+    tokens = drawn * (
+        lengths.response + lengths.prompt / rollout.group_size
+    )  # siblings share their prompt
     computing = 2 * (_active_parameters(shape) + shape.vocabulary * shape.hidden) * tokens
     computing /= devices * rates.flops * TRAINING_SHARE
     return max(weights + caches, computing) + num_steps * len(shape.layers) * rates.layer_seconds
@@ -232,7 +267,9 @@ def _decoding_steps(
     if is_ahead and not config.run.deterministic:
         slots = min(slots, sampler.gen_prompts * rollout.group_size / rollout.num_workers)
         return max(drawn * lengths.response / slots, responses[-1] / sampler.max_staleness)
-    order = [responses[number * len(responses) // math.ceil(drawn)] for number in range(math.ceil(drawn))]
+    order = [
+        responses[number * len(responses) // math.ceil(drawn)] for number in range(math.ceil(drawn))
+    ]
     random.Random(0).shuffle(order)
     ends = [0.0] * min(max(int(slots), 1), len(order))
     for length in order:
@@ -248,7 +285,9 @@ def _lengths_of(config: TrainingConfig, step: Mapping[str, float]) -> Lengths:
     return Lengths(prompt, response, config.rollout.max_response_tokens, kept, "measured")
 
 
-def _assumptions(machine: Machine, lengths: Lengths, factors: Mapping[str, float] | None) -> tuple[str, ...]:
+def _assumptions(
+    machine: Machine, lengths: Lengths, factors: Mapping[str, float] | None
+) -> tuple[str, ...]:
     rates, engines = machine.ranks, machine.engines
     lines = (
         f"lengths ({lengths.source}): prompts {lengths.prompt:,.0f} tokens, responses {lengths.response:,.0f} "

@@ -44,7 +44,11 @@ class DcpSource:
         self.model_files = checkpoint / HUGGINGFACE_FOLDER
         self._folders = [checkpoint]
         for folder in other_folders:
-            self._folders += [folder, folder / checkpoint.name, folder / "checkpoints" / checkpoint.name]
+            self._folders += [
+                folder,
+                folder / checkpoint.name,
+                folder / "checkpoints" / checkpoint.name,
+            ]
         manifest = require_files(checkpoint, with_shards=False)
         self._parts = None if manifest is None else _parts_by_place(manifest)
         self._metadata = read_metadata(checkpoint)
@@ -103,35 +107,50 @@ class DcpSource:
                 empty = torch.load(section, map_location="meta", weights_only=True)
             except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
                 raise CheckpointError(f"{label} cannot be read ({error})") from error
-        values = [record for record_name, record in records.items() if record_name.startswith(VALUES)]
+        values = [
+            record for record_name, record in records.items() if record_name.startswith(VALUES)
+        ]
         num_bytes = prod(chunk.sizes) * stored.dtype.itemsize
         if (
             not isinstance(empty, torch.Tensor)
             or (empty.shape, empty.dtype) != (chunk.sizes, stored.dtype)
             or not empty.is_contiguous()
             or len(values) != 1
-            or values[0].num_bytes < (first := int(empty.storage_offset()) * empty.itemsize) + num_bytes
+            or values[0].num_bytes
+            < (first := int(empty.storage_offset()) * empty.itemsize) + num_bytes
         ):
             raise CheckpointError(f"{label} is not {[*chunk.sizes]} {stored.dtype}")
         record = values[0]
         offset = record.offset + first
         if self._parts is None:
-            return Block(path, offset, num_bytes, record.offset, record.offset + record.num_bytes, None)
+            return Block(
+                path, offset, num_bytes, record.offset, record.offset + record.num_bytes, None
+            )
         length, digest = self._parts.get((place.relative_path, place.offset), (0, ""))
         if length != place.length:
-            raise CheckpointError(f"{label} is not in {MANIFEST_FILE}, so the two belong to different checkpoints")
+            raise CheckpointError(
+                f"{label} is not in {MANIFEST_FILE}, so the two belong to different checkpoints"
+            )
         return Block(path, offset, num_bytes, place.offset, place.offset + length, digest)
 
     def _require_shards(self) -> dict[str, Path]:
         """Return the path of each shard in the metadata; raises CheckpointError if one is missing or too short."""
         ends: dict[str, int] = {}
         for place in self._metadata.storage_data.values():
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+            ends[place.relative_path] = max(
+                ends.get(place.relative_path, 0), place.offset + place.length
+            )
         shards = {}
         for name, end in sorted(ends.items()):
-            path = next((path for folder in self._folders if (path := folder / name).is_file()), None)
+            path = next(
+                (path for folder in self._folders if (path := folder / name).is_file()), None
+            )
             if path is None or path.stat().st_size < end:
-                state = "missing" if path is None else f"{path.stat().st_size} bytes long instead of {end}"
+                state = (
+                    "missing"
+                    if path is None
+                    else f"{path.stat().st_size} bytes long instead of {end}"
+                )
                 raise CheckpointError(
                     f"shard {name} of {len(ends)} in {self.label} is {state}; copy it from the node that wrote "
                     "it, or pass that node's folder as an additional source"
@@ -174,7 +193,9 @@ def _require_complete(checkpoint: Path) -> None:
     needed = (STATE_FILE, HUGGINGFACE_FOLDER, NAMES_FILE)
     missing = [name for name in needed if not (checkpoint / name).exists()]
     if missing:
-        raise CheckpointError(f"{checkpoint} lacks {' and '.join(missing)}; it is not a dapo train checkpoint")
+        raise CheckpointError(
+            f"{checkpoint} lacks {' and '.join(missing)}; it is not a dapo train checkpoint"
+        )
 
 
 def _parts_by_place(manifest: Manifest) -> dict[tuple[str, int], Part]:
@@ -182,7 +203,9 @@ def _parts_by_place(manifest: Manifest) -> dict[tuple[str, int], Part]:
     return {
         (name, offset): part
         for name, parts in manifest.files.items()
-        for offset, part in zip(accumulate((size for size, _ in parts), initial=0), parts, strict=False)
+        for offset, part in zip(
+            accumulate((size for size, _ in parts), initial=0), parts, strict=False
+        )
     }
 
 
@@ -206,7 +229,10 @@ def _in_row_order(name: str, stored: Any, label: str) -> list[Any]:
     chunks = [chunk for chunk in chunks if chunk.sizes[0]]
     row = 0
     for chunk in chunks:
-        if tuple(chunk.offsets) != (row, *[0] * (len(stored.size) - 1)) or chunk.sizes[1:] != stored.size[1:]:
+        if (
+            tuple(chunk.offsets) != (row, *[0] * (len(stored.size) - 1))
+            or chunk.sizes[1:] != stored.size[1:]
+        ):
             break
         row += chunk.sizes[0]
     if row != stored.size[0]:

@@ -31,13 +31,17 @@ class HuggingFaceSource:
             require_model_folder(folder)
             places = weight_files(folder)
         except (ModelError, SafetensorError) as error:
-            raise CheckpointError(f"{folder} is not a complete model: {error}; convert it again") from error
+            raise CheckpointError(
+                f"{folder} is not a complete model: {error}; convert it again"
+            ) from error
         self._blocks: dict[str, Block] = {}
         self.tensors: dict[str, StoredTensor] = {}
         headers = {path: _read_header(path) for path in sorted(set(places.values()))}
         for name, path in places.items():
             if name not in headers[path]:
-                raise CheckpointError(f"{path} lacks {name}, which the index lists; convert the checkpoint again")
+                raise CheckpointError(
+                    f"{path} lacks {name}, which the index lists; convert the checkpoint again"
+                )
             self.tensors[name], self._blocks[name] = headers[path][name]
         self._require_finite()
 
@@ -51,7 +55,10 @@ class HuggingFaceSource:
 
     def describe(self) -> dict[str, Any]:
         """Manifest entry."""
-        return {"format": "huggingface", "shards": len({block.path for block in self._blocks.values()})}
+        return {
+            "format": "huggingface",
+            "shards": len({block.path for block in self._blocks.values()}),
+        }
 
     def _require_finite(self) -> None:
         import torch
@@ -60,7 +67,9 @@ class HuggingFaceSource:
             if not stored.dtype.is_floating_point:
                 continue
             parts = (
-                torch.frombuffer(part, dtype=stored.dtype) for block in self.blocks(name) for part in block.read()
+                torch.frombuffer(part, dtype=stored.dtype)
+                for block in self.blocks(name)
+                for part in block.read()
             )
             if not all(bool(part.isfinite().all()) for part in parts):
                 raise CheckpointError(
@@ -86,7 +95,10 @@ def _read_header(path: Path) -> Mapping[str, tuple[StoredTensor, Block]]:
                 continue
             begin, end = entry["data_offsets"]
             dtype, shape = getattr(torch, _DTYPES[entry["dtype"]]), tuple(entry["shape"])
-            if end - begin != math.prod(shape) * dtype.itemsize or not 0 <= begin <= end <= size - start:
+            if (
+                end - begin != math.prod(shape) * dtype.itemsize
+                or not 0 <= begin <= end <= size - start
+            ):
                 raise ValueError(f"{name} has a wrong size or position: {end - begin:,} bytes")
             block = Block(path, start + begin, end - begin, start + begin, start + end, None)
             tensors[name] = StoredTensor(shape, dtype), block

@@ -87,7 +87,12 @@ def merge_checkpoint(
             require_on_disk(folder, parts)
             description["logits"] = compare_logits(folder, source, outputs)
         write_manifest(folder, files, parts, digests, description)
-    return {"tensors": len(outputs), "parameters": num_parameters, "bytes": total, "shards": len(files)}
+    return {
+        "tensors": len(outputs),
+        "parameters": num_parameters,
+        "bytes": total,
+        "shards": len(files),
+    }
 
 
 def open_source(folders: Sequence[Path], checkpoint: CheckpointChoice = "latest") -> Source:
@@ -116,7 +121,9 @@ def weights_in(folder: Path, checkpoint: CheckpointChoice = "latest") -> Path:
         return folder
     is_output = checkpoint_at(folder) is None
     _refuse_best(
-        checkpoint, folder, "of another trainer, which ranks none" if is_output else "one checkpoint of verl"
+        checkpoint,
+        folder,
+        "of another trainer, which ranks none" if is_output else "one checkpoint of verl",
     )
     form = other.form
     if form in ("distributed", "iteration"):
@@ -146,7 +153,9 @@ def _require_empty(target: Path) -> None:
             return
         is_taken = target.exists() or target.is_symlink()
     except OSError as error:
-        raise CheckpointError(f"{target} cannot be read ({error}); merge into a new folder") from error
+        raise CheckpointError(
+            f"{target} cannot be read ({error}); merge into a new folder"
+        ) from error
     if is_taken:
         problem = "is not empty" if target.is_dir() else "is not a folder"
         raise CheckpointError(f"{target} {problem}; merge into a new folder")
@@ -165,7 +174,9 @@ def _plan(
     return files
 
 
-def _dropped(source: Source, tied: Mapping[str, str], outputs: Sequence[OutputTensor]) -> list[OutputTensor]:
+def _dropped(
+    source: Source, tied: Mapping[str, str], outputs: Sequence[OutputTensor]
+) -> list[OutputTensor]:
     """Return tied tensors to compare with the kept ones; those stored at the same position need no comparison."""
     kept = {tensor.name: tensor for tensor in outputs}
     return [
@@ -193,7 +204,9 @@ def _published(target: Path, num_bytes: int) -> Iterator[Path]:
     lock, folder = working / "lock", working / "model"
     try:
         if working.is_dir() and not lock.exists() and any(working.iterdir()):
-            raise CheckpointError(f"{working} contains other files, but the merge needs that name; move it away")
+            raise CheckpointError(
+                f"{working} contains other files, but the merge needs that name; move it away"
+            )
         working.mkdir(parents=True, exist_ok=True)
         with locked(lock):
             try:

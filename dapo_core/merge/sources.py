@@ -53,7 +53,9 @@ class Block:
     num_bytes: int  # of the values
     start: int  # of the byte range with the checksum
     end: int
-    checksum: int | str | None  # CRC32 or blake3 of the range; None: verified when the source was opened
+    checksum: (
+        int | str | None
+    )  # CRC32 or blake3 of the range; None: verified when the source was opened
 
     def read(self) -> Iterator[memoryview]:
         """Yield the values in parts of at most CHUNK_BYTES, each valid until this thread reads the next one.
@@ -83,7 +85,9 @@ class Block:
                 "it, or merge another checkpoint"
             )
 
-    def _range(self, descriptor: int, buffer: memoryview, start: int, end: int) -> Iterator[memoryview]:
+    def _range(
+        self, descriptor: int, buffer: memoryview, start: int, end: int
+    ) -> Iterator[memoryview]:
         while start < end:
             part = buffer[: min(len(buffer), end - start)]
             done = 0
@@ -98,7 +102,9 @@ class Block:
             start += len(part)
 
 
-_BUFFERS = threading.local()  # reused per thread: allocating memory costs as much as reading into it
+_BUFFERS = (
+    threading.local()
+)  # reused per thread: allocating memory costs as much as reading into it
 
 
 def _thread_buffer() -> memoryview:

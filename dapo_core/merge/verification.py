@@ -59,7 +59,11 @@ def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], 
 
 def _fits(output: OutputTensor, shape: tuple[int, ...]) -> bool:
     """True if transformers can load the tensor into a parameter of that shape; it can transpose fused experts."""
-    is_transposed = bool(expert_pieces(output.name, shape)) and output.shape == (shape[0], shape[2], shape[1])
+    is_transposed = bool(expert_pieces(output.name, shape)) and output.shape == (
+        shape[0],
+        shape[2],
+        shape[1],
+    )
     return output.shape == shape or is_transposed
 
 
@@ -83,7 +87,9 @@ def require_on_disk(folder: Path, parts: Mapping[str, Sequence[Part]]) -> None:
         with path.open("rb") as file:  # drops the pages of a synced file
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if file_parts(path, [size for size, _ in written]) != list(written):
-            raise CheckpointError(f"{name} on disk differs from what was written; check the disk for errors")
+            raise CheckpointError(
+                f"{name} on disk differs from what was written; check the disk for errors"
+            )
 
 
 def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]) -> dict[str, Any]:
@@ -95,7 +101,11 @@ def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]
     import torch
 
     merged, report = type(empty_model(folder)).from_pretrained(  # type: ignore[attr-defined]
-        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True, trust_remote_code=False
+        folder,
+        dtype=torch.float32,
+        output_loading_info=True,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     wrong = {kind: names for kind, names in report.items() if names}
     if wrong:
@@ -103,11 +113,15 @@ def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]
             f"transformers loads the merged model with {wrong}; did another process change the folder?"
         )
     vocab_size = merged.get_input_embeddings().num_embeddings
-    token_ids = torch.randint(vocab_size, (_LOGIT_ROWS, _LOGIT_TOKENS), generator=torch.Generator().manual_seed(0))
+    token_ids = torch.randint(
+        vocab_size, (_LOGIT_ROWS, _LOGIT_TOKENS), generator=torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
         logits = merged.eval()(token_ids).logits
         del merged
-        unmerged = _fill(_build(folder).float(), source, {tensor.stored_name: tensor.dtype for tensor in outputs})
+        unmerged = _fill(
+            _build(folder).float(), source, {tensor.stored_name: tensor.dtype for tensor in outputs}
+        )
         difference = (unmerged.eval()(token_ids).logits - logits).abs().max().item()
     if difference:
         raise CheckpointError(
@@ -124,11 +138,15 @@ def _build(model_files: Path) -> nn.Module:
     try:
         config = load_model_config(model_files)
     except Exception as error:  # the file may contain anything
-        raise CheckpointError(f"config.json in {model_files} cannot be read by transformers: {error}") from error
+        raise CheckpointError(
+            f"config.json in {model_files} cannot be read by transformers: {error}"
+        ) from error
     names = config.architectures
     name = names[0] if isinstance(names, list) and names else names
     model_class = getattr(transformers, name, None) if isinstance(name, str) else None
-    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+    if not isinstance(model_class, type) or not issubclass(
+        model_class, transformers.PreTrainedModel
+    ):
         raise CheckpointError(
             f"config.json in {model_files} names the architecture {name!r}, which transformers "
             f"{transformers.__version__} does not have; merge with the version used for training"

@@ -41,7 +41,9 @@ def find_shards(folders: Sequence[Path]) -> list[Path]:
     found: dict[Path, list[Path]] = {}
     for folder in folders:
         places = [place for place in (folder, folder / "actor") if place.is_dir()]
-        found[folder] = [path for place in places for path in place.iterdir() if _SHARD.fullmatch(path.name)]
+        found[folder] = [
+            path for place in places for path in place.iterdir() if _SHARD.fullmatch(path.name)
+        ]
     empty = [folder for folder, paths in found.items() if not paths]
     if empty and len(empty) < len(found):
         raise CheckpointError(
@@ -73,7 +75,9 @@ class VerlSource:
         first = _Shard(path)
         rows = first.mesh_rows(self._num_ranks)
         self._ranks = self._complete_replica(rows)
-        self._shards = [first if other == rank else _Shard(self._paths[other]) for other in self._ranks]
+        self._shards = [
+            first if other == rank else _Shard(self._paths[other]) for other in self._ranks
+        ]
         self.tensors = {name: _stored(tensor) for name, tensor in self._shards[0].state.items()}
         for position, shard in enumerate(self._shards):
             if problem := self._mismatch(shard, rows, position):
@@ -98,7 +102,9 @@ class VerlSource:
 
     def blocks(self, name: str) -> list[Block]:
         """Each rank's rows; a replicated tensor is read once."""
-        shards = self._shards[:1] if _placement(self._shards[0].state[name]) is None else self._shards
+        shards = (
+            self._shards[:1] if _placement(self._shards[0].state[name]) is None else self._shards
+        )
         blocks = [shard.block(name) for shard in shards]
         return [block for block in blocks if block.num_bytes]
 
@@ -176,7 +182,14 @@ class _Shard:
 
     def mesh_rows(self, num_ranks: int) -> list[list[int]]:
         """Return the ranks of each replica, in row order."""
-        mesh = next((tensor.device_mesh for tensor in self.state.values() if hasattr(tensor, "device_mesh")), None)
+        mesh = next(
+            (
+                tensor.device_mesh
+                for tensor in self.state.values()
+                if hasattr(tensor, "device_mesh")
+            ),
+            None,
+        )
         if mesh is None:
             raise CheckpointError(
                 f"{self.path} contains no DTensor, so the sharding of its {len(self.state)} tensors is unknown; "
@@ -189,7 +202,9 @@ class _Shard:
                 f"{' and '.join(map(str, _MESHES))} with all {num_ranks} ranks are supported, no tensor "
                 "parallelism"
             )
-        return [list(ranks[first : first + num_shards]) for first in range(0, num_ranks, num_shards)]
+        return [
+            list(ranks[first : first + num_shards]) for first in range(0, num_ranks, num_shards)
+        ]
 
     def _place(self, name: str) -> tuple[int, int, int]:
         """Return the file offsets of a tensor's record and values, and the size of the values in bytes."""
@@ -200,9 +215,13 @@ class _Shard:
         if not local.numel():
             return min(self._records), min(self._records), 0
         if start not in self._records or not local.is_contiguous():
-            raise CheckpointError(f"{self.path}: {name} is not stored row by row; merge another checkpoint")
+            raise CheckpointError(
+                f"{self.path}: {name} is not stored row by row; merge another checkpoint"
+            )
         if offset + local.nbytes > self._records[start].num_bytes:
-            raise CheckpointError(f"{self.path} has too few bytes for {name} {tuple(local.shape)}; copy it again")
+            raise CheckpointError(
+                f"{self.path} has too few bytes for {name} {tuple(local.shape)}; copy it again"
+            )
         return start, start + offset, local.nbytes
 
 
@@ -217,7 +236,9 @@ def _by_rank(paths: Sequence[Path]) -> dict[int, Path]:
                 "files of one checkpoint"
             )
         if rank in by_rank:
-            raise CheckpointError(f"rank {rank} has two files, {by_rank[rank]} and {path}; keep one of them")
+            raise CheckpointError(
+                f"rank {rank} has two files, {by_rank[rank]} and {path}; keep one of them"
+            )
         by_rank[rank] = path
     return by_rank
 
@@ -230,7 +251,9 @@ def _world_size_and_rank(path: Path) -> tuple[int, int]:
 def _step(folders: Sequence[Path]) -> str | None:
     """Return global_step_N from the folders' paths; raises CheckpointError if they name several steps."""
     found = {
-        folder: next((part for part in reversed(folder.resolve().parts) if _STEP.fullmatch(part)), None)
+        folder: next(
+            (part for part in reversed(folder.resolve().parts) if _STEP.fullmatch(part)), None
+        )
         for folder in folders
     }
     steps = sorted({step for step in found.values() if step is not None})
@@ -249,7 +272,9 @@ def _fsdp_version(folders: Sequence[Path], num_ranks: int) -> int | None:
                 config = json.loads(path.read_text(encoding="utf-8"))
                 version, world_size = config["FSDP_version"], config["world_size"]
             except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{path} cannot be read ({error!r}); copy it from rank 0's node") from error
+                raise CheckpointError(
+                    f"{path} cannot be read ({error!r}); copy it from rank 0's node"
+                ) from error
             if world_size != num_ranks:
                 raise CheckpointError(
                     f"{path} says {world_size} ranks, the shard names say {num_ranks}; "
@@ -283,12 +308,22 @@ def _load(path: Path) -> dict[str, Any]:
             f"{path} is refused: it contains more than tensors, and loading it could run code ({_reason(error)}); "
             "write it again with verl's FSDP workers on torch 2.6 or later"
         ) from error
-    except (RuntimeError, ValueError, OSError, EOFError, KeyError, AttributeError, IndexError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        OSError,
+        EOFError,
+        KeyError,
+        AttributeError,
+        IndexError,
+    ) as error:
         raise CheckpointError(
             f"{path} cannot be read ({_reason(error)}): it is damaged, or not readable by torch "
             f"{torch.__version__}; copy it again from the node that wrote it"
         ) from error
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(value, torch.Tensor) for value in state.values()
+    ):
         raise CheckpointError(
             f"{path} is not a state dict of tensors; pass a folder written by verl's FSDP workers"
         )
@@ -321,8 +356,12 @@ def _placement(tensor: Any) -> Any:
     if not hasattr(tensor, "placements"):
         return None
     *replicas, placement = tensor.placements
-    is_by_rows = type(placement).__name__ == "Shard" and placement.dim == 0  # excludes strided shards
-    if not (is_by_rows or placement.is_replicate()) or not all(other.is_replicate() for other in replicas):
+    is_by_rows = (
+        type(placement).__name__ == "Shard" and placement.dim == 0
+    )  # excludes strided shards
+    if not (is_by_rows or placement.is_replicate()) or not all(
+        other.is_replicate() for other in replicas
+    ):
         raise CheckpointError(
             f"a tensor {tuple(tensor.shape)} has placements {tuple(tensor.placements)}, but verl's FSDP workers "
             "shard rows only"
@@ -369,10 +408,18 @@ def _experts_in_files(model_files: Path) -> Literal["single"] | int | None:
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"config.json in {model_files} cannot be read ({error!r})") from error
     rules = get_checkpoint_conversion_mapping(config.get("model_type")) or ()
-    fused = [rule for rule in rules if any(target.endswith(FUSED_NAME) for target in rule.target_patterns)]
+    fused = [
+        rule
+        for rule in rules
+        if any(target.endswith(FUSED_NAME) for target in rule.target_patterns)
+    ]
     sources = [pattern for rule in fused for pattern in rule.source_patterns]
     if all(pattern.endswith(FUSED_NAME) for pattern in sources):  # as in the files of Qwen3-VL-MoE
-        is_turned = any(type(operation).__name__ == "Transpose" for rule in fused for operation in rule.operations)
+        is_turned = any(
+            type(operation).__name__ == "Transpose"
+            for rule in fused
+            for operation in rule.operations
+        )
         return hidden_size if is_turned else None
     if all(pattern.endswith((".gate_proj.weight", ".up_proj.weight")) for pattern in sources):
         return "single"

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 # more may return to the host, which is slow to give them back.
 WRITE_BYTES = 64 * 1024
 FLUSH_BYTES = 16 * 1024**2  # writeback granularity, so that little is left for the final fsync
-_LIBC = ctypes.CDLL(None)  # Python has no sync_file_range, and posix_fadvise would also drop the pages
+_LIBC = ctypes.CDLL(
+    None
+)  # Python has no sync_file_range, and posix_fadvise would also drop the pages
 _SYNC_FILE_RANGE_WRITE = 2
 OnBytes = Callable[[int, int], None]  # bytes written, total bytes
 
@@ -94,7 +96,11 @@ def output_tensors(source: Source, dtype: str, leave_out: set[str]) -> list[Outp
     for name, stored in source.tensors.items():
         if name in leave_out:
             continue
-        target = stored.dtype if dtype == "keep" or not stored.dtype.is_floating_point else getattr(torch, dtype)
+        target = (
+            stored.dtype
+            if dtype == "keep" or not stored.dtype.is_floating_point
+            else getattr(torch, dtype)
+        )
         whole = torch.empty(stored.shape, device="meta")
         outputs += [
             OutputTensor(piece.file_name, tuple(piece.view(whole).shape), target, name, piece)
@@ -105,7 +111,11 @@ def output_tensors(source: Source, dtype: str, leave_out: set[str]) -> list[Outp
 
 def shard_name(number: int, num_shards: int) -> str:
     """Return the file name that transformers and vLLM expect for shard `number`, counted from 1."""
-    return "model.safetensors" if num_shards == 1 else f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+    return (
+        "model.safetensors"
+        if num_shards == 1
+        else f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+    )
 
 
 def plan_files(tensors: Iterable[OutputTensor], max_shard_bytes: int) -> list[OutputFile]:
@@ -121,7 +131,10 @@ def plan_files(tensors: Iterable[OutputTensor], max_shard_bytes: int) -> list[Ou
             filled = 0
         groups[-1].append(tensor)
         filled += tensor.num_bytes
-    return [OutputFile(shard_name(number, len(groups)), group) for number, group in enumerate(groups, start=1)]
+    return [
+        OutputFile(shard_name(number, len(groups)), group)
+        for number, group in enumerate(groups, start=1)
+    ]
 
 
 class ModelWriter:
@@ -168,7 +181,11 @@ class ModelWriter:
             try:
                 for finished in as_completed(running):
                     digests |= finished.result()
-                    done += sum(tensor.num_bytes for tensor in running[finished] if tensor.name in self._places)
+                    done += sum(
+                        tensor.num_bytes
+                        for tensor in running[finished]
+                        if tensor.name in self._places
+                    )
                     if on_bytes is not None:
                         on_bytes(done, total)
                 list(pool.map(os.fsync, self._descriptors.values()))
@@ -181,7 +198,11 @@ class ModelWriter:
         return {
             name: [
                 content_part(self._headers[name]),
-                *((tensor.num_bytes, digests[tensor.name]) for tensor in file.tensors if tensor.num_bytes),
+                *(
+                    (tensor.num_bytes, digests[tensor.name])
+                    for tensor in file.tensors
+                    if tensor.num_bytes
+                ),
             ]
             for name, file in self._files.items()
         }
@@ -214,17 +235,29 @@ def require_opens(path: Path, file: OutputFile) -> None:
             names = opened_file.keys()
             slices = [opened_file.get_slice(name) for name in names]
     except SafetensorError as error:
-        raise CheckpointError(f"{path.name} cannot be opened: {error}; check the disk for errors") from error
-    found = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in zip(names, slices, strict=True)]
-    if sorted(found) != sorted((tensor.name, tensor.dtype_name, tensor.shape) for tensor in file.tensors):
-        raise CheckpointError(f"{path.name} does not contain the tensors written to it; check the disk for errors")
+        raise CheckpointError(
+            f"{path.name} cannot be opened: {error}; check the disk for errors"
+        ) from error
+    found = [
+        (name, part.get_dtype(), tuple(part.get_shape()))
+        for name, part in zip(names, slices, strict=True)
+    ]
+    if sorted(found) != sorted(
+        (tensor.name, tensor.dtype_name, tensor.shape) for tensor in file.tensors
+    ):
+        raise CheckpointError(
+            f"{path.name} does not contain the tensors written to it; check the disk for errors"
+        )
 
 
 def write_index(folder: Path, files: Sequence[OutputFile], num_parameters: int) -> None:
     """Write the transformers index from tensors to files; a single file needs none."""
     if len(files) > 1:
         places = {tensor.name: file.name for file in files for tensor in file.tensors}
-        sizes = {"total_parameters": num_parameters, "total_size": sum(file.num_bytes for file in files)}
+        sizes = {
+            "total_parameters": num_parameters,
+            "total_size": sum(file.num_bytes for file in files),
+        }
         text = json.dumps({"metadata": sizes, "weight_map": places}, indent=2, sort_keys=True)
         (folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -268,7 +301,9 @@ class _Values:
         self._dtypes = None if stored_dtype == output.dtype else (stored_dtype, output.dtype)
         self._parts = self._read(source.blocks(output.stored_name))
         if output.piece.is_turned:
-            self._parts = _transposed(self._parts, source.tensors[output.stored_name].shape, output.dtype)
+            self._parts = _transposed(
+                self._parts, source.tensors[output.stored_name].shape, output.dtype
+            )
         self._rest = memoryview(b"")
 
     def take(self, num_bytes: int) -> Iterator[memoryview]:
@@ -280,7 +315,9 @@ class _Values:
             num_bytes -= len(part)
             yield part
         if not self._rest:
-            self._rest = next(self._parts, self._rest)  # at the end of the last block, this verifies its checksum
+            self._rest = next(
+                self._parts, self._rest
+            )  # at the end of the last block, this verifies its checksum
 
     def _read(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
         import torch
@@ -289,12 +326,20 @@ class _Values:
             for part in block.read():
                 if self._dtypes is not None:
                     stored, dtype = self._dtypes
-                    yield torch.frombuffer(part, dtype=stored).to(dtype).view(torch.uint8).numpy().data
+                    yield (
+                        torch.frombuffer(part, dtype=stored)
+                        .to(dtype)
+                        .view(torch.uint8)
+                        .numpy()
+                        .data
+                    )
                 else:
                     yield part
 
 
-def _transposed(parts: Iterator[memoryview], shape: Sequence[int], dtype: torch.dtype) -> Iterator[memoryview]:
+def _transposed(
+    parts: Iterator[memoryview], shape: Sequence[int], dtype: torch.dtype
+) -> Iterator[memoryview]:
     """Yield the values of transposed matrices [..., rows, columns]; holds two matrices in memory."""
     import torch
 
@@ -306,7 +351,9 @@ def _transposed(parts: Iterator[memoryview], shape: Sequence[int], dtype: torch.
             matrix += part[:count]
             part = part[count:]
             if len(matrix) == num_bytes:
-                transposed = torch.frombuffer(matrix, dtype=dtype).view(*shape[-2:]).t().contiguous()
+                transposed = (
+                    torch.frombuffer(matrix, dtype=dtype).view(*shape[-2:]).t().contiguous()
+                )
                 yield transposed.view(-1).view(torch.uint8).numpy().data
                 matrix = bytearray()
 
@@ -321,5 +368,7 @@ def _write(descriptor: int, content: memoryview, offset: int) -> None:
 
 def _start_writeback(descriptor: int, start: int, end: int) -> int:
     """Start writing these bytes from the page cache to disk; returns `end`."""
-    _LIBC.sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(end - start), _SYNC_FILE_RANGE_WRITE)
+    _LIBC.sync_file_range(
+        descriptor, ctypes.c_int64(start), ctypes.c_int64(end - start), _SYNC_FILE_RANGE_WRITE
+    )
     return end

@@ -23,7 +23,9 @@ from dapo_core.errors import ModelError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-PACKED_ATTENTION = "packed"  # name in transformers' registry, which builds no mask for unknown names
+PACKED_ATTENTION = (
+    "packed"  # name in transformers' registry, which builds no mask for unknown names
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class PaddedBlock:
 
     num_sequences: int
     num_tokens: int  # of the longest sequence
-    tokens: torch.Tensor  # [num_sequences * num_tokens]: positions in the row; padding repeats token 0
+    tokens: (
+        torch.Tensor
+    )  # [num_sequences * num_tokens]: positions in the row; padding repeats token 0
 
 
 class Packing:
@@ -41,7 +45,9 @@ class Packing:
     Not a dataclass, because FSDP2's mixed precision would copy one with its tensors before every layer.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, group: ProcessGroup | None = None
+    ) -> None:
         """Lay out consecutive sequences with the given lengths.
 
         A sequence shorter than half of a block's longest starts the next block, so at most half of a block is
@@ -63,8 +69,12 @@ class Packing:
             tokens = np.where(is_token, starts[members, None] + offsets, 0)
             positions[tokens[is_token]] = filled + np.flatnonzero(is_token)
             filled += tokens.size
-            self.blocks.append(PaddedBlock(len(members), longest, torch.from_numpy(tokens.ravel()).to(device)))
-        self.positions = torch.from_numpy(positions).to(device)  # [N]: position of each token in the blocks
+            self.blocks.append(
+                PaddedBlock(len(members), longest, torch.from_numpy(tokens.ravel()).to(device))
+            )
+        self.positions = torch.from_numpy(positions).to(
+            device
+        )  # [N]: position of each token in the blocks
 
 
 @torch.compiler.disable
@@ -82,16 +92,26 @@ def packed_attention(
     With right padding, the causal kernel is exact without a mask. Raises ModelError for architectures that modify
     attention scores.
     """
-    packing, scale, window = (options.get(name) for name in ("packing", "scaling", "sliding_window"))
-    if packing is None or any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+    packing, scale, window = (
+        options.get(name) for name in ("packing", "scaling", "sliding_window")
+    )
+    if packing is None or any(
+        options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")
+    ):
         raise _cannot_pack(module)
     packing.layers.add(getattr(module, "layer_idx", -1))
-    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # [n, H, D]
+    query, key, value = (
+        states.squeeze(0).transpose(0, 1) for states in (query, key, value)
+    )  # [n, H, D]
     if packing.group is not None:
         repeats = repeats_of_key_heads(key.shape[1], packing.group.size())
         key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
-        query, key, value = (tokens_to_heads(states, packing.group) for states in (query, key, value))
-    attended = torch.cat([_attend(block, (query, key, value), scale, window, dropout) for block in packing.blocks])
+        query, key, value = (
+            tokens_to_heads(states, packing.group) for states in (query, key, value)
+        )
+    attended = torch.cat(
+        [_attend(block, (query, key, value), scale, window, dropout) for block in packing.blocks]
+    )
     attended = attended.index_select(0, packing.positions)
     if packing.group is not None:
         attended = heads_to_tokens(attended, packing.group)
@@ -102,12 +122,22 @@ AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
 def _attend(
-    block: PaddedBlock, states: Sequence[torch.Tensor], scale: float | None, window: int | None, dropout: float
+    block: PaddedBlock,
+    states: Sequence[torch.Tensor],
+    scale: float | None,
+    window: int | None,
+    dropout: float,
 ) -> torch.Tensor:
     """[N, H, D] of the row -> [num_sequences * num_tokens, H, D]."""
     shape = (block.num_sequences, block.num_tokens)
-    query, key, value = (part.index_select(0, block.tokens).unflatten(0, shape).transpose(1, 2) for part in states)
-    mask = _band(block.num_tokens, window, query.device) if window and window < block.num_tokens else None
+    query, key, value = (
+        part.index_select(0, block.tokens).unflatten(0, shape).transpose(1, 2) for part in states
+    )
+    mask = (
+        _band(block.num_tokens, window, query.device)
+        if window and window < block.num_tokens
+        else None
+    )
     # Only flash kernels on accelerators support GQA without materializing all scores.
     is_flash = query.dtype != torch.float32 and mask is None and query.shape[-1] <= 256
     is_flash = is_flash and device_for(query.device.type).shares_key_heads
@@ -129,7 +159,9 @@ def _attend(
 
 def _band(num_tokens: int, window: int, device: torch.device) -> torch.Tensor:
     """Return a sliding-window mask over each token and the `window` - 1 before it: [num_tokens, num_tokens]."""
-    distance = torch.arange(num_tokens, device=device).unsqueeze(1) - torch.arange(num_tokens, device=device)
+    distance = torch.arange(num_tokens, device=device).unsqueeze(1) - torch.arange(
+        num_tokens, device=device
+    )
     return (distance >= 0) & (distance < window)
 
 

@@ -15,8 +15,15 @@ from dapo_core.device import Device
 from dapo_core.errors import ConfigError
 
 Operation = Callable[..., torch.Tensor]
-ARCHITECTURES = ("qwen2", "qwen3", "qwen3_moe", "llama")  # use exactly these operations; see test_kernels.py
-MAX_DIFFERENCE = 0.02  # relative to the largest value: bfloat16 has 8 bits, and kernels round differently
+ARCHITECTURES = (
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+)  # use exactly these operations; see test_kernels.py
+MAX_DIFFERENCE = (
+    0.02  # relative to the largest value: bfloat16 has 8 bits, and kernels round differently
+)
 
 
 def rms_norm(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -38,17 +45,25 @@ def rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def _norms(model: nn.Module, operation: Operation) -> int:
-    norms: list[Any] = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    norms: list[Any] = [
+        module for module in model.modules() if type(module).__name__.endswith("RMSNorm")
+    ]
     for norm in norms:
-        norm.forward = lambda states, norm=norm: operation(states, norm.weight, norm.variance_epsilon)
+        norm.forward = lambda states, norm=norm: operation(
+            states, norm.weight, norm.variance_epsilon
+        )
     return len(norms)
 
 
 def _mlps(model: nn.Module, operation: Operation) -> int:
     """Dense MLPs only; fused experts keep transformers' implementation."""
-    mlps: list[Any] = [module for module in model.modules() if type(module).__name__.endswith("MLP")]
+    mlps: list[Any] = [
+        module for module in model.modules() if type(module).__name__.endswith("MLP")
+    ]
     for mlp in mlps:
-        mlp.forward = lambda states, mlp=mlp: mlp.down_proj(operation(mlp.gate_proj(states), mlp.up_proj(states)))
+        mlp.forward = lambda states, mlp=mlp: mlp.down_proj(
+            operation(mlp.gate_proj(states), mlp.up_proj(states))
+        )
     return len(mlps)
 
 
@@ -56,7 +71,11 @@ def _rotations(model: nn.Module, operation: Operation) -> int:
     """Patches a module-level function, so it affects all models of the architecture in the process."""
 
     def rotate(
-        query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        unsqueeze_dim: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return operation(query, cos, sin), operation(key, cos, sin)
@@ -94,11 +113,19 @@ def install_kernels(model: nn.Module, chosen: Sequence[str], device: Device) -> 
     fused = device.fused_kernels()
     architecture = model.config.model_type  # type: ignore[union-attr]
     is_known = architecture in ARCHITECTURES and model.config.hidden_act == "silu"  # type: ignore[union-attr]
-    found = [name for name in KERNELS if name in chosen or ("auto" in chosen and name in fused and is_known)]
+    found = [
+        name
+        for name in KERNELS
+        if name in chosen or ("auto" in chosen and name in fused and is_known)
+    ]
     for name in found:
         if name in fused:
             require_parity(name, fused[name], device)
-        count = KERNELS[name].install(model, fused.get(name, KERNELS[name].reference)) if is_known else 0
+        count = (
+            KERNELS[name].install(model, fused.get(name, KERNELS[name].reference))
+            if is_known
+            else 0
+        )
         if not count and name in chosen:
             raise ConfigError(
                 f"train.fused_kernels names {name}, which cannot be replaced in this {architecture} model; remove "
@@ -116,10 +143,14 @@ def require_parity(name: str, fused: Operation, device: Device) -> None:
         arguments = [tensor.to(device.torch_device()).requires_grad_() for tensor in tensors]
         output = operation(*arguments, *kernel.constants)
         output.backward(output.detach())
-        gradients = (torch.zeros_like(each) if each.grad is None else each.grad for each in arguments)
+        gradients = (
+            torch.zeros_like(each) if each.grad is None else each.grad for each in arguments
+        )
         results.append([output.detach(), *gradients])
     for actual, expected in zip(*results, strict=True):
-        difference = float((actual.float() - expected.float()).abs().max() / expected.float().abs().max())
+        difference = float(
+            (actual.float() - expected.float()).abs().max() / expected.float().abs().max()
+        )
         if not difference <= MAX_DIFFERENCE:
             others = ",".join(other for other in KERNELS if other != name)
             raise ConfigError(

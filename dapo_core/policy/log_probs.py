@@ -35,16 +35,28 @@ class TokenLogProbs(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.entropy_gradient = entropy_gradient
 
-    def forward(self, row: PackedRow, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, row: PackedRow, temperature: float, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs of the row's targets and, if requested, entropy (else empty): [M] float32 each."""
         hidden = self.causal_lm.base_model(
-            input_ids=row.token_ids, position_ids=row.position_ids, use_cache=False, packing=row.packing
+            input_ids=row.token_ids,
+            position_ids=row.position_ids,
+            use_cache=False,
+            packing=row.packing,
         ).last_hidden_state
         predictors = hidden[0].index_select(0, row.predictors)  # [M, hidden]
-        chunks = zip(predictors.split(self.chunk_tokens), row.targets.split(self.chunk_tokens), strict=True)
+        chunks = zip(
+            predictors.split(self.chunk_tokens), row.targets.split(self.chunk_tokens), strict=True
+        )
         parts = [
             checkpoint(
-                self._chunk, *chunk, temperature, with_entropy, use_reentrant=False, preserve_rng_state=False
+                self._chunk,
+                *chunk,
+                temperature,
+                with_entropy,
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
             for chunk in chunks
         ]

@@ -57,7 +57,9 @@ def load_sharded(
     tensors do not match the model's parameters.
     """
     dtype = device.resolve_dtype(train.dtype)
-    causal_lm = empty_causal_lm(model_path, torch.float32 if trainable else dtype, trust_remote_code)
+    causal_lm = empty_causal_lm(
+        model_path, torch.float32 if trainable else dtype, trust_remote_code
+    )
     files = weight_files(model_path)
     _require_same_tensors(model_path, causal_lm, files)
     install_kernels(causal_lm, train.fused_kernels, device)
@@ -71,7 +73,8 @@ def load_sharded(
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
     precision = MixedPrecisionPolicy(
-        param_dtype=dtype if trainable and dtype != torch.float32 else None, reduce_dtype=torch.float32
+        param_dtype=dtype if trainable and dtype != torch.float32 else None,
+        reduce_dtype=torch.float32,
     )
     on_host = CPUOffloadPolicy(pin_memory=device.has_own_memory)
     options: Any = {
@@ -138,14 +141,21 @@ def require_same_shapes(policy: nn.Module, reference: nn.Module, path: str | Pat
         )
 
 
-def _require_same_tensors(model_path: str | Path, causal_lm: nn.Module, files: Mapping[str, Path]) -> None:
+def _require_same_tensors(
+    model_path: str | Path, causal_lm: nn.Module, files: Mapping[str, Path]
+) -> None:
     """Raise ModelError unless the files contain every parameter, tied ones once, and no other weights."""
     _, missing, others = match_files(dict(causal_lm.named_parameters()), files)
     tied = tied_names(causal_lm)
     # transformers lists the tensors that a model skips only in this private name; test_packing.py guards it.
-    ignored = [*(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()), COMPUTED_BUFFERS]
+    ignored = [
+        *(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        COMPUTED_BUFFERS,
+    ]
     unexpected = [
-        name for name in others if name not in tied and not any(re.search(pattern, name) for pattern in ignored)
+        name
+        for name in others
+        if name not in tied and not any(re.search(pattern, name) for pattern in ignored)
     ]
     if missing or unexpected:
         raise ModelError(
@@ -162,7 +172,9 @@ def _mesh(device: Device, train: TrainConfig) -> DeviceMesh:
     size = train.fsdp_size or num_ranks
     if size == num_ranks:
         return init_device_mesh(device.kind, (num_ranks,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.kind, (num_ranks // size, size), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device.kind, (num_ranks // size, size), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
@@ -196,7 +208,9 @@ def _stored(file: Any, name: str, shape: torch.Size, path: Path) -> Any:
     try:
         stored = file.get_slice(name)
     except SafetensorError as error:
-        raise ModelError(f"{name} cannot be read from {path}: {error}; fetch the model again") from error
+        raise ModelError(
+            f"{name} cannot be read from {path}: {error}; fetch the model again"
+        ) from error
     if tuple(stored.get_shape()) != shape:
         raise ModelError(
             f"{name} in {path} has shape {stored.get_shape()}, but the model needs {list(shape)}: config.json and "
@@ -207,7 +221,9 @@ def _stored(file: Any, name: str, shape: torch.Size, path: Path) -> Any:
 
 def shard_dim(parameter: DTensor) -> int:
     """Return the mesh dimension over which the parameter is sharded."""
-    return next(index for index, placement in enumerate(parameter.placements) if placement.is_shard())
+    return next(
+        index for index, placement in enumerate(parameter.placements) if placement.is_shard()
+    )
 
 
 def shard_rows(parameter: DTensor) -> int:

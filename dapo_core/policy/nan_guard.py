@@ -40,7 +40,9 @@ class _Watch:
         self._handles: list[Any] = []
         for name, module in root.named_modules():
             name = name.removeprefix(PREFIX) or "the policy"
-            self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
+            self._handles.append(
+                module.register_forward_pre_hook(self._before(name), with_kwargs=True)
+            )
             self._handles.append(module.register_forward_hook(self._after(name)))
 
     def close(self) -> None:
@@ -53,7 +55,9 @@ class _Watch:
         if self.faults or self._gradient is None:
             return self.faults[:1]
         innermost = [
-            name for name in self._readers if not any(other.startswith(f"{name}.") for other in self._readers)
+            name
+            for name in self._readers
+            if not any(other.startswith(f"{name}.") for other in self._readers)
         ]
         source = (
             f"the backward pass of {', '.join(innermost)}"
@@ -76,10 +80,18 @@ class _Watch:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
             for tensor in _tensors(output):
                 if not _is_finite(tensor):
-                    weights = [key for key, one in module.named_parameters(recurse=False) if not _is_finite(one)]
-                    self.faults.append(Fault(0, f"{weights[0]} of {name}" if weights else f"the output of {name}"))
+                    weights = [
+                        key
+                        for key, one in module.named_parameters(recurse=False)
+                        if not _is_finite(one)
+                    ]
+                    self.faults.append(
+                        Fault(0, f"{weights[0]} of {name}" if weights else f"the output of {name}")
+                    )
                 elif tensor.requires_grad:
-                    self._handles.append(tensor.register_hook(self._backward(name, is_reader=False)))
+                    self._handles.append(
+                        tensor.register_hook(self._backward(name, is_reader=False))
+                    )
 
         return hook
 
@@ -115,8 +127,12 @@ def _gradient_fault(model: nn.Module, rank: int) -> Fault:
     """Return the first weight with a non-finite gradient after summation over ranks and micro-batches."""
     for name, weight in model.named_parameters():
         if weight.grad is not None and not _is_finite(local_part(weight.grad)):
-            return Fault(3, f"the gradient of {name.removeprefix(PREFIX)}, a sum over ranks", rank=rank)
-    return Fault(4, "not reproduced when the update ran again: a kernel or the device is not deterministic")
+            return Fault(
+                3, f"the gradient of {name.removeprefix(PREFIX)}, a sum over ranks", rank=rank
+            )
+    return Fault(
+        4, "not reproduced when the update ran again: a kernel or the device is not deterministic"
+    )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

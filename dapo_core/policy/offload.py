@@ -23,7 +23,11 @@ class Offloader:
     """Moves weights, gradients and optimizer state, named as in `turns`, off a rank's device and back."""
 
     def __init__(
-        self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer, device: Device, train: TrainConfig
+        self,
+        models: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        device: Device,
+        train: TrainConfig,
     ) -> None:
         self.models = models
         self.optimizer = optimizer
@@ -81,7 +85,9 @@ class Offloader:
 
     def local_tensors(self, name: str) -> list[torch.Tensor]:
         """Return this rank's shards of all weights, or of the optimizer state."""
-        tensors: list[Any] = [parameter for model in self.models for parameter in model.parameters()]
+        tensors: list[Any] = [
+            parameter for model in self.models for parameter in model.parameters()
+        ]
         if name == OPTIMIZER:
             tensors = [value for state in self.optimizer.state.values() for value in state.values()]
         return [local_part(tensor) for tensor in tensors]
@@ -102,7 +108,10 @@ def move_model(model: nn.Module, device: torch.device, transfers: Transfers) -> 
     Copies to the host are complete on return; copies to a device are complete after `transfers.join()`.
     """
     with transfers.queued():
-        moved = {id(parameter): transfers.moved(parameter.detach(), device) for parameter in model.parameters()}
+        moved = {
+            id(parameter): transfers.moved(parameter.detach(), device)
+            for parameter in model.parameters()
+        }
         if device == HOST:
             transfers.finish()  # FSDP2 pads uneven shards on the host right away
 
@@ -112,7 +121,9 @@ def move_model(model: nn.Module, device: torch.device, transfers: Transfers) -> 
         model._apply(place)  # what model.to(device) calls, so FSDP2 picks up the new shards
 
 
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, transfers: Transfers) -> None:
+def move_optimizer(
+    optimizer: torch.optim.Optimizer, device: torch.device, transfers: Transfers
+) -> None:
     """Move AdamW's moments; complete after `transfers.join()`. Step counts stay on the host."""
     with transfers.queued():
         for parameter, state in optimizer.state.items():

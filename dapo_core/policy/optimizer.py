@@ -40,7 +40,11 @@ class Update:
             logger.warning(
                 "step %d: the gradient norm is %s, so optimizer step %d is skipped. First non-finite number: "
                 "%s. %s",
-                *(step, self.grad_norm, self.policy_version, self.fault, ADVICE),
+                step,
+                self.grad_norm,
+                self.policy_version,
+                self.fault,
+                ADVICE,
             )
 
 

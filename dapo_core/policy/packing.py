@@ -33,7 +33,9 @@ class PackedRow:
     packing: Packing
     predictors: torch.Tensor  # [M]: positions in the slice whose logits predict a response token
     targets: torch.Tensor  # [M]: the predicted tokens
-    cells: torch.Tensor  # [M], on the CPU: indices of the targets in the batch's flattened [b, R] fields
+    cells: (
+        torch.Tensor
+    )  # [M], on the CPU: indices of the targets in the batch's flattened [b, R] fields
 
 
 def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) -> PackedRow:
@@ -41,7 +43,9 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
 
     If the row does not divide evenly, padding is appended as a separate sequence.
     """
-    num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    num_ranks, rank = (
+        (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    )
     counts = batch.prompt_lengths + batch.response_lengths
     num_padding = int(-counts.sum() % num_ranks)
     columns = torch.arange(batch.token_ids.shape[1])
@@ -52,12 +56,16 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
     offsets = torch.arange(batch.response_mask.shape[1])
     is_response = batch.is_response  # [b, R]
     starts = counts.cumsum(0) - counts + batch.prompt_lengths
-    responses = (starts.unsqueeze(-1) + offsets)[is_response]  # [M] positions of response tokens in the row
+    responses = (starts.unsqueeze(-1) + offsets)[
+        is_response
+    ]  # [M] positions of response tokens in the row
     cells = torch.arange(is_response.numel()).view_as(is_response)[is_response]
 
     size = len(token_ids) // num_ranks
     first = rank * size
-    is_local = (responses > first) & (responses <= first + size)  # a token is predicted by the one before it
+    is_local = (responses > first) & (
+        responses <= first + size
+    )  # a token is predicted by the one before it
     lengths = [*counts.tolist(), num_padding] if num_padding else counts.tolist()
     return PackedRow(
         token_ids=token_ids[first : first + size].unsqueeze(0).to(device),
@@ -103,7 +111,9 @@ def loss_tokens(
 
     mask = micro.response_mask
     optional = (micro.old_log_probs, micro.importance_weights, micro.ref_log_probs)
-    old_log_probs, weights, ref_log_probs = (None if values is None else at_tokens(values) for values in optional)
+    old_log_probs, weights, ref_log_probs = (
+        None if values is None else at_tokens(values) for values in optional
+    )
     if old_log_probs is None:
         old_log_probs = log_probs
         sampled = (at_tokens(micro.rollout_log_probs), at_tokens(mask), at_tokens(micro.is_stale))
@@ -123,7 +133,9 @@ class Measuring:
 
     def __init__(self, share: RankShare) -> None:
         self.share = share
-        self.values = torch.zeros(len(Measured._fields), *share.batch.response_mask.shape)  # [2, b, R]
+        self.values = torch.zeros(
+            len(Measured._fields), *share.batch.response_mask.shape
+        )  # [2, b, R]
 
     def add(self, number: int, row: PackedRow, values: Sequence[torch.Tensor]) -> None:
         """Store log-probs and entropy [M] of this rank's slice of micro-batch `number`; entropy may be empty."""

@@ -57,26 +57,42 @@ class Policy(Profiled):
         self._searches_left = MAX_SEARCHES if self.train.nan_guard else 0
         if config.run.deterministic:
             set_defaults(DETERMINISTIC)
-            torch.use_deterministic_algorithms(True)  # raises for operations without a deterministic kernel
+            torch.use_deterministic_algorithms(
+                True
+            )  # raises for operations without a deterministic kernel
         self.group = sequence_group(self.train.sequence_parallel)
         model_config = load_model_config(model_path, config.model.trust_remote_code)
         require_trainable(model_config, self.train.sequence_parallel)
-        self.model = load_token_log_probs(model_path, config, self.device, self.group, is_trainable=True)
+        self.model = load_token_log_probs(
+            model_path, config, self.device, self.group, is_trainable=True
+        )
         names, torch_device = weight_names(model_path), self.device.torch_device()
-        dtype, max_bytes = self.device.resolve_dtype(config.rollout.dtype), self.train.weight_bucket_bytes
+        dtype, max_bytes = (
+            self.device.resolve_dtype(config.rollout.dtype),
+            self.train.weight_bucket_bytes,
+        )
         self.weights = WeightSource(self._causal_lm(), names, dtype, max_bytes, torch_device)
         self.outbox: Outbox | None = None  # only on rank 0
         self.reference: nn.Module | None = None
         if self.algorithm.kl.place != "off":
             path = self.algorithm.kl.reference_path or model_path
-            self.reference = load_token_log_probs(path, config, self.device, self.group, is_trainable=False)
+            self.reference = load_token_log_probs(
+                path, config, self.device, self.group, is_trainable=False
+            )
             require_same_shapes(self.model, self.reference, path)
         self.optimizer = adamw(self.model.parameters(), self.train)
-        is_offloaded = self.train.offload_optimizer or self.train.offload_shards or self.train.is_colocated
+        is_offloaded = (
+            self.train.offload_optimizer or self.train.offload_shards or self.train.is_colocated
+        )
         is_refreshed = self.reference is not None and self.algorithm.kl.refresh_every > 0
         saved_reference: Any = self.reference.causal_lm if is_refreshed else None  # type: ignore[union-attr]
         self.shards = Shards(
-            self._causal_lm(), self.optimizer, self.device, is_offloaded, config.run.seed, saved_reference
+            self._causal_lm(),
+            self.optimizer,
+            self.device,
+            is_offloaded,
+            config.run.seed,
+            saved_reference,
         )
         models = [self.model] if self.reference is None else [self.model, self.reference]
         self.offloader = Offloader(models, self.optimizer, self.device, self.train)
@@ -215,7 +231,9 @@ class Policy(Profiled):
         """Return the model inside the FSDP2 root, whose parameter names match those in checkpoints."""
         return self.model.causal_lm  # type: ignore[return-value]
 
-    def _score(self, model: nn.Module, share: RankShare, temperature: float, with_entropy: bool) -> Measured:
+    def _score(
+        self, model: nn.Module, share: RankShare, temperature: float, with_entropy: bool
+    ) -> Measured:
         """Return log-probs and, if requested, entropy (else 0) of the share, without gradient: [b, R] float32."""
         self.offloader.require_loaded(WEIGHTS)
         device = self.device.torch_device()
@@ -229,7 +247,11 @@ class Policy(Profiled):
         return measuring.read(self.group, device)
 
     def _losses(
-        self, share: RankShare, totals: LossTotals, measuring: Measuring | None, parts: list[LossSums]
+        self,
+        share: RankShare,
+        totals: LossTotals,
+        measuring: Measuring | None,
+        parts: list[LossSums],
     ) -> Iterator[torch.Tensor]:
         """Yield the loss of each micro-batch, for its backward pass; the sums are appended to `parts`."""
         last = len(share.micro_batches) - 1
@@ -246,7 +268,9 @@ class Policy(Profiled):
         """Find the first non-finite number of the skipped update; leaves no gradients."""
         self._searches_left -= 1
         self.optimizer.zero_grad(set_to_none=True)
-        fault = find_fault(self.model, self._losses(share, totals, None, []), torch.distributed.get_rank())
+        fault = find_fault(
+            self.model, self._losses(share, totals, None, []), torch.distributed.get_rank()
+        )
         self.optimizer.zero_grad(set_to_none=True)
         return fault
 
@@ -258,9 +282,13 @@ class Policy(Profiled):
         row = pack(micro, device, self.group)
         has_bonus = self.algorithm.entropy_coefficient > 0
         with self.device.saving_on_host() if self.train.offload_activations else nullcontext():
-            log_probs, entropy = self.model(row, self.temperature, has_bonus or measuring is not None)
+            log_probs, entropy = self.model(
+                row, self.temperature, has_bonus or measuring is not None
+            )
         if measuring is not None:
             measuring.add(number, row, (log_probs, entropy))
-        weights = totals.token_weights(micro.response_mask, self.algorithm, share.batch.num_responses)
+        weights = totals.token_weights(
+            micro.response_mask, self.algorithm, share.batch.num_responses
+        )
         tokens = loss_tokens(micro, row, log_probs.detach(), weights, self.rollout_correction)
         return policy_loss(log_probs, entropy if has_bonus else None, tokens, self.algorithm)

@@ -33,7 +33,9 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
     text_config = model_config.get_text_config()
     name = model_config.model_type
     if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        reason = "is multimodal, but training supports text only" if _is_multimodal(model_config) else ""
+        reason = (
+            "is multimodal, but training supports text only" if _is_multimodal(model_config) else ""
+        )
         raise ModelError(
             f"{name} {reason or 'is not a causal language model in transformers'}; set model.path to a text model "
             "such as Qwen3"
@@ -46,7 +48,11 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
             f"{name} {layers or 'does not support custom attention'}, so its sequences cannot be packed into one "
             "row; set model.path to an architecture such as Qwen2, Qwen3, Qwen3-MoE or Llama"
         )
-    changes = {key: value for key in _AFTER_HEAD if (value := getattr(text_config, key, None)) not in (None, 1)}
+    changes = {
+        key: value
+        for key in _AFTER_HEAD
+        if (value := getattr(text_config, key, None)) not in (None, 1)
+    }
     if changes:
         raise ModelError(
             f"{name} modifies logits after the output head ({', '.join(f'{k}={v}' for k, v in changes.items())}), "
@@ -71,7 +77,9 @@ def require_averages(device: torch.device) -> None:
     values = torch.full((num_ranks,), float(rank), device=device)
     average = torch.empty(1, device=device)
     # Newer torch versions deprecate the old name.
-    reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
+    reduce_scatter = getattr(
+        distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor
+    )
     reduce_scatter(average, values, op=distributed.ReduceOp.AVG)
     expected = (num_ranks - 1) / 2
     if abs(average.item() - expected) > 1e-6 * num_ranks:
@@ -83,4 +91,6 @@ def require_averages(device: torch.device) -> None:
 
 
 def _is_multimodal(model_config: PretrainedConfig) -> bool:
-    return any(hasattr(model_config, name) for name in ("vision_config", "audio_config", "thinker_config"))
+    return any(
+        hasattr(model_config, name) for name in ("vision_config", "audio_config", "thinker_config")
+    )

@@ -70,7 +70,10 @@ class WeightSource:
 
     @torch.no_grad()
     def _gather(
-        self, bucket: Sequence[PlannedTensor], parameters: Mapping[str, DTensor], slot: torch.Tensor | None
+        self,
+        bucket: Sequence[PlannedTensor],
+        parameters: Mapping[str, DTensor],
+        slot: torch.Tensor | None,
     ) -> dict[str, dict[int, int]]:
         """Fill rank 0's slot with a bucket; returns the checksums of this rank's rows."""
         rank = torch.distributed.get_rank()
@@ -83,14 +86,22 @@ class WeightSource:
                 start = planned.offset + part.first_row * row_numel
                 stop = start + part.num_rows * row_numel
                 if part.rank == rank:
-                    rows = _own_rows(parameters[name], piece).to(self._device, self.plan.dtype).reshape(-1)
+                    rows = (
+                        _own_rows(parameters[name], piece)
+                        .to(self._device, self.plan.dtype)
+                        .reshape(-1)
+                    )
                     sent.setdefault(planned.name, {})[part.number] = checksum(rows)
                     if slot is None:
                         transfers.append(torch.distributed.P2POp(torch.distributed.isend, rows, 0))
                     else:
                         slot[start:stop].copy_(rows)
                 elif slot is not None:
-                    transfers.append(torch.distributed.P2POp(torch.distributed.irecv, slot[start:stop], part.rank))
+                    transfers.append(
+                        torch.distributed.P2POp(
+                            torch.distributed.irecv, slot[start:stop], part.rank
+                        )
+                    )
         for work in torch.distributed.batch_isend_irecv(transfers) if transfers else []:
             work.wait()
         return sent
@@ -99,7 +110,9 @@ class WeightSource:
         for file_name, (name, piece) in self._pieces.items():
             parameter = parameters[name]
             shape = tuple(piece.view(torch.empty(parameter.shape, device="meta")).shape)
-            yield PlannedTensor(file_name, shape, shape[0] if piece.expert is not None else shard_rows(parameter))
+            yield PlannedTensor(
+                file_name, shape, shape[0] if piece.expert is not None else shard_rows(parameter)
+            )
 
 
 def _parts(parameter: DTensor, piece: FilePiece, planned: PlannedTensor) -> Iterator[_Part]:

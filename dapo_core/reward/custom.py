@@ -30,7 +30,10 @@ def require_function(
     """
     try:
         text = path.read_text(encoding="utf-8")
-        tree, symbols = ast.parse(text, str(path)), symtable.symtable(text, str(path), "exec").get_symbols()
+        tree, symbols = (
+            ast.parse(text, str(path)),
+            symtable.symtable(text, str(path), "exec").get_symbols(),
+        )
     except OSError as error:
         raise ConfigError(
             f"{keys[0]}={path} cannot be read: {error.strerror}; set it to a Python file that defines "
@@ -40,7 +43,11 @@ def require_function(
         raise ConfigError(f"{keys[0]}={path} is not valid Python: {error}; fix the file") from None
     names = sorted(each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
     if name not in names:
-        found = f"defines {', '.join(names)} at top level, not {name}" if names else f"does not define {name}"
+        found = (
+            f"defines {', '.join(names)} at top level, not {name}"
+            if names
+            else f"does not define {name}"
+        )
         setting = f"{keys[1]}={f'{path}:' if keys[0] == keys[1] else ''}{names[0] if len(names) == 1 else 'NAME'}"
         raise ConfigError(f"{path} {found}; rename the scoring function or set {setting}")
     for function in tree.body:
@@ -53,7 +60,9 @@ def _require_parameters(path: Path, function: ast.FunctionDef | ast.AsyncFunctio
     signature = function.args
     named = {argument.arg for argument in (*signature.args, *signature.kwonlyargs)}
     num_required = len(signature.args) - len(signature.defaults)
-    required = {argument.arg for argument in (*signature.posonlyargs, *signature.args[:num_required])}
+    required = {
+        argument.arg for argument in (*signature.posonlyargs, *signature.args[:num_required])
+    }
     required |= {
         argument.arg
         for argument, default in zip(signature.kwonlyargs, signature.kw_defaults, strict=True)
@@ -103,7 +112,9 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def call_function(function: Callable[..., Any], runner: asyncio.Runner, arguments: tuple[Any, ...]) -> Score:
+def call_function(
+    function: Callable[..., Any], runner: asyncio.Runner, arguments: tuple[Any, ...]
+) -> Score:
     """Score one response with the user's function, sync or async; its exceptions propagate."""
     result = function(**dict(zip(PARAMETERS, arguments, strict=True)))
     if inspect.isawaitable(result):
@@ -125,7 +136,9 @@ def to_score(result: Any) -> Score:
     value = _number("score", fields["score"])
     acc = _number("acc", fields["acc"]) if fields.get("acc") is not None else value
     answer = fields.get("pred")
-    return Score(value, "right" if acc >= 1 else "wrong", None if answer is None else str(answer), acc)
+    return Score(
+        value, "right" if acc >= 1 else "wrong", None if answer is None else str(answer), acc
+    )
 
 
 def _number(name: str, value: Any) -> float:

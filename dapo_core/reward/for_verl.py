@@ -15,7 +15,9 @@ logger = logging.getLogger(__name__)
 ComputeScore = Callable[..., dict[str, Any]]
 
 
-def compute_score_for(entries: Sequence[str], timeout_seconds: float, is_as_verl: bool) -> ComputeScore:
+def compute_score_for(
+    entries: Sequence[str], timeout_seconds: float, is_as_verl: bool
+) -> ComputeScore:
     """Return the function that verl calls with data_source, solution_str, ground_truth and extra_info.
 
     `entries` is reward.scorers. Rules that may be slow run in a separate process for at most `timeout_seconds`;

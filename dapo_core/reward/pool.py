@@ -106,7 +106,9 @@ class RewardPool:
 
     def submit(self, key: str, request: ScoreRequest) -> None:
         """Queue a response; `finished` returns its score with `key`. Raises DataError for an unknown source."""
-        name = None if self.custom.path is not None else scorer_name(request.data_source, self._routes)
+        name = (
+            None if self.custom.path is not None else scorer_name(request.data_source, self._routes)
+        )
         scorer = None if name is None else self._scorers[name]
         window = None if scorer is None else scorer.window_characters
         response_ids = request.response_ids
@@ -130,7 +132,9 @@ class RewardPool:
         scores, self._done = self._done, []
         while self._pending:
             try:
-                scores.append(self._score(self._replies.get(timeout=0.0 if scores else max_seconds)))
+                scores.append(
+                    self._score(self._replies.get(timeout=0.0 if scores else max_seconds))
+                )
             except queue.Empty:
                 break
         return scores
@@ -146,7 +150,9 @@ class RewardPool:
         try:
             return pending.key, Score(*reply.result())
         except CallTimedOut:
-            self._log_failure(pending, f"took longer than reward.timeout_seconds={self.reward.timeout_seconds:g}")
+            self._log_failure(
+                pending, f"took longer than reward.timeout_seconds={self.reward.timeout_seconds:g}"
+            )
             return pending.key, Score(0.0, "timeout")
         except CallFailed as error:
             self._log_failure(pending, str(error))
@@ -155,7 +161,11 @@ class RewardPool:
             raise self._start_error(error) from None
 
     def _start_error(self, error: StartFailed) -> RewardError | RolloutError:
-        file_hint = "" if self.custom.path is None else f"; fix the file custom_reward.path={self.custom.path}"
+        file_hint = (
+            ""
+            if self.custom.path is None
+            else f"; fix the file custom_reward.path={self.custom.path}"
+        )
         if error.failure is not None:
             return RewardError(f"the scorer cannot be loaded{file_hint}:\n{error.failure}")
         if self.custom.path is not None and error.exit_code != -signal.SIGKILL:
@@ -171,8 +181,16 @@ class RewardPool:
         self._num_failures_logged += 1
         if self._num_failures_logged > MAX_FAILURES_LOGGED:
             return
-        last = "" if self._num_failures_logged < MAX_FAILURES_LOGGED else " (later ones are counted, not logged)"
+        last = (
+            ""
+            if self._num_failures_logged < MAX_FAILURES_LOGGED
+            else " (later ones are counted, not logged)"
+        )
         logger.warning(
             "scoring %s of data_source %s %s%s; the response ends in %r",
-            pending.key, pending.data_source, problem, last, pending.end,
-        )  # fmt: skip
+            pending.key,
+            pending.data_source,
+            problem,
+            last,
+            pending.end,
+        )

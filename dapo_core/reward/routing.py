@@ -48,7 +48,9 @@ def scorer_name(data_source: str, table: Mapping[str, str]) -> str:
     return table[data_source]
 
 
-def require_scorers(data_sources: Collection[str], reward: RewardConfig, custom: CustomRewardConfig) -> None:
+def require_scorers(
+    data_sources: Collection[str], reward: RewardConfig, custom: CustomRewardConfig
+) -> None:
     """Raise unless every data source can be scored; the user's file is not executed.
 
     ConfigError for a bad entry of reward.scorers, or a custom_reward.path that is missing, not Python or lacks the

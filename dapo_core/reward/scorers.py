@@ -36,7 +36,9 @@ class Score:
     value: float
     verdict: Verdict
     answer: str | None = None
-    acc: float = 0.0  # for the filter metric `acc`: 1 if right, else 0, or a user scorer's own number
+    acc: float = (
+        0.0  # for the filter metric `acc`: 1 if right, else 0, or a user scorer's own number
+    )
 
 
 def score_math(response: str, ground_truth: str) -> Score:
@@ -64,7 +66,9 @@ def _equal(answer: str | None, ground_truth: str, normalize: Callable[[str], str
 
 
 def _graded(is_right: bool, answer: str, right: float = 1.0, wrong: float = -1.0) -> Score:
-    return Score(right if is_right else wrong, "right" if is_right else "wrong", answer, float(is_right))
+    return Score(
+        right if is_right else wrong, "right" if is_right else "wrong", answer, float(is_right)
+    )
 
 
 def score_gsm8k(response: str, ground_truth: str) -> Score:
@@ -99,7 +103,9 @@ def score_choice(response: str, ground_truth: str) -> Score:
     """
     truth = option_letters(ground_truth)
     if not truth:
-        raise DataError(f"ground_truth {ground_truth!r} names no options A to G; fix the training parquet")
+        raise DataError(
+            f"ground_truth {ground_truth!r} names no options A to G; fix the training parquet"
+        )
     answer = find_options(response)
     if not answer:
         return Score(-1.0, "no_answer")
@@ -125,7 +131,12 @@ def has_geo3k_format(response: str) -> bool:
     r"""True if the response is `<think>...</think>...\boxed{...}...`; linear time, unlike a regular expression."""
     end_of_thinking = response.find("</think>", len("<think>"))
     box = response.find("\\boxed{", end_of_thinking)
-    return response.startswith("<think>") and end_of_thinking >= 0 and box >= 0 and "}" in response[box:]
+    return (
+        response.startswith("<think>")
+        and end_of_thinking >= 0
+        and box >= 0
+        and "}" in response[box:]
+    )
 
 
 def is_same_value(answer: str, ground_truth: str) -> bool:
@@ -138,10 +149,17 @@ def is_same_value(answer: str, ground_truth: str) -> bool:
         return True
     if len(answer) > MAX_GEO3K_CHARACTERS or _TOWER.search(answer):
         return False
-    from math_verify import parse, verify  # imports sympy, half a second: only if the strings differ
+    from math_verify import (
+        parse,
+        verify,
+    )  # imports sympy, half a second: only if the strings differ
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own SIGALRM limits are off
-    gold, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (ground_truth, answer))
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns that its own SIGALRM limits are off
+    gold, given = (
+        parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (ground_truth, answer)
+    )
     return bool(verify(gold, given, timeout_seconds=None))
 
 
@@ -170,7 +188,9 @@ SCORERS: Mapping[str, Scorer] = {
     "math_boxed": Scorer(score_math, WINDOW_CHARACTERS),  # not affected by algorithm.compat
     "math_verify": Scorer(score_math_verify, package="math-verify"),
     "choice": Scorer(score_choice),
-    "geo3k": Scorer(score_geo3k, reads_thinking=True, package="math-verify"),  # the format includes the tags
+    "geo3k": Scorer(
+        score_geo3k, reads_thinking=True, package="math-verify"
+    ),  # the format includes the tags
     "gsm8k": Scorer(score_gsm8k, WINDOW_CHARACTERS),
 }
 
@@ -213,5 +233,7 @@ def overlong_penalty(
     """
     if not overlong.enabled:
         return 0.0
-    excess = max(num_tokens - (max_response_tokens - overlong.buffer_tokens), 0) / overlong.buffer_tokens
+    excess = (
+        max(num_tokens - (max_response_tokens - overlong.buffer_tokens), 0) / overlong.buffer_tokens
+    )
     return -overlong.penalty_factor * (min(excess, 1.0) if is_clamped else excess)

@@ -23,7 +23,9 @@ class TailDecoder:
         self._special_ids = frozenset(tokenizer.all_special_ids)
         added = tokenizer.get_added_vocab()
         self._thinking_ids = (added.get("<think>"), added.get("</think>"))
-        self._characters_per_token = 3.0  # of the last response; English has 4, Chinese and digits 1 to 2
+        self._characters_per_token = (
+            3.0  # of the last response; English has 4, Chinese and digits 1 to 2
+        )
 
     def decode(self, response_ids: Sequence[int], num_characters: int | None) -> str:
         """Return the last `num_characters` (None: all) of the response's text without special tokens.
@@ -53,7 +55,10 @@ class TailDecoder:
             return response_ids
         if end in response_ids:
             response_ids = response_ids[len(response_ids) - response_ids[::-1].index(end) :]
-        elif next((token for token in reversed(prompt_ids) if token in self._thinking_ids), end) == begin:
+        elif (
+            next((token for token in reversed(prompt_ids) if token in self._thinking_ids), end)
+            == begin
+        ):
             return ()
         return () if begin in response_ids else response_ids
 
@@ -63,13 +68,20 @@ class TailDecoder:
         Their decoder discards a whole run if one byte of it is invalid. A run may contain special tokens, which
         are skipped.
         """
-        while start > 0 and (response_ids[start] in self._special_ids or self._is_byte_token(response_ids[start])):
+        while start > 0 and (
+            response_ids[start] in self._special_ids or self._is_byte_token(response_ids[start])
+        ):
             start -= 1
         return start
 
     def _is_byte_token(self, token_id: int) -> bool:
         token = self.tokenizer.convert_ids_to_tokens(token_id)
-        return isinstance(token, str) and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+        return (
+            isinstance(token, str)
+            and len(token) == 6
+            and token.startswith("<0x")
+            and token.endswith(">")
+        )
 
     def _text(self, response_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(response_ids), skip_special_tokens=True))

@@ -81,7 +81,10 @@ class _SharedInbox(Inbox):
 
     def buckets(self) -> Iterator[torch.Tensor]:
         for bucket in self.plan.buckets:
-            wait_until(lambda: self._memory.num_sent() > self._number, "a bucket of weights from a policy rank")
+            wait_until(
+                lambda: self._memory.num_sent() > self._number,
+                "a bucket of weights from a policy rank",
+            )
             slot = self._memory.slots[self._number % NUM_SLOTS]
             yield (open_handle(slot) if self._on_device else slot)[: bucket_numel(bucket)]
             self._device.synchronize()  # until the loader has read it
@@ -99,7 +102,10 @@ class _CollectiveInbox(Inbox):
 
     def buckets(self) -> Iterator[torch.Tensor]:
         slots = new_slots(self.plan, self._device)
-        arriving = [slots[n % NUM_SLOTS][: bucket_numel(bucket)] for n, bucket in enumerate(self.plan.buckets)]
+        arriving = [
+            slots[n % NUM_SLOTS][: bucket_numel(bucket)]
+            for n, bucket in enumerate(self.plan.buckets)
+        ]
         works = [self._receive(bucket) for bucket in arriving[:1]]
         for number, bucket in enumerate(arriving):
             works += [self._receive(later) for later in arriving[number + 1 : number + 2]]

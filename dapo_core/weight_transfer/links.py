@@ -41,7 +41,9 @@ class SharedMemory:
     covers; the sleep in between is a system call, which orders memory accesses.
     """
 
-    def __init__(self, file: int, num_readers: int, slot_numel: int, dtype: torch.dtype, num_slots: int) -> None:
+    def __init__(
+        self, file: int, num_readers: int, slot_numel: int, dtype: torch.dtype, num_slots: int
+    ) -> None:
         slot_bytes = slot_numel * dtype.itemsize
         page = mmap.ALLOCATIONGRANULARITY
         self._header_bytes = -(-COUNTER_BYTES * (1 + num_readers) // page) * page
@@ -54,13 +56,18 @@ class SharedMemory:
         self._counters = torch.frombuffer(self._map, dtype=torch.int64, count=1 + num_readers)
         self.slots = [
             torch.frombuffer(
-                self._map, dtype=dtype, count=slot_numel, offset=self._header_bytes + number * self._stride
+                self._map,
+                dtype=dtype,
+                count=slot_numel,
+                offset=self._header_bytes + number * self._stride,
             )
             for number in range(num_slots if slot_numel else 0)
         ]
 
     @classmethod
-    def create(cls, num_readers: int, slot_numel: int, dtype: torch.dtype, num_slots: int) -> SharedMemory:
+    def create(
+        cls, num_readers: int, slot_numel: int, dtype: torch.dtype, num_slots: int
+    ) -> SharedMemory:
         """Create memory that this process keeps open."""
         return cls(os.memfd_create("dapo-weights"), num_readers, slot_numel, dtype, num_slots)
 
@@ -105,7 +112,9 @@ class SharedMemory:
     def free_slots(self) -> None:
         """Return the slots' pages to the system; they read as zero afterwards."""
         if self.slots:
-            self._map.madvise(mmap.MADV_REMOVE, self._header_bytes, len(self._map) - self._header_bytes)
+            self._map.madvise(
+                mmap.MADV_REMOVE, self._header_bytes, len(self._map) - self._header_bytes
+            )
 
 
 def new_slots(plan: WeightPlan, device: torch.device) -> list[torch.Tensor]:
@@ -116,7 +125,10 @@ def new_slots(plan: WeightPlan, device: torch.device) -> list[torch.Tensor]:
     count = min(NUM_SLOTS, len(plan.buckets))
     if device.type != "cpu":
         return [torch.empty(plan.slot_numel, dtype=plan.dtype, device=device) for _ in range(count)]
-    maps = [mmap.mmap(-1, plan.slot_numel * plan.dtype.itemsize, flags=mmap.MAP_PRIVATE) for _ in range(count)]
+    maps = [
+        mmap.mmap(-1, plan.slot_numel * plan.dtype.itemsize, flags=mmap.MAP_PRIVATE)
+        for _ in range(count)
+    ]
     for memory in maps:
         memory.madvise(mmap.MADV_HUGEPAGE)
     return [torch.frombuffer(memory, dtype=plan.dtype) for memory in maps]

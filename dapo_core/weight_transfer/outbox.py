@@ -21,7 +21,9 @@ from dapo_core.weight_transfer.plan import NUM_SLOTS, WeightPlan
 class Outbox:
     """Sends the buckets of a plan in order; a slot is reused once every engine process has taken its bucket."""
 
-    def __init__(self, plan: WeightPlan, device: Device, num_local: int, on_device: bool = False) -> None:
+    def __init__(
+        self, plan: WeightPlan, device: Device, num_local: int, on_device: bool = False
+    ) -> None:
         """`num_local` processes read the slots, in shared memory or `on_device`; `join` adds others."""
         self._plan = plan
         self._device = device
@@ -47,7 +49,9 @@ class Outbox:
         """Return the slot for the next bucket: [plan.slot_numel] in the plan's dtype, to be overwritten."""
         if not self._slots:
             device = self._device.torch_device()
-            self._slots = new_slots(self._plan, device) if self._has_own_slots else self._memory.slots
+            self._slots = (
+                new_slots(self._plan, device) if self._has_own_slots else self._memory.slots
+            )
         while len(self._works) >= NUM_SLOTS:
             self._works.pop(0).wait()
         self._wait_taken(self._number + 1 - NUM_SLOTS)
@@ -60,7 +64,9 @@ class Outbox:
             write_handle(self._current(), self._memory.slots[self._number % NUM_SLOTS])
         if self._group is not None:
             bucket = self._current()[:numel]
-            self._works.append(self._group.broadcast([bucket], torch.distributed.BroadcastOptions()))
+            self._works.append(
+                self._group.broadcast([bucket], torch.distributed.BroadcastOptions())
+            )
         self._number += 1
         self._memory.publish(self._number)
 
@@ -79,4 +85,6 @@ class Outbox:
         return self._slots[self._number % len(self._slots)]
 
     def _wait_taken(self, number: int) -> None:
-        wait_until(lambda: self._memory.num_taken() >= number, "an engine to take a bucket of weights")
+        wait_until(
+            lambda: self._memory.num_taken() >= number, "an engine to take a bucket of weights"
+        )

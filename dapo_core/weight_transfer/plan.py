@@ -50,7 +50,9 @@ def bucket_numel(bucket: tuple[PlannedTensor, ...]) -> int:
     return bucket[-1].offset + bucket[-1].numel
 
 
-def plan_buckets(tensors: Iterable[PlannedTensor], dtype: torch.dtype, max_bytes: int) -> WeightPlan:
+def plan_buckets(
+    tensors: Iterable[PlannedTensor], dtype: torch.dtype, max_bytes: int
+) -> WeightPlan:
     """Divide the tensors in order so that no bucket exceeds `max_bytes` or, if larger, the largest tensor."""
     tensors = list(tensors)
     limit = max([max_bytes // dtype.itemsize, *(planned.numel for planned in tensors)])

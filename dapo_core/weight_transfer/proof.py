@@ -63,10 +63,15 @@ def merge_checksums(parts: Iterable[Mapping[str, Mapping[int, int]]]) -> Checksu
     for rank_parts in parts:
         for name, numbered in rank_parts.items():
             merged.setdefault(name, {}).update(numbered)
-    return {name: tuple(numbered[number] for number in sorted(numbered)) for name, numbered in merged.items()}
+    return {
+        name: tuple(numbered[number] for number in sorted(numbered))
+        for name, numbered in merged.items()
+    }
 
 
-def require_arrived(plan: WeightPlan, sent: Checksums, loaded: Mapping[str, Loaded], policy_version: int) -> None:
+def require_arrived(
+    plan: WeightPlan, sent: Checksums, loaded: Mapping[str, Loaded], policy_version: int
+) -> None:
     """Raise RolloutError unless every engine process, by name, loaded all tensors exactly as sent."""
     unsent = sorted(plan.tensors.keys() - sent.keys())
     if unsent:

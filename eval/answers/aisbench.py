@@ -76,7 +76,9 @@ def is_equal_aisbench(answer: str, gold: str) -> bool:
         return True
     stripped = strip_latex(answer), strip_latex(gold)
     is_stripped = stripped[0] is not None and stripped[1] is not None
-    if is_stripped and (stripped[0] == stripped[1] or normalise(str(stripped[0])) == normalise(str(stripped[1]))):
+    if is_stripped and (
+        stripped[0] == stripped[1] or normalise(str(stripped[0])) == normalise(str(stripped[1]))
+    ):
         return True
     return normalise(answer) == normalise(gold)
 
@@ -94,10 +96,17 @@ def strip_latex(text: str) -> str | None:
     text = text.replace("\\\\", "\\").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
     text = _without(text, ("\\left", "\\right"))
-    unit = text.find("\\text{")  # a unit reaches from the first \text{ to a closing brace at the end
+    unit = text.find(
+        "\\text{"
+    )  # a unit reaches from the first \text{ to a closing brace at the end
     bare = text[:unit].strip() if unit >= 0 and text.endswith("}") else text.strip()
     text = bare or text
-    text = _without(text, _REMOVED_NEXT).replace(" .", " 0.").replace("{.", "{0.").replace("\\cdot", "")
+    text = (
+        _without(text, _REMOVED_NEXT)
+        .replace(" .", " 0.")
+        .replace("{.", "{0.")
+        .replace("\\cdot", "")
+    )
     text = text.replace("infinity", "\\infty")
     if "\\infty" not in text:
         text = text.replace("inf", "\\infty")

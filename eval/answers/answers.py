@@ -105,7 +105,9 @@ def region_of_inequality(operators: tuple[str, ...], sides: tuple[Node, ...]) ->
         operators = tuple(_REVERSED.get(operator, operator) for operator in operators)
         sides = tuple(side[1] if side[0] == "neg" else ("neg", side) for side in sides)
     where = [index for index, side in enumerate(sides) if side[0] == "var"]
-    if len(where) != 1 or any(variables(side) for index, side in enumerate(sides) if index != where[0]):
+    if len(where) != 1 or any(
+        variables(side) for index, side in enumerate(sides) if index != where[0]
+    ):
         return None
     name = str(sides[where[0]][1])
     if len(sides) == 2:
@@ -113,13 +115,24 @@ def region_of_inequality(operators: tuple[str, ...], sides: tuple[Node, ...]) ->
         operator = operators[0] if where[0] == 0 else _REVERSED.get(operators[0], operators[0])
         below = Interval(("neg", INFINITY), False, bound, operator == "≤")
         above = Interval(bound, operator == "≥", INFINITY, False)
-        pieces = {"<": (below,), "≤": (below,), ">": (above,), "≥": (above,), "≠": (below, above)}.get(operator)
+        pieces = {
+            "<": (below,),
+            "≤": (below,),
+            ">": (above,),
+            "≥": (above,),
+            "≠": (below, above),
+        }.get(operator)
         return Region(pieces, name) if pieces else None
     if len(sides) == 3 and where[0] == 1:
         if set(operators) <= set(">≥"):
-            operators, sides = tuple(_REVERSED[operator] for operator in reversed(operators)), sides[::-1]
+            operators, sides = (
+                tuple(_REVERSED[operator] for operator in reversed(operators)),
+                sides[::-1],
+            )
         if set(operators) <= set("<≤"):
-            return Region((Interval(sides[0], operators[0] == "≤", sides[2], operators[1] == "≤"),), name)
+            return Region(
+                (Interval(sides[0], operators[0] == "≤", sides[2], operators[1] == "≤"),), name
+            )
     return None
 
 
@@ -173,6 +186,12 @@ def merged(pieces: tuple[Interval, ...]) -> list[Interval] | None:
         further = sign_of_difference(piece.high, last.high)
         if further is None:
             return None
-        closed = piece.high_closed if further == 1 else last.high_closed or (further == 0 and piece.high_closed)
-        joined[-1] = Interval(last.low, last.low_closed, piece.high if further == 1 else last.high, closed)
+        closed = (
+            piece.high_closed
+            if further == 1
+            else last.high_closed or (further == 0 and piece.high_closed)
+        )
+        joined[-1] = Interval(
+            last.low, last.low_closed, piece.high if further == 1 else last.high, closed
+        )
     return joined

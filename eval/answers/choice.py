@@ -40,7 +40,9 @@ def find_options(response: str) -> str:
     if is_open:
         return ""
     if boxes:
-        named = [option_letters(box.content) for box in boxes_side_by_side(boxes, text, _BETWEEN_BOXES)]
+        named = [
+            option_letters(box.content) for box in boxes_side_by_side(boxes, text, _BETWEEN_BOXES)
+        ]
         return "".join(sorted(set("".join(named)))) if all(named) else ""
     for line in reversed(_ANSWER_LINE.findall(text)):
         if letters := option_letters(line):

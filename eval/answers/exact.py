@@ -33,7 +33,13 @@ from eval.answers.answers import (
 from eval.answers.expression import Node, parse_expression
 from eval.answers.latex import clean
 from eval.answers.numeric import is_same_value, ratio_of, sign_of_difference
-from eval.answers.structure import NUMBER_WORDS, read_answer, read_as_list, read_date, read_ungrouped
+from eval.answers.structure import (
+    NUMBER_WORDS,
+    read_answer,
+    read_as_list,
+    read_date,
+    read_ungrouped,
+)
 from eval.answers.units import is_unit_conflict
 
 MAX_LISTED = 200
@@ -53,9 +59,15 @@ def is_equal_exact(prediction: str, gold: str) -> bool:
     answers = read_answer(prediction), read_answer(gold)
     if same(*answers) or _same_words(*plain, *answers):
         return True
-    if any('"or"' in text for text in plain) and same(read_as_list(plain[0]), read_as_list(plain[1])):
+    if any('"or"' in text for text in plain) and same(
+        read_as_list(plain[0]), read_as_list(plain[1])
+    ):
         return True
-    if "," in plain[0] and "," in plain[1] and any(isinstance(answer, Listing) for answer in answers):
+    if (
+        "," in plain[0]
+        and "," in plain[1]
+        and any(isinstance(answer, Listing) for answer in answers)
+    ):
         return same(read_ungrouped(prediction), read_ungrouped(gold))
     return False
 
@@ -74,15 +86,24 @@ def same(prediction: Answer, gold: Answer) -> bool:
             return any(same(prediction, value) for value in values)
         case (Named(), _) | (_, Named()):
             return _same_named(prediction, gold)
-        case (Listing((item,)), Value() | Words() as single) | (Value() | Words() as single, Listing((item,))):
+        case (Listing((item,)), Value() | Words() as single) | (
+            Value() | Words() as single,
+            Listing((item,)),
+        ):
             return same(item, single)
         case (Region(), _) | (_, Region()):
             predicted, expected = as_region(prediction), as_region(gold)
-            return predicted is not None and expected is not None and _same_region(predicted, expected)
+            return (
+                predicted is not None and expected is not None and _same_region(predicted, expected)
+            )
         case (Matrix() as matrix, Point() as vector) | (Point() as vector, Matrix() as matrix):
             return _same_vector(matrix, vector)
-        case Listing(items, False), Point() as point:  # a point without brackets; not if it may be an interval
-            return (point.opening == "=" or not _may_be_interval(point)) and _all_same(items, point.items)
+        case Listing(
+            items, False
+        ), Point() as point:  # a point without brackets; not if it may be an interval
+            return (point.opening == "=" or not _may_be_interval(point)) and _all_same(
+                items, point.items
+            )
         case Point("=", _, items), Listing(others, False):
             return _all_same(others, items)
     if type(prediction) is not type(gold):
@@ -111,7 +132,9 @@ def _unit_of(value: Value) -> str:
 
 
 def _same_words_answer(prediction: Words, gold: Words) -> bool:
-    return compact(prediction.text) == compact(gold.text) or _same_wording(prediction.text, gold.text)
+    return compact(prediction.text) == compact(gold.text) or _same_wording(
+        prediction.text, gold.text
+    )
 
 
 def _same_listing(prediction: Listing, gold: Listing) -> bool:
@@ -145,7 +168,9 @@ def _same_point(prediction: Point, gold: Point) -> bool:
     """Compare in order. `[1, 2]` is an interval, `(1, 2)` an open one or a point; longer ones are points."""
     brackets = [(answer.opening, answer.closing) for answer in (prediction, gold)]
     may_be_interval = len(gold.items) == 2 and all(bracket[0] in "([" for bracket in brackets)
-    if brackets[0] != brackets[1] and (may_be_interval or not all(bracket in _PAIRS for bracket in brackets)):
+    if brackets[0] != brackets[1] and (
+        may_be_interval or not all(bracket in _PAIRS for bracket in brackets)
+    ):
         return False
     return _all_same(prediction.items, gold.items)
 
@@ -169,7 +194,9 @@ def _may_be_interval(point: Point) -> bool:
 
 
 def _same_matrix(prediction: Matrix, gold: Matrix) -> bool:
-    return len(prediction.rows) == len(gold.rows) and all(map(_all_same, prediction.rows, gold.rows))
+    return len(prediction.rows) == len(gold.rows) and all(
+        map(_all_same, prediction.rows, gold.rows)
+    )
 
 
 def _same_region(prediction: Region, gold: Region) -> bool:
@@ -201,9 +228,15 @@ def _same_relation(prediction: Relation, gold: Relation) -> bool:
         tuple(reversed(prediction.sides)),
     )
     for predicted in (prediction, mirrored):
-        if predicted.operators == gold.operators and all(map(is_same_value, predicted.sides, gold.sides)):
+        if predicted.operators == gold.operators and all(
+            map(is_same_value, predicted.sides, gold.sides)
+        ):
             return True
-        if len(gold.operators) == 1 and predicted.operators == gold.operators and gold.operators[0] != "≡":
+        if (
+            len(gold.operators) == 1
+            and predicted.operators == gold.operators
+            and gold.operators[0] != "≡"
+        ):
             ratio = ratio_of(_difference(predicted), _difference(gold))
             if ratio is not None and (ratio > 0 or gold.operators[0] in "=≠"):
                 return True
@@ -238,7 +271,12 @@ def _same_name(left: str, right: str) -> bool:
         return True
     short = [re.match(r"\\?[a-zA-Z]+", name) for name in (left, right)]
     is_indexed = any(re.fullmatch(r"\\?[a-zA-Z]+(_.*|'*\(.*\))", name) for name in (left, right))
-    return is_indexed and short[0] is not None and short[1] is not None and short[0].group() == short[1].group()
+    return (
+        is_indexed
+        and short[0] is not None
+        and short[1] is not None
+        and short[0].group() == short[1].group()
+    )
 
 
 def _as_relation(answer: Answer) -> Relation | None:
@@ -334,7 +372,10 @@ def _same_base(prediction: str, gold: str) -> bool | None:
     if predicted is None:
         return texts[0].strip('"') == expected.group(1)
     bases = [match.group(2) or match.group(3) for match in (predicted, expected)]
-    bases = [str(NUMBER_WORDS.index(base.lower())) if base.lower() in NUMBER_WORDS else base for base in bases]
+    bases = [
+        str(NUMBER_WORDS.index(base.lower())) if base.lower() in NUMBER_WORDS else base
+        for base in bases
+    ]
     return predicted.group(1) == expected.group(1) and bases[0] == bases[1]
 
 
@@ -361,14 +402,18 @@ def _same_choice(prediction: str, gold: str) -> bool | None:
 def _same_ratio(prediction: str, gold: str) -> bool | None:
     """Compare ratios; None if neither is one. 3:2 equals 6:4 and the fraction 3/2."""
     bare = [re.sub(r"^[^=]*=", "", plain) for plain in (prediction, gold)]
-    sides = [re.sub(r'(?<=\d)\s*"?\s*\bto\b\s*"?\s*(?=\d)', ":", plain).split(":") for plain in bare]
+    sides = [
+        re.sub(r'(?<=\d)\s*"?\s*\bto\b\s*"?\s*(?=\d)', ":", plain).split(":") for plain in bare
+    ]
     if max(map(len, sides)) == 1:
         return None
     values = [[read_answer(part) for part in parts] for parts in sides]
     nodes = [[value.node for value in part if isinstance(value, Value)] for part in values]
     if any(len(node) != len(part) for node, part in zip(nodes, sides, strict=True)):
         return None
-    predicted, expected = ([*node, ("num", Fraction(1))] if len(node) == 1 else node for node in nodes)
+    predicted, expected = (
+        [*node, ("num", Fraction(1))] if len(node) == 1 else node for node in nodes
+    )
     return len(predicted) == len(expected) and all(
         is_same_value(("mul", predicted[0], b), ("mul", expected[0], a))
         for a, b in zip(predicted[1:], expected[1:], strict=True)

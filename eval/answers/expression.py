@@ -166,7 +166,9 @@ class _Parser:
         kind, value = self.peek()
         if kind == "other":
             return value in _STARTS_FACTOR and not (value == "|" and self.bars)
-        return kind in ("number", "scientific", "repeating", "letter") or (kind == "command" and value != "mod")
+        return kind in ("number", "scientific", "repeating", "letter") or (
+            kind == "command" and value != "mod"
+        )
 
     def factor(self) -> Node:
         """A primary with postfixes and powers; powers are right-associative."""
@@ -295,7 +297,9 @@ class _Parser:
                 arguments[-1] = ("pow", arguments[-1], self.exponent())  # \sin (x)^2 is \sin(x^2)
         else:
             arguments = [self.bare_argument()]
-        node: Node = ("call", name, *arguments) if base is None else ("call", f"{name}_", *arguments, base)
+        node: Node = (
+            ("call", name, *arguments) if base is None else ("call", f"{name}_", *arguments, base)
+        )
         return node if power is None else ("pow", node, power)
 
     def listed(self) -> list[Node]:
@@ -321,14 +325,35 @@ class _Parser:
         return kind == "command" and value in FUNCTIONS
 
 
-_UNREADABLE = frozenset((
-    "sum", "prod", "int", "lim", "iint", "oint", "begin", "end", "forall", "exists", "sup", "inf", "limsup",
-    "liminf", "operatorname", "because", "therefore",
-))  # fmt: skip
+_UNREADABLE = frozenset(
+    (
+        "sum",
+        "prod",
+        "int",
+        "lim",
+        "iint",
+        "oint",
+        "begin",
+        "end",
+        "forall",
+        "exists",
+        "sup",
+        "inf",
+        "limsup",
+        "liminf",
+        "operatorname",
+        "because",
+        "therefore",
+    )
+)
 
 
 def _signed(left: Node, sign: str, right: Node) -> Node:
-    return (_SIGNS[sign], left, right) if sign in _SIGNS else ("pm", 1 if sign == "±" else -1, left, right)
+    return (
+        (_SIGNS[sign], left, right)
+        if sign in _SIGNS
+        else ("pm", 1 if sign == "±" else -1, left, right)
+    )
 
 
 def _is_proper(node: Node) -> bool:
@@ -362,7 +387,11 @@ def _split_word(word: str) -> list[tuple[str, str]]:
     for name in ("arcsin", "arccos", "arctan", "sin", "cos", "tan", "log", "ln"):
         before, found, after = word.partition(name)
         if found and len(before) <= 2 and len(after) <= 2:
-            return [("letter", c) for c in before] + [("command", name)] + [("letter", c) for c in after]
+            return (
+                [("letter", c) for c in before]
+                + [("command", name)]
+                + [("letter", c) for c in after]
+            )
     return [("letter", character) for character in word]
 
 

@@ -44,13 +44,17 @@ _BETWEEN = re.compile(
     r"""(?ix)[\s$,;.&*\\()\[\]、，。]*(?:\\(?:quad|qquad|text|mbox|,|;|\ )[\s{]*)*
     (?:and|or|或|和|以及|及)?[\s$,;.&*\\()\[\]{}]*(?:[a-z](?:_\{?\w\}?)?\s*=\s*)?[\s$,;.&*\\()\[\]]*"""
 )
-_COMMANDS = re.compile(r"\\(?:text|mbox|textbf|mathrm|begin|end|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|[{}]")
+_COMMANDS = re.compile(
+    r"\\(?:text|mbox|textbf|mathrm|begin|end|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|[{}]"
+)
 _STATES = re.compile(
     r"""(?ix)(?:\b(?:is|are|be|equals?|gives?|gets?|takes?|becomes?|needs?|has|have)\b
     |(?<=[\u4e00-\u9fff$])[是为有]|(?<=[A-Za-z])[是为](?=[\s\d$\\]))
     (?:\s+(?:therefore|thus|then|simply|exactly|precisely|only|just|indeed|us|equal\ to|given\ by)\b)*(?:\s*:)?"""
 )
-_REASON = re.compile(r"(?i)^\s*(?:since|because|as|if|when)\b[^,]*,|,?\s+(?:because|since|where)\b.*$", re.DOTALL)
+_REASON = re.compile(
+    r"(?i)^\s*(?:since|because|as|if|when)\b[^,]*,|,?\s+(?:because|since|where)\b.*$", re.DOTALL
+)
 _CLAUSE = re.compile(r"(?i)\s*,\s*(?=(?:and\s+)?(?:so|thus|therefore|hence|which)\b)")
 _JOINS = re.compile(r"(?i)\b(?:and|or|but|while|if)\b")
 _VALUE = re.compile(r"[$*\s]*(?:[-+±−\d.(\[{$\\√π∅]|[a-zA-Z](?:_\w)?\s*=)")
@@ -159,7 +163,9 @@ def _inside(boxes: list[Box], start: int) -> bool:
     return bool(boxes) and boxes[-1].start > start
 
 
-def boxes_side_by_side(boxes: list[Box], text: str, between: re.Pattern[str] = _BETWEEN) -> list[Box]:
+def boxes_side_by_side(
+    boxes: list[Box], text: str, between: re.Pattern[str] = _BETWEEN
+) -> list[Box]:
     """Return the last box with the boxes before it, as long as only a comma, "or" or the like separates them."""
     run = [boxes[-1]]
     for box in reversed(boxes[-MAX_BOXES:-1]):
@@ -194,7 +200,12 @@ def _cued(text: str) -> Found:
 
 def _is_bare_answer(text: str) -> bool:
     """True for a short formula, possibly with a unit, or the letter of an option."""
-    if not text or len(text) > MAX_BARE_CHARS or "\n" in text or re.search(r"\\(?:boxed|fbox)", text):
+    if (
+        not text
+        or len(text) > MAX_BARE_CHARS
+        or "\n" in text
+        or re.search(r"\\(?:boxed|fbox)", text)
+    ):
         return False
     words = re.findall(r"[^\W\d_]{2,}", _COMMANDS.sub(" ", text))
     has_formula = any(character.isdigit() or character == "\\" for character in text)
@@ -218,7 +229,9 @@ def _readings(sentence: str) -> list[str | None]:
     if stated and _VALUE.match(stated):
         return [_unwrap(stated), _only_maths(stated), _unwrap(sentence)]
     formula = _only_maths(sentence)
-    is_name = bool(stated and formula and re.fullmatch("[A-Za-z]", formula))  # the $n$ of "$n$ is at least 34"
+    is_name = bool(
+        stated and formula and re.fullmatch("[A-Za-z]", formula)
+    )  # the $n$ of "$n$ is at least 34"
     return [None if is_name else formula, _unwrap(stated or ""), _unwrap(sentence)]
 
 

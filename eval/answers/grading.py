@@ -69,7 +69,9 @@ class Gradable(Protocol):
 class Grader:
     """Grades responses one at a time, from any thread. Use as a context manager."""
 
-    rule: str  # name and version, stored with every result so that rows of different rules never mix
+    rule: (
+        str  # name and version, stored with every result so that rows of different rules never mix
+    )
     num_killed = 0  # rows graded wrong because they exceeded a time or memory limit
 
     def __enter__(self) -> Self:
@@ -78,11 +80,15 @@ class Grader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
+    def grade(
+        self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False
+    ) -> Grade:
         """Grade a response; None stands for a failed request."""
         raise NotImplementedError
 
-    def grade_item(self, response: str | None, finish_reason: str | None, item: Gradable, is_chat: bool) -> Grade:
+    def grade_item(
+        self, response: str | None, finish_reason: str | None, item: Gradable, is_chat: bool
+    ) -> Grade:
         """Grade a response to an item. Override if the gold answer alone is not enough."""
         return self.grade(response, finish_reason, item.gold, is_chat)
 
@@ -105,7 +111,9 @@ class ChoiceGrader(Grader):
 
     rule = "choice-letters/3"
 
-    def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
+    def grade(
+        self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False
+    ) -> Grade:
         """Grade a response; None stands for a failed request."""
         if response is None:
             return _REQUEST_FAILED
@@ -120,7 +128,9 @@ class LikelihoodGrader(Grader):
 
     rule = "loglikelihood/1"
 
-    def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
+    def grade(
+        self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False
+    ) -> Grade:
         """Grade the likeliest option; None stands for a failed request."""
         if response is None:
             return _REQUEST_FAILED
@@ -145,11 +155,15 @@ class ScorerGrader(Grader):
         self._has_scored = False
         self._failures: dict[str, CallFailed] = {}  # the first of each kind
 
-    def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
+    def grade(
+        self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False
+    ) -> Grade:
         """Apply the exact rule, which decides whether two answers are equal (maj@k)."""
         return grade(response, finish_reason, gold, is_chat)
 
-    def grade_item(self, response: str | None, finish_reason: str | None, item: Gradable, is_chat: bool) -> Grade:
+    def grade_item(
+        self, response: str | None, finish_reason: str | None, item: Gradable, is_chat: bool
+    ) -> Grade:
         """Return the scorer's verdict on a response; None stands for a failed request."""
         if response is None:
             return _REQUEST_FAILED
@@ -166,7 +180,9 @@ class ScorerGrader(Grader):
                 self.num_killed += 1
                 is_first = self._failures.setdefault(_kind_of(error), error) is error
             if is_first:
-                logger.warning("scoring %r %s\n(similar failures are only counted)", response[-100:], error)
+                logger.warning(
+                    "scoring %r %s\n(similar failures are only counted)", response[-100:], error
+                )
             return failed._replace(details={"error": str(error)})
         except StartFailed as error:
             kind = EvaluationError if error.failure is None else InputError
@@ -175,7 +191,9 @@ class ScorerGrader(Grader):
             ) from None
         self._has_scored = True
         details = {"score": score, "acc": acc}
-        return Grade(answer, _unless_cut(finish_reason, verdict), answer, verdict == "right", False, details)
+        return Grade(
+            answer, _unless_cut(finish_reason, verdict), answer, verdict == "right", False, details
+        )
 
     def grade_quickly(
         self, response: str | None, finish_reason: str | None, item: Gradable, is_chat: bool
@@ -206,11 +224,15 @@ class MathGrader(Grader):
     def __init__(self, timeout_seconds: float = 1.5, memory_bytes: int = 1 << 30) -> None:
         self.memory_bytes = memory_bytes
         self._pool = Pool(
-            f"{__name__}:load_exact_rule", timeout_seconds=timeout_seconds, memory_bytes=memory_bytes
+            f"{__name__}:load_exact_rule",
+            timeout_seconds=timeout_seconds,
+            memory_bytes=memory_bytes,
         )
         self._lock = threading.Lock()
 
-    def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
+    def grade(
+        self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False
+    ) -> Grade:
         """Grade a response under the limits; blocks until done."""
         return grade(response, finish_reason, gold, is_chat, self._is_gold)
 
@@ -293,7 +315,11 @@ def is_gold_exact(found: Found, gold: str) -> bool:
         return True
     if len(found.run) > 1 and all(is_equal_exact(box, gold) for box in found.run):
         return True
-    return len(found.boxes) > len(found.run) and is_list(gold) and is_equal_exact(", ".join(found.boxes), gold)
+    return (
+        len(found.boxes) > len(found.run)
+        and is_list(gold)
+        and is_equal_exact(", ".join(found.boxes), gold)
+    )
 
 
 def grade(
@@ -317,7 +343,13 @@ def grade(
     aisbench_right = is_equal_aisbench(aisbench_answer, gold)
     found = find_answer(response)
     answer = found.answers[0] if found.answers else None
-    return Grade(answer, _verdict(is_gold, found, finish_reason, gold), aisbench_answer, aisbench_right, raises)
+    return Grade(
+        answer,
+        _verdict(is_gold, found, finish_reason, gold),
+        aisbench_answer,
+        aisbench_right,
+        raises,
+    )
 
 
 def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold: str) -> Verdict:

@@ -16,16 +16,69 @@ _SUBSCRIPTS = {ord(c): p for c, p in zip("₀₁₂₃₄₅₆₇₈₉", "0123
 _VULGAR = re.compile("[¼½¾⅐-⅞]")
 _UNICODE = str.maketrans(
     {
-        "−": "-", "–": "-", "—": "-", "‐": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "∗": "*", "÷": "/",
+        "−": "-",
+        "–": "-",
+        "—": "-",
+        "‐": "-",
+        "×": "*",
+        "·": "*",
+        "⋅": "*",
+        "∙": "*",
+        "∗": "*",
+        "÷": "/",
         "∕": "/",
-        "≦": "≤", "⩽": "≤", "≧": "≥", "⩾": "≥", "，": ",", "、": ",", "；": ";", "：": ":", "。": ".", "（": "(",
-        "）": ")", "【": "[", "】": "]", "｛": "⦃", "｝": "⦄", "“": "", "”": "", "‘": "'", "’": "'", "′": "'",
+        "≦": "≤",
+        "⩽": "≤",
+        "≧": "≥",
+        "⩾": "≥",
+        "，": ",",
+        "、": ",",
+        "；": ";",
+        "：": ":",
+        "。": ".",
+        "（": "(",
+        "）": ")",
+        "【": "[",
+        "】": "]",
+        "｛": "⦃",
+        "｝": "⦄",
+        "“": "",
+        "”": "",
+        "‘": "'",
+        "’": "'",
+        "′": "'",
         '"': "",
-        "º": "°", "˚": "°", "℃": "°", "﹣": "-", "∣": "|", "⁄": "/", "\u200b": "", "\ufeff": "", "\x00": "",
-        "〈": "⟨", "〉": "⟩", "∶": ":", "∼": "~", "〜": "~", "∖": "∖", "≃": "≈", "≅": "≈", "Ø": "∅", "�": "",
-        "⦃": "", "⦄": "", "⟦": "", "⟧": "", "⏎": "", "€": "", "£": "", "¥": "", "￥": "", "．": ".",
+        "º": "°",
+        "˚": "°",
+        "℃": "°",
+        "﹣": "-",
+        "∣": "|",
+        "⁄": "/",
+        "\u200b": "",
+        "\ufeff": "",
+        "\x00": "",
+        "〈": "⟨",
+        "〉": "⟩",
+        "∶": ":",
+        "∼": "~",
+        "〜": "~",
+        "∖": "∖",
+        "≃": "≈",
+        "≅": "≈",
+        "Ø": "∅",
+        "�": "",
+        "⦃": "",
+        "⦄": "",
+        "⟦": "",
+        "⟧": "",
+        "⏎": "",
+        "€": "",
+        "£": "",
+        "¥": "",
+        "￥": "",
+        "．": ".",
     }
-)  # fmt: skip
+)
 _GREEK_LETTERS = "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"
 _GREEK_NAMES = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon
     phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"""
@@ -35,46 +88,235 @@ _UNICODE |= {ord(letter): f"\\{name} " for letter, name in _GREEK.items()}
 
 # Commands replaced by one character, a shorter command, or nothing.
 _COMMANDS = {
-    "le": "≤", "leq": "≤", "leqslant": "≤", "leqq": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "geqq": "≥",
-    "lt": "<", "gt": ">", "ne": "≠", "neq": "≠", "cup": "∪", "bigcup": "∪", "cap": "∩", "in": "∈", "infty": "∞",
-    "pm": "±", "mp": "∓", "times": "*", "cdot": "*", "ast": "*", "div": "/", "mid": "|", "vert": "|", "lvert": "|",
-    "rvert": "|", "lbrace": "⦃", "rbrace": "⦄", "langle": "⟨", "rangle": "⟩", "lfloor": "⌊", "rfloor": "⌋",
-    "lceil": "⌈", "rceil": "⌉", "ldots": "…", "dots": "…", "cdots": "…", "dotsc": "…", "dotsb": "…",
-    "setminus": "∖", "backslash": "∖", "smallsetminus": "∖", "emptyset": "∅", "varnothing": "∅", "approx": "≈",
-    "simeq": "≈", "cong": "≈", "equiv": "≡", "degree": "°", "prime": "'", "colon": ":", "lbrack": "[",
+    "le": "≤",
+    "leq": "≤",
+    "leqslant": "≤",
+    "leqq": "≤",
+    "ge": "≥",
+    "geq": "≥",
+    "geqslant": "≥",
+    "geqq": "≥",
+    "lt": "<",
+    "gt": ">",
+    "ne": "≠",
+    "neq": "≠",
+    "cup": "∪",
+    "bigcup": "∪",
+    "cap": "∩",
+    "in": "∈",
+    "infty": "∞",
+    "pm": "±",
+    "mp": "∓",
+    "times": "*",
+    "cdot": "*",
+    "ast": "*",
+    "div": "/",
+    "mid": "|",
+    "vert": "|",
+    "lvert": "|",
+    "rvert": "|",
+    "lbrace": "⦃",
+    "rbrace": "⦄",
+    "langle": "⟨",
+    "rangle": "⟩",
+    "lfloor": "⌊",
+    "rfloor": "⌋",
+    "lceil": "⌈",
+    "rceil": "⌉",
+    "ldots": "…",
+    "dots": "…",
+    "cdots": "…",
+    "dotsc": "…",
+    "dotsb": "…",
+    "setminus": "∖",
+    "backslash": "∖",
+    "smallsetminus": "∖",
+    "emptyset": "∅",
+    "varnothing": "∅",
+    "approx": "≈",
+    "simeq": "≈",
+    "cong": "≈",
+    "equiv": "≡",
+    "degree": "°",
+    "prime": "'",
+    "colon": ":",
+    "lbrack": "[",
     "rbrack": "]",
-    "to": "→", "rightarrow": "→", "Rightarrow": "→", "implies": "→", "lor": ' "or" ', "vee": ' "or" ',
-    "land": ' "and" ', "wedge": ' "and" ', "dfrac": "\\frac", "tfrac": "\\frac", "cfrac": "\\frac",
-    "dbinom": "\\binom", "tbinom": "\\binom", "varphi": "\\phi", "varepsilon": "\\epsilon", "vartheta": "\\theta",
-    "tg": "\\tan", "ctg": "\\cot", "pounds": "", "euro": "", "lVert": "|", "rVert": "|", "Vert": "|",
-    "%": "%", "$": "", "#": "", "_": "_", "{": "⦃", "}": "⦄", "(": "", ")": "", "[": "", "]": "", "|": "|",
-    ",": " ", ";": " ", ":": " ", "!": "", " ": " ", ">": " ", "\n": " ", "&": "and", "'": "", "/": "",
-    "quad": " ", "qquad": " ", "thinspace": " ", "displaystyle": "", "textstyle": "", "limits": "", "left": "",
-    "right": "", "mathstrut": "", "nonumber": "", "hfill": "", "middle": "", "rm": "", "bf": "", "it": "",
-    "\\": " ", "centerdot": "*", "bullet": "*", "star": "*", "Re": "\\Re", "bmod": "mod", "hline": "",
+    "to": "→",
+    "rightarrow": "→",
+    "Rightarrow": "→",
+    "implies": "→",
+    "lor": ' "or" ',
+    "vee": ' "or" ',
+    "land": ' "and" ',
+    "wedge": ' "and" ',
+    "dfrac": "\\frac",
+    "tfrac": "\\frac",
+    "cfrac": "\\frac",
+    "dbinom": "\\binom",
+    "tbinom": "\\binom",
+    "varphi": "\\phi",
+    "varepsilon": "\\epsilon",
+    "vartheta": "\\theta",
+    "tg": "\\tan",
+    "ctg": "\\cot",
+    "pounds": "",
+    "euro": "",
+    "lVert": "|",
+    "rVert": "|",
+    "Vert": "|",
+    "%": "%",
+    "$": "",
+    "#": "",
+    "_": "_",
+    "{": "⦃",
+    "}": "⦄",
+    "(": "",
+    ")": "",
+    "[": "",
+    "]": "",
+    "|": "|",
+    ",": " ",
+    ";": " ",
+    ":": " ",
+    "!": "",
+    " ": " ",
+    ">": " ",
+    "\n": " ",
+    "&": "and",
+    "'": "",
+    "/": "",
+    "quad": " ",
+    "qquad": " ",
+    "thinspace": " ",
+    "displaystyle": "",
+    "textstyle": "",
+    "limits": "",
+    "left": "",
+    "right": "",
+    "mathstrut": "",
+    "nonumber": "",
+    "hfill": "",
+    "middle": "",
+    "rm": "",
+    "bf": "",
+    "it": "",
+    "\\": " ",
+    "centerdot": "*",
+    "bullet": "*",
+    "star": "*",
+    "Re": "\\Re",
+    "bmod": "mod",
+    "hline": "",
     "newline": " ",
-    "medspace": " ", "big": "", "Big": "", "bigg": "", "Bigg": "", "bigl": "", "bigr": "", "Bigl": "", "Bigr": "",
-    "biggl": "", "biggr": "", "Biggl": "", "Biggr": "", "textdollar": "", "textdegree": "°", "euler": "e",
-    "tiny": "", "small": "", "normalsize": "", "large": "", "Large": "", "LARGE": "", "huge": "", "Huge": "",
-}  # fmt: skip
+    "medspace": " ",
+    "big": "",
+    "Big": "",
+    "bigg": "",
+    "Bigg": "",
+    "bigl": "",
+    "bigr": "",
+    "Bigl": "",
+    "Bigr": "",
+    "biggl": "",
+    "biggr": "",
+    "Biggl": "",
+    "Biggr": "",
+    "textdollar": "",
+    "textdegree": "°",
+    "euler": "e",
+    "tiny": "",
+    "small": "",
+    "normalsize": "",
+    "large": "",
+    "Large": "",
+    "LARGE": "",
+    "huge": "",
+    "Huge": "",
+}
 _COMMAND = re.compile(r"\\([A-Za-z]+|[^A-Za-z0-9])", re.DOTALL)
-_TEXT = frozenset((
-    "text", "textbf", "textit", "textrm", "textsf", "texttt", "textnormal", "mbox", "hbox", "emph", "textup",
-    "textsc",
-))  # fmt: skip
-_STYLE = frozenset((
-    "mathbf", "boldsymbol", "bm", "mathit", "mathsf", "mathcal", "mathfrak", "mathscr", "mathbb", "vec",
-    "overrightarrow", "hat", "widehat", "boxed", "fbox", "tilde", "underline", "framebox", "ensuremath",
-    "mathop", "pmb",
-))  # fmt: skip
+_TEXT = frozenset(
+    (
+        "text",
+        "textbf",
+        "textit",
+        "textrm",
+        "textsf",
+        "texttt",
+        "textnormal",
+        "mbox",
+        "hbox",
+        "emph",
+        "textup",
+        "textsc",
+    )
+)
+_STYLE = frozenset(
+    (
+        "mathbf",
+        "boldsymbol",
+        "bm",
+        "mathit",
+        "mathsf",
+        "mathcal",
+        "mathfrak",
+        "mathscr",
+        "mathbb",
+        "vec",
+        "overrightarrow",
+        "hat",
+        "widehat",
+        "boxed",
+        "fbox",
+        "tilde",
+        "underline",
+        "framebox",
+        "ensuremath",
+        "mathop",
+        "pmb",
+    )
+)
 _UPRIGHT = frozenset(("mathrm", "operatorname"))
-_DROPPED = frozenset((
-    "phantom", "hspace", "vspace", "label", "tag", "hphantom", "vphantom", "color", "textcolor",
-))  # fmt: skip
-FUNCTIONS = frozenset((
-    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "sinh", "cosh", "tanh",
-    "ln", "log", "lg", "exp", "max", "min", "gcd", "lcm", "det", "sgn",
-))  # fmt: skip
+_DROPPED = frozenset(
+    (
+        "phantom",
+        "hspace",
+        "vspace",
+        "label",
+        "tag",
+        "hphantom",
+        "vphantom",
+        "color",
+        "textcolor",
+    )
+)
+FUNCTIONS = frozenset(
+    (
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "arccot",
+        "sinh",
+        "cosh",
+        "tanh",
+        "ln",
+        "log",
+        "lg",
+        "exp",
+        "max",
+        "min",
+        "gcd",
+        "lcm",
+        "det",
+        "sgn",
+    )
+)
 _NUMBER_SETS = {"R": "ℝ", "N": "ℕ", "Z": "ℤ", "Q": "ℚ", "C": "ℂ"}
 _ENVIRONMENT = re.compile(
     r"\\(begin|end)\s*\{\s*([a-zA-Z]*matrix|array|aligned|align|cases|gathered|split)\*?\s*\}"
@@ -89,24 +331,33 @@ def clean(text: str) -> str:
         return ""
     text = _VULGAR.sub(lambda m: _vulgar(m.group()), text)
     text = re.sub(
-        f"[{''.join(map(chr, _SUPERSCRIPTS))}]+", lambda m: f"^{{{m.group().translate(_SUPERSCRIPTS)}}}", text
+        f"[{''.join(map(chr, _SUPERSCRIPTS))}]+",
+        lambda m: f"^{{{m.group().translate(_SUPERSCRIPTS)}}}",
+        text,
     )
     text = re.sub(
-        f"[{''.join(map(chr, _SUBSCRIPTS))}]+", lambda m: f"_{{{m.group().translate(_SUBSCRIPTS)}}}", text
+        f"[{''.join(map(chr, _SUBSCRIPTS))}]+",
+        lambda m: f"_{{{m.group().translate(_SUBSCRIPTS)}}}",
+        text,
     )
     text = text.translate(_UNICODE)
     text = "".join(
-        unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" or c == "\u3000" else c for c in text
+        unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" or c == "\u3000" else c
+        for c in text
     )
     if not re.search(r"(?<!\\)\\[A-Za-z]", text):
         text = _DOUBLED.sub(r"\\", text)  # some models escape their backslashes
-    text = re.sub(r",\s*\\!\s*(?=\d)|\{,\}\s*(?=\d{3})|\{\\,\}(?=\d{3})", "", text)  # 10,\!080 10{,}080
+    text = re.sub(
+        r",\s*\\!\s*(?=\d)|\{,\}\s*(?=\d{3})|\{\\,\}(?=\d{3})", "", text
+    )  # 10,\!080 10{,}080
     text = re.sub(r"\\\$|(?<!\\)\$|\*\*|`", " ", text)
     text = _GROUPED_SPACES.sub(lambda m: m.group(1) + re.sub(r"\D", "", m.group(2)), text)
     text = _environments(text)
     text = re.sub(r"\\(?:left|right|middle)\s*\.", " ", text)
     text = re.sub(
-        r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\circ(?![A-Za-z])\s*(?=[,)]|$)|\^\s*°", "°", text
+        r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\circ(?![A-Za-z])\s*(?=[,)]|$)|\^\s*°",
+        "°",
+        text,
     )
     text = re.sub(r"\^\s*\{?\s*\\(?:text|mathrm)\s*\{o\}\s*\}?", "°", text)
     text = re.sub(r"(?<=\d)[\s~]*(?:\\[,;: ])?[\s~]*\\Omega\s*$", " \\\\text{ohm}", text)
@@ -115,7 +366,13 @@ def clean(text: str) -> str:
     text = re.sub(r"°\s*([CF])(?![A-Za-z])", r'° "\1"', text)
     text = re.sub(r'\^\s*\{\s*"(?:st|nd|rd|th)"\s*\}', "", text)
     text = _words(text)
-    text = text.replace("<=", "≤").replace(">=", "≥").replace("!=", "≠").replace("**", "^").replace("\n", " ")
+    text = (
+        text.replace("<=", "≤")
+        .replace(">=", "≥")
+        .replace("!=", "≠")
+        .replace("**", "^")
+        .replace("\n", " ")
+    )
     return _trim(text)
 
 
@@ -147,7 +404,9 @@ def _environments(text: str) -> str:
         elif is_matrix:
             pieces.append("|⟦" if match.group(1) == "begin" else "⟧|")
         columns = (
-            re.match(r"\s*\{[^{}]*\}", text[position:]) if match.group(1) == "begin" and name == "array" else None
+            re.match(r"\s*\{[^{}]*\}", text[position:])
+            if match.group(1) == "begin" and name == "array"
+            else None
         )
         position += columns.end() if columns else 0
     text = "".join([*pieces, text[position:]])
@@ -169,7 +428,9 @@ def _commands(text: str) -> str:
         if name in _TEXT or name in _STYLE or name in _UPRIGHT or name in _DROPPED:
             inner, position = _argument(text, position)
             after_number = any(c.isdigit() for c in "".join(pieces[-2:]).rstrip()[-1:])
-            pieces.append(_quoted(inner) if _is_unit(name, inner, after_number) else _styled(name, inner))
+            pieces.append(
+                _quoted(inner) if _is_unit(name, inner, after_number) else _styled(name, inner)
+            )
         elif name in _COMMANDS:
             pieces.append(_COMMANDS[name])
         else:
@@ -238,8 +499,12 @@ def _words(text: str) -> str:
     """Translate unquoted words: sqrt, pi and infinity are mathematics, and/or join answers."""
     parts = text.split('"')
     for index in range(0, len(parts), 2):
-        part = _PLAIN_FUNCTION.sub(lambda m: _PLAIN.get(m.group(1), f"\\{m.group(1)} "), parts[index])
+        part = _PLAIN_FUNCTION.sub(
+            lambda m: _PLAIN.get(m.group(1), f"\\{m.group(1)} "), parts[index]
+        )
         part = re.sub(r"(?i)(?<=[\d)}])\s*(percent|pct)\b", "%", part)
         part = re.sub(r"(?i)(?<=[\d)}])\s*(degrees?|deg|度)(?![a-z])", "°", part)
-        parts[index] = _JOINING.sub(lambda m: f' "{"or" if m.group() in ("或", "or") else "and"}" ', part)
+        parts[index] = _JOINING.sub(
+            lambda m: f' "{"or" if m.group() in ("或", "or") else "and"}" ', part
+        )
     return '"'.join(parts)

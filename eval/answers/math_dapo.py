@@ -11,15 +11,60 @@ import re
 WINDOW_CHARACTERS = 300
 # Minerva's normalisation (arXiv:2206.14858, appendix D.1), the basis of verl's and AISBench's. Order matters.
 MINERVA_REPLACED = (
-    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
-    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
-)  # fmt: skip
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
 MINERVA_REMOVED = (
-    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
-    "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
-    "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3",
-    "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
-)  # fmt: skip
+    "square",
+    "ways",
+    "integers",
+    "dollars",
+    "mph",
+    "inches",
+    "hours",
+    "km",
+    "units",
+    "\\ldots",
+    "sue",
+    "points",
+    "feet",
+    "minutes",
+    "digits",
+    "cents",
+    "degrees",
+    "cm",
+    "gm",
+    "pounds",
+    "meters",
+    "meals",
+    "edges",
+    "students",
+    "childrentickets",
+    "multiples",
+    "\\text{s}",
+    "\\text{.}",
+    "\\text{\ns}",
+    "\\text{}^2",
+    "\\text{}^3",
+    "\\text{\n}",
+    "\\text{}",
+    "\\mathrm{th}",
+    "^\\circ",
+    "^{\\circ}",
+    "\\;",
+    ",\\!",
+    "{,}",
+    '"',
+    "\\dots",
+)
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _FIRST_FORMULA = re.compile(r".*?\$(.*?)\$.*")
@@ -29,7 +74,19 @@ _REMOVED_WORDS = re.compile(
     r"square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees"
     r"|cm|gm|pounds|meters|meals|edges|students|tickets|multiples"
 )
-_REMOVED = ("{,}", "\\left", "\\right", "\\!", "\\,", "\\:", "\\;", "^{\\circ}", "^\\circ", "\\%", "%")
+_REMOVED = (
+    "{,}",
+    "\\left",
+    "\\right",
+    "\\!",
+    "\\,",
+    "\\:",
+    "\\;",
+    "^{\\circ}",
+    "^\\circ",
+    "\\%",
+    "%",
+)
 _BETWEEN_DOLLARS = re.compile(r".*?\$(.+?)\$.*")
 _BRACES = re.compile(r"\\(?:text|textbf|mathrm|mathbf|overline|boxed|fbox)\{|\\[{}]|[{}]")
 _GROUPED_NUMBER = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -85,7 +142,9 @@ def normalize(answer: str) -> str:
 def unwrap(text: str) -> str:
     r"""Replace \text{}, \boxed{} and the like by their content, in linear time for any braces."""
     pieces: list[str] = []
-    open_braces: list[int | None] = []  # index of the wrapper in `pieces`; None for a brace that is kept
+    open_braces: list[
+        int | None
+    ] = []  # index of the wrapper in `pieces`; None for a brace that is kept
     position = 0
     for match in _BRACES.finditer(text):
         token = match.group()

@@ -157,14 +157,20 @@ def _agree(left: Node, right: Node, log_base: str) -> bool:
         return agreed == 1
     for point in range(-3, 0):
         values = _values_at(left, right, names, point, log_base)
-        if values is not None and all(abs(value.imag) < 1e-30 for value in values) and not _is_close(*values):
+        if (
+            values is not None
+            and all(abs(value.imag) < 1e-30 for value in values)
+            and not _is_close(*values)
+        ):
             return False
     return agreed >= 2
 
 
 def _is_close(left: Any, right: Any) -> bool:
     size = max(abs(left), abs(right))
-    return bool(abs(left - right) <= size * _tolerance() or (_is_rounding(left) and _is_rounding(right)))
+    return bool(
+        abs(left - right) <= size * _tolerance() or (_is_rounding(left) and _is_rounding(right))
+    )
 
 
 def _is_rounding(value: Any) -> bool:
@@ -184,9 +190,17 @@ def _values_at(
     mp = _mpmath()
     environment = {name: _coordinate(name, point) for name in names}
     try:
-        values = mp.mpc(_value(left, environment, log_base)), mp.mpc(_value(right, environment, log_base))
+        values = (
+            mp.mpc(_value(left, environment, log_base)),
+            mp.mpc(_value(right, environment, log_base)),
+        )
         return values if mp.isfinite(values[0]) and mp.isfinite(values[1]) else None
-    except (ArithmeticError, ValueError, TypeError, mp.NoConvergence):  # a pole, a logarithm of zero
+    except (
+        ArithmeticError,
+        ValueError,
+        TypeError,
+        mp.NoConvergence,
+    ):  # a pole, a logarithm of zero
         return None
 
 
@@ -224,7 +238,9 @@ def _value(node: Node, environment: Mapping[str, Any], log_base: str) -> Any:
             return -_value(child, environment, log_base)
         case kind, left, right if kind == "pow" or kind in _OPERATORS:
             operation = _power if kind == "pow" else _OPERATORS[kind]
-            return operation(_value(left, environment, log_base), _value(right, environment, log_base))
+            return operation(
+                _value(left, environment, log_base), _value(right, environment, log_base)
+            )
     raise NoValueError(node[0])  # infinity, or ± inside a relation
 
 
@@ -255,14 +271,22 @@ def _call(name: str, nodes: Sequence[Node], environment: Mapping[str, Any], log_
     if name in _functions():
         return _functions()[name](*arguments)
     key = ",".join(mp.nstr(mp.mpc(argument), 30) for argument in arguments)
-    return _coordinate(f"{name}({key})", 0)  # unknown function: an arbitrary value for each set of arguments
+    return _coordinate(
+        f"{name}({key})", 0
+    )  # unknown function: an arbitrary value for each set of arguments
 
 
 def _root(value: Any, index: Any) -> Any:
     mp = _mpmath()
     if value == 0:
         return mp.mpf(0)
-    if mp.im(value) == 0 and mp.re(value) < 0 and mp.im(index) == 0 and mp.isint(index) and int(index.real) % 2:
+    if (
+        mp.im(value) == 0
+        and mp.re(value) < 0
+        and mp.im(index) == 0
+        and mp.isint(index)
+        and int(index.real) % 2
+    ):
         return -mp.power(-value, 1 / index)  # the real cube root
     return _power(value, 1 / index)
 
@@ -271,11 +295,27 @@ def _root(value: Any, index: Any) -> Any:
 def _functions() -> dict[str, Callable[..., Any]]:
     mp = _mpmath()
     return {
-        "sin": mp.sin, "cos": mp.cos, "tan": mp.tan, "cot": mp.cot, "sec": mp.sec, "csc": mp.csc,
-        "arcsin": mp.asin, "arccos": mp.acos, "arctan": mp.atan, "arccot": mp.acot, "sinh": mp.sinh,
-        "cosh": mp.cosh, "tanh": mp.tanh, "arcsinh": mp.asinh, "arccosh": mp.acosh, "exp": mp.exp,
-        "ln": mp.log, "lg": mp.log10, "factorial": mp.factorial, "binom": mp.binomial,
-    }  # fmt: skip
+        "sin": mp.sin,
+        "cos": mp.cos,
+        "tan": mp.tan,
+        "cot": mp.cot,
+        "sec": mp.sec,
+        "csc": mp.csc,
+        "arcsin": mp.asin,
+        "arccos": mp.acos,
+        "arctan": mp.atan,
+        "arccot": mp.acot,
+        "sinh": mp.sinh,
+        "cosh": mp.cosh,
+        "tanh": mp.tanh,
+        "arcsinh": mp.asinh,
+        "arccosh": mp.acosh,
+        "exp": mp.exp,
+        "ln": mp.log,
+        "lg": mp.log10,
+        "factorial": mp.factorial,
+        "binom": mp.binomial,
+    }
 
 
 @cache
@@ -302,4 +342,7 @@ def _in_radians(node: Node) -> Node:
     """Convert degrees in the argument of a trigonometric function; other terms stay in radians."""
     if node[0] == "deg":
         return ("mul", node[1], ("div", ("const", "pi"), ("num", Fraction(180))))
-    return (node[0], *(_in_radians(child) if isinstance(child, tuple) else child for child in node[1:]))
+    return (
+        node[0],
+        *(_in_radians(child) if isinstance(child, tuple) else child for child in node[1:]),
+    )

@@ -42,7 +42,9 @@ class CallTimedOut(CallFailed):
 class StartFailed(Exception):
     """A process did not start. `exit_code` is None if it was still running; `failure` is an import traceback."""
 
-    def __init__(self, message: str, exit_code: int | None = None, failure: str | None = None) -> None:
+    def __init__(
+        self, message: str, exit_code: int | None = None, failure: str | None = None
+    ) -> None:
         super().__init__(message)
         self.exit_code = exit_code
         self.failure = failure
@@ -61,7 +63,9 @@ class Pool:
         memory_bytes: int | None = None,
     ) -> None:
         limit = "" if memory_bytes is None else str(memory_bytes)
-        self._processes = [_Process((limit, maker, *arguments), timeout_seconds) for _ in range(num_processes)]
+        self._processes = [
+            _Process((limit, maker, *arguments), timeout_seconds) for _ in range(num_processes)
+        ]
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         for process in self._processes:
             self._idle.put(process)

@@ -69,7 +69,9 @@ _ALL_REALS = re.compile(
 def read_answer(text: str) -> Answer:
     """Parse an answer; Words if its structure cannot be parsed."""
     plain = clean(text)
-    grouped = _GROUPED.sub(lambda match: match.group().replace(",", ""), plain) if "," in plain else plain
+    grouped = (
+        _GROUPED.sub(lambda match: match.group().replace(",", ""), plain) if "," in plain else plain
+    )
     if grouped != plain and not any(bracket in plain for bracket in "([⦃⟨⟦"):
         plain = grouped
     return read(plain)
@@ -95,7 +97,9 @@ def read(plain: str, nesting: int = 0) -> Answer:
     if len(parts) == 1:
         return read_one(parts[0], nesting)
     items = [read_one(part, nesting + 1) for part in parts]
-    if any(isinstance(item, Words) and '"' not in part for item, part in zip(items, parts, strict=True)):
+    if any(
+        isinstance(item, Words) and '"' not in part for item, part in zip(items, parts, strict=True)
+    ):
         return Words(plain)
     return _combined(items, "or" in joiners)
 
@@ -143,7 +147,9 @@ _JOINED_TEXT = re.compile(r'"\s*[,;]?\s*(and|or|和|或)\s*"')
 
 def split_top(plain: str) -> tuple[list[str], list[str]]:
     """Split a list into (answers, joiners), a joiner being "," or "or". Returns one answer if it is not a list."""
-    marked = _JOINED_TEXT.sub(lambda match: "\x01" if match.group(1) in ("or", "或") else "\x02", plain)
+    marked = _JOINED_TEXT.sub(
+        lambda match: "\x01" if match.group(1) in ("or", "或") else "\x02", plain
+    )
     pieces, found = split_at(marked, ",;\x01\x02")
     joiners = ["or" if separator == "\x01" else "," for separator in found]
     return ([piece for piece in pieces if piece] or [plain]), joiners
@@ -172,9 +178,28 @@ def _flattened(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
 
 
 NUMBER_WORDS = (
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
-)  # fmt: skip
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+    "twenty",
+)
 
 
 _DATE = re.compile(r"(\d{4})([-/])(\d{1,2})\2(\d{1,2})")
@@ -227,7 +252,11 @@ def _read_relation(text: str, pieces: list[str], operators: list[str], nesting: 
     if not all(pieces) or nesting > MAX_NESTING:
         return Words(text)
     if set(operators) <= set("=∈≡"):
-        if operators == ["="] and _NAME.fullmatch(pieces[1]) and _is_constant(pieces[0]) > _is_constant(pieces[1]):
+        if (
+            operators == ["="]
+            and _NAME.fullmatch(pieces[1])
+            and _is_constant(pieces[0]) > _is_constant(pieces[1])
+        ):
             pieces = pieces[::-1]  # 5 = x
         value = read_one(pieces[-1], nesting + 1)
         if not isinstance(value, Words | Relation):
@@ -293,7 +322,9 @@ def _read_matrix(text: str, nesting: int) -> Answer | None:
         return None
     if scale != ("num", Fraction(1)):
         rows = tuple(
-            tuple(replace(e, node=("mul", scale, e.node)) if isinstance(e, Value) else e for e in row)
+            tuple(
+                replace(e, node=("mul", scale, e.node)) if isinstance(e, Value) else e for e in row
+            )
             for row in rows
         )
     return Matrix(tuple(zip(*rows, strict=True)) if match.group(3) else rows)
@@ -319,7 +350,9 @@ def _read_enclosed(text: str, nesting: int) -> Answer | None:
     if not found:
         return read(inner, nesting + 1) if text[0] == "(" and text[-1] == ")" and inner else None
     items = tuple(read_one(piece, nesting + 1) for piece in pieces if piece)
-    signs = [index for index, item in enumerate(items) if isinstance(item, Listing) and not item.is_set]
+    signs = [
+        index for index, item in enumerate(items) if isinstance(item, Listing) and not item.is_set
+    ]
     if len(signs) == 1:
         both = items[signs[0]]
         assert isinstance(both, Listing)
@@ -334,7 +367,9 @@ def _read_value(text: str) -> Answer:
     is_percent = bare.endswith("%")
     if is_percent:
         bare = bare[:-1].strip()
-    node = parse_expression(re.sub(r"_\s*\{?\s*10\s*\}?$", "", bare) if re.match(r"-?\d", bare) else bare)
+    node = parse_expression(
+        re.sub(r"_\s*\{?\s*10\s*\}?$", "", bare) if re.match(r"-?\d", bare) else bare
+    )
     if node is None:
         return Words(text)
     if factor != 1:
@@ -354,4 +389,7 @@ def _with_sign(node: Node, sign: int) -> Node:
     if node[0] == "pm":
         left, right = _with_sign(node[2], sign), _with_sign(node[3], sign)
         return ("add" if node[1] == sign else "sub", left, right)
-    return (node[0], *(_with_sign(child, sign) if isinstance(child, tuple) else child for child in node[1:]))
+    return (
+        node[0],
+        *(_with_sign(child, sign) if isinstance(child, tuple) else child for child in node[1:]),
+    )

@@ -7,37 +7,121 @@ from fractions import Fraction
 
 _SPELLINGS = {
     "mm": "millimeter millimeters millimetre millimetres mm",
-    "cm": "centimeter centimeters centimetre centimetres cm", "m": "meter meters metre metres m",
-    "km": "kilometer kilometers kilometre kilometres km kms", "in": "inch inches in", "ft": "foot feet ft",
-    "yd": "yard yards yd yds", "mi": "mile miles mi", "s": "second seconds sec secs s",
-    "min": "minute minutes min mins", "h": "hour hours hr hrs h", "day": "day days", "week": "week weeks",
-    "month": "month months", "year": "year years yr yrs", "g": "gram grams gm gms g",
-    "kg": "kilogram kilograms kg kgs", "mg": "milligram milligrams mg", "lb": "pound pounds lb lbs",
-    "oz": "ounce ounces oz", "l": "liter liters litre litres l", "ml": "milliliter milliliters ml",
-    "gal": "gallon gallons gal", "dollar": "dollar dollars usd", "cent": "cent cents", "mph": "mph",
-    "K": "kelvin kelvins", "J": "joule joules", "N": "newton newtons", "W": "watt watts", "hz": "hertz hz",
-    "pa": "pascal pascals", "volt": "volt volts", "ohm": "ohm ohms", "erg": "erg ergs", "mol": "mole moles mol",
-    "celsius": "celsius c", "fahrenheit": "fahrenheit f", "radian": "radian radians rad", "unit": "unit units",
-    "percent": "percent", "degree": "degree degrees",
-}  # fmt: skip
-_CANONICAL = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
+    "cm": "centimeter centimeters centimetre centimetres cm",
+    "m": "meter meters metre metres m",
+    "km": "kilometer kilometers kilometre kilometres km kms",
+    "in": "inch inches in",
+    "ft": "foot feet ft",
+    "yd": "yard yards yd yds",
+    "mi": "mile miles mi",
+    "s": "second seconds sec secs s",
+    "min": "minute minutes min mins",
+    "h": "hour hours hr hrs h",
+    "day": "day days",
+    "week": "week weeks",
+    "month": "month months",
+    "year": "year years yr yrs",
+    "g": "gram grams gm gms g",
+    "kg": "kilogram kilograms kg kgs",
+    "mg": "milligram milligrams mg",
+    "lb": "pound pounds lb lbs",
+    "oz": "ounce ounces oz",
+    "l": "liter liters litre litres l",
+    "ml": "milliliter milliliters ml",
+    "gal": "gallon gallons gal",
+    "dollar": "dollar dollars usd",
+    "cent": "cent cents",
+    "mph": "mph",
+    "K": "kelvin kelvins",
+    "J": "joule joules",
+    "N": "newton newtons",
+    "W": "watt watts",
+    "hz": "hertz hz",
+    "pa": "pascal pascals",
+    "volt": "volt volts",
+    "ohm": "ohm ohms",
+    "erg": "erg ergs",
+    "mol": "mole moles mol",
+    "celsius": "celsius c",
+    "fahrenheit": "fahrenheit f",
+    "radian": "radian radians rad",
+    "unit": "unit units",
+    "percent": "percent",
+    "degree": "degree degrees",
+}
+_CANONICAL = {
+    spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()
+}
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3", "cu": "3"}
 _MAGNITUDES = {
-    "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
-}  # fmt: skip
+    "dozen": 12,
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 # A number followed by one of these words is not a number with a unit.
-_MEANINGFUL = frozenset((
-    "or", "and", "not", "no", "to", "more", "less", "least", "most", "than", "if", "when", "except", "only",
-    "through", "between", "from", "below", "above", "under", "over", "times", "base", "plus", "minus", "per",
-    "cent", "am", "pm", "o'clock", "infinite", "undefined", "does", "none", "all", "real", "where", "with",
-    "for", "every", "is", "are", "any", "unless", "each", "half", "quarter", "third",
-))  # fmt: skip
+_MEANINGFUL = frozenset(
+    (
+        "or",
+        "and",
+        "not",
+        "no",
+        "to",
+        "more",
+        "less",
+        "least",
+        "most",
+        "than",
+        "if",
+        "when",
+        "except",
+        "only",
+        "through",
+        "between",
+        "from",
+        "below",
+        "above",
+        "under",
+        "over",
+        "times",
+        "base",
+        "plus",
+        "minus",
+        "per",
+        "cent",
+        "am",
+        "pm",
+        "o'clock",
+        "infinite",
+        "undefined",
+        "does",
+        "none",
+        "all",
+        "real",
+        "where",
+        "with",
+        "for",
+        "every",
+        "is",
+        "are",
+        "any",
+        "unless",
+        "each",
+        "half",
+        "quarter",
+        "third",
+    )
+)
 # Units written without \text; single letters are variables.
 _PLAIN_UNIT = re.compile(
     r"(?i)(?<=[\d)}⟧ ])\s*("
     + "|".join(
         sorted(
-            (w for w in _CANONICAL if len(w) > 1 and w not in ("in", "mi", "sec", "min")), key=len, reverse=True
+            (w for w in _CANONICAL if len(w) > 1 and w not in ("in", "mi", "sec", "min")),
+            key=len,
+            reverse=True,
         )
     )
     + r"|units?|square|sq|cubic|ways?|points?|people|students?)(?![A-Za-z])"
@@ -64,10 +148,16 @@ def split_unit(text: str) -> tuple[str, str, Fraction]:
         assert number is not None
         text = f'{number.group()} "{text[number.end() :]}"'
     while (
-        match := re.search(r'\s*(?:\*\s*)?\(?\s*"([^"]*)"\s*\)?\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?(\s*/)?\s*$', text)
+        match := re.search(
+            r'\s*(?:\*\s*)?\(?\s*"([^"]*)"\s*\)?\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?(\s*/)?\s*$', text
+        )
     ) is not None:
         words = re.sub(r"[()^.,*{}\\]", " ", match.group(1).lower()).split()
-        if not match.group(1).strip() or not text[: match.start()].strip() or _MEANINGFUL & set(words):
+        if (
+            not match.group(1).strip()
+            or not text[: match.start()].strip()
+            or _MEANINGFUL & set(words)
+        ):
             break
         if words and words[0] in _MAGNITUDES:
             factor *= _MAGNITUDES[words.pop(0)]
@@ -100,7 +190,10 @@ def is_unit_conflict(left: str, right: str) -> bool:
     units = canonical_unit(left), canonical_unit(right)
     if units[0] is None or units[1] is None:
         return False
-    if "degree" in (units[0][0], units[1][0]) and {units[0][0], units[1][0]} & {"celsius", "fahrenheit"}:
+    if "degree" in (units[0][0], units[1][0]) and {units[0][0], units[1][0]} & {
+        "celsius",
+        "fahrenheit",
+    }:
         return False
     if "unit" in (units[0][0], units[1][0]):
         return bool(units[0][1] and units[1][1] and units[0][1] != units[1][1])

@@ -15,7 +15,13 @@ from eval.problems.items import Problem
 from eval.problems.prompts import not_utf8, read_utf8
 from eval.problems.rows import Row, Schema, Unusable
 
-FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
+FORMATS = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".arrow": "arrow",
+}
 BATCH_ROWS = 1000
 
 
@@ -39,10 +45,14 @@ def refuse_faults(path: Path, faults: Mapping[str, Sequence[int]], num_rows: int
     """Raise ProblemsError if any row is unusable; `faults` maps reasons to row numbers."""
     if faults:
         found = " and ".join(_describe_fault(reason, numbers) for reason, numbers in faults.items())
-        raise ProblemsError(f"{path}: of {num_rows} rows, {found}. No row is dropped silently: fix the file")
+        raise ProblemsError(
+            f"{path}: of {num_rows} rows, {found}. No row is dropped silently: fix the file"
+        )
 
 
-def iterate_problems(path: Path, schemas: Sequence[Schema]) -> Iterator[tuple[int, Row, Problem | Unusable]]:
+def iterate_problems(
+    path: Path, schemas: Sequence[Schema]
+) -> Iterator[tuple[int, Row, Problem | Unusable]]:
     """Yield (row number, row, problem or why it is unusable), holding one batch in memory.
 
     A problem without an id gets `row-N`. Raises ProblemsError for a file that is unreadable or lacks columns.
@@ -100,7 +110,9 @@ def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
         messages = problem.messages or ({"role": "user", "content": problem.text},)
         prompt = tuple((message["role"], message["content"].strip()) for message in messages)
         rows.setdefault(prompt, []).append(number)
-    unequal = [numbers for numbers in rows.values() if len({problems[row].gold for row in numbers}) > 1]
+    unequal = [
+        numbers for numbers in rows.values() if len({problems[row].gold for row in numbers}) > 1
+    ]
     if unequal:
         first = ", ".join(f"row {row}: {problems[row].gold!r}" for row in unequal[0][:3])
         raise ProblemsError(
@@ -141,7 +153,9 @@ def files_of(path: Path) -> list[Path]:
     """Return the file, or the files of a folder. Raises ProblemsError if there are none, or several formats."""
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in FORMATS and file.is_file())
+        files = sorted(
+            file for file in path.rglob("*") if file.suffix in FORMATS and file.is_file()
+        )
     if not files or not files[0].is_file():
         where = f" in {Path.cwd()}" if not path.is_absolute() else ""
         raise ProblemsError(
@@ -173,7 +187,9 @@ def _parquet_rows(files: Sequence[Path], schemas: Sequence[Schema]) -> Iterator[
             raise ProblemsError(f"{file} cannot be read as parquet: {error}") from None
 
 
-def _columns_to_read(file: Path, names: Sequence[str], schemas: Sequence[Schema]) -> list[str] | None:
+def _columns_to_read(
+    file: Path, names: Sequence[str], schemas: Sequence[Schema]
+) -> list[str] | None:
     """Return the columns of the first matching schema, or None for all columns without schemas."""
     if not schemas:
         return None
@@ -185,11 +201,15 @@ def _batches(path: Path, files: Sequence[Path]) -> Iterator[dict[str, list[Any]]
     """Yield the columns of up to BATCH_ROWS rows at a time."""
     import datasets
 
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise each file read here is reported to the hub
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = (
+        False  # otherwise each file read here is reported to the hub
+    )
     builder, options = FORMATS[files[0].suffix], dict[str, Any]()
     before = datasets.utils.logging.get_verbosity()
     try:
-        datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are raised anyway
+        datasets.utils.logging.set_verbosity(
+            datasets.utils.logging.CRITICAL
+        )  # errors are raised anyway
         if builder == "csv":  # keep values as text: 0027 and NA are answers
             import pandas
 
@@ -213,7 +233,9 @@ def _batches(path: Path, files: Sequence[Path]) -> Iterator[dict[str, list[Any]]
     except Exception as error:  # errors of pyarrow, pandas and datasets share no base class
         if isinstance(error, ProblemsError):
             raise
-        raise ProblemsError(f"{path} cannot be read as {files[0].suffix[1:]}: {error}; correct the file") from None
+        raise ProblemsError(
+            f"{path} cannot be read as {files[0].suffix[1:]}: {error}; correct the file"
+        ) from None
     finally:
         datasets.utils.logging.set_verbosity(before)
 
@@ -232,7 +254,9 @@ def _rows_by_index(path: Path) -> list[Row] | None:
     try:
         json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ProblemsError(f"{path} has a lone surrogate, which is not text; correct the file") from None
+        raise ProblemsError(
+            f"{path} has a lone surrogate, which is not text; correct the file"
+        ) from None
     return list(content.values())
 
 

@@ -32,7 +32,11 @@ class Template:
 
     def to_json(self) -> dict[str, str]:
         """Convert to the form stored in settings.json."""
-        return {"name": self.name, "text": self.text, **({"system": self.system} if self.system else {})}
+        return {
+            "name": self.name,
+            "text": self.text,
+            **({"system": self.system} if self.system else {}),
+        }
 
     def render(self, problem: str) -> str:
         """Insert the problem. Other braces in either text are kept."""
@@ -77,7 +81,10 @@ TEMPLATES: dict[str, Template] = {
     template.name: template
     for template in (
         # AISBench, task math_prm800k_500_0shot_cot_gen
-        Template("aisbench", PLACE + "\nPlease reason step by step, and put your final answer within \\boxed{}."),
+        Template(
+            "aisbench",
+            PLACE + "\nPlease reason step by step, and put your final answer within \\boxed{}.",
+        ),
         Template(
             "cot",
             "Solve the following mathematics problem. Think step by step, derive each step from the ones before "
@@ -103,8 +110,12 @@ def find_template(name: str, default: str) -> Template:
     path = Path(name)
     if not path.is_file():
         close = difflib.get_close_matches(name, (DEFAULT, *TEMPLATES), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {DEFAULT}, {', '.join(TEMPLATES)}"
-        raise ProblemsError(f"evaluate.prompt={name} is neither a prompt template nor a file; {hint}")
+        hint = (
+            f"did you mean {close[0]!r}?" if close else f"known: {DEFAULT}, {', '.join(TEMPLATES)}"
+        )
+        raise ProblemsError(
+            f"evaluate.prompt={name} is neither a prompt template nor a file; {hint}"
+        )
     text = read_utf8(path).removesuffix("\n")
     if text.count(PLACE) != 1:
         raise ProblemsError(
@@ -129,7 +140,9 @@ def not_utf8(path: Path, error: UnicodeDecodeError) -> ProblemsError:
     )
 
 
-def make_messages(template: Template, problem: str, messages: Sequence[Message] | None) -> tuple[Message, ...]:
+def make_messages(
+    template: Template, problem: str, messages: Sequence[Message] | None
+) -> tuple[Message, ...]:
     """Build the chat for one problem; the template `given` uses the file's `messages`."""
     chat: Sequence[Message] = ({"role": "user", "content": template.render(problem)},)
     if template.name == "given" and messages:
@@ -140,7 +153,9 @@ def make_messages(template: Template, problem: str, messages: Sequence[Message] 
     return tuple(chat)
 
 
-def make_prompt(template: Template, api: Api, problem: str, messages: Sequence[Message] | None) -> Prompt:
+def make_prompt(
+    template: Template, api: Api, problem: str, messages: Sequence[Message] | None
+) -> Prompt:
     """Build the prompt for one problem: a chat, or its messages joined as text to complete."""
     chat = make_messages(template, problem, messages)
     return chat if api == "chat" else "\n\n".join(message["content"] for message in chat)

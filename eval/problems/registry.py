@@ -23,7 +23,16 @@ from eval.problems.files import (
 )
 from eval.problems.items import EvaluationSet, Item, Problem
 from eval.problems.prompts import DEFAULT, PLACE, Api, Template, find_template, make_prompt
-from eval.problems.rows import CHAT, INTEGER_ANSWER, PREPARED, SOLVED, ProblemSet, Row, guess_columns, schema_with
+from eval.problems.rows import (
+    CHAT,
+    INTEGER_ANSWER,
+    PREPARED,
+    SOLVED,
+    ProblemSet,
+    Row,
+    guess_columns,
+    schema_with,
+)
 from eval.problems.sets.mathematics import ARITHMETIC, BENCHMARKS, TRAINING_SETS
 from eval.problems.sets.multiple_choice import CFLUE, CHOICE, GPQA_DIAMOND
 
@@ -64,7 +73,9 @@ def find_suite(name: str) -> tuple[str, ...]:
     return SUITES[name]
 
 
-def read_as(path: Path, rows: Sequence[Row], known: ProblemSet) -> list[tuple[dict[str, Any], Problem]]:
+def read_as(
+    path: Path, rows: Sequence[Row], known: ProblemSet
+) -> list[tuple[dict[str, Any], Problem]]:
     """The first rows as read by a registered set, with their problems; empty if a row does not fit."""
     try:
         tried = list(problems_of(path, [rows] if rows else [], known.schemas))
@@ -73,7 +84,9 @@ def read_as(path: Path, rows: Sequence[Row], known: ProblemSet) -> list[tuple[di
     schema = find_schema(path, rows[0], known.schemas)
     read = rows[0].keys() & {*schema.columns, *schema.others}
     found = [
-        ({name: row[name] for name in read}, problem) for _, row, problem in tried if isinstance(problem, Problem)
+        ({name: row[name] for name in read}, problem)
+        for _, row, problem in tried
+        if isinstance(problem, Problem)
     ]
     return found if len(found) == len(tried) else []
 
@@ -81,7 +94,8 @@ def read_as(path: Path, rows: Sequence[Row], known: ProblemSet) -> list[tuple[di
 def _is_unmistakable(found: Sequence[tuple[Row, Problem]]) -> bool:
     """True if the set's schema does more than name columns, as with answers inside texts, or options."""
     return any(
-        not {problem.text, problem.gold} <= {str(value) for value in row.values()} for row, problem in found
+        not {problem.text, problem.gold} <= {str(value) for value in row.values()}
+        for row, problem in found
     )
 
 
@@ -104,13 +118,21 @@ def recognize(path: Path) -> ProblemSet:
         return OWN
     if (known := published_as(path, rows)) is not None:
         logger.info(
-            "%s: rows as in %s; --dataset %s checks that the set is complete", path, known.name, known.name
+            "%s: rows as in %s; --dataset %s checks that the set is complete",
+            path,
+            known.name,
+            known.name,
         )
         return replace(known, name=OWN.name, num_items=None)
     problem, answer = guess_columns(rows[0])
     if problem is None or answer is None:
         return OWN
-    logger.info("%s: the problem is in column %s and the answer in %s, by their names", path, problem, answer)
+    logger.info(
+        "%s: the problem is in column %s and the answer in %s, by their names",
+        path,
+        problem,
+        answer,
+    )
     return replace(OWN, schemas=(schema_with(problem, answer),))
 
 
@@ -132,7 +154,9 @@ def read_held_out(path: Path, name: str | None = None) -> HeldOut:
     """
     is_prepared = path.suffix == ".parquet" and set(PREPARED.columns).issubset(columns_of(path))
     known = find_set(name) if name is not None else OWN if is_prepared else recognize(path)
-    problems = merge_repeats(path, read_problems(path, (PREPARED,) if is_prepared else known.schemas))
+    problems = merge_repeats(
+        path, read_problems(path, (PREPARED,) if is_prepared else known.schemas)
+    )
     prepared = {problem.dataset for problem in problems if problem.grader}
     if prepared and name is not None and prepared != {name}:
         raise ProblemsError(
@@ -153,7 +177,9 @@ def read_held_out(path: Path, name: str | None = None) -> HeldOut:
     elif any(problem.messages for problem in problems):
         template = "given"
     if len(prepared) > 1:  # the report groups by set, and ids of different sets may collide
-        problems = [replace(one, id=f"{one.dataset}/{one.id}", subject=one.dataset) for one in problems]
+        problems = [
+            replace(one, id=f"{one.dataset}/{one.id}", subject=one.dataset) for one in problems
+        ]
     return HeldOut(
         tuple(problems),
         None if known.name == OWN.name else known.name,
@@ -180,14 +206,18 @@ def load_set(
     from eval.problems.sources import fetch  # imports httpx, which scoring processes do not need
 
     if source is None and benchmark is None:
-        raise ProblemsError("no evaluation set is named; name a known one with --dataset, or a file with --data")
+        raise ProblemsError(
+            "no evaluation set is named; name a known one with --dataset, or a file with --data"
+        )
     path = fetch(source or find_set(str(benchmark)).source("test"))
     held_out = read_held_out(path, benchmark)
     if mode == "loglikelihood":
         template = _OPTIONS_TEMPLATE if prompt == DEFAULT else find_template(prompt, DEFAULT)
         template = replace(template, system=system_prompt)
         with_options = _items_with_options(held_out.problems, template)
-        return EvaluationSet(with_options, held_out.name, template, "loglikelihood", held_out.num_repeats)
+        return EvaluationSet(
+            with_options, held_out.name, template, "loglikelihood", held_out.num_repeats
+        )
     template = replace(find_template(prompt, held_out.template), system=system_prompt)
     items = tuple(
         Item(
@@ -212,8 +242,11 @@ def _num_repeats(source: str, problems: Sequence[Problem]) -> int:
     logger.warning(
         "%s: %d of %d problems are on several rows (up to %d), the others on fewer: each problem is one item, "
         "sampled evaluate.num_samples times",
-        source, sum(count > 1 for count in counts), len(counts), max(counts),
-    )  # fmt: skip
+        source,
+        sum(count > 1 for count in counts),
+        len(counts),
+        max(counts),
+    )
     return 1
 
 
@@ -225,8 +258,12 @@ def _items_with_options(problems: Sequence[Problem], template: Template) -> tupl
     system = f"{template.system}\n\n" if template.system else ""
     options = [_options_of(problem) for problem in problems]
     golds: dict[str, int] = {}
-    for dataset in {problem.dataset: None for problem in problems}:  # the sets of one file may differ
-        members = [pair for pair in zip(problems, options, strict=True) if pair[0].dataset == dataset]
+    for dataset in {
+        problem.dataset: None for problem in problems
+    }:  # the sets of one file may differ
+        members = [
+            pair for pair in zip(problems, options, strict=True) if pair[0].dataset == dataset
+        ]
         golds |= _gold_indices(members)
     return tuple(
         Item(
@@ -253,7 +290,9 @@ def _options_of(problem: Problem) -> _Options:
     question, _, last = problem.text.rpartition("\n\n")
     question = question if question and "\\boxed" in last else problem.text
     given = problem.extra_info.get("choices")
-    texts = given.get("text") if isinstance(given, Mapping) else given  # ARC's {text: [...], label: [...]}
+    texts = (
+        given.get("text") if isinstance(given, Mapping) else given
+    )  # ARC's {text: [...], label: [...]}
     labels = given.get("label") if isinstance(given, Mapping) else None
     if not isinstance(texts, list | tuple) or not texts:
         listed = list(dict.fromkeys(_LISTED.findall(question)))
@@ -280,7 +319,9 @@ def _gold_indices(members: Sequence[tuple[Problem, _Options]]) -> dict[str, int]
     if not complete:
         counts = {name: sum(name in one for one in found) for name in _READINGS}
         most = max(_READINGS, key=counts.__getitem__)
-        problem, options = next(pair for pair, one in zip(members, found, strict=True) if most not in one)
+        problem, options = next(
+            pair for pair, one in zip(members, found, strict=True) if most not in one
+        )
         fits = ", ".join(f"{counts[name]} are {name}" for name in _READINGS)
         raise ProblemsError(
             f"evaluate.mode=loglikelihood needs one right option of several, named in one way by all rows: of "

@@ -18,14 +18,32 @@ from eval.problems.prompts import Message
 Row = Mapping[str, Any]
 # Usual names of the user's own columns, the likeliest first.
 PROBLEM_COLUMNS = (
-    "problem", "question", "query", "prompt", "instruction", "input", "messages", "conversation", "text",
-)  # fmt: skip
+    "problem",
+    "question",
+    "query",
+    "prompt",
+    "instruction",
+    "input",
+    "messages",
+    "conversation",
+    "text",
+)
 ANSWER_COLUMNS = (
-    "answer", "final_answer", "gold", "ground_truth", "expected", "target", "label", "solution", "output",
-)  # fmt: skip
+    "answer",
+    "final_answer",
+    "gold",
+    "ground_truth",
+    "expected",
+    "target",
+    "label",
+    "solution",
+    "output",
+)
 Hub = Literal["huggingface", "modelscope", "url"]
 Split = Literal["train", "test"]
-INTEGER_ANSWER = "is_integer_answer"  # in extra_info beside `choices`, because gold answers are texts
+INTEGER_ANSWER = (
+    "is_integer_answer"  # in extra_info beside `choices`, because gold answers are texts
+)
 
 
 _PINNED = re.compile(r"#sha256=[0-9a-f]{64}$|@[0-9a-f]{40}(?:/|$)")
@@ -71,8 +89,12 @@ class ProblemSet:
         """Return the reference of a split, by default on the default hub. Raises ProblemsError."""
         sources = self.train if split == "train" else self.test
         if not sources:
-            use, key = ("train on", "data.train") if split == "train" else ("evaluate with", "data.eval")
-            raise ProblemsError(f"{self.name} has no rows to {use}; name a file in {key}, or another set")
+            use, key = (
+                ("train on", "data.train") if split == "train" else ("evaluate with", "data.eval")
+            )
+            raise ProblemsError(
+                f"{self.name} has no rows to {use}; name a file in {key}, or another set"
+            )
         if hub is None:
             return next(iter(sources.values()))
         if hub not in sources:
@@ -87,9 +109,12 @@ class ProblemSet:
         """The splits whose default source names a branch or no revision, so that its rows may change."""
         splits: tuple[Split, ...] = ("train", "test")
         sources = {
-            split: next(iter((self.train if split == "train" else self.test).values()), "") for split in splits
+            split: next(iter((self.train if split == "train" else self.test).values()), "")
+            for split in splits
         }
-        return tuple(split for split, source in sources.items() if source and not _PINNED.search(source))
+        return tuple(
+            split for split, source in sources.items() if source and not _PINNED.search(source)
+        )
 
 
 def text_of(row: Row | None, *keys: str) -> str | None:
@@ -112,7 +137,9 @@ def needed(value: str | None, reason: str) -> str:
     return value
 
 
-def problem_of(row: Row, text: str, gold: str, details: Row | None = None, **fields: Any) -> Problem:
+def problem_of(
+    row: Row, text: str, gold: str, details: Row | None = None, **fields: Any
+) -> Problem:
     """Make a problem with the id, subject and level under their usual names in `details`, by default the row."""
     details = row if details is None else details
     fields.setdefault("subject", text_of(details, "subject", "subfield", "type", "topic", "名称"))
@@ -130,7 +157,9 @@ def chat_of(value: Any) -> tuple[Message, ...] | None:
             return None
     if not isinstance(value, list) or not value:
         return None
-    is_chat = all(isinstance(m, dict) and m.get("role") and isinstance(m.get("content"), str) for m in value)
+    is_chat = all(
+        isinstance(m, dict) and m.get("role") and isinstance(m.get("content"), str) for m in value
+    )
     if not is_chat or not value[-1]["content"].strip():
         return None
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
@@ -147,7 +176,8 @@ def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
         raise Unusable("an empty prompt or one that is not chat messages")
     model = row["reward_model"]
     gold = needed(
-        text_of(model if isinstance(model, Mapping) else None, "ground_truth"), "no reward_model.ground_truth"
+        text_of(model if isinstance(model, Mapping) else None, "ground_truth"),
+        "no reward_model.ground_truth",
     )
     info = row.get("extra_info")
     try:
@@ -155,7 +185,9 @@ def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
     except (TypeError, ValueError):
         info = ()
     if not isinstance(info, dict | None):
-        raise Unusable("an extra_info that is not a JSON object, the form in which checkpoints store it")
+        raise Unusable(
+            "an extra_info that is not a JSON object, the form in which checkpoints store it"
+        )
     if info and "choices" in info:
         info = {**info, **_options(info["choices"], model.get("ground_truth"))}
     return problem_of(
@@ -180,7 +212,9 @@ def read_solved(row: Row) -> Problem:
     text = needed(text_of(row, "problem"), "no problem")
     gold = extract_boxed(text_of(row, "solution") or "") or text_of(row, "answer")
     info = _options(row.get("choices"), row.get("answer"))
-    return problem_of(row, text, needed(gold, "neither an answer nor a boxed solution"), extra_info=info)
+    return problem_of(
+        row, text, needed(gold, "neither an answer nor a boxed solution"), extra_info=info
+    )
 
 
 def _options(choices: Any, answer: Any) -> dict[str, Any]:
@@ -198,15 +232,23 @@ CHAT = Schema(
 )
 # What `dapo prepare-data` writes: the same with each row's set, template and grader.
 PREPARED = Schema((*CHAT.columns, "dataset", "template", "grader"), read_chat, CHAT.others)
-SOLVED = Schema(("problem",), read_solved, (*Schema.others, "solution", "answer", "type", "subfield", "choices"))
+SOLVED = Schema(
+    ("problem",), read_solved, (*Schema.others, "solution", "answer", "type", "subfield", "choices")
+)
 
 
-def guess_columns(names: Collection[str], given: Mapping[str, str] | None = None) -> tuple[str | None, str | None]:
+def guess_columns(
+    names: Collection[str], given: Mapping[str, str] | None = None
+) -> tuple[str | None, str | None]:
     """Return the columns with problem and answer: as `given`, else by their names, None if no name fits."""
     given = given or {}
     by_word = {name.lower().strip(): name for name in names if name not in given.values()}
-    problem = given.get("problem") or next((by_word[word] for word in PROBLEM_COLUMNS if word in by_word), None)
-    answers = (by_word[word] for word in ANSWER_COLUMNS if word in by_word and by_word[word] != problem)
+    problem = given.get("problem") or next(
+        (by_word[word] for word in PROBLEM_COLUMNS if word in by_word), None
+    )
+    answers = (
+        by_word[word] for word in ANSWER_COLUMNS if word in by_word and by_word[word] != problem
+    )
     return problem, given.get("answer") or next(answers, None)
 
 
@@ -215,7 +257,9 @@ def schema_with(problem: str, answer: str) -> Schema:
 
     def read(row: Row) -> Problem:
         messages = chat_of(row[problem])
-        text = messages[-1]["content"] if messages else needed(text_of(row, problem), f"no {problem}")
+        text = (
+            messages[-1]["content"] if messages else needed(text_of(row, problem), f"no {problem}")
+        )
         gold = needed(text_of(row, answer), f"no {answer}").strip()
         return problem_of(row, text, gold, messages=messages)
 

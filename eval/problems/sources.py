@@ -19,7 +19,10 @@ from eval.problems.rows import Split
 logger = logging.getLogger(__name__)
 
 # Split names in file paths.
-_SPLITS = {name: re.compile(rf"(?:^|[/_.-]){name}(?:[/_.-]|$)") for name in ("train", "test", "validation", "dev")}
+_SPLITS = {
+    name: re.compile(rf"(?:^|[/_.-]){name}(?:[/_.-]|$)")
+    for name in ("train", "test", "validation", "dev")
+}
 
 
 def fetch(
@@ -48,7 +51,9 @@ def fetch(
 
 
 def rows_of(
-    reference: str, split: Split, resolve: Callable[[str, downloads.Kind], Snapshot] = downloads.resolve
+    reference: str,
+    split: Split,
+    resolve: Callable[[str, downloads.Kind], Snapshot] = downloads.resolve,
 ) -> Snapshot:
     """Resolve the files of a reference that hold the rows of a split, without downloading content.
 
@@ -60,7 +65,9 @@ def rows_of(
     if len(snapshot.files) > 1:
         parquet = [file for file in rows if file.path.endswith(".parquet")]
         rows = [file for file in parquet or rows if _SPLITS[split].search(file.path)] or [
-            file for file in parquet or rows if not any(pattern.search(file.path) for pattern in _SPLITS.values())
+            file
+            for file in parquet or rows
+            if not any(pattern.search(file.path) for pattern in _SPLITS.values())
         ]
     formats = {PurePosixPath(file.path).suffix for file in rows}
     if len(formats) != 1:

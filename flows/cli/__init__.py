@@ -19,7 +19,16 @@ from flows.cli import chain, cluster, datasets, evaluation, history, migration, 
 UNKNOWN_COMMAND = re.compile(r"No such command '([^']*)'\.")
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 # From pyproject.toml's extra `chain`; evaluating, grading, comparing and reporting work without it.
-CHAIN_MODULES = ("math_verify", "prefect", "ray", "safetensors", "sqlalchemy", "torch", "transformers", "zlib_ng")
+CHAIN_MODULES = (
+    "math_verify",
+    "prefect",
+    "ray",
+    "safetensors",
+    "sqlalchemy",
+    "torch",
+    "transformers",
+    "zlib_ng",
+)
 ADVICE = (
     "This environment only has the evaluation commands: eval, grade, report, compare and datasets. For all: "
     "pip install '.[chain]' in the project folder, and vLLM for your device (requirements/); `make demo` installs "
@@ -37,13 +46,19 @@ class Commands(TyperGroup):
             message, context = str(getattr(error, "message", "")), getattr(error, "ctx", None)
             command, path = getattr(context, "command", None), getattr(context, "command_path", "")
             unknown = UNKNOWN_COMMAND.fullmatch(message)
-            lists = getattr(command, "invoke_without_command", False)  # `config` does not list when given alone
+            lists = getattr(
+                command, "invoke_without_command", False
+            )  # `config` does not list when given alone
             lists_and_shows = lists and "show" in getattr(command, "commands", ())
             if "unexpected extra argument" in message and "=" in message:
                 if any("--set" in each.opts for each in getattr(command, "params", ())):
-                    vars(error)["message"] = f"{message}; to change a key, use --set SECTION.KEY=VALUE"
+                    vars(error)["message"] = (
+                        f"{message}; to change a key, use --set SECTION.KEY=VALUE"
+                    )
             elif unknown and lists_and_shows:
-                vars(error)["message"] = f"{message} One of them: {path} show {unknown[1]}; all: {path}"
+                vars(error)["message"] = (
+                    f"{message} One of them: {path} show {unknown[1]}; all: {path}"
+                )
             raise
 
 
@@ -70,7 +85,9 @@ def print_version(is_wanted: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit."),
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -90,7 +107,9 @@ def main() -> None:
     from redaction import redact
     from tasks.execution.retries import LASTING_ERRORS, LASTING_EXIT_CODE, describe, exit_code_of
 
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also hides bars while loading weights
+    os.environ.setdefault(
+        "HF_HUB_DISABLE_PROGRESS_BARS", "1"
+    )  # also hides bars while loading weights
     print_messages()
     try:
         app()
@@ -99,11 +118,15 @@ def main() -> None:
         sys.exit(exit_code_of(error))
     except (OSError, *LASTING_ERRORS) as error:  # a bug or a missing file: exit without retry
         if isinstance(error, OSError) and error.errno in UNWRITABLE and error.filename is not None:
-            typer.secho(f"{error.filename}: {error.strerror}; choose another location", err=True, fg="red")
+            typer.secho(
+                f"{error.filename}: {error.strerror}; choose another location", err=True, fg="red"
+            )
             sys.exit(LASTING_EXIT_CODE)
         if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:
             typer.secho(
-                f"{error}; free some space or choose another location, then rerun the command", err=True, fg="red"
+                f"{error}; free some space or choose another location, then rerun the command",
+                err=True,
+                fg="red",
             )
             sys.exit(LASTING_EXIT_CODE)
         if not isinstance(error, LASTING_ERRORS):
@@ -114,5 +137,7 @@ def main() -> None:
             traceback.print_exc()
         sys.exit(LASTING_EXIT_CODE)
     finally:
-        if "prefect" in sys.modules:  # skip the final garbage collection, which takes 1 s with Prefect loaded
+        if (
+            "prefect" in sys.modules
+        ):  # skip the final garbage collection, which takes 1 s with Prefect loaded
             gc.freeze()

@@ -20,11 +20,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-STAGES = ("prepare-data", "fetch-model", "train-policy", "merge-checkpoint", "evaluate-model", "compare")
+STAGES = (
+    "prepare-data",
+    "fetch-model",
+    "train-policy",
+    "merge-checkpoint",
+    "evaluate-model",
+    "compare",
+)
 SIDED = ("evaluate-model", "fetch-model", "merge-checkpoint")
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-config_app = typer.Typer(help="Inspect configurations.", no_args_is_help=True, rich_markup_mode=None)
+config_app = typer.Typer(
+    help="Inspect configurations.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(config_app, name="config")
 
 
@@ -34,14 +43,21 @@ app.add_typer(config_app, name="config")
 )
 def init(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Recipe to write, such as my.yaml.")],
-    model: Annotated[str, typer.Option(help="Model folder or hub id: ORG/NAME, modelscope:ORG/NAME.")],
-    data: Annotated[list[str], typer.Option(help="Training data: a file, a folder, a dataset name or a hub id.")],
+    model: Annotated[
+        str, typer.Option(help="Model folder or hub id: ORG/NAME, modelscope:ORG/NAME.")
+    ],
+    data: Annotated[
+        list[str], typer.Option(help="Training data: a file, a folder, a dataset name or a hub id.")
+    ],
     columns: Annotated[
         str | None,
-        typer.Option(help="problem=NAME,answer=NAME: your column names; used for --eval too, if it has them."),
+        typer.Option(
+            help="problem=NAME,answer=NAME: your column names; used for --eval too, if it has them."
+        ),
     ] = None,
     held_out: Annotated[
-        str | None, typer.Option("--eval", help="Evaluation data; default: part of --data or its test split.")
+        str | None,
+        typer.Option("--eval", help="Evaluation data; default: part of --data or its test split."),
     ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja chat template, for a base model without one.")
@@ -59,7 +75,9 @@ def init(
     if path.exists():
         raise ConfigError(f"{path} exists; choose another file, or remove it")
     if len(data) > 1:
-        raise ConfigError(f"--data is given {len(data)} times; give one, and add the others to data.train later")
+        raise ConfigError(
+            f"--data is given {len(data)} times; give one, and add the others to data.train later"
+        )
     keys = model_keys(model, chat_template)
     text = first_recipe(path, keys, data[0], held_out, Machine.this(), parse_columns(columns))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +108,9 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     settings = begin(config, overrides)
     store = Path(settings.store.path)
     if is_built(settings) and not named_api(store):
-        logger.info("every output is in the store: only writing the report, without a Prefect server")
+        logger.info(
+            "every output is in the store: only writing the report, without a Prefect server"
+        )
         print_report(report_again(settings))
         return
     require_ready(settings)
@@ -113,7 +133,10 @@ def stage(
     overrides: SetOption = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Rebuild even if the store has the output, or resume an unfinished attempt."),
+        typer.Option(
+            "--force",
+            help="Rebuild even if the store has the output, or resume an unfinished attempt.",
+        ),
     ] = False,
     side: Annotated[
         str | None,
@@ -131,7 +154,9 @@ def stage(
     if name not in STAGES:
         from downloads.nearest import nearest
 
-        raise typer.BadParameter(f"{name!r} is not a stage{nearest(name, STAGES)}", param_hint="NAME")
+        raise typer.BadParameter(
+            f"{name!r} is not a stage{nearest(name, STAGES)}", param_hint="NAME"
+        )
     options: dict[str, Any] = {}
     if force:
         if name == "compare":
@@ -139,7 +164,9 @@ def stage(
         options["force"] = True
     if side is not None:
         if name not in SIDED:
-            raise typer.BadParameter(f"{name} has no --side; only {', '.join(SIDED)} do", param_hint="--side")
+            raise typer.BadParameter(
+                f"{name} has no --side; only {', '.join(SIDED)} do", param_hint="--side"
+            )
         options["side"] = side
     from flows.prefect_server import named_api, provide_prefect_api
     from tasks.links import label_of, link_of
@@ -220,14 +247,22 @@ def print_report(folder: Path) -> None:
 def plan(
     config: ConfigArgument,
     overrides: SetOption = None,
-    is_whole: Annotated[bool, typer.Option("--all", help="Show every change, not just the first.")] = False,
+    is_whole: Annotated[
+        bool, typer.Option("--all", help="Show every change, not just the first.")
+    ] = False,
     is_smoke: SmokeOption = False,
     is_json: JsonOption = False,
     is_memory: Annotated[bool, typer.Option("--memory", help="Only show the memory plan.")] = False,
-    is_time: Annotated[bool, typer.Option("--time", help="Only estimate the time of a training step.")] = False,
+    is_time: Annotated[
+        bool, typer.Option("--time", help="Only estimate the time of a training step.")
+    ] = False,
     gigabytes: Annotated[
         float | None,
-        typer.Option("--device-gigabytes", min=0.001, help="Device memory in GiB, instead of train.device_model."),
+        typer.Option(
+            "--device-gigabytes",
+            min=0.001,
+            help="Device memory in GiB, instead of train.device_model.",
+        ),
     ] = None,
 ) -> None:
     """Show what a run would do, without running it: each stage, and why it is not cached.
@@ -272,12 +307,16 @@ def plan(
     if is_other and trains:
         print_trainer(settings)
     shown = {"disk"} if settings.checkpoint_steps else set()
-    print_findings([finding for finding in findings if finding.status == WARN or finding.check in shown])
+    print_findings(
+        [finding for finding in findings if finding.status == WARN or finding.check in shown]
+    )
     findings.require()
     typer.echo(f"preflight: {count_checks(findings)} (dapo doctor {config} shows them)")
 
 
-def plan_devices(settings: Config, gigabytes: float | None, is_memory: bool, is_time: bool, is_json: bool) -> None:
+def plan_devices(
+    settings: Config, gigabytes: float | None, is_memory: bool, is_time: bool, is_json: bool
+) -> None:
     """Print memory, time or both; exit with 2 if it does not fit, unless train.allow_oversubscription is set."""
     from dataclasses import asdict
 
@@ -336,7 +375,9 @@ def config_explain(
         list[str] | None,
         typer.Argument(metavar="KEY", help="section.key, just the key, or a section; repeatable."),
     ] = None,
-    is_page: Annotated[bool, typer.Option("--page", help="All keys, in the format of docs/keys.md.")] = False,
+    is_page: Annotated[
+        bool, typer.Option("--page", help="All keys, in the format of docs/keys.md.")
+    ] = False,
 ) -> None:
     """Explain keys: meaning, default, bounds, and the stages that a change reruns (with all later stages)."""
     from flows.keys import explain, keys_page

@@ -42,7 +42,8 @@ InventoryArgument = Annotated[
 
 
 @cluster.command(
-    epilog="Example: dapo cluster up nodes.yaml", short_help="Start Ray on every machine that lacks it."
+    epilog="Example: dapo cluster up nodes.yaml",
+    short_help="Start Ray on every machine that lacks it.",
 )
 def up(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) -> None:
     """Start Ray on every machine of the inventory, head first, and wait until all have joined.
@@ -59,13 +60,21 @@ def up(inventory: InventoryArgument = None, store: StoreOption = DEFAULT_STORE) 
         cluster = bring_up(machines, store, source or "the job's nodes")
     except KeyboardInterrupt:
         stop = f"dapo cluster down{again}{store_option(store)}"
-        typer.echo(f"interrupted: Ray keeps running where it was started; `{stop}` stops it", err=True)
+        typer.echo(
+            f"interrupted: Ray keeps running where it was started; `{stop}` stops it", err=True
+        )
         raise
     for name, known in cluster.hosts.items():
         state = "started" if name in cluster.started else "already running"
-        typer.echo(f"{name}: {state}, {known['address']} on {known['name']}, node {known['node_id'][:8]}")
+        typer.echo(
+            f"{name}: {state}, {known['address']} on {known['name']}, node {known['node_id'][:8]}"
+        )
     is_quoted = cluster.address.startswith("[")  # a list in YAML
-    key = f"train.ray_address={cluster.address}" if not is_quoted else f"'train.ray_address=\"{cluster.address}\"'"
+    key = (
+        f"train.ray_address={cluster.address}"
+        if not is_quoted
+        else f"'train.ray_address=\"{cluster.address}\"'"
+    )
     typer.echo(
         f"Ray at {cluster.address}: {len(cluster.hosts)} hosts, {machines.num_devices} {machines.resource}\n"
         f"On any host:         dapo doctor CONFIG --set {key}\n"

@@ -11,11 +11,15 @@ import typer
 from flows.cli.options import SetOption
 
 app = typer.Typer(rich_markup_mode=None)
-datasets_app = typer.Typer(help="List registered datasets, or show rows of any dataset.", rich_markup_mode=None)
+datasets_app = typer.Typer(
+    help="List registered datasets, or show rows of any dataset.", rich_markup_mode=None
+)
 app.add_typer(datasets_app, name="datasets")
 
 
-@datasets_app.callback(invoke_without_command=True, epilog="Example: dapo datasets; dapo datasets show gsm8k")
+@datasets_app.callback(
+    invoke_without_command=True, epilog="Example: dapo datasets; dapo datasets show gsm8k"
+)
 def datasets(context: typer.Context) -> None:
     """List registered datasets (for data.train, data.eval, dapo eval --dataset) and suites (for --suite)."""
     if context.invoked_subcommand is None:
@@ -34,15 +38,20 @@ def datasets(context: typer.Context) -> None:
     short_help="Show rows of a dataset as the model sees them.",
 )
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Registered name, file, folder, or hub id.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Registered name, file, folder, or hub id.")
+    ],
     data: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Local rows of a registered dataset, not fetched then.")
+        str | None,
+        typer.Option(metavar="FILE", help="Local rows of a registered dataset, not fetched then."),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Model with the chat template and tokenizer to use.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Model with the chat template and tokenizer to use."),
     ] = None,
     use: Annotated[
-        Literal["train", "eval"] | None, typer.Option(help="Which rows; default: train, if the dataset has any.")
+        Literal["train", "eval"] | None,
+        typer.Option(help="Which rows; default: train, if the dataset has any."),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, max=1000, help="Number of rows.")] = 2,
     overrides: SetOption = None,
@@ -54,7 +63,9 @@ def show(
     from tasks.data.reading import show_rows, source_to_show
 
     known = SETS.get(name)
-    is_training = use == "train" or (use is None and (known is None or bool(known.train) or not known.test))
+    is_training = use == "train" or (
+        use is None and (known is None or bool(known.train) or not known.test)
+    )
     one = {"set": name} if data is None else {"set": name, "path": data}
     chosen = f"data.{'train' if is_training else 'eval'}={json.dumps(one)}"
     settings = load_config_or_defaults(None, [*(overrides or ()), chosen])

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flows.cli.options import BaselineOption, GateOption, SetOption, StoreOption, exit_by_gates, read_baselines
+from flows.cli.options import (
+    BaselineOption,
+    GateOption,
+    SetOption,
+    StoreOption,
+    exit_by_gates,
+    read_baselines,
+)
 from flows.services import DEFAULT_STORE
 
 if TYPE_CHECKING:
@@ -34,11 +41,18 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 def evaluate(
     base_url: Annotated[
         list[str],
-        typer.Option(help="URL of an OpenAI-compatible server; repeat it for several servers of the same model."),
+        typer.Option(
+            help="URL of an OpenAI-compatible server; repeat it for several servers of the same model."
+        ),
     ],
-    output: Annotated[Path, typer.Option(help="Results folder; an unfinished evaluation in it is resumed.")],
+    output: Annotated[
+        Path, typer.Option(help="Results folder; an unfinished evaluation in it is resumed.")
+    ],
     dataset: Annotated[
-        str | None, typer.Option(help="Registered dataset, checked for completeness; dapo datasets lists them.")
+        str | None,
+        typer.Option(
+            help="Registered dataset, checked for completeness; dapo datasets lists them."
+        ),
     ] = None,
     data: Annotated[
         str | None,
@@ -57,7 +71,9 @@ def evaluate(
     model_name: Annotated[str, typer.Option(help="Served model name.")] = "policy",
     config: Annotated[
         Path | None,
-        typer.Option(help="Recipe whose `evaluate` section to use, with its benchmarks unless others are given."),
+        typer.Option(
+            help="Recipe whose `evaluate` section to use, with its benchmarks unless others are given."
+        ),
     ] = None,
     overrides: SetOption = None,
 ) -> None:
@@ -91,8 +107,12 @@ def _check_gates(output: Path, settings: EvaluateConfig, replaced: Path | None) 
     """
     from flows.config import load_config_or_defaults
 
-    if replaced and (dropped := set(load_config_or_defaults(replaced).evaluate.gates) - set(settings.gates)):
-        typer.echo(f"Gates not checked: {'; '.join(sorted(dropped))} (for the benchmarks of {replaced}).")
+    if replaced and (
+        dropped := set(load_config_or_defaults(replaced).evaluate.gates) - set(settings.gates)
+    ):
+        typer.echo(
+            f"Gates not checked: {'; '.join(sorted(dropped))} (for the benchmarks of {replaced})."
+        )
     if not settings.gates:
         return
     from eval.gates import BEFORE, LAST_NIGHT, describe_gates
@@ -114,14 +134,18 @@ def _print_summary(folder: Path, summary: Summary) -> None:
     )
 
 
-def _chosen(dataset: str | None, data: str | None, suite: str | None, overrides: Sequence[str]) -> list[str]:
+def _chosen(
+    dataset: str | None, data: str | None, suite: str | None, overrides: Sequence[str]
+) -> list[str]:
     """Return the overrides for the options; they replace the recipe's benchmarks and gates."""
     options = {"--dataset": dataset, "--data": data, "--suite": suite}
     given = [name for name, value in options.items() if value is not None]
     if not given:
         return []
     if suite is not None and len(given) > 1:
-        raise typer.BadParameter("cannot be combined with --dataset or --data", param_hint="--suite")
+        raise typer.BadParameter(
+            "cannot be combined with --dataset or --data", param_hint="--suite"
+        )
     if any(override.partition("=")[0].strip() == "evaluate.benchmarks" for override in overrides):
         raise typer.BadParameter(
             "cannot be combined with --set evaluate.benchmarks, which names others; remove one of the two",
@@ -130,11 +154,16 @@ def _chosen(dataset: str | None, data: str | None, suite: str | None, overrides:
     from eval.problems.registry import find_suite
 
     benchmarks = find_suite(suite) if suite is not None else ()
-    return ["evaluate.headline=null", "evaluate.gates=[]", f"evaluate.benchmarks=[{', '.join(benchmarks)}]"]
+    return [
+        "evaluate.headline=null",
+        "evaluate.gates=[]",
+        f"evaluate.benchmarks=[{', '.join(benchmarks)}]",
+    ]
 
 
 @app.command(
-    epilog="Example: dapo grade before/results.jsonl", short_help="Regrade the responses of an evaluation."
+    epilog="Example: dapo grade before/results.jsonl",
+    short_help="Regrade the responses of an evaluation.",
 )
 def grade(
     results: Annotated[
@@ -146,7 +175,8 @@ def grade(
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option(help="Import another program's responses into this results folder.")
+        Path | None,
+        typer.Option(help="Import another program's responses into this results folder."),
     ] = None,
 ) -> None:
     """Regrade stored responses, without asking the model, and list the verdicts that changed.
@@ -179,11 +209,15 @@ def grade(
     short_help="Export an evaluation as another program's log.",
 )
 def export(
-    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="Results folder of dapo eval.")],
+    results: Annotated[
+        Path, typer.Argument(metavar="RESULTS", help="Results folder of dapo eval.")
+    ],
     output: Annotated[Path, typer.Option(help="File for inspect, folder for lm-eval or a suite.")],
     form: Annotated[
         Literal["inspect", "lm-eval"],
-        typer.Option("--format", help="inspect_ai's log as JSON, or lm-eval's samples and results."),
+        typer.Option(
+            "--format", help="inspect_ai's log as JSON, or lm-eval's samples and results."
+        ),
     ],
 ) -> None:
     """Export an evaluation as a log of inspect_ai or lm-eval; dapo grade --output imports either."""
@@ -206,8 +240,12 @@ def export(
 def report(
     before: Annotated[Path, typer.Option(help="Results folder of dapo eval (benchmark or suite).")],
     after: Annotated[Path, typer.Option(help="Results folder for the same benchmarks.")],
-    output: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")],
-    metrics: Annotated[Path | None, typer.Option(help="metrics.jsonl of the training in between.")] = None,
+    output: Annotated[
+        Path, typer.Option(help="Folder for report.json, report.md and report.html.")
+    ],
+    metrics: Annotated[
+        Path | None, typer.Option(help="metrics.jsonl of the training in between.")
+    ] = None,
     title: Annotated[str, typer.Option(help="Heading of the report.")] = "Before/after report",
     baselines: BaselineOption = None,
     gates: GateOption = None,
@@ -219,7 +257,11 @@ def report(
 
 
 def _compare(
-    models: Models, gates: list[str] | None, title: str, metrics: Path | None = None, output: Path | None = None
+    models: Models,
+    gates: list[str] | None,
+    title: str,
+    metrics: Path | None = None,
+    output: Path | None = None,
 ) -> None:
     """Print the report on two evaluations, and write it to `output` if given; exit with 3 if a gate failed."""
     from eval.report import REPORT_PAGE, Provenance, render_markdown
@@ -252,7 +294,10 @@ def compare(
         ),
     ] = None,
     is_history: Annotated[
-        bool, typer.Option("--history", help="Compare over time: results folders, reports, runs, stores.")
+        bool,
+        typer.Option(
+            "--history", help="Compare over time: results folders, reports, runs, stores."
+        ),
     ] = False,
     output: Annotated[
         Path | None,
@@ -263,7 +308,9 @@ def compare(
     store: StoreOption = DEFAULT_STORE,
     baselines: BaselineOption = None,
     gates: GateOption = None,
-    benchmark: Annotated[str | None, typer.Option(help="With --history: one benchmark of suites.")] = None,
+    benchmark: Annotated[
+        str | None, typer.Option(help="With --history: one benchmark of suites.")
+    ] = None,
 ) -> None:
     """Compare two evaluations of the same items, item by item, or with --history many over time.
 
@@ -274,16 +321,23 @@ def compare(
 
     given = sides or []
     if is_history:
-        paths = [Path(side) if Path(side).exists() else find_run(store, side, "report").folder for side in given]
+        paths = [
+            Path(side) if Path(side).exists() else find_run(store, side, "report").folder
+            for side in given
+        ]
         _print_history(paths or [store], output, benchmark)
         return
     if any(Path(side).is_file() for side in given):
         if baselines or gates or benchmark:
-            raise typer.BadParameter("--baseline, --gate and --benchmark do not apply to training logs")
+            raise typer.BadParameter(
+                "--baseline, --gate and --benchmark do not apply to training logs"
+            )
         _print_trainings(given, store, output)
         return
     if len(given) != 2:
-        raise typer.BadParameter(f"needs BEFORE and AFTER, got {len(given)}; add --history for more")
+        raise typer.BadParameter(
+            f"needs BEFORE and AFTER, got {len(given)}; add --history for more"
+        )
     (before, run_before), (after, run_after) = (find_evaluation(store, side) for side in given)
     _print_runs_compared({"before": run_before, "after": run_after})
     from eval.suite_report import Models
@@ -299,7 +353,9 @@ def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:
     found = {side: run for side, run in runs.items() if run is not None}
     for side, run in found.items():
         began = datetime.datetime.fromtimestamp(run.started_at)
-        typer.echo(f"- {side}: run {run.id} of {run.name}, {began:%Y-%m-%d %H:%M}, as evaluated after training")
+        typer.echo(
+            f"- {side}: run {run.id} of {run.name}, {began:%Y-%m-%d %H:%M}, as evaluated after training"
+        )
     if len(found) == 2:
         changes = changed_keys(found["before"], found["after"])
         typer.echo("- configuration: " + ("; ".join(map(str, changes)) or "the same in both"))

@@ -17,17 +17,23 @@ app.add_typer(runs_app, name="runs", short_help="List the runs in a store with t
 
 RunArgument = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="Run id (or its start or end), run folder, latest, or latest~1."),
+    typer.Argument(
+        metavar="RUN", help="Run id (or its start or end), run folder, latest, or latest~1."
+    ),
 ]
 
 
-@runs_app.callback(invoke_without_command=True, epilog="Example: dapo runs --limit 50; dapo runs show latest")
+@runs_app.callback(
+    invoke_without_command=True, epilog="Example: dapo runs --limit 50; dapo runs show latest"
+)
 def runs(
     context: typer.Context,
     store: StoreOption = DEFAULT_STORE,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Number of newest runs; default: {NUM_LISTED} in a table, all in JSON."),
+        typer.Option(
+            min=1, help=f"Number of newest runs; default: {NUM_LISTED} in a table, all in JSON."
+        ),
     ] = None,
     is_json: JsonOption = False,
 ) -> None:
@@ -84,16 +90,22 @@ def show(run: RunArgument, store: StoreOption = DEFAULT_STORE, is_json: JsonOpti
 
 
 @app.command(
-    epilog="Example: dapo gc --keep-runs 10 --dry-run", short_help="Remove artifacts that no kept run uses."
+    epilog="Example: dapo gc --keep-runs 10 --dry-run",
+    short_help="Remove artifacts that no kept run uses.",
 )
 def gc(
     keep_runs: Annotated[
         int, typer.Option(min=1, help="Keep all artifacts of this many newest runs with a report.")
     ],
     store: StoreOption = DEFAULT_STORE,
-    is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    is_dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be removed.")
+    ] = False,
     has_unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="Also remove unfinished attempts that have been idle for a day.")
+        bool,
+        typer.Option(
+            "--unfinished", help="Also remove unfinished attempts that have been idle for a day."
+        ),
     ] = False,
     has_damaged: Annotated[
         bool, typer.Option("--damaged", help="Also remove damaged and half-written outputs.")
@@ -110,7 +122,11 @@ def gc(
     from tasks.runs.history import short_ids
 
     found = collect_garbage(
-        store, keep_runs, has_unfinished=has_unfinished, has_damaged=has_damaged, is_dry_run=is_dry_run
+        store,
+        keep_runs,
+        has_unfinished=has_unfinished,
+        has_damaged=has_damaged,
+        is_dry_run=is_dry_run,
     )
     print_garbage(found, is_dry_run, short_ids(store))
 
@@ -132,4 +148,6 @@ def export(
     found = find_run(store, run, "report")
     with bytes_progress("export") as on_progress:
         num_bytes = export_run(found, destination, on_progress)
-    typer.echo(f"{destination}: model of run {found.id}, {num_bytes:,} bytes, every file's digest verified")
+    typer.echo(
+        f"{destination}: model of run {found.id}, {num_bytes:,} bytes, every file's digest verified"
+    )

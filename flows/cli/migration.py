@@ -38,7 +38,9 @@ def import_config(
             help="Bash scripts, YAML, or overrides (one per line); run.sh#2: its second training.",
         ),
     ],
-    output: Annotated[Path | None, typer.Option(help="Recipe to write; default: only show the account.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Recipe to write; default: only show the account.")
+    ] = None,
     set_env: Annotated[
         list[str] | None,
         typer.Option(
@@ -48,18 +50,26 @@ def import_config(
         ),
     ] = None,
     allow: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="Import without this key of theirs; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Import without this key of theirs; repeatable."),
     ] = None,
     backend: Annotated[
         Literal["own", "verl", "mindspeed-rl", "mindspeed-mm"],
-        typer.Option(help="The trainer to use; another trainer keeps keys that our core does not have."),
+        typer.Option(
+            help="The trainer to use; another trainer keeps keys that our core does not have."
+        ),
     ] = "own",
     version: Annotated[
         str | None,
-        typer.Option("--trainer-version", help="Version of their trainer; default: the newest that fits."),
+        typer.Option(
+            "--trainer-version", help="Version of their trainer; default: the newest that fits."
+        ),
     ] = None,
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="Same algorithm with two steps of two prompts on a CPU, to try it now.")
+        bool,
+        typer.Option(
+            "--tiny", help="Same algorithm with two steps of two prompts on a CPU, to try it now."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -87,7 +97,9 @@ def import_config(
     _require_loadable(recipe, (output or files[0]).stem)
     if output is not None:
         named = ", ".join(path.name for path in files)
-        write_recipe(recipe, output, [f"From {named} ({account.trainer} {account.version}).", *reading.notes])
+        write_recipe(
+            recipe, output, [f"From {named} ({account.trainer} {account.version}).", *reading.notes]
+        )
         typed = shlex.quote(str(output))
         typer.secho(f"wrote {output}; next: dapo plan {typed}, then dapo run {typed}", err=as_json)
 
@@ -113,7 +125,9 @@ def _require_loadable(recipe: Recipe, name: str) -> None:
         resolve_config({"run": {"name": name}, **recipe.tree})
     except ConfigError as error:
         named = [
-            key for key in recipe.values if re.search(rf"(?<![\w.]){re.escape(key)}(?!\.?[a-z_])", str(error))
+            key
+            for key in recipe.values
+            if re.search(rf"(?<![\w.]){re.escape(key)}(?!\.?[a-z_])", str(error))
         ]
         origins = [f"  {key}: {recipe.comments[key]}" for key in named if recipe.comments.get(key)]
         raise ConfigError("\n".join([str(error), *origins])) from None
@@ -123,20 +137,32 @@ def _blocking_message(blocking: list[Entry], backend: str, trainer: str) -> str:
     keys = list(dict.fromkeys(entry.setting.key for entry in blocking))
     allowing = " ".join(f"--allow {key}" for key in keys)
     lines = [f"{len(keys)} key{'s' * (len(keys) > 1)} stop{'s' * (len(keys) == 1)} the import:"]
-    lines += [f"  {entry.setting.origin} {entry.setting.key}: {entry.fate}; {entry.note}" for entry in blocking]
+    lines += [
+        f"  {entry.setting.origin} {entry.setting.key}: {entry.fate}; {entry.note}"
+        for entry in blocking
+    ]
     lines.append(f"to import without them: {allowing}")
     if any("num_train_rows" in entry.note for entry in blocking):
-        lines.append("to convert epochs to steps: --set-env num_train_rows=N, the rows of data.train_files")
+        lines.append(
+            "to convert epochs to steps: --set-env num_train_rows=N, the rows of data.train_files"
+        )
     if backend == "own" and any(entry.fate == "unsupported" for entry in blocking):
         lines.append(f"to train with {trainer} and keep these keys: --backend {trainer}")
     return "\n".join(lines)
 
 
-def _as_json(account: Account, reading: Reading, recipe: Recipe, blocking: list[Entry]) -> dict[str, Any]:
+def _as_json(
+    account: Account, reading: Reading, recipe: Recipe, blocking: list[Entry]
+) -> dict[str, Any]:
     from interop.recipe import counts_of
 
     def of(entry: Entry) -> dict[str, Any]:
-        return {**entry.setting._asdict(), "fate": entry.fate, "ours": entry.ours, "note": entry.note}
+        return {
+            **entry.setting._asdict(),
+            "fate": entry.fate,
+            "ours": entry.ours,
+            "note": entry.note,
+        }
 
     return {
         "trainer": account.trainer,
@@ -160,21 +186,28 @@ def export_config(
     config: ConfigArgument,
     trainer: Annotated[Trainer, typer.Option("--for", help="Trainer to export for.")],
     output: Annotated[
-        Path | None, typer.Option(help=f"Folder for {SCRIPT} and its files; default: print the script.")
+        Path | None,
+        typer.Option(help=f"Folder for {SCRIPT} and its files; default: print the script."),
     ] = None,
     version: Annotated[
         str | None,
-        typer.Option("--trainer-version", help="Trainer version, such as 0.6.1; default: the newest known."),
+        typer.Option(
+            "--trainer-version", help="Trainer version, such as 0.6.1; default: the newest known."
+        ),
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="Model folder instead of model.path or model.id, such as one from fetch-model."),
+        typer.Option(
+            help="Model folder instead of model.path or model.id, such as one from fetch-model."
+        ),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Output of prepare-data; its rows are written next to the script.")
+        Path | None,
+        typer.Option(help="Output of prepare-data; its rows are written next to the script."),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Number of nodes; default: 8 devices per node, 16 on Atlas A3.")
+        int | None,
+        typer.Option(min=1, help="Number of nodes; default: 8 devices per node, 16 on Atlas A3."),
     ] = None,
     overrides: SetOption = None,
 ) -> None:
@@ -192,7 +225,9 @@ def export_config(
     lost = unsaid_keys(config, overrides or (), launch)
     comments = [f"{settings.run.name} of dapo-pipeline for {trainer}, not tested with it."]
     if trainer != "verl":
-        comments.append("Run it in the trainer's checkout. Fill in the <...> placeholders in the YAML.")
+        comments.append(
+            "Run it in the trainer's checkout. Fill in the <...> placeholders in the YAML."
+        )
     if lost:
         comments.append(f"Keys without an equivalent: {', '.join(lost)}.")
     if output is None:
@@ -204,7 +239,8 @@ def export_config(
         typer.echo(script, nl=False)
     else:
         typer.echo(
-            f"wrote {folder / SCRIPT}" + ("" if data else "; to include rows: --data FOLDER of dapo prepare-data")
+            f"wrote {folder / SCRIPT}"
+            + ("" if data else "; to include rows: --data FOLDER of dapo prepare-data")
         )
     if lost:
         typer.secho(f"{trainer} has no equivalent for {', '.join(lost)}", err=True, fg="yellow")

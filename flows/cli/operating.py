@@ -29,12 +29,16 @@ def up(
         typer.Option(
             help="The server's database: postgresql+asyncpg://user@host/name, or sqlite for a file in the "
             "store (default). Put a URL with a password in the environment variable.",
-            envvar=["PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL"],
+            envvar=[
+                "PREFECT_SERVER_DATABASE_CONNECTION_URL",
+                "PREFECT_API_DATABASE_CONNECTION_URL",
+            ],
             show_envvar=True,
         ),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Server port; default: 4200 if free, else any.", min=1, max=65535)
+        int | None,
+        typer.Option(help="Server port; default: 4200 if free, else any.", min=1, max=65535),
     ] = None,
     host: Annotated[
         str | None,
@@ -53,7 +57,9 @@ def up(
     project = Path.cwd()
     services = bring_up(store, project, host=host, port=port, database=database)
     server = services.server.read()
-    is_default = store.resolve() == DEFAULT_STORE.resolve()  # Prefect's start-up plugin finds this one
+    is_default = (
+        store.resolve() == DEFAULT_STORE.resolve()
+    )  # Prefect's start-up plugin finds this one
     typer.echo(
         f"Prefect UI:     {server['page_url']}\n"
         f"Logs:           {services.server.log} {services.worker.log}\n"
@@ -65,9 +71,14 @@ def up(
     )
 
 
-@app.command(epilog="Example: dapo down --cancel", short_help="Stop what `dapo up` started, and nothing else.")
+@app.command(
+    epilog="Example: dapo down --cancel",
+    short_help="Stop what `dapo up` started, and nothing else.",
+)
 def down(
-    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel active flow runs instead of refusing.")] = False,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Cancel active flow runs instead of refusing.")
+    ] = False,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Stop the worker and server that `dapo up` started, and nothing else; refuses while flow runs are active.
@@ -97,12 +108,20 @@ def doctor(
     overrides: SetOption = None,
     is_smoke: SmokeOption = False,
     is_export: Annotated[
-        bool, typer.Option("--export", help="With env: print shell lines that set the missing variables.")
+        bool,
+        typer.Option(
+            "--export", help="With env: print shell lines that set the missing variables."
+        ),
     ] = False,
     is_json: JsonOption = False,
-    store: Annotated[Path | None, typer.Option(help="Artifact store; default: the recipe's, else .dapo.")] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Artifact store; default: the recipe's, else .dapo.")
+    ] = None,
     wait_seconds: Annotated[
-        float, typer.Option(help="How long to wait for scheduled deployments to have an upcoming run.", min=0)
+        float,
+        typer.Option(
+            help="How long to wait for scheduled deployments to have an upcoming run.", min=0
+        ),
     ] = 90.0,
 ) -> None:
     """Check packages, store, devices, Prefect and a recipe, and suggest fixes; exit status 1 if a check fails.
@@ -145,7 +164,9 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _lint_variables(config: Path | None, overrides: Sequence[str], is_export: bool, is_json: bool) -> None:
+def _lint_variables(
+    config: Path | None, overrides: Sequence[str], is_export: bool, is_json: bool
+) -> None:
     """Print how environment variables affect a recipe, or training on this machine's devices."""
     from flows.config import load_config_or_defaults
     from flows.tables import print_json, print_variables

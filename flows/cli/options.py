@@ -8,25 +8,33 @@ from typing import Annotated, Any
 
 import typer
 
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="Recipe, such as configs/arith_cpu.yaml.")]
+ConfigArgument = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="Recipe, such as configs/arith_cpu.yaml.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SmokeOption = Annotated[
     bool,
-    typer.Option("--smoke", help="Also start the recipe's engines and get one response from each (a minute)."),
+    typer.Option(
+        "--smoke", help="Also start the recipe's engines and get one response from each (a minute)."
+    ),
 ]
 StoreOption = Annotated[Path, typer.Option(help="Artifact store.")]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key; repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key; repeatable."),
 ]
 GateOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--gate", help="Condition to meet, such as 'math500 >= before - 1'; repeatable. Exit status 3 if not met."
+        "--gate",
+        help="Condition to meet, such as 'math500 >= before - 1'; repeatable. Exit status 3 if not met.",
     ),
 ]
 BaselineOption = Annotated[
     list[str] | None,
-    typer.Option("--baseline", metavar="NAME=FOLDER", help="Results folder of another model; repeatable."),
+    typer.Option(
+        "--baseline", metavar="NAME=FOLDER", help="Results folder of another model; repeatable."
+    ),
 ]
 GATE_EXIT_CODE = 3  # everything ran, but a gate failed
 

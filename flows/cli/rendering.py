@@ -22,21 +22,34 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 )
 def render(
     inventory: Annotated[
-        Path | None, typer.Argument(metavar="INVENTORY", help="Machines; default: those of this allocation.")
+        Path | None,
+        typer.Argument(metavar="INVENTORY", help="Machines; default: those of this allocation."),
     ] = None,
-    is_scripts: Annotated[bool, typer.Option("--scripts", help="A start and stop script per node.")] = False,
+    is_scripts: Annotated[
+        bool, typer.Option("--scripts", help="A start and stop script per node.")
+    ] = False,
     is_slurm: Annotated[
-        bool, typer.Option("--slurm", help="A batch file that starts Ray and runs --config in an allocation.")
+        bool,
+        typer.Option(
+            "--slurm", help="A batch file that starts Ray and runs --config in an allocation."
+        ),
     ] = False,
     is_kuberay: Annotated[
-        bool, typer.Option("--kuberay", help="A RayCluster, or with --config a RayJob that runs the recipe.")
+        bool,
+        typer.Option(
+            "--kuberay", help="A RayCluster, or with --config a RayJob that runs the recipe."
+        ),
     ] = False,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="RECIPE", help="Recipe to run; also sets the environment."),
+        typer.Option(
+            "--config", metavar="RECIPE", help="Recipe to run; also sets the environment."
+        ),
     ] = None,
     overrides: SetOption = None,
-    output: Annotated[Path | None, typer.Option(help="Folder for the files; default: standard output.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the files; default: standard output.")
+    ] = None,
     site: Annotated[
         list[str] | None,
         typer.Option(
@@ -64,7 +77,9 @@ def render(
     changes = ["train.ray_address=auto", *(overrides or ())]
     if config is None:
         changes.insert(0, f"train.device={machines.device}")
-    settings = load_config_or_defaults(None, changes) if config is None else load_config(config, changes)
+    settings = (
+        load_config_or_defaults(None, changes) if config is None else load_config(config, changes)
+    )
     place = forms.Site(source or "an allocation", tuple(site or ()))
     path = _in_project(config) if config is not None and is_slurm else config
     recipe = None if path is None else forms.Recipe(str(path), tuple(overrides or ()))
@@ -98,7 +113,9 @@ def _write(path: Path, text: str) -> None:
         path.touch(mode=0o600)  # it holds environment values
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise typer.BadParameter(f"cannot write {path}: {error.strerror}", param_hint="--output") from None
+        raise typer.BadParameter(
+            f"cannot write {path}: {error.strerror}", param_hint="--output"
+        ) from None
     typer.echo(f"wrote {path}")
 
 

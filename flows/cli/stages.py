@@ -35,7 +35,9 @@ def prepare_data(
     from tasks.data.prepare import build_dataset
 
     counts = build_dataset(load_config(config, overrides or ()), _new_folder(output))
-    typer.echo(f"{output}: {counts['train_rows']} training and {counts['eval_rows']} held-out problems")
+    typer.echo(
+        f"{output}: {counts['train_rows']} training and {counts['eval_rows']} held-out problems"
+    )
 
 
 @app.command(
@@ -45,9 +47,12 @@ def prepare_data(
 )
 def fetch_model(
     config: ConfigArgument,
-    output: Annotated[Path, typer.Option(help="Model folder to write; an unfinished download in it is resumed.")],
+    output: Annotated[
+        Path, typer.Option(help="Model folder to write; an unfinished download in it is resumed.")
+    ],
     data: Annotated[
-        Path | None, typer.Option(help="Training parquet for the warm start of model.source=recipe.")
+        Path | None,
+        typer.Option(help="Training parquet for the warm start of model.source=recipe."),
     ] = None,
     commit: Annotated[str | None, typer.Option(help="Fail unless the commit is this one.")] = None,
     overrides: SetOption = None,
@@ -81,10 +86,14 @@ def _build_model(settings: Config, data: Path | None, folder: Path) -> None:
         raise ConfigError("model.source=recipe needs training rows; give their file with --data")
     rows = [dict(row) for batch in iterate_rows(data) for row in batch]
     metrics = build_model(rows, folder, settings.model.recipe, settings.run.seed)
-    typer.echo(f"{folder}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}")
+    typer.echo(
+        f"{folder}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}"
+    )
 
 
-@app.command(epilog="Example: dapo train configs/arith_cpu.yaml --data d/train.parquet --model m --output t")
+@app.command(
+    epilog="Example: dapo train configs/arith_cpu.yaml --data d/train.parquet --model m --output t"
+)
 def train(
     config: ConfigArgument,
     data: Annotated[Path, typer.Option(help="Training parquet.")],
@@ -93,7 +102,8 @@ def train(
         Path, typer.Option(help="Folder for checkpoints and metrics.jsonl; resumes if it has them.")
     ],
     held_out: Annotated[
-        Path | None, typer.Option(help="Held-out problems for validation.every: a file that dapo eval reads.")
+        Path | None,
+        typer.Option(help="Held-out problems for validation.every: a file that dapo eval reads."),
     ] = None,
     overrides: SetOption = None,
 ) -> None:
@@ -113,10 +123,15 @@ def train(
         from tasks.external.training import train_with_other
 
         files = Inputs(
-            data.absolute(), model.absolute(), _folder(output).absolute(), (held_out or data).absolute()
+            data.absolute(),
+            model.absolute(),
+            _folder(output).absolute(),
+            (held_out or data).absolute(),
         )
         other = train_with_other(settings, files, on_step, typer.echo)
-        typer.echo(f"{other.path}: {counted(other.step, 'training step')} of {settings.train.backend}")
+        typer.echo(
+            f"{other.path}: {counted(other.step, 'training step')} of {settings.train.backend}"
+        )
         return
     from tasks.processes.driver import forked_driver
 
@@ -145,7 +160,9 @@ def merge(
     dtype: Annotated[MergeDtype, typer.Option(help="keep: as trained (float32).")] = "keep",
     checkpoint: Annotated[
         CheckpointChoice,
-        typer.Option(help="For an output folder: the last one, or the one with the highest validation/accuracy."),
+        typer.Option(
+            help="For an output folder: the last one, or the one with the highest validation/accuracy."
+        ),
     ] = "latest",
     max_shard_bytes: Annotated[
         int, typer.Option(min=1024, help="Maximum size of an output file.")
@@ -159,7 +176,9 @@ def merge(
     ] = False,
     config: Annotated[
         Path | None,
-        typer.Option(help="Recipe for another trainer, whose own program converts Megatron weights (external)."),
+        typer.Option(
+            help="Recipe for another trainer, whose own program converts Megatron weights (external)."
+        ),
     ] = None,
 ) -> None:
     """Merge FSDP shards of dapo train or verl into a folder that transformers and vLLM can load."""
@@ -171,9 +190,13 @@ def merge(
             from flows.config import load_config
             from tasks.external.conversion import converted
 
-            sources = stack.enter_context(converted(load_config(config), sources, target, typer.echo))
+            sources = stack.enter_context(
+                converted(load_config(config), sources, target, typer.echo)
+            )
         on_bytes = stack.enter_context(bytes_progress("merge"))
-        sizes = merge_checkpoint(sources, target, dtype, max_shard_bytes, on_bytes, verify_logits, checkpoint)
+        sizes = merge_checkpoint(
+            sources, target, dtype, max_shard_bytes, on_bytes, verify_logits, checkpoint
+        )
     typer.echo(
         f"{target}: {sizes['tensors']} tensors, {sizes['parameters']:,} parameters, {sizes['bytes']:,} bytes "
         f"in {sizes['shards']} file{'s' if sizes['shards'] > 1 else ''}"
@@ -187,7 +210,9 @@ def merge(
 )
 def serve(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face model folder.")],
-    config: Annotated[Path | None, typer.Option(help="Recipe whose `serve` section to use.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Recipe whose `serve` section to use.")
+    ] = None,
     overrides: SetOption = None,
 ) -> None:
     """Serve a model with vLLM, as for an evaluation, until interrupted.
@@ -210,7 +235,9 @@ def _folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot create --output {path}: {error.strerror}; choose another folder") from None
+        raise ConfigError(
+            f"cannot create --output {path}: {error.strerror}; choose another folder"
+        ) from None
     return path
 
 

@@ -47,7 +47,9 @@ def spelt(value: Any) -> str:
     if isinstance(value, bool | int | float):
         return str(value)
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{spelt(name)}:{spelt(child)}" for name, child in value.items()) + "}"
+        return (
+            "{" + ",".join(f"{spelt(name)}:{spelt(child)}" for name, child in value.items()) + "}"
+        )
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(spelt, value)) + "]"
     text = str(value)
@@ -60,10 +62,15 @@ def spelt(value: Any) -> str:
 
 def script_of(argv: Sequence[str], env: Mapping[str, str], comments: Iterable[str] = ()) -> str:
     """Return a bash script: comments, exports, and `python3` with the arguments, one override per line."""
-    head = ["#!/usr/bin/env bash", *(f"# {line}".rstrip() for line in comments), "set -euo pipefail"]
+    head = [
+        "#!/usr/bin/env bash",
+        *(f"# {line}".rstrip() for line in comments),
+        "set -euo pipefail",
+    ]
     exports = [f"export {name}={shell_value(value)}" for name, value in env.items()]
     first = next(
-        (number for number, word in enumerate(argv) if "=" in word and not word.startswith("--")), len(argv)
+        (number for number, word in enumerate(argv) if "=" in word and not word.startswith("--")),
+        len(argv),
     )
     command = [shlex.join(["python3", *argv[:first]]), *map(shlex.quote, argv[first:])]
     return "\n".join([*head, "", *exports, "", " \\\n  ".join([*command, '"$@"'])]) + "\n"

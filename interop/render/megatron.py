@@ -90,19 +90,27 @@ def splits_of(overrides: Sequence[str], devices: int, context: int, recomputes: 
     Raises ForeignConfigError for an invalid size.
     """
     values = dict(map(_read, overrides))
-    sizes: dict[str, Any] = {name: values[key] for name, key in _PARTS.items() if values.get(key) is not None}
+    sizes: dict[str, Any] = {
+        name: values[key] for name, key in _PARTS.items() if values.get(key) is not None
+    }
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < (0 if name.endswith("_layers") else 1) - name.startswith("counts"):
+        if not isinstance(size, int) or size < (
+            0 if name.endswith("_layers") else 1
+        ) - name.startswith("counts"):
             raise ForeignConfigError(
                 f"external.overrides: {_PARTS[name]}={size} is not a valid size; give an integer"
             )
     if f"{TRANSFORMER}recompute_granularity" in values:
         recomputes = values[f"{TRANSFORMER}recompute_granularity"] == "full"
-    share = values.get(f"{OPTIMIZER}optimizer_offload_fraction", 0) if values.get(
-        f"{OPTIMIZER}optimizer_cpu_offload"
-    ) else 0  # fmt: skip
+    share = (
+        values.get(f"{OPTIMIZER}optimizer_offload_fraction", 0)
+        if values.get(f"{OPTIMIZER}optimizer_cpu_offload")
+        else 0
+    )
     return Splits(
-        **{"devices": devices, "context": context, **sizes}, recomputes=recomputes, host_optimizer=float(share)
+        **{"devices": devices, "context": context, **sizes},
+        recomputes=recomputes,
+        host_optimizer=float(share),
     )
 
 
@@ -119,7 +127,12 @@ def require_divided(splits: Splits, model: Layers, responses: int) -> None:
 
 def _undivided(splits: Splits, model: Layers, responses: int) -> Iterator[str]:
     names = {name: key.removeprefix(PREFIX) for name, key in _PARTS.items()}
-    tensor, pipeline, context, devices = splits.tensor, splits.pipeline, splits.context, splits.devices
+    tensor, pipeline, context, devices = (
+        splits.tensor,
+        splits.pipeline,
+        splits.context,
+        splits.devices,
+    )
     for what, number in (("attention heads", model.heads), ("key heads", model.key_heads)):
         if number % tensor:
             yield (
@@ -167,7 +180,9 @@ def _undivided_layers(splits: Splits, model: Layers, names: Mapping[str, str]) -
             f"{stages}; set {account} if {model.layers} + 2 divides, or {names['first_layers']} and "
             f"{names['last_layers']}"
         )
-    elif splits.virtual and (splits.pipeline == 1 or any(layers % splits.virtual for layers in stages)):
+    elif splits.virtual and (
+        splits.pipeline == 1 or any(layers % splits.virtual for layers in stages)
+    ):
         yield (
             f"{names['virtual']}={splits.virtual} needs several pipeline stages and must divide the layers of "
             f"each ({stages})"
@@ -175,4 +190,6 @@ def _undivided_layers(splits: Splits, model: Layers, names: Mapping[str, str]) -
 
 
 def _divisors(number: int) -> str:
-    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0 and size <= 64)
+    return ", ".join(
+        str(size) for size in range(1, number + 1) if number % size == 0 and size <= 64
+    )

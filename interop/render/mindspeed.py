@@ -19,7 +19,9 @@ from interop.table import Table, load
 CONFIG, ROWS, START = "mindspeed", "rows", "start_mindspeed.py"  # the first two are YAML files
 _FILE_KEYS = ("preprocess.", "megatron_training.data_path")  # set by _environment_settings
 POLICY = "policy"  # the name of the architecture in the configuration
-CHECKPOINT_NUMBER = "latest_checkpointed_iteration.txt"  # Megatron writes it next to its checkpoints
+CHECKPOINT_NUMBER = (
+    "latest_checkpointed_iteration.txt"  # Megatron writes it next to its checkpoints
+)
 _LOAD = "actor_config.load"
 _REQUIRED = {  # with an example value
     "mindspeed-rl": {_LOAD: "/weights/qwen2.5-32b-tp8"},
@@ -38,19 +40,34 @@ _ENTRIES = {
 }
 # Set in all of MindSpeed's own configurations for Megatron on NPUs.
 _MEGATRON = {
-    "use_mcore_models": True, "use_flash_attn": True, "no_masked_softmax_fusion": True,
-    "attention_softmax_in_fp32": True, "no_gradient_accumulation_fusion": True, "use_distributed_optimizer": True,
-    "tokenizer_type": "PretrainedFromHF", "distributed_backend": "nccl", "no_shared_storage": True,
-}  # fmt: skip
+    "use_mcore_models": True,
+    "use_flash_attn": True,
+    "no_masked_softmax_fusion": True,
+    "attention_softmax_in_fp32": True,
+    "no_gradient_accumulation_fusion": True,
+    "use_distributed_optimizer": True,
+    "tokenizer_type": "PretrainedFromHF",
+    "distributed_backend": "nccl",
+    "no_shared_storage": True,
+}
 _MEGATRON_TEXT = {
-    "use_fused_rmsnorm": True, "use_fused_swiglu": True, "use_fused_rotary_pos_emb": True,
-    "variable_seq_lengths": True, "reset_position_ids": True, "dataset_additional_keys": ["labels"],
-}  # fmt: skip
-_MEGATRON_IMAGES = {"dataset_additional_keys": ["input_ids", "input_ids_length", "attention_mask", "position_ids"]}
+    "use_fused_rmsnorm": True,
+    "use_fused_swiglu": True,
+    "use_fused_rotary_pos_emb": True,
+    "variable_seq_lengths": True,
+    "reset_position_ids": True,
+    "dataset_additional_keys": ["labels"],
+}
+_MEGATRON_IMAGES = {
+    "dataset_additional_keys": ["input_ids", "input_ids_length", "attention_mask", "position_ids"]
+}
 _ENV = {
-    "HYDRA_FULL_ERROR": "1", "PYTHONUNBUFFERED": "1", "RAY_DEDUP_LOGS": "0", "TASK_QUEUE_ENABLE": "2",
+    "HYDRA_FULL_ERROR": "1",
+    "PYTHONUNBUFFERED": "1",
+    "RAY_DEDUP_LOGS": "0",
+    "TASK_QUEUE_ENABLE": "2",
     "HCCL_IF_BASE_PORT": "24703",
-}  # fmt: skip
+}
 _ENV_IMAGES = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "CPU_AFFINITY_CONF": "2"}
 _START = '''"""Prepare the rows in MindSpeed's format unless they are up to date, then start its training."""
 
@@ -85,7 +102,9 @@ def render(
         raise ForeignConfigError(
             f"train.device={ours['train.device']}: MindSpeed trains on npu only; set it to npu"
         )
-    settings = [each for each in settings_for(tree, trainer, version) if not each.key.startswith(_FILE_KEYS)]
+    settings = [
+        each for each in settings_for(tree, trainer, version) if not each.key.startswith(_FILE_KEYS)
+    ]
     settings = [_typed(each) for each in (*settings, *_environment_settings(ours, trainer, places))]
     values = {setting.key: setting.value for setting in settings}
     values |= dict(_overrides(ours, load(trainer)))
@@ -107,20 +126,29 @@ def render(
     if wrong := [*wrong_values(content), *_impossible(values)]:
         raise ForeignConfigError(f"{trainer} rejects this configuration: {'; '.join(wrong)}")
     prepared = {**_preparation(places, content), **content.pop(PREPROCESS, {})}
-    command = [_ENTRIES[trainer, values["megatron_training.stage"]], f"--config-path={places.folder}"]
+    command = [
+        _ENTRIES[trainer, values["megatron_training.stage"]],
+        f"--config-path={places.folder}",
+    ]
     command += [f"--config-name={CONFIG}"]
     if "defaults" in content:
         command.append(_searchpath(ours))
     files = {f"{CONFIG}.yaml": _text(content)}
-    if content["megatron_training"]["data_path"] == str(places.folder / "data"):  # it prepares these rows first
+    if content["megatron_training"]["data_path"] == str(
+        places.folder / "data"
+    ):  # it prepares these rows first
         files[f"{ROWS}.yaml"] = _text(prepared)
-        files[START] = _START.format(folder=str(places.folder), rows=str(prepared["input"]), name=ROWS)
+        files[START] = _START.format(
+            folder=str(places.folder), rows=str(prepared["input"]), name=ROWS
+        )
         command = [str(places.folder / START), *command]
     return Launch(
         argv=tuple(command),
         env=environment(tree, trainer),
         files=files,
-        overrides=tuple(override(setting.key, setting.value) for setting in settings if setting.origin),
+        overrides=tuple(
+            override(setting.key, setting.value) for setting in settings if setting.origin
+        ),
         covered=frozenset(name for setting in settings for name in setting.origin.split(", "))
         | {"train.ray_address"},
     )
@@ -148,7 +176,9 @@ def environment(tree: Mapping[str, Any], trainer: str) -> dict[str, str]:
     return {**_ENV, **(_ENV_IMAGES if trainer == "mindspeed-mm" else {}), **ray}
 
 
-def _environment_settings(ours: Mapping[str, Any], trainer: str, places: Places) -> Iterator[Setting]:
+def _environment_settings(
+    ours: Mapping[str, Any], trainer: str, places: Places
+) -> Iterator[Setting]:
     """Yield settings that depend on paths or never change, which the table cannot express."""
     is_text = trainer == "mindspeed-rl"
     for name, value in {**_MEGATRON, **(_MEGATRON_TEXT if is_text else _MEGATRON_IMAGES)}.items():
@@ -177,7 +207,9 @@ def _typed(setting: Setting) -> Setting:
     value = setting.value
     if kind == "int" and isinstance(value, float) and value.is_integer():
         return setting._replace(value=int(value))
-    return setting._replace(value=float(value)) if kind == "float" and type(value) is int else setting
+    return (
+        setting._replace(value=float(value)) if kind == "float" and type(value) is int else setting
+    )
 
 
 def _overrides(ours: Mapping[str, Any], table: Table) -> Iterator[tuple[str, Any]]:
@@ -204,7 +236,9 @@ def _is_number(text: str) -> bool:
 def _resumed(values: Mapping[str, Any], places: Places, resume: str) -> dict[str, Any]:
     """Return the settings that resume from an earlier attempt's checkpoint or from checkpoint.resume."""
     named = None if resume in ("auto", "never") else resume
-    newest = str(places.checkpoints) if (places.checkpoints / CHECKPOINT_NUMBER).is_file() else named
+    newest = (
+        str(places.checkpoints) if (places.checkpoints / CHECKPOINT_NUMBER).is_file() else named
+    )
     if newest is None:
         return {}
     return {
@@ -290,7 +324,9 @@ def _impossible(values: Mapping[str, Any]) -> Iterator[str]:
         "ranks": devices // layout,
         "engines": devices // values["generate_config.infer_tensor_parallel_size"],
     }
-    batches: dict[str, tuple[str, ...]] = {"megatron_training.global_batch_size": ("ranks", "engines")}
+    batches: dict[str, tuple[str, ...]] = {
+        "megatron_training.global_batch_size": ("ranks", "engines")
+    }
     if values["rl_config.filter_groups_enable"]:
         batches["rl_config.filter_groups_train_batch_size"] = ("ranks",)
     for key, kinds in batches.items():

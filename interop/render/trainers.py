@@ -12,7 +12,9 @@ from interop.render.launch import Launch, Places
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
 
-def render(trainer: str, tree: Mapping[str, Any], places: Places, version: str | None = None) -> Launch:
+def render(
+    trainer: str, tree: Mapping[str, Any], places: Places, version: str | None = None
+) -> Launch:
     """Render the start of a trainer for a resolved recipe; raises ForeignConfigError for unsupported keys."""
     if trainer == "verl":
         return verl.render(tree, places, version)
@@ -31,7 +33,9 @@ def own_overrides(
     if trainer == "verl":
         external = {**tree["external"], "overrides": []}
         own = verl.render({**tree, "external": external}, places, version).overrides
-        return tuple(each for each in own if "recompute_" not in each)  # the user decides how much to recompute
+        return tuple(
+            each for each in own if "recompute_" not in each
+        )  # the user decides how much to recompute
     return mindspeed.render(tree, places, version, trainer).overrides
 
 
@@ -45,7 +49,9 @@ def write_rows(prepared: Path, path: Path) -> int:
     import pyarrow.parquet as pq
 
     shares = pq.read_table(prepared, columns=["dataset", "weight"])
-    table = pq.read_table(prepared, columns=list(COLUMNS)).take(pa.array(_numbers(shares.to_pydict())))
+    table = pq.read_table(prepared, columns=list(COLUMNS)).take(
+        pa.array(_numbers(shares.to_pydict()))
+    )
     ability = table.column("ability").cast(pa.string()).fill_null("")
     table = table.set_column(COLUMNS.index("ability"), "ability", ability)
     pq.write_table(table, path)
@@ -61,5 +67,7 @@ def _numbers(shares: dict[str, list[Any]]) -> list[int]:
         weights[name] = weight
     per_weight = max(len(rows[name]) / weights[name] for name in rows)
     return [
-        rows[name][place % len(rows[name])] for name in rows for place in range(round(per_weight * weights[name]))
+        rows[name][place % len(rows[name])]
+        for name in rows
+        for place in range(round(per_weight * weights[name]))
     ]

@@ -42,9 +42,15 @@ _RECIPE_ONLY = ("data.gen_batch_size", "algorithm.filter_groups.max_num_gen_batc
 _FREE = re.compile(
     r"\.(reward_kwargs|overlong_buffer|override_\w+_config)\."
 )  # sections that are in no wheel's configuration
-_FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 _UNLIMITED_DRAWS = 1000  # per training step, when counting epochs without a limit
-_RENDERED_ELSEWHERE = frozenset({"train.ray_address", "train.device", "algorithm.compat"})  # env, reward file
+_RENDERED_ELSEWHERE = frozenset(
+    {"train.ray_address", "train.device", "algorithm.compat"}
+)  # env, reward file
 # Environment variables in verl's scripts for Ascend NPUs.
 _NPU_ENV = {"HCCL_CONNECT_TIMEOUT": "5400", "VLLM_ASCEND_ENABLE_NZ": "0", "TASK_QUEUE_ENABLE": "1"}
 
@@ -78,7 +84,9 @@ def render(tree: Mapping[str, Any], places: Places, version: str | None = None) 
     megatron = ("--config-name=ppo_megatron_trainer",) if _is_megatron(tree) else ()
     if entry == DAPO_RECIPE and megatron:
         megatron = ("--config-name=dapo_megatron_trainer",)
-    covered = {name for setting in settings for name in setting.origin.split(", ")} | _RENDERED_ELSEWHERE
+    covered = {
+        name for setting in settings for name in setting.origin.split(", ")
+    } | _RENDERED_ELSEWHERE
     if ours["sampler.max_num_gen_batches"] == 0:  # main_ppo never limits draws
         covered |= {"sampler.max_num_gen_batches"}
     return Launch(
@@ -90,7 +98,9 @@ def render(tree: Mapping[str, Any], places: Places, version: str | None = None) 
     )
 
 
-def written(tree: Mapping[str, Any], table: Table, version: str, settings: Iterable[Setting]) -> list[str]:
+def written(
+    tree: Mapping[str, Any], table: Table, version: str, settings: Iterable[Setting]
+) -> list[str]:
     """Return the settings as Hydra overrides, each key once, followed by external.overrides."""
     own = _section(tree, "external").get("overrides", ())
     overridden = {re.split(r"=", each.lstrip("+~"), maxsplit=1)[0] for each in own}
@@ -118,17 +128,25 @@ def _environment_settings(ours: Mapping[str, Any], places: Places) -> list[Setti
         Setting("data.prompt_key", "prompt", "data.train"),
         Setting("data.train_files", str(places.train_rows), "data.train"),
         Setting("data.val_files", str(places.held_out_rows), "data.eval"),
-        Setting("actor_rollout_ref.model.path", str(places.model), "model.path, model.id, model.source"),
+        Setting(
+            "actor_rollout_ref.model.path", str(places.model), "model.path, model.id, model.source"
+        ),
         Setting("actor_rollout_ref.model.use_remove_padding", True, ""),
         Setting("trainer.default_local_dir", str(places.checkpoints), "store.path"),
         Setting("trainer.project_name", ours["train.tracker_project"], "train.tracker_project"),
         Setting(
-            "trainer.experiment_name", ours["train.tracker_run"] or ours["run.name"], "train.tracker_run, run.name"
+            "trainer.experiment_name",
+            ours["train.tracker_run"] or ours["run.name"],
+            "train.tracker_run, run.name",
         ),
         Setting("trainer.n_gpus_per_node", devices // nodes, devices_said),
         Setting("trainer.nnodes", nodes, devices_said),
         Setting("trainer.total_epochs", _most_epochs(ours), "train.total_steps"),
-        Setting(f"{reward}.path", str(scorer), "custom_reward.path, reward.scorers, reward.timeout_seconds"),
+        Setting(
+            f"{reward}.path",
+            str(scorer),
+            "custom_reward.path, reward.scorers, reward.timeout_seconds",
+        ),
         Setting(f"{reward}.name", ours["custom_reward.name"], "custom_reward.name"),
     ]
 
@@ -181,11 +199,15 @@ def _table_settings(tree: Mapping[str, Any], version: str, entry: str) -> Iterat
     replaced = _REPLACED if entry == DAPO_RECIPE else (*_REPLACED, *_RECIPE_ONLY)
     for setting in settings_for(tree, "verl", version):
         key, value, origin = setting
-        if key.endswith("update_weights_bucket_megabytes"):  # verl's default; fits a large model's embedding
+        if key.endswith(
+            "update_weights_bucket_megabytes"
+        ):  # verl's default; fits a large model's embedding
             yield Setting(key, max(value, MIN_BUCKET_MEGABYTES), origin)
         elif ".megatron." in key:  # rendered under Megatron's names below
             continue
-        elif not key.startswith(replaced) and not (key.endswith(".rollout.dtype") and value == "auto"):
+        elif not key.startswith(replaced) and not (
+            key.endswith(".rollout.dtype") and value == "auto"
+        ):
             yield setting
 
 
@@ -214,7 +236,9 @@ def _overlong(ours: Mapping[str, Any], table: Table, version: str, entry: str) -
     ]
     settings.append(Setting(f"{prefix}.log", False, ""))  # the manager requires it
     if limit is not None:
-        settings.append(Setting(limit, ours["rollout.max_response_tokens"], "rollout.max_response_tokens"))
+        settings.append(
+            Setting(limit, ours["rollout.max_response_tokens"], "rollout.max_response_tokens")
+        )
     return settings
 
 

@@ -11,8 +11,16 @@ TOKEN = re.compile(
     re.DOTALL,
 )
 LEVELS = (
-    *(("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", "<=", ">", ">=")),
-    *(("<<", ">>"), ("+", "-"), ("*", "/", "%")),
+    ("||",),
+    ("&&",),
+    ("|",),
+    ("^",),
+    ("&",),
+    ("==", "!="),
+    ("<", "<=", ">", ">="),
+    ("<<", ">>"),
+    ("+", "-"),
+    ("*", "/", "%"),
 )
 ASSIGNING = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "^=", "|=")
 MAX_DEPTH = 20
@@ -59,7 +67,9 @@ class _Parser:
             return 0
         tree = self.comma()
         if self.peek():
-            raise ArithmeticFailure(f"{self.text.strip()!r} is not an integer expression (at {self.peek()!r})")
+            raise ArithmeticFailure(
+                f"{self.text.strip()!r} is not an integer expression (at {self.peek()!r})"
+            )
         return tree
 
     def comma(self) -> Any:
@@ -137,7 +147,9 @@ def _number(token: str, text: str) -> int:
             return int(token, 16)
         return int(token, 8 if token.startswith("0") and len(token) > 1 else 10)
     except ValueError:
-        raise ArithmeticFailure(f"{text.strip()!r} is not an integer expression (at {token!r})") from None
+        raise ArithmeticFailure(
+            f"{text.strip()!r} is not an integer expression (at {token!r})"
+        ) from None
 
 
 def _value(tree: Any, read: Read, write: Write, depth: int) -> int:

@@ -18,7 +18,20 @@ SUCCESS = "a command's success"
 MAX_DEPTH = 20
 SHELLS = ("bash", "sh", "zsh")
 # Commands assumed to succeed before `&&` and `||`.
-SUCCEEDING = ("cd", "echo", "mkdir", "touch", "rm", "cp", "mv", "ulimit", "sleep", "source", ".", "wait")
+SUCCEEDING = (
+    "cd",
+    "echo",
+    "mkdir",
+    "touch",
+    "rm",
+    "cp",
+    "mv",
+    "ulimit",
+    "sleep",
+    "source",
+    ".",
+    "wait",
+)
 NO_WORDS = ("comment", "file_redirect", "heredoc_redirect", "herestring_redirect")
 
 
@@ -92,7 +105,8 @@ def parsed(source: bytes) -> tuple[Any, bytes]:
             return root, source
         parted |= ends.keys()
         source = b";".join(
-            source[start:end] for start, end in itertools.pairwise([0, *sorted(ends.values()), None])
+            source[start:end]
+            for start, end in itertools.pairwise([0, *sorted(ends.values()), None])
         )
 
 
@@ -138,8 +152,14 @@ class Commands:
         for child in node.children:
             if child.is_missing or child.type == "ERROR":
                 line = self.of(child).strip().partition("\n")[0][:60]
-                raise ShellError(f"{self.at(child)}: cannot parse {line!r} as bash; remove or simplify the line")
-            if child.has_error and child.type not in READ_HERE and not self.of(child).startswith("(("):
+                raise ShellError(
+                    f"{self.at(child)}: cannot parse {line!r} as bash; remove or simplify the line"
+                )
+            if (
+                child.has_error
+                and child.type not in READ_HERE
+                and not self.of(child).startswith("((")
+            ):
                 self.refuse(child)
 
     def of(self, node: Any) -> str:
@@ -175,7 +195,11 @@ class Commands:
         if value is not None and value.type == "array":
             self.assign_array(name, value, is_added)
             return
-        text = "" if value is None else scalar(self.source[value.start_byte : node.end_byte].decode(), self.scope)
+        text = (
+            ""
+            if value is None
+            else scalar(self.source[value.start_byte : node.end_byte].decode(), self.scope)
+        )
         if is_added:
             text = (self.scope.text_of(name, index) or "") + text
         self.scope.assign(name, self.named(name, text), index)
@@ -188,7 +212,13 @@ class Commands:
 
     def assign_array(self, name: str, value: Any, is_added: bool) -> None:
         current = self.scope.variables.get(name) if is_added else None
-        items = dict(current) if isinstance(current, dict) else {} if current is None else {"0": current}
+        items = (
+            dict(current)
+            if isinstance(current, dict)
+            else {}
+            if current is None
+            else {"0": current}
+        )
         following = max((int(key) for key in items if key.isdigit()), default=-1) + 1
         for child, source in self.sources(value):
             self.at(child)
@@ -208,7 +238,9 @@ class Commands:
     def on_declaration_command(self, node: Any) -> None:
         flags = "".join(self.of(child) for child in node.named_children if child.type == "word")
         for child in node.named_children:
-            name = self.of(child.child_by_field_name("name") if child.type == "variable_assignment" else child)
+            name = self.of(
+                child.child_by_field_name("name") if child.type == "variable_assignment" else child
+            )
             if child.type not in ("variable_assignment", "variable_name"):
                 if marks_of(scalar(self.of(child), self.scope)):
                     self.script.notes.append(
@@ -278,7 +310,11 @@ class Commands:
         elif name in ("true", ":", "false", "exec"):
             self.status = Verdict(name != "false")
         elif name in ("test", "["):
-            tokens = [shlex.quote(text) if " " in text or not text else text for text in rest if text != "]"]
+            tokens = [
+                shlex.quote(text) if " " in text or not text else text
+                for text in rest
+                if text != "]"
+            ]
             self.status = judge(tokens, self.scope, is_double=False)
         elif PurePosixPath(name).name in SHELLS and rest:
             self.start(words, own)
@@ -297,7 +333,9 @@ class Commands:
         """Record a command with its environment."""
         name, rest = words[0].text, words[1:]
         if name == "cd" and rest:
-            self.script.notes.append(f"{self.scope.origin}: cd {shown(rest[0].text, self.scope.unknowns)}")
+            self.script.notes.append(
+                f"{self.scope.origin}: cd {shown(rest[0].text, self.scope.unknowns)}"
+            )
             self.scope.assign("PWD", rest[0].text)
         elif name in ("source", ".") and rest:
             target = PurePosixPath(rest[0].text).name
@@ -311,7 +349,9 @@ class Commands:
             )
         exported = {key: self.scope.text_of(key) for key in sorted(self.scope.exported)}
         environment = {key: text for key, text in {**exported, **own}.items() if text is not None}
-        self.script.commands.append(Command(tuple(words), environment, self.scope.origin, self.conditions))
+        self.script.commands.append(
+            Command(tuple(words), environment, self.scope.origin, self.conditions)
+        )
         if name not in SUCCEEDING:
             text = " ".join(shown(word.text, self.scope.unknowns) for word in words)
             self.status = verdict_of(self.scope.mark(text, SUCCESS))
@@ -346,10 +386,18 @@ class Commands:
             raise ShellError(f"{self.scope.origin}: {name} recurses more than {MAX_DEPTH} times")
         body, source, is_file = self.functions[name]
         outer, here = self.scope.positional, (self.source, self.is_file)
-        self.scope.positional, (self.source, self.is_file), self.depth = words, (source, is_file), self.depth + 1
+        self.scope.positional, (self.source, self.is_file), self.depth = (
+            words,
+            (source, is_file),
+            self.depth + 1,
+        )
         try:
             self.block(body.children)
         except Return:
             pass
         finally:
-            self.scope.positional, (self.source, self.is_file), self.depth = outer, here, self.depth - 1
+            self.scope.positional, (self.source, self.is_file), self.depth = (
+                outer,
+                here,
+                self.depth - 1,
+            )

@@ -124,7 +124,13 @@ class Scope:
             self.variables[name] = word
             return
         current = self.variables.get(name)
-        items = dict(current) if isinstance(current, dict) else {} if current is None else {"0": current}
+        items = (
+            dict(current)
+            if isinstance(current, dict)
+            else {}
+            if current is None
+            else {"0": current}
+        )
         self.variables[name] = {**items, index or "0": word}
 
 

@@ -17,7 +17,9 @@ MAX_ITERATIONS = 1000
 Body = Callable[[], object]
 
 
-def read_script(text: str, name: str, given: Mapping[str, str], others: Mapping[str, str] | None = None) -> Script:
+def read_script(
+    text: str, name: str, given: Mapping[str, str], others: Mapping[str, str] | None = None
+) -> Script:
     """Return what a script does as far as its text tells; `others` are scripts that it may start.
 
     `given` holds the --set-env variables. Raises ShellError with the line of a syntax error.
@@ -67,7 +69,11 @@ class Walk(Commands):
             raise broken
         if all(leaving):
             raise ends[0] or Exit()
-        self.scope = states[leaving.index(False)] if any(leaving) else merged(states[0], states[1], verdict.marks)
+        self.scope = (
+            states[leaving.index(False)]
+            if any(leaving)
+            else merged(states[0], states[1], verdict.marks)
+        )
         self.scope.line = before.line
 
     # Lists, pipelines, groups
@@ -78,7 +84,9 @@ class Walk(Commands):
         if operator == "||":
             verdict = verdict.negated()
         reached: list[Verdict] = []
-        self.choose(verdict, self.of(left), lambda: reached.append(self.verdict([right])), lambda: None)
+        self.choose(
+            verdict, self.of(left), lambda: reached.append(self.verdict([right])), lambda: None
+        )
         if verdict.value is None:
             self.status = Verdict(None, verdict.marks + "".join(end.marks for end in reached))
         else:
@@ -128,7 +136,9 @@ class Walk(Commands):
     def branch(self, node: Any, following: Sequence[Any] = ()) -> None:
         """Walk an `if` or `elif` and the clauses after it."""
         then = next(at for at, child in enumerate(node.children) if child.type == "then")
-        clauses = [child for child in node.children if child.type in ("elif_clause", "else_clause")] or following
+        clauses = [
+            child for child in node.children if child.type in ("elif_clause", "else_clause")
+        ] or following
         body = [child for child in node.children[then + 1 :] if child not in clauses]
         test = node.children[1:then]
 
@@ -149,7 +159,9 @@ class Walk(Commands):
         if not items:
             return
         bracket = next(at for at, child in enumerate(items[0].children) if child.type == ")")
-        sources = [self.of(child) for child in items[0].children[:bracket] if child.type not in ("(", "|")]
+        sources = [
+            self.of(child) for child in items[0].children[:bracket] if child.type not in ("(", "|")
+        ]
         patterns = [regex_of(pieces(source, self.scope)) for source in sources]
         verdict = Verdict(any(re.fullmatch(pattern, value, re.DOTALL) for pattern in patterns))
         if marks_of(value) and "*" not in sources:
@@ -199,7 +211,10 @@ class Walk(Commands):
                 verdict = verdict.negated()
             if verdict.value is None:
                 self.choose(
-                    verdict, self.of(node).partition("\n")[0], functools.partial(self.iterate, body), lambda: None
+                    verdict,
+                    self.of(node).partition("\n")[0],
+                    functools.partial(self.iterate, body),
+                    lambda: None,
                 )
             if not verdict.value or not self.iterate(body):
                 break
@@ -228,7 +243,9 @@ class Walk(Commands):
         if heredoc.children[0].type == "<<-":
             text = re.sub(r"(?m)^\t+", "", text)
         if not re.search(r"[\\'\"]", self.of(parts["heredoc_start"])):
-            text = "".join(piece.text for piece in pieces(text, self.scope, quoted=True, is_document=True))
+            text = "".join(
+                piece.text for piece in pieces(text, self.scope, quoted=True, is_document=True)
+            )
         command = self.of(body).split() if body is not None else []
         if command[:1] and command[0] in SHELLS and len(command) == 1:
             self.text(text)

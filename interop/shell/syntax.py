@@ -53,7 +53,9 @@ def closing_quote(text: str, at: int) -> int:
 def regex_of(glob: list[Piece]) -> str:
     """Convert a glob to a regular expression; quoted parts match literally."""
     text = "".join(
-        re.sub(r"(.)", r"\\\1", piece.text, flags=re.DOTALL) if piece.kind == "quoted" else piece.text
+        re.sub(r"(.)", r"\\\1", piece.text, flags=re.DOTALL)
+        if piece.kind == "quoted"
+        else piece.text
         for piece in glob
     )
     found, at = "", 0
@@ -80,7 +82,9 @@ def braces(text: str) -> list[str]:
             at += 2
         elif text[at] in "'\"":
             at = (
-                end_of(text, at + 1, text[at], quoted=True) + 1 if text[at] == '"' else text.index("'", at + 1) + 1
+                end_of(text, at + 1, text[at], quoted=True) + 1
+                if text[at] == '"'
+                else text.index("'", at + 1) + 1
             )
         elif text.startswith(("${", "$("), at):
             at = end_of(text, at + 2, "}" if text[at + 1] == "{" else ")") + 1

@@ -7,7 +7,16 @@ import re
 from collections.abc import Iterator
 
 from interop.shell.arithmetic import ArithmeticFailure, evaluate
-from interop.shell.scope import EVERY_ITEM, MARK, UNSET, Scope, ShellError, Word, joined_marks, marks_of
+from interop.shell.scope import (
+    EVERY_ITEM,
+    MARK,
+    UNSET,
+    Scope,
+    ShellError,
+    Word,
+    joined_marks,
+    marks_of,
+)
 from interop.shell.syntax import BREAK, Piece, braces, closing_quote, end_of, regex_of
 
 NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
@@ -95,7 +104,9 @@ def _braced(source: str, scope: Scope, quoted: bool) -> Iterator[Piece]:
     if match["indirect"]:
         target = scope.need(name)
         if index in EVERY_ITEM or marks_of(target) or not NAME.fullmatch(target):
-            yield Piece(marks_of(target) or scope.mark(f"${{{source}}}", "not supported here"), "quoted")
+            yield Piece(
+                marks_of(target) or scope.mark(f"${{{source}}}", "not supported here"), "quoted"
+            )
             return
         name = target
     if operand and operator is None:
@@ -115,7 +126,9 @@ def _braced(source: str, scope: Scope, quoted: bool) -> Iterator[Piece]:
     if operator == ":":
         changed = _slice(words, operand, scope, name if is_every else None)
     else:
-        changed = [word._replace(text=_changed(word.text, operator, operand, scope)) for word in words]
+        changed = [
+            word._replace(text=_changed(word.text, operator, operand, scope)) for word in words
+        ]
     yield from _emitted(changed, quoted, is_every, "*" in (name, index))
 
 
@@ -157,7 +170,9 @@ def _defaulted(
         found = pieces(operand, scope, quoted)
         if operator.endswith("="):
             scope.assign(name, "".join(piece.text for piece in found))
-        yield from (piece._replace(kind="split") if piece.kind == "literal" else piece for piece in found)
+        yield from (
+            piece._replace(kind="split") if piece.kind == "literal" else piece for piece in found
+        )
         if not found:
             yield Piece("", "quoted" if quoted else "split")
     elif alternative:
@@ -193,7 +208,9 @@ def _changed(text: str, operator: str | None, operand: str, scope: Scope) -> str
         change = str.upper if operator[0] == "^" else str.lower
         known = text if len(operator) == 2 else text[:1]
         return marks_of(text) or change(known) + text[len(known) :]
-    separator = next((at for at in _slashes(operand)), len(operand)) if operator[0] == "/" else len(operand)
+    separator = (
+        next((at for at in _slashes(operand)), len(operand)) if operator[0] == "/" else len(operand)
+    )
     glob = [piece for piece in pieces(operand[:separator], scope) if piece.kind != "break"]
     if marks := marks_of(text + "".join(piece.text for piece in glob)):
         return marks

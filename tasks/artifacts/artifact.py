@@ -54,7 +54,9 @@ class Artifact:
             entries = [FileEntry.from_row(row) for row in self.manifest()["files"]]
             if content_digest(entries) != self.digest:
                 raise DamagedArtifact(f"{MANIFEST_NAME} belongs to another artifact or was edited")
-            _require_same_names({entry.path for entry in entries}, set(content_files(Path(self.path))))
+            _require_same_names(
+                {entry.path for entry in entries}, set(content_files(Path(self.path)))
+            )
         return entries
 
 
@@ -64,7 +66,9 @@ class Output:
 
     metrics: Mapping[str, Any]
     digests: Mapping[str, str]  # relative path -> "ALGORITHM:HEX"
-    environment: Sequence[Mapping[str, Any]] = ()  # variables set for child processes, for the manifest
+    environment: Sequence[
+        Mapping[str, Any]
+    ] = ()  # variables set for child processes, for the manifest
 
 
 @dataclass(frozen=True, order=True)
@@ -110,7 +114,9 @@ def artifact_at(directory: Path) -> Artifact | None:
 
 def content_digest(entries: Sequence[FileEntry]) -> str:
     """Returns sha256 over the sorted (path, size, digest) of the files."""
-    rows = [[entry.path, entry.size, entry.digest.removeprefix("sha256:")] for entry in sorted(entries)]
+    rows = [
+        [entry.path, entry.size, entry.digest.removeprefix("sha256:")] for entry in sorted(entries)
+    ]
     return hashlib.sha256(canonical_json(rows)).hexdigest()
 
 
@@ -134,7 +140,9 @@ def content_files(directory: Path) -> Iterator[str]:
                     "unnoticed, so an artifact holds only copies or hard links"
                 )
             if not name.isprintable():
-                raise StoreError(f"{str(path)!r} has a line break or another control character in its name")
+                raise StoreError(
+                    f"{str(path)!r} has a line break or another control character in its name"
+                )
 
 
 def verify_directory(directory: Path, stage: str, key: str) -> Artifact:
@@ -147,15 +155,21 @@ def verify_directory(directory: Path, stage: str, key: str) -> Artifact:
         listed = artifact.entries()
         for entry, found in zip(sorted(listed), list_files(directory, listed), strict=True):
             if found.size != entry.size:
-                raise DamagedArtifact(f"{entry.path} has {found.size} bytes, the manifest says {entry.size}")
+                raise DamagedArtifact(
+                    f"{entry.path} has {found.size} bytes, the manifest says {entry.size}"
+                )
             if found.digest != entry.digest:
                 expected, actual = (each.digest.partition(":")[2] for each in (entry, found))
-                raise DamagedArtifact(f"{entry.path} has {entry.algorithm} {actual}, the manifest says {expected}")
+                raise DamagedArtifact(
+                    f"{entry.path} has {entry.algorithm} {actual}, the manifest says {expected}"
+                )
     return artifact
 
 
 def list_files(
-    directory: Path, listed: Iterable[FileEntry] = (), digests: Mapping[str, str] = MappingProxyType({})
+    directory: Path,
+    listed: Iterable[FileEntry] = (),
+    digests: Mapping[str, str] = MappingProxyType({}),
 ) -> list[FileEntry]:
     """Returns the size and digest of each content file, sorted by path.
 
@@ -174,7 +188,13 @@ def list_files(
             entries.append(FileEntry(relative, status.st_size, digests[relative]))
             continue
         algorithm = algorithms.get(relative) or algorithm_for(relative)
-        identity = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, algorithm]
+        identity = [
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+            status.st_ino,
+            algorithm,
+        ]
         is_racy = max(status.st_mtime_ns, status.st_ctime_ns) >= time.time_ns() - RACY_NANOSECONDS
         row = known.get(relative, {})
         digest = row["digest"] if row.get("identity") == identity else hash_file(path, algorithm)

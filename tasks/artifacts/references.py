@@ -62,7 +62,11 @@ def earlier_inputs(
         if manifest.get("config") == redacted(config) and COMMIT in manifest["inputs"]:
             inputs = manifest["inputs"]
             log_earlier(reason, inputs[COMMIT], manifest["ended_at"])
-            return {name: value for name, value in inputs.items() if name == COMMIT or name.startswith(FILE)}
+            return {
+                name: value
+                for name, value in inputs.items()
+                if name == COMMIT or name.startswith(FILE)
+            }
     raise reason
 
 

@@ -45,7 +45,9 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 @functools.cache
-def code_digest(paths: tuple[str, ...], without: tuple[str, ...] = (), root: Path = PROJECT_ROOT) -> str:
+def code_digest(
+    paths: tuple[str, ...], without: tuple[str, ...] = (), root: Path = PROJECT_ROOT
+) -> str:
     """Returns sha256 over the names and contents of `code_files`."""
     digest = hashlib.sha256()
     for file in code_files(paths, without, root):
@@ -53,7 +55,9 @@ def code_digest(paths: tuple[str, ...], without: tuple[str, ...] = (), root: Pat
     return digest.hexdigest()
 
 
-def code_files(paths: tuple[str, ...], without: tuple[str, ...] = (), root: Path = PROJECT_ROOT) -> list[Path]:
+def code_files(
+    paths: tuple[str, ...], without: tuple[str, ...] = (), root: Path = PROJECT_ROOT
+) -> list[Path]:
     """Returns all files at and below `paths`, sorted.
 
     Paths in `without` are excluded unless `paths` names them. Raises StoreError if one of `paths` does not exist.
@@ -65,7 +69,9 @@ def _files_at(path: str, without: tuple[str, ...], root: Path) -> Iterator[Path]
     start = root / path
     if not start.exists():
         raise StoreError(f"{path}, which a stage declares as its code, does not exist in {root}")
-    excluded = [root / other for other in without if other != path and (root / other).is_relative_to(start)]
+    excluded = [
+        root / other for other in without if other != path and (root / other).is_relative_to(start)
+    ]
     for file in [start] if start.is_file() else start.rglob("*"):
         is_code = file.is_file() and "__pycache__" not in file.parts
         if is_code and not any(file.is_relative_to(other) for other in excluded):

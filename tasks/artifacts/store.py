@@ -192,7 +192,11 @@ class ArtifactStore:
             started_at, start = _utc_now(), time.monotonic()
             built = build(partial)
             output = built if isinstance(built, Output) else Output(built, {})
-            times = {"started_at": started_at, "ended_at": _utc_now(), "seconds": time.monotonic() - start}
+            times = {
+                "started_at": started_at,
+                "ended_at": _utc_now(),
+                "seconds": time.monotonic() - start,
+            }
             return self._publish(parts, partial, output, times), False
 
     def in_use(self) -> AbstractContextManager[None]:
@@ -214,7 +218,9 @@ class ArtifactStore:
                 with locked(self.lock_path(stage, key)):
                     if is_locked(self.log_path(stage, key)):
                         return False
-                    removed = attempt.path.with_suffix(REMOVED)  # a crash must not leave half an artifact
+                    removed = attempt.path.with_suffix(
+                        REMOVED
+                    )  # a crash must not leave half an artifact
                     attempt.path.rename(removed)
                     shutil.rmtree(removed)
                     removed.with_suffix(STAMP_SUFFIX).unlink(missing_ok=True)
@@ -231,9 +237,15 @@ class ArtifactStore:
             yield
         except OSError as error:
             codes = (*FULL_DISK_ERRORS, *UNWRITABLE_ERRORS, *further_errors)
-            if isinstance(error, StoreError) or error.errno not in codes or not self._is_about_store(error):
+            if (
+                isinstance(error, StoreError)
+                or error.errno not in codes
+                or not self._is_about_store(error)
+            ):
                 raise
-            problem = "has no space left" if error.errno in FULL_DISK_ERRORS else "cannot be written"
+            problem = (
+                "has no space left" if error.errno in FULL_DISK_ERRORS else "cannot be written"
+            )
             raise StoreError(
                 f"the artifact store {self.root} {problem}: {error}. {_describe_space(self.root)}. "
                 "Finished artifacts are untouched. Free space (dapo gc removes unused artifacts), correct the "
@@ -253,7 +265,9 @@ class ArtifactStore:
     def _newest(self, stage: str, key: str) -> Path | None:
         """The folder of the newest finished attempt."""
         attempts = _attempts_in(self.key_folder(stage, key))
-        return next((attempt.path for attempt in reversed(attempts) if attempt.state == FINISHED), None)
+        return next(
+            (attempt.path for attempt in reversed(attempts) if attempt.state == FINISHED), None
+        )
 
     def _lookup_or_set_aside(self, stage: str, key: str) -> Artifact | None:
         """The newest attempt that passes verification; damaged ones are renamed."""
@@ -282,10 +296,14 @@ class ArtifactStore:
         partial.mkdir(parents=True)
         return partial
 
-    def _publish(self, parts: StageKey, partial: Path, output: Output, times: Mapping[str, Any]) -> Artifact:
+    def _publish(
+        self, parts: StageKey, partial: Path, output: Output, times: Mapping[str, Any]
+    ) -> Artifact:
         """Writes the manifest and renames the directory to its final name, durably and atomically."""
         if (partial / MANIFEST_NAME).exists():
-            raise StoreError(f"stage {parts.stage} wrote {partial / MANIFEST_NAME}, a name reserved for the store")
+            raise StoreError(
+                f"stage {parts.stage} wrote {partial / MANIFEST_NAME}, a name reserved for the store"
+            )
         entries = list_files(partial, digests=output.digests)
         unwritten = output.digests.keys() - {entry.path for entry in entries}
         if unwritten or any(entry.algorithm not in ALGORITHMS for entry in entries):
@@ -308,7 +326,9 @@ class ArtifactStore:
             "environment": list(output.environment),
             "metrics": redacted(output.metrics),
         }
-        (partial / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, default=_plain_number) + "\n")
+        (partial / MANIFEST_NAME).write_text(
+            json.dumps(manifest, indent=2, default=_plain_number) + "\n"
+        )
         final = partial.with_suffix(FINISHED)
         publish(partial, final)
         for folder in (final.parent.parent, self.root):  # may hold new names

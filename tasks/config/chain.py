@@ -40,7 +40,8 @@ class ModelConfig(ModelCodeConfig):
         (), "Addresses of files, or of one archive, each ending in #sha256=DIGEST (source: url)."
     )
     chat_template: str | None = key(
-        None, "File with the Jinja chat template of a base model, for training, serving and evaluation."
+        None,
+        "File with the Jinja chat template of a base model, for training, serving and evaluation.",
     )
     allow_pickle: bool = key(
         False, "Accept pickled weights if the hub or URL has no safetensors, and convert them."
@@ -61,7 +62,9 @@ class ModelConfig(ModelCodeConfig):
                     f"model.source={' or '.join(sources)} to use it, or remove it"
                 )
         if self.id is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.id):
-            raise ValueError(f"model.id={self.id} is not of the form ORG/NAME, such as Qwen/Qwen3-8B")
+            raise ValueError(
+                f"model.id={self.id} is not of the form ORG/NAME, such as Qwen/Qwen3-8B"
+            )
         if self.urls:
             from downloads import resolve  # makes no request
 
@@ -85,7 +88,8 @@ class MergeConfig(Section):
     """From FSDP shards to a Hugging Face folder."""
 
     checkpoint: Literal["latest", "best"] = key(
-        "latest", "Checkpoint to merge: the last one, or the one with the highest validation/accuracy."
+        "latest",
+        "Checkpoint to merge: the last one, or the one with the highest validation/accuracy.",
     )
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = key(
         "keep", "Precision of the merged weights; keep: float32, as trained."
@@ -98,7 +102,9 @@ class TimeLimitsConfig(Section):
 
     prepare_data_hours: float | None = volatile(2.0, "Limit of prepare-data.", gt=0)
     fetch_model_hours: float | None = volatile(12.0, "Limit of fetch-model.", gt=0)
-    evaluate_model_hours: float | None = volatile(24.0, "Limit of evaluate-model, for each model.", gt=0)
+    evaluate_model_hours: float | None = volatile(
+        24.0, "Limit of evaluate-model, for each model.", gt=0
+    )
     train_policy_hours: float | None = volatile(None, "Limit of train-policy.", gt=0)
     merge_checkpoint_hours: float | None = volatile(6.0, "Limit of merge-checkpoint.", gt=0)
 
@@ -114,7 +120,9 @@ class FlowConfig(Section):
     unwatched_minutes: float = volatile(
         30.0, "How long training continues after its parent process dies; 0 stops it at once.", ge=0
     )
-    stop_seconds: float = volatile(120.0, "Time for a stopping training to write its last checkpoint.", ge=0)
+    stop_seconds: float = volatile(
+        120.0, "Time for a stopping training to write its last checkpoint.", ge=0
+    )
     log_lines_per_minute: int = volatile(
         120,
         "Maximum lines per minute from a stage's output in the Prefect UI, plus as many warnings; the log file "
@@ -145,12 +153,16 @@ class ChainConfig(TrainingConfig):
         """The section `serve`, plus the argument implied by model.trust_remote_code."""
         if not self.model.trust_remote_code:
             return self.serve
-        return self.serve.model_copy(update={"extra_args": (*self.serve.extra_args, "--trust-remote-code")})
+        return self.serve.model_copy(
+            update={"extra_args": (*self.serve.extra_args, "--trust-remote-code")}
+        )
 
     @model_validator(mode="after")
     def _external_is_used(self) -> ChainConfig:
         if self.train.backend == "own":
-            if given := sorted(name for name, value in self.external if value != getattr(ExternalConfig(), name)):
+            if given := sorted(
+                name for name, value in self.external if value != getattr(ExternalConfig(), name)
+            ):
                 raise ValueError(
                     f"external.{given[0]} would be ignored by train.backend=own; set train.backend to the "
                     "trainer it belongs to, or remove it"
@@ -185,7 +197,9 @@ class ChainConfig(TrainingConfig):
     @property
     def lengths(self) -> Lengths:
         """The token limits of the recipe; for a suite, those of the benchmark with the longest answers."""
-        asked = [self.lengths_of(one) for one in self.evaluate.benchmarks] or [self.lengths_of(None)]
+        asked = [self.lengths_of(one) for one in self.evaluate.benchmarks] or [
+            self.lengths_of(None)
+        ]
         return max(asked, key=lambda lengths: lengths.answer)
 
     def lengths_of(self, benchmark: BenchmarkConfig | None) -> Lengths:

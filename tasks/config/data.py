@@ -29,7 +29,9 @@ class ColumnsConfig(Section):
     id: str | None = key(None, "A unique id of the row.")
     subject: str | None = key(None, "Subject, for grouping in the report.")
     level: str | None = key(None, "Difficulty level, for grouping in the report.")
-    data_source: str | None = key(None, "Data source, which selects the scorer; unset: math_verify.")
+    data_source: str | None = key(
+        None, "Data source, which selects the scorer; unset: math_verify."
+    )
     system: str | None = key(None, "A system prompt per row.")
 
     @property
@@ -39,7 +41,9 @@ class ColumnsConfig(Section):
 
     @model_validator(mode="after")
     def _problem_and_answer(self) -> ColumnsConfig:
-        if self.is_set and (self.answer is None or (self.problem is None) == (self.messages is None)):
+        if self.is_set and (
+            self.answer is None or (self.problem is None) == (self.messages is None)
+        ):
             raise ValueError(
                 "data.columns needs data.columns.answer and one of data.columns.problem and data.columns.messages"
             )
@@ -51,11 +55,16 @@ class SetConfig(Entry):
 
     what = "a set of data.train or data.eval"
 
-    set: str = Field(description="A registered name, a file or folder, or a hub's id.", min_length=1)
-    path: str | None = key(
-        None, "Location of a registered set's rows: a file or folder, or a reference such as hf:ORG/NAME."
+    set: str = Field(
+        description="A registered name, a file or folder, or a hub's id.", min_length=1
     )
-    weight: float = key(1.0, "Share of the training prompts, relative to the other sets.", gt=0, le=1e6)
+    path: str | None = key(
+        None,
+        "Location of a registered set's rows: a file or folder, or a reference such as hf:ORG/NAME.",
+    )
+    weight: float = key(
+        1.0, "Share of the training prompts, relative to the other sets.", gt=0, le=1e6
+    )
     columns: ColumnsConfig | None = key(None, "As data.columns.")
     prompt_template: str | None = key(None, "As data.prompt_template.")
     system_prompt: str | None = key(None, "As data.system_prompt.")
@@ -73,7 +82,8 @@ class DataConfig(PromptsConfig):
     """Training prompts and the held-out evaluation sets."""
 
     train: tuple[SetConfig, ...] = key(
-        (), "Sets to train on: a registered name, a path, hf:ORG/NAME, modelscope:ORG/NAME, a URL; or a list."
+        (),
+        "Sets to train on: a registered name, a path, hf:ORG/NAME, modelscope:ORG/NAME, a URL; or a list.",
     )
     eval: tuple[SetConfig, ...] = key((), "Sets to evaluate with, as data.train.")
     hub: Literal["huggingface", "modelscope", "url"] | None = volatile(
@@ -85,11 +95,16 @@ class DataConfig(PromptsConfig):
         "Text with {problem} or any column, a file with such a text, or a template of evaluate.prompt; unset: the "
         "set's.",
     )
-    system_prompt: str | None = key(None, "System prompt of every problem; unset: the row's, if any.")
-    contamination: Literal["remove", "warn", "error"] = key(
-        "remove", "What to do with training problems that are also in a set of data.eval (docs/data.md)."
+    system_prompt: str | None = key(
+        None, "System prompt of every problem; unset: the row's, if any."
     )
-    max_refused_ratio: float = key(0.01, "Maximum share of unusable training rows; more is an error.", ge=0, lt=1)
+    contamination: Literal["remove", "warn", "error"] = key(
+        "remove",
+        "What to do with training problems that are also in a set of data.eval (docs/data.md).",
+    )
+    max_refused_ratio: float = key(
+        0.01, "Maximum share of unusable training rows; more is an error.", ge=0, lt=1
+    )
     arithmetic: ArithmeticConfig = Field(default_factory=ArithmeticConfig)
 
     @field_validator("train", "eval", mode="before")
@@ -99,7 +114,9 @@ class DataConfig(PromptsConfig):
 
     @field_validator("train", "eval")
     @classmethod
-    def _named_once(cls, sets: tuple[SetConfig, ...], info: ValidationInfo) -> tuple[SetConfig, ...]:
+    def _named_once(
+        cls, sets: tuple[SetConfig, ...], info: ValidationInfo
+    ) -> tuple[SetConfig, ...]:
         if not sets:
             raise ValueError(
                 f"data.{info.field_name} is not set; set it to a registered name (dapo datasets), a file or "
@@ -112,7 +129,10 @@ class DataConfig(PromptsConfig):
 
     @field_serializer("train", "eval")
     def _as_written(self, sets: tuple[SetConfig, ...]) -> Any:
-        plain = [one.set if one == SetConfig(set=one.set) else one.model_dump(exclude_unset=True) for one in sets]
+        plain = [
+            one.set if one == SetConfig(set=one.set) else one.model_dump(exclude_unset=True)
+            for one in sets
+        ]
         return plain[0] if len(plain) == 1 and isinstance(plain[0], str) else plain
 
     def of(self, one: SetConfig) -> SetConfig:

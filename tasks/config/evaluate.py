@@ -22,11 +22,17 @@ class BenchmarkConfig(Entry):
 
     what = "a benchmark of evaluate.benchmarks"
 
-    set: str = Field(description="A registered name, a file or folder, or a hub's id.", min_length=1)
-    path: str | None = key(None, "File or folder with the rows of a registered set, instead of fetching it.")
+    set: str = Field(
+        description="A registered name, a file or folder, or a hub's id.", min_length=1
+    )
+    path: str | None = key(
+        None, "File or folder with the rows of a registered set, instead of fetching it."
+    )
     columns: ColumnsConfig | None = key(None, "Columns of your own rows, as data.columns.")
     name: str | None = key(None, "Name in results and reports; unset: the name of the set or file.")
-    weight: float = key(1.0, "Weight in the pooled verdict, relative to the other benchmarks.", gt=0, le=1e6)
+    weight: float = key(
+        1.0, "Weight in the pooled verdict, relative to the other benchmarks.", gt=0, le=1e6
+    )
     api: Literal["chat", "completions"] | None = key(None, "As evaluate.api.")
     prompt: str | None = key(None, "As evaluate.prompt.")
     system_prompt: str | None = key(None, "As evaluate.system_prompt.")
@@ -75,7 +81,9 @@ class BaselineConfig(Entry):
     revision: str | None = key(None, "Branch, tag or commit of `id`.")
     chat_template: str | None = key(None, "As model.chat_template.")
     trust_remote_code: bool = key(False, "As model.trust_remote_code.")
-    base_url: str | None = key(None, "URL of an OpenAI-compatible server.", pattern=r"^https?://[^/\s]")
+    base_url: str | None = key(
+        None, "URL of an OpenAI-compatible server.", pattern=r"^https?://[^/\s]"
+    )
     model: str | None = key(None, "Name of the model that base_url serves.", min_length=1)
     api_key_variable: str | None = volatile(
         None, "Environment variable with the API key for base_url.", pattern=r"^[A-Za-z_]\w*$"
@@ -106,7 +114,9 @@ class BaselineConfig(Entry):
                 "clear text; put the key into an environment variable and name it in api_key_variable"
             )
         if self.base_url is not None and self.model is None:
-            raise ValueError(f"evaluate.baselines: {self.name} has base_url; set `model` to the name it serves")
+            raise ValueError(
+                f"evaluate.baselines: {self.name} has base_url; set `model` to the name it serves"
+            )
         return self
 
 
@@ -136,11 +146,14 @@ class JudgeConfig(Section):
     base_url: str | None = volatile(None, "URL of the judge; unset: no judge.", min_length=1)
     model: str | None = key(None, "Model name of the judge.", min_length=1)
     prompt: str | None = key(
-        None, "File with the judge prompt, using {response}, {problem} and {gold}; unset: the built-in prompt."
+        None,
+        "File with the judge prompt, using {response}, {problem} and {gold}; unset: the built-in prompt.",
     )
     votes: int = key(1, "Judge votes per response; the majority decides.", ge=1, le=99)
     temperature: float = key(0.0, "Sampling temperature of the judge.", ge=0, le=10)
-    max_response_tokens: int = key(4096, "Token limit of the judge's reply, thinking included.", ge=1)
+    max_response_tokens: int = key(
+        4096, "Token limit of the judge's reply, thinking included.", ge=1
+    )
     headline: bool = key(False, "Use the judge's verdict as the accuracy instead of the grader's.")
 
     @model_validator(mode="after")
@@ -165,18 +178,21 @@ class EvaluateConfig(Section):
     """The before and after measurement."""
 
     benchmarks: tuple[BenchmarkConfig, ...] = key(
-        (), "The suite: one or more sets as in data.eval, each with its own sampling; empty: data.eval."
+        (),
+        "The suite: one or more sets as in data.eval, each with its own sampling; empty: data.eval.",
     )
     headline: str | None = key(None, "Benchmark that decides the verdict; unset: the first.")
     gates: tuple[str, ...] = volatile(
-        (), "Conditions that must hold after training, such as math500 >= before - 1 (docs/evaluation.md)."
+        (),
+        "Conditions that must hold after training, such as math500 >= before - 1 (docs/evaluation.md).",
     )
     baselines: tuple[BaselineConfig, ...] = volatile(
         (),
         "Further models to evaluate, each a column: name, and path, id or base_url (docs/evaluation.md).",
     )
     checkpoints: tuple[int, ...] | str = volatile(
-        (), "Training steps whose checkpoints are also kept, merged and evaluated: a list, or every N."
+        (),
+        "Training steps whose checkpoints are also kept, merged and evaluated: a list, or every N.",
     )
     api: Literal["chat", "completions"] = key(
         "chat", "completions sends prompts without a chat template, as in AISBench's guide."
@@ -189,10 +205,12 @@ class EvaluateConfig(Section):
         None, "System message of every prompt, instead of the file's; unset: the file's, if any."
     )
     chat_template_kwargs: JsonObject = key(
-        {}, "Arguments of the chat template, such as {enable_thinking: false}; sent with each chat request."
+        {},
+        "Arguments of the chat template, such as {enable_thinking: false}; sent with each chat request.",
     )
     extra_body: JsonObject = key(
-        {}, "Extra fields of each request, such as {min_p: 0.05}; fields with a key of their own are refused."
+        {},
+        "Extra fields of each request, such as {min_p: 0.05}; fields with a key of their own are refused.",
     )
     mode: Literal["generate", "loglikelihood"] = key(
         "generate",
@@ -213,22 +231,30 @@ class EvaluateConfig(Section):
     top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
     top_k: int | None = key(None, "Sample from the k likeliest tokens; unset: not sent.", ge=1)
     max_response_tokens: int = key(20480, "Token limit of an answer.", ge=1)
-    seed: int = key(1234, "Sampling seed sent with each request; sample i of a problem has seed + i.", ge=0)
+    seed: int = key(
+        1234, "Sampling seed sent with each request; sample i of a problem has seed + i.", ge=0
+    )
     num_samples: int = key(1, "Answers per problem.", ge=1, le=10_000)
     concurrency: int = volatile(48, "Concurrent requests per server.", ge=1, le=10_000)
     requests_per_second: float | None = volatile(
         None, "Maximum requests started per second; unset: no limit.", gt=0
     )
     request_timeout_seconds: float = volatile(3600.0, "Timeout of a request.", gt=0)
-    max_attempts: int = volatile(8, "Attempts per request; the pause starts at 0.5 s and doubles.", ge=1, le=100)
+    max_attempts: int = volatile(
+        8, "Attempts per request; the pause starts at 0.5 s and doubles.", ge=1, le=100
+    )
     outage_seconds: float = volatile(120.0, "How long to wait for an unreachable server.", ge=0)
-    max_failed_ratio: float = key(0.0, "Maximum share of failed requests; above it the stage fails.", ge=0, lt=1)
+    max_failed_ratio: float = key(
+        0.0, "Maximum share of failed requests; above it the stage fails.", ge=0, lt=1
+    )
 
     @field_validator("extra_body")
     @classmethod
     def _fields_without_a_key(cls, fields: JsonObject) -> JsonObject:
         for name in fields.keys() & _REQUEST_KEYS.keys():
-            raise ValueError(f"evaluate.extra_body.{name} is set by {_REQUEST_KEYS[name]}; remove it")
+            raise ValueError(
+                f"evaluate.extra_body.{name} is set by {_REQUEST_KEYS[name]}; remove it"
+            )
         return fields
 
     @model_validator(mode="after")
@@ -279,7 +305,9 @@ class EvaluateConfig(Section):
     def _baselines_differ(cls, baselines: tuple[BaselineConfig, ...]) -> tuple[BaselineConfig, ...]:
         names = [one.name.lower() for one in baselines]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"evaluate.baselines names {twice!r} twice; give one of them another name")
+            raise ValueError(
+                f"evaluate.baselines names {twice!r} twice; give one of them another name"
+            )
         return baselines
 
     @field_validator("checkpoints", mode="before")
@@ -307,7 +335,9 @@ class EvaluateConfig(Section):
         names = [one.label for one in self.benchmarks]
         if self.headline is not None and self.headline not in names:
             listed = ", ".join(names) or "which is empty"
-            raise ValueError(f"evaluate.headline={self.headline} is not in evaluate.benchmarks: {listed}")
+            raise ValueError(
+                f"evaluate.headline={self.headline} is not in evaluate.benchmarks: {listed}"
+            )
         for gate in self.gates:
             parse_gate(gate, names, (BEFORE, *(one.name for one in self.baselines), LAST_NIGHT))
         return self

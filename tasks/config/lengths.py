@@ -62,7 +62,11 @@ def bounds_of(config: TrainingConfig) -> Bounds:
 
 def explain(lengths: Lengths, bounds: Bounds) -> tuple[list[str], str]:
     """All conflicts with their numbers, and the changes that resolve them; both empty if everything fits."""
-    found = [message for is_so, message in (*_of_keys(lengths, bounds), *_of_inputs(lengths, bounds)) if is_so]
+    found = [
+        message
+        for is_so, message in (*_of_keys(lengths, bounds), *_of_inputs(lengths, bounds))
+        if is_so
+    ]
     if not found:
         return [], ""
     other = fitted(lengths, bounds)
@@ -138,11 +142,17 @@ def fitted(lengths: Lengths, bounds: Bounds) -> Lengths | None:
     response, answer = lengths.response, lengths.answer
     served = max(lengths.served, question + answer)
     if limit is not None:
-        response, answer, served = min(response, limit - prompt), min(answer, limit - question), min(served, limit)
+        response, answer, served = (
+            min(response, limit - prompt),
+            min(answer, limit - question),
+            min(served, limit),
+        )
     if response < 2 or answer < 1:
         return None
     buffer = lengths.buffer
-    if bounds.has_buffer and (buffer >= response or (response < lengths.response and 2 * buffer > response)):
+    if bounds.has_buffer and (
+        buffer >= response or (response < lengths.response and 2 * buffer > response)
+    ):
         buffer = max(response // BUFFER_PART, 1)
     micro_batch = max(lengths.micro_batch, -(-(prompt + response) // bounds.sequence_parallel))
     return replace(

@@ -36,9 +36,12 @@ class ServeConfig(Section):
 
     num_servers: int = volatile(1, "Independent servers, each on its own devices.", ge=1, le=1024)
     tensor_parallel: int = volatile(1, "Devices that each layer is split across.", ge=1, le=1024)
-    data_parallel: int = volatile(1, "Replicas behind one server (vLLM data parallelism).", ge=1, le=1024)
+    data_parallel: int = volatile(
+        1, "Replicas behind one server (vLLM data parallelism).", ge=1, le=1024
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto", "Precision of the served weights; auto: the model's own, or float32 on a CPU without its kernels."
+        "auto",
+        "Precision of the served weights; auto: the model's own, or float32 on a CPU without its kernels.",
     )
     max_model_len: int = key(22528, "Prompt plus response tokens.", ge=2)
     max_num_seqs: int = volatile(24, "Sequences decoded concurrently.", ge=1)
@@ -47,7 +50,9 @@ class ServeConfig(Section):
         "vLLM reasoning parser, such as qwen3 or deepseek_r1; unset: <think> tags are parsed.",
         min_length=1,
     )
-    eager: bool = key(False, "Disable compilation: small models start sooner, large ones run slower.")
+    eager: bool = key(
+        False, "Disable compilation: small models start sooner, large ones run slower."
+    )
     memory_utilization: float | None = volatile(
         None, "Share of device memory for a server; unset: vLLM's default.", gt=0, le=1
     )
@@ -58,7 +63,10 @@ class ServeConfig(Section):
     )
     host: str = volatile("127.0.0.1", "Address to bind, IPv4 or IPv6.", min_length=1)
     port: int = volatile(
-        0, "First port to bind; further servers use the next ones. 0 picks free ports.", ge=0, le=65_535
+        0,
+        "First port to bind; further servers use the next ones. 0 picks free ports.",
+        ge=0,
+        le=65_535,
     )
     startup_seconds: float = volatile(900.0, "Time limit for all servers to become healthy.", gt=0)
     extra_args: tuple[str, ...] = key((), "More arguments of `vllm serve`.")
@@ -93,5 +101,7 @@ class ServeConfig(Section):
             name = word.partition("=")[0]
             name = name.replace("_", "-") if name.startswith("--") else name
             if name in _SERVE_KEYS:
-                raise ValueError(f"serve.extra_args: {word} cannot be given here; use {_SERVE_KEYS[name]}")
+                raise ValueError(
+                    f"serve.extra_args: {word} cannot be given here; use {_SERVE_KEYS[name]}"
+                )
         return self

@@ -71,12 +71,18 @@ def make_card(sets: Sequence[Mapping[str, Any]], hits: Sequence[Hit], mode: Mode
                 name: {
                     "items": len({hit.item for hit in set_hits}),
                     "rows": len({(hit.train_set, hit.row) for hit in set_hits}),
-                    "equal_rows": len({(hit.train_set, hit.row) for hit in set_hits if hit.is_equal}),
+                    "equal_rows": len(
+                        {(hit.train_set, hit.row) for hit in set_hits if hit.is_equal}
+                    ),
                 }
                 for name, set_hits in found.items()
             },
             "hits": [
-                {**asdict(hit), "train_text": _shortened(hit.train_text), "item_text": _shortened(hit.item_text)}
+                {
+                    **asdict(hit),
+                    "train_text": _shortened(hit.train_text),
+                    "item_text": _shortened(hit.item_text),
+                }
                 for hit in hits[:MAX_HITS]
             ],
         },
@@ -89,7 +95,9 @@ def write_card(card: Mapping[str, Any], folder: Path) -> None:
     text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
     # Rows may contain lone surrogates, which UTF-8 cannot encode.
     (folder / CARD_JSON).write_bytes(text.encode(errors="replace"))
-    (folder / CARD_MARKDOWN).write_bytes(render("data_card.md.j2", card=card).encode(errors="replace"))
+    (folder / CARD_MARKDOWN).write_bytes(
+        render("data_card.md.j2", card=card).encode(errors="replace")
+    )
 
 
 def answer_kind(gold: str) -> str:

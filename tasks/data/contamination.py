@@ -32,7 +32,10 @@ Mode = Literal["remove", "warn", "error"]
 
 RUN_WORDS = 13  # GPT-3, arXiv:2005.14165, appendix C
 MIN_OVERLAP = 0.6  # of the evaluation problem's words
-SHARED_SHARE, SHARED_ROWS = 0.001, 3  # a sentence in this many problems of a set may be an instruction
+SHARED_SHARE, SHARED_ROWS = (
+    0.001,
+    3,
+)  # a sentence in this many problems of a set may be an instruction
 WIDELY_SHARED_SHARE = 0.2  # in this many it is one, and its numbers do not count
 SAMPLED_ROWS = 20_000  # at most this many are searched for such sentences
 BATCH_ROWS = 10_000
@@ -99,7 +102,9 @@ def rows_to_drop(hits: Sequence[Hit], num_rows: int, mode: Mode) -> set[int]:
             "without them, or warn to keep them"
         )
     if mode == "warn":
-        logger.warning("%s; they are kept: accuracy there will partly measure memorization", finding)
+        logger.warning(
+            "%s; they are kept: accuracy there will partly measure memorization", finding
+        )
         return set()
     if len(rows) == num_rows:
         raise DataError(
@@ -111,7 +116,9 @@ def rows_to_drop(hits: Sequence[Hit], num_rows: int, mode: Mode) -> set[int]:
 
 
 def _counts(hits: Sequence[Hit]) -> str:
-    items = Counter(name for name, _ in dict.fromkeys((hit.evaluation_set, hit.item) for hit in hits))
+    items = Counter(
+        name for name, _ in dict.fromkeys((hit.evaluation_set, hit.item) for hit in hits)
+    )
     return ", ".join(f"{name} ({count} of its items)" for name, count in items.items())
 
 
@@ -128,7 +135,9 @@ def shared_sentences(texts: Iterable[str]) -> tuple[frozenset[str], frozenset[st
             sample, step = sample[::2], 2 * step
     counts = Counter(sentence for text in sample for sentence in set(_sentences(text)))
     least = [max(SHARED_ROWS, share * len(sample)) for share in (SHARED_SHARE, WIDELY_SHARED_SHARE)]
-    often, widely = (frozenset(name for name, count in counts.items() if count >= bound) for bound in least)
+    often, widely = (
+        frozenset(name for name, count in counts.items() if count >= bound) for bound in least
+    )
     return often, widely
 
 
@@ -170,7 +179,9 @@ def _has_in_order(tokens: Iterable[str], expected: Iterable[str]) -> bool:
 class _Items:
     """The evaluation problems, as tokens and as hashes of word runs."""
 
-    def __init__(self, sets: Mapping[str, Sequence[Problem]], often: Set[str], widely: Set[str]) -> None:
+    def __init__(
+        self, sets: Mapping[str, Sequence[Problem]], often: Set[str], widely: Set[str]
+    ) -> None:
         self.items = [(name, problem) for name, problems in sets.items() for problem in problems]
         self.shared = (often, widely)
         self.tokens = [tokens_of(problem.text, often, widely) for _, problem in self.items]
@@ -183,12 +194,17 @@ class _Items:
         words = [_words(tokens) for tokens in self.tokens]
         self.num_words = [len(row) for row in words]
         self.vocabulary = {
-            word: number for number, word in enumerate(dict.fromkeys(chain.from_iterable(words)), start=1)
+            word: number
+            for number, word in enumerate(dict.fromkeys(chain.from_iterable(words)), start=1)
         }
-        weights = np.random.default_rng(0).integers(1, 2**63, len(self.vocabulary) + 1, dtype=np.uint64)
+        weights = np.random.default_rng(0).integers(
+            1, 2**63, len(self.vocabulary) + 1, dtype=np.uint64
+        )
         self.weights = weights * np.uint64(2) + np.uint64(1)
         hashes, rows = self._run_hashes(words)
-        self.places: dict[int, list[tuple[int, int]]] = {}  # hash of a run -> [(item, index of its first word)]
+        self.places: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # hash of a run -> [(item, index of its first word)]
         firsts = np.cumsum([0, *(length + 1 for length in self.num_words)])
         for place in np.flatnonzero(hashes).tolist():
             item = int(rows[place])
@@ -201,16 +217,24 @@ class _Items:
         overlaps = self._overlaps([_words(row) for row in tokens])
         for row, text in enumerate(texts):
             equal = self.by_tokens.get(tuple(tokens[row]), []) if tokens[row] else []
-            found = {item: overlap for item, overlap in overlaps.get(row, {}).items() if overlap >= MIN_OVERLAP}
+            found = {
+                item: overlap
+                for item, overlap in overlaps.get(row, {}).items()
+                if overlap >= MIN_OVERLAP
+            }
             whole = tokens_of(text) if found or equal else []
             marks = _marks(whole)
-            found = {item: overlap for item, overlap in found.items() if not self.marks[item] - marks}
+            found = {
+                item: overlap for item, overlap in found.items() if not self.marks[item] - marks
+            }
             equal = [item for item in equal if _has_in_order(whole, self.asked[item])]
             found |= dict.fromkeys(equal, 1.0)
             for item, overlap in sorted(found.items()):
                 name, problem = self.items[item]
                 is_equal, overlap = item in equal, round(overlap, 3)
-                yield Hit(train_set, start + row, name, problem.id, is_equal, overlap, text, problem.text)
+                yield Hit(
+                    train_set, start + row, name, problem.id, is_equal, overlap, text, problem.text
+                )
 
     def _overlaps(self, words: Sequence[Sequence[str]]) -> dict[int, dict[int, float]]:
         """{row: {item: share of the item's words in runs shared with the row}}."""
@@ -218,7 +242,9 @@ class _Items:
         covered: dict[tuple[int, int], set[int]] = {}
         for place in np.flatnonzero(np.isin(hashes, self.known)).tolist():
             for item, first in self.places[int(hashes[place])]:
-                covered.setdefault((int(rows[place]), item), set()).update(range(first, first + RUN_WORDS))
+                covered.setdefault((int(rows[place]), item), set()).update(
+                    range(first, first + RUN_WORDS)
+                )
         overlaps: dict[int, dict[int, float]] = {}
         for (row, item), places in covered.items():
             overlaps.setdefault(row, {})[item] = len(places) / self.num_words[item]

@@ -18,7 +18,16 @@ from tasks.config import ChainConfig
 from tasks.data.card import answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit, find_hits, rows_to_drop
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
-from tasks.data.reading import CONTRADICTED, HELD_OUT, Seen, SetCount, advice_for, batched, iterate_source, to_row
+from tasks.data.reading import (
+    CONTRADICTED,
+    HELD_OUT,
+    Seen,
+    SetCount,
+    advice_for,
+    batched,
+    iterate_source,
+    to_row,
+)
 from tasks.data.sources import ARITHMETIC, Source, benchmark_sources, eval_sources, train_sources
 
 BATCH_ROWS = 1000
@@ -38,13 +47,18 @@ def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
             name: write_held_out(config, sources, Path(work) / name)
             for name, sources in held_out_files(config).items()
         }
-        held_out: dict[str, dict[str, Problem]] = {}  # by set, then text: a benchmark may also be in data.eval
+        held_out: dict[
+            str, dict[str, Problem]
+        ] = {}  # by set, then text: a benchmark may also be in data.eval
         for name in evaluated:
             for problem in read_held_out(Path(work) / name).problems:
                 held_out.setdefault(problem.dataset, {}).setdefault(problem.text, problem)
         texts = {name: list(problems.values()) for name, problems in held_out.items()}
         trained, hits = write_training(config, Path(work) / TRAIN_FILE, texts)
-        sets = [set_entry(source, count) for source, count in (*trained, *itertools.chain(*evaluated.values()))]
+        sets = [
+            set_entry(source, count)
+            for source, count in (*trained, *itertools.chain(*evaluated.values()))
+        ]
         write_card(make_card(sets, hits, config.data.contamination), folder)
         for name in (TRAIN_FILE, *evaluated):
             (folder / name).parent.mkdir(exist_ok=True)
@@ -63,7 +77,9 @@ def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
 
 def held_out_files(config: ChainConfig) -> dict[str, list[Source]]:
     """The sets of each held-out file: all of data.eval in one file, each benchmark in its own."""
-    benchmarks = {benchmark_file(name): [source] for name, source in benchmark_sources(config).items()}
+    benchmarks = {
+        benchmark_file(name): [source] for name, source in benchmark_sources(config).items()
+    }
     return {EVAL_FILE: eval_sources(config), **benchmarks}
 
 
@@ -76,7 +92,9 @@ def write_held_out(config: ChainConfig, sources: Sequence[Source], path: Path) -
         counts.append((source, count))
         found = [to_row(source, *pair) for pair in iterate_source(config, source, count)]
         count.answers.update(answer_kind(row["reward_model"]["ground_truth"]) for row in found)
-        count.require_usable(0.0, "Evaluation sets must be complete: correct the rows or data.columns.")
+        count.require_usable(
+            0.0, "Evaluation sets must be complete: correct the rows or data.columns."
+        )
         num_distinct = len({json.dumps(row["prompt"]) for row in found})
         if source.known.num_items not in (None, num_distinct):
             raise ProblemsError(
@@ -113,12 +131,16 @@ def write_training(
             owners[number].remove(CONTRADICTED, f"row {number} of the distinct problems")
         hits, dropped = _find_held_out(config, spool, ends, counts, held_out, seen.contradicted)
         if len(dropped) == len(owners):
-            raise DataError(f"no training problems are left in data.train: {describe([one for _, one in counts])}")
+            raise DataError(
+                f"no training problems are left in data.train: {describe([one for _, one in counts])}"
+            )
 
         def kept(is_last: bool) -> Iterator[Row]:
             for number, row in _reread(spool):
                 if number not in dropped:
-                    owners[number].answers[answer_kind(row["reward_model"]["ground_truth"])] += is_last
+                    owners[number].answers[answer_kind(row["reward_model"]["ground_truth"])] += (
+                        is_last
+                    )
                     yield row
 
         schema = schema_of(batched(kept(is_last=False), BATCH_ROWS))
@@ -145,7 +167,9 @@ def _find_held_out(
         if source.is_generated:
             sets.pop(ARITHMETIC, None)  # disjoint by construction
         found = find_hits(count.name, texts, sets) if sets and end > first else []
-        dropped = {first + row for row in rows_to_drop(found, end - first, config.data.contamination)}
+        dropped = {
+            first + row for row in rows_to_drop(found, end - first, config.data.contamination)
+        }
         for number, hit in {first + hit.row: hit for hit in found}.items():
             if number in dropped - left_out:
                 count.remove(HELD_OUT, f"{hit.evaluation_set} {hit.item}: {hit.train_text}")
@@ -158,7 +182,9 @@ def describe(counts: list[SetCount]) -> str:
     """Row counts of each set, on one line."""
     return "; ".join(
         f"{one.name}: {one.read} rows read, {one.kept} kept"
-        + "".join(f", {number} with {reason}" for reason, number in (one.refused + one.removed).items())
+        + "".join(
+            f", {number} with {reason}" for reason, number in (one.refused + one.removed).items()
+        )
         for one in counts
     )
 

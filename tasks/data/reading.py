@@ -66,22 +66,32 @@ class SetCount:
         """Raise DataError with `advice` if too many rows are unusable or none is left."""
         num_refused = self.refused.total()
         if num_refused > max_refused_ratio * self.read or num_refused == self.read:
-            found = "; ".join(f"{count} with {reason}" for reason, count in self.refused.most_common())
-            first = "; ".join(examples[0] for reason, examples in self.examples.items() if reason in self.refused)
+            found = "; ".join(
+                f"{count} with {reason}" for reason, count in self.refused.most_common()
+            )
+            first = "; ".join(
+                examples[0] for reason, examples in self.examples.items() if reason in self.refused
+            )
             raise DataError(
                 f"{self.name}: {num_refused} of {self.read} rows cannot be used ({found}). {advice} First: {first}"
             )
 
 
-def iterate_source(config: ChainConfig, source: Source, count: SetCount) -> Iterator[tuple[Problem, Row]]:
+def iterate_source(
+    config: ChainConfig, source: Source, count: SetCount
+) -> Iterator[tuple[Problem, Row]]:
     """Yield the usable problems of a set with their rows, in order. Raises ProblemsError."""
     rows: Iterator[tuple[int, Row, Problem | Unusable]]
     if source.is_generated:
-        rows = ((number, row, read_chat(row)) for number, row in enumerate(_generated(config, source)))
+        rows = (
+            (number, row, read_chat(row)) for number, row in enumerate(_generated(config, source))
+        )
     else:
         rows = iterate_problems(source.local(Path(config.store.path) / DOWNLOADS), source.schemas)
     for number, row, problem in rows:
-        if not number and (missing := [name for name in source.prompt_format.columns if name not in row]):
+        if not number and (
+            missing := [name for name in source.prompt_format.columns if name not in row]
+        ):
             raise ProblemsError(
                 f"{source.name} has no column {', '.join(missing)}, which data.prompt_template uses; it has "
                 f"{', '.join(sorted(row))}"
@@ -143,13 +153,21 @@ class Seen:
     """The problems seen so far, by digest: about 100 bytes each, whatever their length."""
 
     def __init__(self) -> None:
-        self._first: dict[bytes, tuple[int, bytes]] = {}  # digest -> (first row, digest of its answer)
+        self._first: dict[
+            bytes, tuple[int, bytes]
+        ] = {}  # digest -> (first row, digest of its answer)
         self.contradicted: set[int] = set()  # first rows whose answer a later row contradicts
 
     def add(self, problem: Problem, number: int) -> str | None:
         """Record a problem; returns None if it is new, else the reason to leave it out. `number`: the kept row."""
-        history = [message["content"] for message in (problem.messages or ())[:-1] if message["role"] != "system"]
-        key = hashlib.blake2b("\0".join([*history, problem.text.strip()]).encode(), digest_size=16).digest()
+        history = [
+            message["content"]
+            for message in (problem.messages or ())[:-1]
+            if message["role"] != "system"
+        ]
+        key = hashlib.blake2b(
+            "\0".join([*history, problem.text.strip()]).encode(), digest_size=16
+        ).digest()
         answer = hashlib.blake2b(problem.gold.strip().encode(), digest_size=8).digest()
         first, first_answer = self._first.setdefault(key, (number, answer))
         if first == number:
@@ -198,9 +216,13 @@ def show_rows(
     rows = []
     for problem, row in itertools.islice(iterate_source(config, source, count), num_rows):
         prepared = to_row(source, problem, row)
-        text, num_tokens = _rendered(prepared["prompt"], tokenizer, config.rollout.chat_template_kwargs)
+        text, num_tokens = _rendered(
+            prepared["prompt"], tokenizer, config.rollout.chat_template_kwargs
+        )
         scorer = scorer_name(prepared["data_source"], table)
-        rows.append(Shown(problem.id, text, num_tokens, problem.gold, prepared["data_source"], scorer))
+        rows.append(
+            Shown(problem.id, text, num_tokens, problem.gold, prepared["data_source"], scorer)
+        )
     return rows, count
 
 
@@ -209,5 +231,9 @@ def _rendered(
 ) -> tuple[str, int | None]:
     if tokenizer is None:
         return "\n".join(f"{message['role']}: {message['content']}" for message in chat), None
-    text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **template_kwargs))
+    text = str(
+        tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=False, **template_kwargs
+        )
+    )
     return text, len(tokenizer(text, add_special_tokens=False).input_ids)

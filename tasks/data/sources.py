@@ -16,7 +16,17 @@ from eval.problems.files import columns_of, files_of, find_schema
 from eval.problems.items import Problem
 from eval.problems.prompts import DEFAULT
 from eval.problems.registry import OWN, SETS, find_set
-from eval.problems.rows import ProblemSet, Row, Schema, Split, Unusable, chat_of, needed, problem_of, text_of
+from eval.problems.rows import (
+    ProblemSet,
+    Row,
+    Schema,
+    Split,
+    Unusable,
+    chat_of,
+    needed,
+    problem_of,
+    text_of,
+)
 from eval.problems.sources import fetch, rows_of
 from tasks.artifacts.artifact import canonical_json, sha256_of
 from tasks.artifacts.references import log_earlier, resolve_once
@@ -63,7 +73,10 @@ class Source:
 
     def settings(self) -> str:
         """A digest of everything besides content that determines the prepared rows."""
-        known = {"scorer": self.known.scorer, "schemas": [schema.columns for schema in self.known.schemas]}
+        known = {
+            "scorer": self.known.scorer,
+            "schemas": [schema.columns for schema in self.known.schemas],
+        }
         facts = {
             "name": self.name,
             "weight": self.weight,
@@ -71,7 +84,9 @@ class Source:
             "prompt_format": dataclasses.asdict(self.prompt_format),
         }
         return hashlib.sha256(
-            canonical_json({**facts, "reference": self.reference, "several": self.is_one_of_several})
+            canonical_json(
+                {**facts, "reference": self.reference, "several": self.is_one_of_several}
+            )
         ).hexdigest()
 
     def content(self) -> str:
@@ -111,12 +126,18 @@ class Source:
 
 def train_sources(config: ChainConfig) -> list[Source]:
     """The sets of data.train. Raises ProblemsError for an unknown name or prompt."""
-    return [_source(config, one, f"data.train.{number}", "train") for number, one in enumerate(config.data.train)]
+    return [
+        _source(config, one, f"data.train.{number}", "train")
+        for number, one in enumerate(config.data.train)
+    ]
 
 
 def eval_sources(config: ChainConfig) -> list[Source]:
     """The sets of data.eval. Raises ProblemsError like `train_sources`, and if their graders differ."""
-    sources = [_source(config, one, f"data.eval.{number}", "test") for number, one in enumerate(config.data.eval)]
+    sources = [
+        _source(config, one, f"data.eval.{number}", "test")
+        for number, one in enumerate(config.data.eval)
+    ]
     if len({source.known.grader for source in sources}) > 1:
         graders = ", ".join(f"{source.name}: {source.known.grader}" for source in sources)
         raise ProblemsError(
@@ -137,7 +158,9 @@ def benchmark_sources(config: ChainConfig) -> dict[str, Source]:
         has_prompt = config.evaluate.of(one).prompt != DEFAULT
         template = DEFAULT if has_prompt else config.data.prompt_template
         given = SetConfig(set=one.set, path=one.path, columns=columns, prompt_template=template)
-        found[one.label] = _source(config, given, f"evaluate.benchmarks.{one.label}", "test", one.label)
+        found[one.label] = _source(
+            config, given, f"evaluate.benchmarks.{one.label}", "test", one.label
+        )
     return found
 
 
@@ -158,7 +181,9 @@ def source_files(config: ChainConfig) -> dict[str, str]:
         try:
             inputs[f"{source.key} content"] = source.content()
         except Unreachable as error:
-            inputs[f"{source.key} content"] = _earlier_content(config.store.path, inputs[source.key], error)
+            inputs[f"{source.key} content"] = _earlier_content(
+                config.store.path, inputs[source.key], error
+            )
     return inputs
 
 
@@ -166,7 +191,9 @@ def _earlier_content(store_path: str, settings: str, reason: Unreachable) -> str
     """The content digest in the newest artifact made from the same set; raises `reason` if there is none."""
     for _, manifest in ArtifactStore(store_path).finished("prepare_data"):
         inputs = manifest["inputs"]
-        if (key := next((name for name, value in inputs.items() if value == settings), None)) is not None:
+        if (
+            key := next((name for name, value in inputs.items() if value == settings), None)
+        ) is not None:
             log_earlier(reason, inputs[f"{key} content"], manifest["ended_at"])
             return str(inputs[f"{key} content"])
     raise reason
@@ -181,7 +208,9 @@ def describe_sources(config: ChainConfig) -> str:
         try:
             snapshot = source.snapshot()
         except Unreachable as error:
-            described.append(f"would fetch {source.reference}, which cannot be resolved now: {error}")
+            described.append(
+                f"would fetch {source.reference}, which cannot be resolved now: {error}"
+            )
             continue
         size = "" if snapshot.num_bytes is None else f", {decimal(snapshot.num_bytes)}"
         described.append(f"fetches {source.reference} at {snapshot.commit[:12]}{size}")
@@ -202,7 +231,9 @@ def files_digest(key: str, path: Path) -> str:
         raise ConfigError(f"{key}: {error}") from None
 
 
-def _source(config: ChainConfig, given: SetConfig, key: str, split: Split, benchmark: str | None = None) -> Source:
+def _source(
+    config: ChainConfig, given: SetConfig, key: str, split: Split, benchmark: str | None = None
+) -> Source:
     """The source of a set; `benchmark` is its name in evaluate.benchmarks."""
     one = config.data.of(given)
     assert one.columns is not None
@@ -230,9 +261,15 @@ def _source(config: ChainConfig, given: SetConfig, key: str, split: Split, bench
             name = path.name
     if one.columns.is_set:
         known = dataclasses.replace(known, schemas=(mapped_schema(one.columns),))
-    prompt_format = find_format(one.prompt_template or DEFAULT, one.system_prompt, known.template, one.columns)
-    several = benchmark is None and len(config.data.train if split == "train" else config.data.eval) > 1
-    return Source(key, name, split, known, reference, path, one.weight, prompt_format, several, benchmark)
+    prompt_format = find_format(
+        one.prompt_template or DEFAULT, one.system_prompt, known.template, one.columns
+    )
+    several = (
+        benchmark is None and len(config.data.train if split == "train" else config.data.eval) > 1
+    )
+    return Source(
+        key, name, split, known, reference, path, one.weight, prompt_format, several, benchmark
+    )
 
 
 def mapped_schema(columns: ColumnsConfig) -> Schema:
@@ -246,7 +283,9 @@ def mapped_schema(columns: ColumnsConfig) -> Schema:
             raise Unusable(f"no chat messages in {asked}")
         text = messages[-1]["content"] if messages else needed(text_of(row, asked), f"no {asked}")
         usual = {"id": "id", "subject": "subject", "level": "level", "data_source": "data_source"}
-        details = {name: row.get(given[column]) for name, column in usual.items() if column in given}
+        details = {
+            name: row.get(given[column]) for name, column in usual.items() if column in given
+        }
         gold = needed(text_of(row, given["answer"]), f"no {given['answer']}").strip()
         return problem_of(details, text, gold, messages=messages)
 

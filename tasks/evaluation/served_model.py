@@ -59,7 +59,10 @@ class ServedModel:
             write_atomically(self.known, json.dumps(stored))
         if not self.failure:
             self.last.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.last, json.dumps({"identity": self.identity, "weights": self.weights.to_json()}))
+            write_atomically(
+                self.last,
+                json.dumps({"identity": self.identity, "weights": self.weights.to_json()}),
+            )
 
 
 def server_of(baseline: BaselineConfig) -> Server:
@@ -86,7 +89,9 @@ def served_model(config: ChainConfig, baseline: BaselineConfig) -> ServedModel:
         if (last := _last_shown(folder, baseline, str(error))) is None:
             raise
         logger.warning(
-            "%s. Only stored results of %s can be used, for the weights it last showed", error, baseline.name
+            "%s. Only stored results of %s can be used, for the weights it last showed",
+            error,
+            baseline.name,
         )
         return last
 
@@ -110,7 +115,9 @@ def _last_shown(folder: Path, baseline: BaselineConfig, failure: str) -> ServedM
         return None
     if weights is None:
         return None
-    return ServedModel(server_of(baseline), identity, weights, _known_file(folder, identity), path, failure)
+    return ServedModel(
+        server_of(baseline), identity, weights, _known_file(folder, identity), path, failure
+    )
 
 
 def _known_file(folder: Path, identity: str) -> Path:
@@ -195,10 +202,13 @@ def _identity(server: Endpoint, terms: ServedBy) -> tuple[str, list[tuple[str, i
     url = server.url("models")
     roots = _served_models(server, terms)
     if server.model not in roots:
-        raise ServeError(f"{url} serves {', '.join(roots)}, not {server.model!r}; set {terms.model}")
+        raise ServeError(
+            f"{url} serves {', '.join(roots)}, not {server.model!r}; set {terms.model}"
+        )
     folder = Path(roots[server.model])
     files = [
-        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(folder.glob("*.safetensors"))
     ]
     return str(folder), files
 

@@ -39,20 +39,34 @@ logger = logging.getLogger(__name__)
 _FURTHER_SAMPLING = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-def set_of(settings: EvaluateConfig, problems: str | Path | None, name: str | None = None) -> EvaluationSet:
+def set_of(
+    settings: EvaluateConfig, problems: str | Path | None, name: str | None = None
+) -> EvaluationSet:
     """`load_set` with the prompt and mode of the settings; `name` is the problems' registered set, if any."""
-    return load_set(problems, name, settings.prompt, settings.api, settings.system_prompt, settings.mode)
+    return load_set(
+        problems, name, settings.prompt, settings.api, settings.system_prompt, settings.mode
+    )
 
 
 def benchmark_of(
-    settings: EvaluateConfig, asked: EvaluationSet, output: Path, name: str, model_folder: Path | None
+    settings: EvaluateConfig,
+    asked: EvaluationSet,
+    output: Path,
+    name: str,
+    model_folder: Path | None,
 ) -> Benchmark:
     """A benchmark with the sampling, grader and judge of the settings; `model_folder` as in `sampling_of`."""
-    sampling, grader, judge = sampling_of(settings, model_folder), grader_for(settings), judge_for(settings)
+    sampling, grader, judge = (
+        sampling_of(settings, model_folder),
+        grader_for(settings),
+        judge_for(settings),
+    )
     return Benchmark(asked, sampling, output, name, settings.max_failed_ratio, grader, judge)
 
 
-def load_sets(config: ChainConfig, problems: str | None, name: str | None = None) -> dict[str, EvaluationSet]:
+def load_sets(
+    config: ChainConfig, problems: str | None, name: str | None = None
+) -> dict[str, EvaluationSet]:
     """The sets of evaluate.benchmarks by name, prepared as in a run; without a suite, one set under "".
 
     That set is `problems` (of the registered set `name`, if given), or set `name` from its default source.
@@ -93,7 +107,10 @@ def _own_set(config: ChainConfig, path: Path) -> SetConfig | None:
 
 
 def benchmarks_into(
-    output: Path, settings: EvaluateConfig, sets: Mapping[str, EvaluationSet], model_folder: Path | None
+    output: Path,
+    settings: EvaluateConfig,
+    sets: Mapping[str, EvaluationSet],
+    model_folder: Path | None,
 ) -> list[Benchmark]:
     """Benchmarks for the sets of `load_sets`, each with its results folder; writes suite.json for a suite.
 
@@ -104,7 +121,9 @@ def benchmarks_into(
         require_single(output)
         return [benchmark_of(settings, sets[""], output, "", model_folder)]
     write_suite(
-        make_folder(output), [Member(name, one.weight) for name, one in named.items()], settings.headline_name
+        make_folder(output),
+        [Member(name, one.weight) for name, one in named.items()],
+        settings.headline_name,
     )
     return [
         benchmark_of(settings.of(named[name]), found, output / name, name, model_folder)
@@ -127,7 +146,9 @@ def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling
         top_k=settings.top_k,
         seed=settings.seed,
         num_samples=settings.num_samples,
-        chat_template_kwargs=settings.chat_template_kwargs or None if settings.api == "chat" else None,
+        chat_template_kwargs=settings.chat_template_kwargs or None
+        if settings.api == "chat"
+        else None,
         extra_body=settings.extra_body or None,
     )
     if settings.sampling == "settings":
@@ -139,7 +160,9 @@ def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling
         )
         return replace(sampling, temperature=None, top_p=None, top_k=None, source="server")
     named = _read_generation_config(model_folder)
-    further = {name: named[name] for name in _FURTHER_SAMPLING if name in named} | settings.extra_body
+    further = {
+        name: named[name] for name in _FURTHER_SAMPLING if name in named
+    } | settings.extra_body
     return replace(
         sampling,
         temperature=named["temperature"],
@@ -159,7 +182,11 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"evaluate.sampling=model needs {path}: {error}; set evaluate.sampling=settings and a temperature"
         ) from None
-    named = {name: value for name, value in named.items() if value is not None} if isinstance(named, dict) else {}
+    named = (
+        {name: value for name, value in named.items() if value is not None}
+        if isinstance(named, dict)
+        else {}
+    )
     if "temperature" in named or named.keys() & {"top_p", "top_k"}:
         return {"temperature": 1.0, **named}
     if named.get("do_sample") is False:
@@ -187,7 +214,10 @@ def grader_for(settings: EvaluateConfig) -> Grader | None:
         arguments = (str(file[0]), file[1])
         rule = f"scorer-{file[0].name}:{file[1]}/{sha256_of(file[0])[:SHORT_DIGEST]}"
     pool = Pool(
-        "dapo_core.reward.custom:load_scorer", arguments, num_processes=NUM_SCORERS, timeout_seconds=SCORER_SECONDS
+        "dapo_core.reward.custom:load_scorer",
+        arguments,
+        num_processes=NUM_SCORERS,
+        timeout_seconds=SCORER_SECONDS,
     )
     return ScorerGrader(pool, None if file else settings.scorer, rule)
 
@@ -231,7 +261,9 @@ def scorer_file(settings: EvaluateConfig) -> tuple[Path, str] | None:
     if not suffix or (function and not function.startswith(":")):
         close = difflib.get_close_matches(scorer, SCORERS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"scorers are {', '.join(sorted(SCORERS))}"
-        raise ConfigError(f"evaluate.scorer={scorer} is not a scorer, FILE.py or FILE.py:FUNCTION; {hint}")
+        raise ConfigError(
+            f"evaluate.scorer={scorer} is not a scorer, FILE.py or FILE.py:FUNCTION; {hint}"
+        )
     file = Path(start + suffix), function[1:] or "compute_score"
     require_function(*file, keys=("evaluate.scorer", "evaluate.scorer"))
     return file

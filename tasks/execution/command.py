@@ -58,7 +58,9 @@ def run_dapo(
         if detach is None:
             run_command(command, log_path=log_path, label=key.stage, on_line=forward)
         else:
-            attach_or_start(command, log_path=log_path, label=key.stage, options=detach, on_line=forward)
+            attach_or_start(
+                command, log_path=log_path, label=key.stage, options=detach, on_line=forward
+            )
     finally:
         page.close_minute()
 
@@ -73,7 +75,9 @@ def link_log(run: Run, log_path: Path) -> None:
 class PageLines:
     """Limits the lines shown in the Prefect UI to N per minute, plus N warnings."""
 
-    def __init__(self, lines_per_minute: int, log_path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, lines_per_minute: int, log_path: Path, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.lines_per_minute = lines_per_minute
         self.log_path = log_path
         self._clock = clock
@@ -96,6 +100,8 @@ class PageLines:
         """Report on the page how many lines were omitted, and reset the counts."""
         if self._num_omitted:
             page_logger.info(
-                "... %d lines omitted in this minute; all are in %s", self._num_omitted, self.log_path
+                "... %d lines omitted in this minute; all are in %s",
+                self._num_omitted,
+                self.log_path,
             )
         self._num_admitted, self._num_omitted = {False: 0, True: 0}, 0

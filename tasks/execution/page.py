@@ -76,15 +76,25 @@ def show_stage(run: Run, label: str, artifact: Artifact) -> None:
     built = f"built in {manifest['seconds']:.1f} s on {manifest['ended_at'][:10]}"
     how = f"cached, {built}" if record.cached else built
     facts = {"output": _code(artifact.path), "state": how, "key": _short(artifact.key)}
-    facts |= {"content": _short(artifact.digest), "host": manifest["host"], "run": _code(str(run.folder))}
-    metrics = {name: _number(value) for name, value in manifest["metrics"].items() if not isinstance(value, list)}
+    facts |= {
+        "content": _short(artifact.digest),
+        "host": manifest["host"],
+        "run": _code(str(run.folder)),
+    }
+    metrics = {
+        name: _number(value)
+        for name, value in manifest["metrics"].items()
+        if not isinstance(value, list)
+    }
     needs = [need for need in link_of(run.config, label).needs if need in run.stages]
     inputs = [f"- {_link(run, need)}: {_short(run.stages[need].digest)}" for need in needs]
     text = [f"# {label}", _table(facts)]
     text += ["## Numbers", _table(metrics)] if metrics else []
     text += ["## Made from", "\n".join(inputs)] if inputs else []
     card = Path(artifact.path) / CARD_MARKDOWN
-    text += [unwrapped(card.read_text(encoding="utf-8")).replace("# ", "## ")] if card.is_file() else []
+    text += (
+        [unwrapped(card.read_text(encoding="utf-8")).replace("# ", "## ")] if card.is_file() else []
+    )
     PageArtifact(run, label, "markdown", how).show("\n\n".join(text))
 
 
@@ -118,8 +128,12 @@ class StageProgress:
     """A progress bar for a stage; for training also a table of recent steps and validation responses."""
 
     def __init__(self, run: Run, label: str, folder: Path | None = None) -> None:
-        self._bar = PageArtifact(run, f"{label}-progress", "progress", f"{label} of {run.config.run.name}")
-        self._table = PageArtifact(run, f"{label}-steps", "table", f"Recent steps of {run.config.run.name}")
+        self._bar = PageArtifact(
+            run, f"{label}-progress", "progress", f"{label} of {run.config.run.name}"
+        )
+        self._table = PageArtifact(
+            run, f"{label}-steps", "table", f"Recent steps of {run.config.run.name}"
+        )
         about = f"Latest validation of {run.config.run.name}"
         self._generations = PageArtifact(run, f"{label}-generations", "markdown", about)
         self._folder = folder
@@ -136,8 +150,13 @@ class StageProgress:
         if time.monotonic() < self._update_at and done < total:
             return
         self._bar.show(round(100 * done / max(total, 1), 1))
-        if self._folder is not None and (steps := read_json_lines(self._folder / METRICS_FILE)[-NUM_STEPS:]):
-            rows = [{name: _number(step.get(key)) for name, key in STEP_COLUMNS.items()} for step in steps[::-1]]
+        if self._folder is not None and (
+            steps := read_json_lines(self._folder / METRICS_FILE)[-NUM_STEPS:]
+        ):
+            rows = [
+                {name: _number(step.get(key)) for name, key in STEP_COLUMNS.items()}
+                for step in steps[::-1]
+            ]
             self._table.show(json.dumps(rows))
             self._show_generations(self._folder, max(steps[-1]["step"], 0))
         self._update_at = time.monotonic() + UPDATE_SECONDS
@@ -205,7 +224,9 @@ class PageArtifact:
             get_client(httpx_settings={"timeout": REQUEST_SECONDS}, sync_client=True) as client,
         ):
             if self._id is None:
-                self._id = client.create_artifact(self._request.model_copy(update={"data": data})).id
+                self._id = client.create_artifact(
+                    self._request.model_copy(update={"data": data})
+                ).id
             else:
                 client.update_artifact(self._id, ArtifactUpdate(data=data))
 
@@ -231,4 +252,6 @@ def _code(text: str) -> str:
 
 
 def _table(rows: Mapping[str, Any]) -> str:
-    return "\n".join(f"| {name} | {value} |" for name, value in {"": "", "---": "---", **rows}.items())
+    return "\n".join(
+        f"| {name} | {value} |" for name, value in {"": "", "---": "---", **rows}.items()
+    )

@@ -94,4 +94,6 @@ def _state(run: Run, label: str, artifact: Artifact) -> State[Artifact | RunSkip
     manifest, record = artifact.manifest(), run.stages[label]
     key = artifact.key[:SHORT_KEY_LENGTH]
     message = f"built in {manifest['seconds']:.1f} s on {manifest['ended_at'][:10]}, key {key}"
-    return Completed(name="Cached" if record.cached else "Completed", message=message, data=artifact)
+    return Completed(
+        name="Cached" if record.cached else "Completed", message=message, data=artifact
+    )

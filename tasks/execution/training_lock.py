@@ -55,4 +55,6 @@ def check_free(path: Path, config: ChainConfig) -> None:
         return
     [training] = [stage for stage in plan_chain(config) if stage.label == "train_policy"]
     if training.key is None or training.key[:SHORT_KEY_LENGTH] not in holder:
-        raise RunSkipped(f"The run was skipped because another training holds the lock {path}: {holder}")
+        raise RunSkipped(
+            f"The run was skipped because another training holds the lock {path}: {holder}"
+        )

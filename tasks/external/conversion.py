@@ -34,7 +34,10 @@ _EXAMPLES = {
 
 @contextmanager
 def converted(
-    config: ChainConfig, sources: Sequence[Path], target: Path, on_line: Callable[[str], None] | None = None
+    config: ChainConfig,
+    sources: Sequence[Path],
+    target: Path,
+    on_line: Callable[[str], None] | None = None,
 ) -> Iterator[list[Path]]:
     """Yield the folders to merge: the sources themselves, or the converted folder for Megatron weights.
 
@@ -67,7 +70,14 @@ def converter_command(config: ChainConfig, other: OtherCheckpoint, folder: Path)
     external, backend = config.external, config.train.backend
     output, model, checkpoint = folder / "output", folder / "model", folder / "checkpoint"
     if external.converter is None and other.form == "distributed":
-        command = [interpreter(external), "-m", "verl.model_merger", "merge", "--backend", "megatron"]
+        command = [
+            interpreter(external),
+            "-m",
+            "verl.model_merger",
+            "merge",
+            "--backend",
+            "megatron",
+        ]
         command += ["--local_dir", str(other.actor.absolute()), "--target_dir", str(output)]
         return [*command, "--trust-remote-code"] if config.model.trust_remote_code else command
     if external.converter is None:
@@ -91,7 +101,9 @@ def converter_command(config: ChainConfig, other: OtherCheckpoint, folder: Path)
 def _converted_folder(other: OtherCheckpoint, folder: Path) -> Path:
     """The folder with safetensors that the converter wrote, completed with configuration and tokenizer."""
     places = {
-        Path(root) for root, _, names in os.walk(folder) if any(name.endswith(".safetensors") for name in names)
+        Path(root)
+        for root, _, names in os.walk(folder)
+        if any(name.endswith(".safetensors") for name in names)
     }
     if len(places) != 1:
         raise CheckpointError(

@@ -108,7 +108,9 @@ def _query_version(python: str, name: str, env: tuple[tuple[str, str], ...]) -> 
             timeout=QUERY_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise TrainerMissing(f"external.python={python} cannot be queried for {name}: {error}") from None
+        raise TrainerMissing(
+            f"external.python={python} cannot be queried for {name}: {error}"
+        ) from None
     words = done.stdout.split()
     if done.returncode or words[:1] not in (["version"], ["missing"]):
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -46,7 +46,9 @@ def as_job(
     if external.source is not None:
         entrypoint = ["env", f"--chdir={Path(external.source).absolute()}", *entrypoint]
     with tempfile.TemporaryDirectory(prefix="dapo-job-") as folder:
-        runtime = Path(folder) / "runtime_env.json"  # a private file, since everybody can read command lines
+        runtime = (
+            Path(folder) / "runtime_env.json"
+        )  # a private file, since everybody can read command lines
         runtime.write_text(json.dumps({"env_vars": dict(start.env)}), encoding="utf-8")
         submit = [
             *client,
@@ -83,6 +85,10 @@ def _client(external: ExternalConfig) -> list[str]:
 
 def _stop(command: Sequence[str]) -> None:
     """Stop a job; errors for a job that has already ended are only logged."""
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=STOP_SECONDS)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=STOP_SECONDS
+    )
     output = (done.stdout + done.stderr).strip().splitlines()
-    logger.info("%s: %s", " ".join(command[-4:]), output[-1] if output else f"exit code {done.returncode}")
+    logger.info(
+        "%s: %s", " ".join(command[-4:]), output[-1] if output else f"exit code {done.returncode}"
+    )

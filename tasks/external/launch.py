@@ -69,26 +69,36 @@ def start_of(config: ChainConfig, inputs: Inputs) -> Start:
 
 def own_ray(external: ExternalConfig) -> dict[str, str]:
     """Variables that make a trainer start its own Ray instead of joining a local one."""
-    return {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS") or "local"} if job_server(external) is None else {}
+    return (
+        {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS") or "local"}
+        if job_server(external) is None
+        else {}
+    )
 
 
 def planned_start(config: ChainConfig) -> Start:
     """The launch with placeholders, without the trainer, data or model: for plans and checks."""
-    inputs = Inputs(Path("DATA/train.parquet"), Path("MODEL"), Path("OUTPUT"), Path("DATA/eval.parquet"))
+    inputs = Inputs(
+        Path("DATA/train.parquet"), Path("MODEL"), Path("OUTPUT"), Path("DATA/eval.parquet")
+    )
     return _rendered(config, inputs, config.external.version, config.external.python or "python")
 
 
 def job_server(external: ExternalConfig) -> str | None:
     """The Ray job server: external.job_server, or RAY_ADDRESS if it is one."""
     inherited = os.environ.get("RAY_ADDRESS", "")
-    return external.job_server or (inherited if inherited.startswith(("http://", "https://")) else None)
+    return external.job_server or (
+        inherited if inherited.startswith(("http://", "https://")) else None
+    )
 
 
 def _rendered(config: ChainConfig, inputs: Inputs, version: str | None, python: str) -> Start:
     tree = config.model_dump(mode="json")
     checkpoints = inputs.output / CHECKPOINTS
     if (checkpoints / NEWEST_FILE).is_file() or config.checkpoint.resume == "never":
-        tree["checkpoint"]["resume"] = "auto"  # its own checkpoint takes precedence; `never` moved it aside
+        tree["checkpoint"]["resume"] = (
+            "auto"  # its own checkpoint takes precedence; `never` moved it aside
+        )
     if config.checkpoint.keep_steps or config.checkpoint_steps:
         # Keep all, since the trainer would remove these steps too; the stage removes the rest.
         tree["checkpoint"]["keep_last"] = None

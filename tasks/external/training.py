@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, step_folders
-from dapo_core.checkpoint.others import NEWEST_FILE, OtherCheckpoint, newest_other, other_checkpoints
+from dapo_core.checkpoint.others import (
+    NEWEST_FILE,
+    OtherCheckpoint,
+    newest_other,
+    other_checkpoints,
+)
 from dapo_core.checkpoint.resume import lock_checkpoints, move_aside, require_resume
 from dapo_core.digests import file_digest
 from dapo_core.errors import CheckpointError, ConfigError
@@ -41,7 +46,9 @@ COMMAND_FILE, LOG_FILE = "command.sh", "trainer.log"
 IDENTITY_FILE = "identity.json"  # beside the rendered files
 MODEL_FILES_FOLDER = "model"  # the model's configuration and tokenizer, for converters
 # The last line of a traceback, after Ray's or torch's prefix.
-_REASON = re.compile(r"(?:^|[\s)\]])(?:\w+\.)*(?P<name>\w+(?:Error|Exception|Interrupt|MandatoryValue))\b(?!\()")
+_REASON = re.compile(
+    r"(?:^|[\s)\]])(?:\w+\.)*(?P<name>\w+(?:Error|Exception|Interrupt|MandatoryValue))\b(?!\()"
+)
 # Before the first step these errors are permanent.
 _PERMANENT = re.compile(
     r"(Assertion|Attribute|FileNotFound|HFValidation|Import|InterpolationKey|Key|ModuleNotFound|Name|NotImplemented|"
@@ -53,7 +60,10 @@ OnLine = Callable[[str], None]
 
 
 def train_with_other(
-    config: ChainConfig, inputs: Inputs, on_step: OnStep | None = None, on_line: OnLine | None = None
+    config: ChainConfig,
+    inputs: Inputs,
+    on_step: OnStep | None = None,
+    on_line: OnLine | None = None,
 ) -> OtherCheckpoint:
     """Train with the trainer of train.backend and return its last checkpoint; outputs go to `inputs.output`.
 
@@ -178,7 +188,11 @@ def _newest(folder: Path, total: int) -> OtherCheckpoint | None:
         )
     newest = folder / NEWEST_FILE
     if newest.read_text(encoding="ascii").strip() != str(found.step):
-        logger.warning("the checkpoint named in %s is missing; training resumes from %s", newest, found.path.name)
+        logger.warning(
+            "the checkpoint named in %s is missing; training resumes from %s",
+            newest,
+            found.path.name,
+        )
         write_atomically(newest, str(found.step))
     return found
 
@@ -237,7 +251,11 @@ def identity_of(config: ChainConfig, inputs: Inputs) -> dict[str, Any]:
         **training_identity(config, file_digest(inputs.data), inputs.model),
         "external.strategy": external.strategy,
         "external.overrides": list(external.overrides),
-        **{f"external.{name}": _content(Path(path)) for name, path in rows.items() if path is not None},
+        **{
+            f"external.{name}": _content(Path(path))
+            for name, path in rows.items()
+            if path is not None
+        },
     }
 
 
@@ -252,8 +270,12 @@ def refuse_checkpoint_of_another(
     if not record.is_file():
         return
     before = json.loads(record.read_text(encoding="utf-8"))
-    for change in refuse_other_training(checkpoint, before, identity, config.checkpoint.allow_changed):
-        logger.warning("checkpoint.allow_changed: continuing from %s with %s", checkpoint.name, change)
+    for change in refuse_other_training(
+        checkpoint, before, identity, config.checkpoint.allow_changed
+    ):
+        logger.warning(
+            "checkpoint.allow_changed: continuing from %s with %s", checkpoint.name, change
+        )
 
 
 def refuse_own_checkpoints(folder: Path) -> None:

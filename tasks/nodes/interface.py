@@ -33,7 +33,9 @@ class Interface:
     mtu: int
 
 
-def interface_towards(targets: Sequence[str], name: str | None = None, own_host: str = "") -> Interface:
+def interface_towards(
+    targets: Sequence[str], name: str | None = None, own_host: str = ""
+) -> Interface:
     """Return the interface that leads to the first reachable target, or the one called `name`.
 
     Targets are host names or addresses of either family; an address of this machine selects its interface.
@@ -78,7 +80,9 @@ def describe_interfaces() -> str:
     stats = psutil.net_if_stats()
     shown = []
     for name, entries in sorted(psutil.net_if_addrs().items()):
-        held = [each.address for each in entries if each.family in (socket.AF_INET, socket.AF_INET6)]
+        held = [
+            each.address for each in entries if each.family in (socket.AF_INET, socket.AF_INET6)
+        ]
         state = ", ".join(held) or "no address"
         device = stats.get(_device(name))
         shown.append(f"{name} ({state}{'' if device is not None and device.isup else '; down'})")
@@ -90,15 +94,25 @@ def _named(name: str, targets: Sequence[str], own_host: str) -> Interface:
     if stats is None:
         raise NoInterfaceError(f"no interface {name}; this machine has {describe_interfaces()}")
     if not stats.isup:
-        raise NoInterfaceError(f"interface {name} is down; this machine has {describe_interfaces()}")
+        raise NoInterfaceError(
+            f"interface {name} is down; this machine has {describe_interfaces()}"
+        )
     families = {
-        socket.AF_INET6 if ":" in address else socket.AF_INET for t in targets for address in addresses_of(t)
+        socket.AF_INET6 if ":" in address else socket.AF_INET
+        for t in targets
+        for address in addresses_of(t)
     }
     held = [each.address for each in entries.get(name, ()) if each.family in families]
     usable = [address for address in held if not _parsed(address).is_link_local]
     if not usable:
-        state = f"only the link-local address {', '.join(held)}" if held else "no address of the head's family"
-        raise NoInterfaceError(f"interface {name} has {state}; this machine has {describe_interfaces()}")
+        state = (
+            f"only the link-local address {', '.join(held)}"
+            if held
+            else "no address of the head's family"
+        )
+        raise NoInterfaceError(
+            f"interface {name} has {state}; this machine has {describe_interfaces()}"
+        )
     own = [
         address
         for address in addresses_of(own_host)
@@ -110,7 +124,9 @@ def _named(name: str, targets: Sequence[str], own_host: str) -> Interface:
 def addresses_of(target: str) -> list[str]:
     """Resolve a name, IPv4 addresses first; [] if it does not resolve."""
     try:
-        return sorted(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(target, None)), key=is_ipv6)
+        return sorted(
+            dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(target, None)), key=is_ipv6
+        )
     except OSError:
         return []
 
@@ -154,9 +170,7 @@ def unreachable(request: Mapping[str, Any]) -> str:
     except ConnectionRefusedError:
         return f"{head} refuses connections: no Ray listens there, or a firewall rejects them"
     except TimeoutError:
-        return (
-            f"{head} did not answer within {CONNECT_SECONDS:g} s: a firewall drops packets, or no route leads back"
-        )
+        return f"{head} did not answer within {CONNECT_SECONDS:g} s: a firewall drops packets, or no route leads back"
     except OSError as error:
         return f"{head} cannot be reached from {request['address']}: {error.strerror}"
     return ""
@@ -170,5 +184,7 @@ def port_owner(address: str, port: int) -> str:
         if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(each.pid)
-                return f"pid {each.pid} of {process.username()} ({' '.join(process.cmdline())[:80]})"
+                return (
+                    f"pid {each.pid} of {process.username()} ({' '.join(process.cmdline())[:80]})"
+                )
     return f"a process that this user cannot see ({reason})"

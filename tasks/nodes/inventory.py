@@ -29,7 +29,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _SET_BY_UP = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
 _SHELL_FIELDS = ("host", "address", "user")
-_TEXTS = ("hosts", "head", "env")  # keys whose values stay text: 0123 is not 83; pydantic converts devices
+_TEXTS = (
+    "hosts",
+    "head",
+    "env",
+)  # keys whose values stay text: 0123 is not 83; pydantic converts devices
 
 
 def _name(value: str) -> str:
@@ -60,19 +64,29 @@ class Host(Section):
     """One machine."""
 
     name: str = Field(description="Name in this file and in messages.")
-    address: str | None = Field(None, description="Address for ssh and the other machines; default: the name.")
-    devices: int | None = Field(None, ge=1, description="Number of devices; default: the inventory's.")
-    interface: str | None = Field(
-        None, min_length=1, description="Network interface; default: the one that leads to the head."
+    address: str | None = Field(
+        None, description="Address for ssh and the other machines; default: the name."
     )
-    env: Environment = Field({}, description="Environment variables of its Ray; they override the inventory's.")
+    devices: int | None = Field(
+        None, ge=1, description="Number of devices; default: the inventory's."
+    )
+    interface: str | None = Field(
+        None,
+        min_length=1,
+        description="Network interface; default: the one that leads to the head.",
+    )
+    env: Environment = Field(
+        {}, description="Environment variables of its Ray; they override the inventory's."
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _a_name_is_a_host(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
-    _names = field_validator("name", "address")(lambda value: value if value is None else _name(value))
+    _names = field_validator("name", "address")(
+        lambda value: value if value is None else _name(value)
+    )
     _variables = field_validator("env")(_environment)
 
     @property
@@ -84,22 +98,34 @@ class Host(Section):
 class Inventory(Section):
     """The machines of a cluster, the devices they offer to Ray, and how to run commands on them."""
 
-    hosts: tuple[Host, ...] = Field(min_length=1, description="The machines: names, or sections with keys.")
-    head: str | None = Field(None, description="Name of the host that runs Ray's head; default: the first.")
+    hosts: tuple[Host, ...] = Field(
+        min_length=1, description="The machines: names, or sections with keys."
+    )
+    head: str | None = Field(
+        None, description="Name of the host that runs Ray's head; default: the first."
+    )
     user: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*$")] | None = Field(
         None, description="ssh user; default: ssh's own."
     )
-    device: Literal["cpu", "cuda", "npu"] = Field("npu", description="Kind of device, as in train.device.")
+    device: Literal["cpu", "cuda", "npu"] = Field(
+        "npu", description="Kind of device, as in train.device."
+    )
     devices: int | None = Field(
         None, ge=1, description="Devices of each host; with device=cpu, the CPUs that Ray may use."
     )
-    num_cpus: int | None = Field(None, ge=1, description="CPUs that Ray may use on each host; default: all.")
-    shell: str = Field(
-        SSH, description="ssh, or a command that runs a line on {host}, such as docker exec -i {host} bash -c."
+    num_cpus: int | None = Field(
+        None, ge=1, description="CPUs that Ray may use on each host; default: all."
     )
-    project: str = Field(str(PROJECT), description="The project's folder on every host; default: as here.")
+    shell: str = Field(
+        SSH,
+        description="ssh, or a command that runs a line on {host}, such as docker exec -i {host} bash -c.",
+    )
+    project: str = Field(
+        str(PROJECT), description="The project's folder on every host; default: as here."
+    )
     python: str = Field(
-        sys.executable, description="Interpreter with the packages; may be relative to project; default: as here."
+        sys.executable,
+        description="Interpreter with the packages; may be relative to project; default: as here.",
     )
     setup: str | None = Field(
         None,
@@ -112,8 +138,12 @@ class Inventory(Section):
         description="Run Ray's dashboard and job server, at 127.0.0.1:8265 of the head; for external.job_server.",
     )
     env: Environment = Field({}, description="Environment variables of Ray and all its processes.")
-    connect_seconds: int = Field(10, ge=1, le=600, description="Time limit for a host to accept a connection.")
-    start_seconds: int = Field(120, ge=5, le=3600, description="Time limit until all hosts have joined.")
+    connect_seconds: int = Field(
+        10, ge=1, le=600, description="Time limit for a host to accept a connection."
+    )
+    start_seconds: int = Field(
+        120, ge=5, le=3600, description="Time limit until all hosts have joined."
+    )
 
     _variables = field_validator("env")(_environment)
 
@@ -125,7 +155,10 @@ class Inventory(Section):
         try:
             words = shlex.split(value)
             names = {
-                name for word in words for _, name, _, _ in string.Formatter().parse(word) if name is not None
+                name
+                for word in words
+                for _, name, _, _ in string.Formatter().parse(word)
+                if name is not None
             }
         except ValueError as error:
             raise ValueError(f"shell = {value!r} is not a command: {error}") from None
@@ -144,16 +177,24 @@ class Inventory(Section):
     def _keys_agree(self) -> Inventory:
         names = [host.name for host in self.hosts]
         if self.head is not None and self.head not in names:
-            raise ValueError(f"head = {self.head} is not among the hosts{nearest(self.head, names)}")
+            raise ValueError(
+                f"head = {self.head} is not among the hosts{nearest(self.head, names)}"
+            )
         if duplicates := [name for name, count in Counter(names).items() if count > 1]:
             raise ValueError(f"host {', '.join(duplicates)} is listed twice; remove one")
         by_address: dict[str, str] = {}
         for host in self.hosts:
             other = by_address.setdefault(_canonical(host.reached_at), host.name)
             if other != host.name:
-                raise ValueError(f"hosts {other} and {host.name} have the same address {host.reached_at}")
-        if unset := [host.name for host in self.hosts if host.devices is None and self.devices is None]:
-            raise ValueError(f"devices is not set for {', '.join(unset)}: set the number per host, such as 16")
+                raise ValueError(
+                    f"hosts {other} and {host.name} have the same address {host.reached_at}"
+                )
+        if unset := [
+            host.name for host in self.hosts if host.devices is None and self.devices is None
+        ]:
+            raise ValueError(
+                f"devices is not set for {', '.join(unset)}: set the number per host, such as 16"
+            )
         if self.device == "cpu" and self.num_cpus is not None:
             raise ValueError("num_cpus is for nodes with accelerators: with device=cpu set devices")
         if "{user}" in self.shell and self.user is None:
@@ -191,9 +232,15 @@ class Inventory(Section):
     def command(self, host: Host, line: str) -> list[str]:
         """Return the local command that runs a shell line on a host and passes on standard input."""
         if self.shell == SSH:
-            settings = ("BatchMode=yes", "ControlMaster=no", "ControlPath=none")  # a shared connection may hang
+            settings = (
+                "BatchMode=yes",
+                "ControlMaster=no",
+                "ControlPath=none",
+            )  # a shared connection may hang
             options = [
-                word for each in (*settings, f"ConnectTimeout={self.connect_seconds}") for word in ("-o", each)
+                word
+                for each in (*settings, f"ConnectTimeout={self.connect_seconds}")
+                for word in ("-o", each)
             ]
             user = ("-l", self.user) if self.user else ()
             return [SSH, *options, *user, "--", host.reached_at, line]
@@ -205,7 +252,9 @@ def read(path: str | Path) -> Inventory:
     """Read an inventory file; raises ConfigError with all its problems."""
     tree = read_tree(Path(path), "inventory", _TEXTS)
     if "hosts" not in tree and not tree.keys().isdisjoint(ChainConfig.model_fields):
-        raise ConfigError(f"{path} is a recipe; this command needs an inventory such as deploy/inventory.yaml")
+        raise ConfigError(
+            f"{path} is a recipe; this command needs an inventory such as deploy/inventory.yaml"
+        )
     return resolve(tree, f"inventory {path}")
 
 

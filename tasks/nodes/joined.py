@@ -22,7 +22,9 @@ class NotAllJoined(DapoError):
     """Nodes or devices were still missing at the deadline."""
 
 
-def wait_until_joined(address: str, hosts: Sequence[str], resource: str, count: int, seconds: float) -> str:
+def wait_until_joined(
+    address: str, hosts: Sequence[str], resource: str, count: int, seconds: float
+) -> str:
     """Wait until every host has joined with its devices; raises NotAllJoined after `seconds`."""
     end = time.monotonic() + seconds
     while True:
@@ -40,7 +42,9 @@ def wait_until_joined(address: str, hosts: Sequence[str], resource: str, count: 
 
 def _missing(room: Room, hosts: Sequence[str], resource: str, count: int) -> str:
     """Describe missing nodes and devices, "" for none. A host has joined if any address of its name has."""
-    joined = {name[len(_NODE) :] for name in room.total if name.startswith(_NODE)} - {"__internal_head__"}
+    joined = {name[len(_NODE) :] for name in room.total if name.startswith(_NODE)} - {
+        "__internal_head__"
+    }
     devices = room.total.get(resource, 0)
     if len(joined) >= len(hosts) and devices >= count:
         return ""
@@ -62,7 +66,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, required=True)
     args = parser.parse_args(arguments)
     try:
-        message = wait_until_joined(args.address, args.hosts, args.resource, args.count, args.seconds)
+        message = wait_until_joined(
+            args.address, args.hosts, args.resource, args.count, args.seconds
+        )
     except DapoError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -53,7 +53,9 @@ def bring_up(inventory: Inventory, store: Path, source: str) -> Cluster:
         hosts: dict[str, dict[str, Any]] = {
             host.name: {"host": host.model_dump(mode="json")} for host in inventory.hosts
         }
-        record.write(hosts, source=source, address=address)  # before the start, so that `down` always finds it
+        record.write(
+            hosts, source=source, address=address
+        )  # before the start, so that `down` always finds it
         started, token_path, problems = _start(inventory, answers, address)
         nodes = _await_nodes(inventory, address, interfaces, problems)
         for name, interface in interfaces.items():
@@ -73,7 +75,9 @@ def _inspect(inventory: Inventory) -> dict[str, Answer]:
     head = inventory.head_host
     others = [host for host in inventory.hosts if host is not head]
     targets = [head.reached_at, *(host.reached_at for host in others)]
-    answers = ask(inventory, {head.name: _look_request(inventory, head, targets)}, must_be_equal=True)
+    answers = ask(
+        inventory, {head.name: _look_request(inventory, head, targets)}, must_be_equal=True
+    )
     interface = answers[head.name].reply.get("interface")
     targets = [interface["address"] if interface else head.reached_at]
     requests = {host.name: _look_request(inventory, host, targets) for host in others}
@@ -94,7 +98,9 @@ def _inspect(inventory: Inventory) -> dict[str, Answer]:
         for name, warning in routes.reply.get("warnings", {}).items():
             logger.warning("%s: %s", name, warning)
     if problems:
-        raise ClusterError(f"nothing was started; {len(problems)} of {len(answers)} hosts:\n{_listed(problems)}")
+        raise ClusterError(
+            f"nothing was started; {len(problems)} of {len(answers)} hosts:\n{_listed(problems)}"
+        )
     _warn(answers)
     return answers
 
@@ -116,7 +122,9 @@ def request_of(inventory: Inventory, host: Host, verb: str) -> dict[str, Any]:
     return {"verb": verb, "cluster": cluster_key(inventory), "host": host.name, "is_head": is_head}
 
 
-def _mismatches(inventory: Inventory, answers: Mapping[str, Answer], head: Answer) -> dict[str, str]:
+def _mismatches(
+    inventory: Inventory, answers: Mapping[str, Answer], head: Answer
+) -> dict[str, str]:
     """Return the hosts whose versions, address, running Ray or number of devices do not fit, with the reason."""
     problems: dict[str, str] = {}
     counts = Counter(answer.reply["interface"]["address"] for answer in answers.values())
@@ -132,7 +140,9 @@ def _mismatches(inventory: Inventory, answers: Mapping[str, Answer], head: Answe
         if differences:
             problems[host.name] = f"{', '.join(differences)}: Ray needs equal versions"
         elif counts[address] > 1:
-            problems[host.name] = f"its address {address} is also another host's: set address or interface of both"
+            problems[host.name] = (
+                f"its address {address} is also another host's: set address or interface of both"
+            )
         elif (record := answer.reply["running"]) and record["address"] != address:
             problems[host.name] = (
                 f"Ray is running at {record['address']} on {record['interface']}, but the inventory now leads to "
@@ -153,7 +163,9 @@ def _warn(answers: Mapping[str, Answer]) -> None:
         logger.warning("the interfaces have different MTUs, large packets may be lost: %s", shown)
     for name, answer in answers.items():
         for other in answer.reply["others"]:
-            logger.warning("%s: another Ray is running there and may use the same devices: %s", name, other)
+            logger.warning(
+                "%s: another Ray is running there and may use the same devices: %s", name, other
+            )
 
 
 def _start(
@@ -169,7 +181,11 @@ def _start(
         logger.info("the head has ended: restarting %s, which lost it", ", ".join(sorted(running)))
         stopped = ask(
             inventory,
-            {host.name: request_of(inventory, host, "stop") for host in inventory.hosts if host.name in running},
+            {
+                host.name: request_of(inventory, host, "stop")
+                for host in inventory.hosts
+                if host.name in running
+            },
         )
         if stuck := {name: answer.problem for name, answer in stopped.items() if answer.problem}:
             raise ClusterError(f"nothing was started:\n{_listed(stuck)}")
@@ -179,7 +195,9 @@ def _start(
     seconds = inventory.start_seconds + 2 * ANSWER_SECONDS
     for group in ([head], [host for host in inventory.hosts if host is not head]):
         requests = {
-            host.name: _start_request(inventory, host, answers[host.name].reply["interface"], shared)
+            host.name: _start_request(
+                inventory, host, answers[host.name].reply["interface"], shared
+            )
             for host in group
         }
         if new := [name for name in requests if name not in running]:
@@ -192,29 +210,43 @@ def _start(
         if group == [head]:
             if problems:
                 raise ClusterError(f"Ray's head did not start:\n{_listed(problems)}")
-            shared["token"], token_path = replies[head.name].reply["token"], replies[head.name].reply["token_path"]
-    return [name for name in answers if name not in running and name not in problems], token_path, problems
+            shared["token"], token_path = (
+                replies[head.name].reply["token"],
+                replies[head.name].reply["token_path"],
+            )
+    return (
+        [name for name in answers if name not in running and name not in problems],
+        token_path,
+        problems,
+    )
 
 
 def _start_request(
     inventory: Inventory, host: Host, interface: Mapping[str, Any], shared: Mapping[str, Any]
 ) -> dict[str, Any]:
     variables = {
-        name: form.format(interface["name"]) for name, form in INTERFACE_VARIABLES[inventory.device].items()
+        name: form.format(interface["name"])
+        for name, form in INTERFACE_VARIABLES[inventory.device].items()
     }
     if host is inventory.head_host:
         dashboard = str(inventory.dashboard).lower()
         role = ["--head", f"--port={inventory.port}", f"--include-dashboard={dashboard}"]
     else:
         role = [f"--address={shared['head_address']}"]
-    config = TrainingConfig.model_validate({"train": {"device": inventory.device, "ray_address": "auto"}})
+    config = TrainingConfig.model_validate(
+        {"train": {"device": inventory.device, "ray_address": "auto"}}
+    )
     return {
         **request_of(inventory, host, "start"),
         **shared,
         "address": interface["address"],
         "interface": interface["name"],
         "start_seconds": inventory.start_seconds,
-        "options": [*role, f"--node-ip-address={interface['address']}", *ray_options(inventory, host)],
+        "options": [
+            *role,
+            f"--node-ip-address={interface['address']}",
+            *ray_options(inventory, host),
+        ],
         # without these, vLLM and HCCL pick an address themselves, maybe one outside the cluster
         "environment": {
             **wanted_alike(config),
@@ -235,7 +267,10 @@ def ray_options(inventory: Inventory, host: Host) -> list[str]:
 
 
 def _await_nodes(
-    inventory: Inventory, address: str, interfaces: Mapping[str, Mapping[str, Any]], problems: dict[str, str]
+    inventory: Inventory,
+    address: str,
+    interfaces: Mapping[str, Mapping[str, Any]],
+    problems: dict[str, str],
 ) -> dict[str, dict[str, Any]]:
     """Wait until all hosts without problems have joined; returns Ray's nodes by host, adds to `problems`."""
     deadline = time.monotonic() + inventory.start_seconds
@@ -246,9 +281,13 @@ def _await_nodes(
             if host.name in problems:
                 continue
             own = interfaces[host.name]["address"]
-            node = next((each for each in nodes if each["is_alive"] and each["address"] == own), None)
+            node = next(
+                (each for each in nodes if each["is_alive"] and each["address"] == own), None
+            )
             if node is None:
-                missing[host.name] = fault or f"it has not joined as {own} within {inventory.start_seconds} s"
+                missing[host.name] = (
+                    fault or f"it has not joined as {own} within {inventory.start_seconds} s"
+                )
             elif (count := node["total"].get(inventory.resource, 0)) != inventory.devices_of(host):
                 missing[host.name] = (
                     f"it joined with {count:g} {inventory.resource} instead of {inventory.devices_of(host)}: "
@@ -260,7 +299,9 @@ def _await_nodes(
             break
         time.sleep(POLL_SECONDS)
     requests = {
-        host.name: request_of(inventory, host, "status") for host in inventory.hosts if host.name in missing
+        host.name: request_of(inventory, host, "status")
+        for host in inventory.hosts
+        if host.name in missing
     }
     for name, answer in ask(inventory, requests).items():
         problems[name] = "; ".join(filter(None, (missing[name], describe_end(answer))))

@@ -59,7 +59,9 @@ def main() -> None:
     Never to both: Ray may have signalled the run already, and a second signal to a run kills its training.
     """
     found = list(commands())
-    for pid, _ in [each for each in found if is_training(each[1])] or [each for each in found if is_run(each[1])]:
+    for pid, _ in [each for each in found if is_training(each[1])] or [
+        each for each in found if is_run(each[1])
+    ]:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.kill(pid, signal.SIGTERM)
     while any(is_at_work(words) for _, words in commands()):

@@ -30,7 +30,14 @@ import psutil
 
 import durable
 from dapo_core.cluster.room import ask_cluster
-from dapo_core.cluster.started import ADDRESS, AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH, TOKEN, clusters_folder
+from dapo_core.cluster.started import (
+    ADDRESS,
+    AUTH_MODE,
+    AUTH_TOKEN,
+    AUTH_TOKEN_PATH,
+    TOKEN,
+    clusters_folder,
+)
 from dapo_core.errors import WorkerDied
 from dapo_core.ports import free_ports
 from tasks.nodes.interface import (
@@ -64,8 +71,13 @@ OPEN_FILES = 65_536
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Dispatch a request to its handler and return the reply."""
     handlers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-        "look": _look, "routes": _routes, "start": _start, "nodes": _nodes, "status": _status, "stop": _stop,
-    }  # fmt: skip
+        "look": _look,
+        "routes": _routes,
+        "start": _start,
+        "nodes": _nodes,
+        "status": _status,
+        "stop": _stop,
+    }
     return handlers[request["verb"]](request)
 
 
@@ -84,9 +96,19 @@ def _look(request: Mapping[str, Any]) -> dict[str, Any]:
         interface = interface_towards(request["targets"], request["interface"], request["own"])
     except NoInterfaceError as error:
         return {**reply, "problem": str(error)}
-    reply["interface"] = {"name": interface.name, "address": interface.address, "mtu": interface.mtu}
-    if request["is_head"] and record is None and (owner := port_owner(interface.address, request["port"])):
-        reply["problem"] = f"port {request['port']} is taken by {owner}: stop it, or set another port"
+    reply["interface"] = {
+        "name": interface.name,
+        "address": interface.address,
+        "mtu": interface.mtu,
+    }
+    if (
+        request["is_head"]
+        and record is None
+        and (owner := port_owner(interface.address, request["port"]))
+    ):
+        reply["problem"] = (
+            f"port {request['port']} is taken by {owner}: stop it, or set another port"
+        )
     return reply
 
 
@@ -102,7 +124,9 @@ def _routes(request: Mapping[str, Any]) -> dict[str, Any]:
             continue
         back = interface_of(source)
         if source == address:
-            faults[name] = f"its address {address} belongs to the head itself: set the host's interface"
+            faults[name] = (
+                f"its address {address} belongs to the head itself: set the host's interface"
+            )
         elif back is not None and back.name != request["interface"]:
             warnings[name] = (
                 f"packets to the head arrive at {request['address']} on {request['interface']} but return through "
@@ -129,10 +153,14 @@ def _start(request: Mapping[str, Any]) -> dict[str, Any]:
             record = _launch(folder, request)
         return _await_start(folder, record, request)
     except OSError as error:
-        return {"problem": f"Ray cannot be started (files in {folder} and {_temp_folder(request)}): {error}"}
+        return {
+            "problem": f"Ray cannot be started (files in {folder} and {_temp_folder(request)}): {error}"
+        }
 
 
-def _await_start(folder: Path, record: dict[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+def _await_start(
+    folder: Path, record: dict[str, Any], request: Mapping[str, Any]
+) -> dict[str, Any]:
     """Wait until Ray has started; retry if it fails."""
     deadline = time.monotonic() + request["start_seconds"]
     for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -140,7 +168,9 @@ def _await_start(folder: Path, record: dict[str, Any], request: Mapping[str, Any
             break
         with _locked(folder):
             if _is_cancelled(folder, record):
-                return {"problem": "the start was cancelled by another command, such as `dapo cluster down`"}
+                return {
+                    "problem": "the start was cancelled by another command, such as `dapo cluster down`"
+                }
             log = durable.tail(folder / "ray.log", NUM_LINES)
             _end(record)
             pause = RETRY_SECONDS * attempt
@@ -206,7 +236,12 @@ def _launch(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
         "folder": None,  # Ray's logs outlive a failure
         "detached": {"stem": str(folder / "ray"), "unwatched_seconds": float("inf")},
     }
-    options = ["--block", "--disable-usage-stats", f"--temp-dir={temporary}/{RAY}", *request["options"]]
+    options = [
+        "--block",
+        "--disable-usage-stats",
+        f"--temp-dir={temporary}/{RAY}",
+        *request["options"],
+    ]
     if request["is_head"]:  # Ray's default port may be taken, and the head would fail
         options.append(f"--ray-client-server-port={free_ports(request['address'])[0]}")
     with os.fdopen(lock):
@@ -274,7 +309,9 @@ def _nodes(request: Mapping[str, Any]) -> dict[str, Any]:
     environment = {**os.environ, AUTH_MODE: "token", AUTH_TOKEN_PATH: str(token)}
     environment.pop(AUTH_TOKEN, None)
     try:
-        return {"nodes": ask_cluster(request["head_address"], request["seconds"], environment).nodes}
+        return {
+            "nodes": ask_cluster(request["head_address"], request["seconds"], environment).nodes
+        }
     except WorkerDied as error:
         return {"problem": str(error)}
 
@@ -285,7 +322,10 @@ def _status(request: Mapping[str, Any]) -> dict[str, Any]:
     if (record := running(folder)) is not None:
         return {"running": record, "unreachable": unreachable(record)}
     if (last := _read_record(folder)) is not None:
-        return {"running": None, "ended": {**last, "log": durable.tail(folder / "ray.log", NUM_LINES)}}
+        return {
+            "running": None,
+            "ended": {**last, "log": durable.tail(folder / "ray.log", NUM_LINES)},
+        }
     return {"running": None}
 
 
@@ -300,15 +340,23 @@ def _stop(request: Mapping[str, Any]) -> dict[str, Any]:
         was_alive = _is_alive(record)
         num_processes = 1 + len(descendants(record["pid"])) if was_alive else 0
         if not _end(record):
-            return {"problem": f"the processes below pid {record['pid']} did not end within {END_SECONDS:g} s"}
+            return {
+                "problem": f"the processes below pid {record['pid']} did not end within {END_SECONDS:g} s"
+            }
         _remove_folder(folder)
-        return {"ended": record["started_at"], "num_processes": num_processes, "was_alive": was_alive}
+        return {
+            "ended": record["started_at"],
+            "num_processes": num_processes,
+            "was_alive": was_alive,
+        }
 
 
 def _remove_folder(folder: Path) -> None:
     """Remove a host's folder, and with the last host's the cluster's token."""
     _remove_files(folder)
-    with contextlib.suppress(OSError):  # the home is shared, and another host of the cluster still uses it
+    with contextlib.suppress(
+        OSError
+    ):  # the home is shared, and another host of the cluster still uses it
         folder.rmdir()
         names = {path.name for path in folder.parent.iterdir()}
         if names <= {ADDRESS, TOKEN}:
@@ -358,10 +406,18 @@ def _other_rays(record: Mapping[str, Any] | None) -> list[str]:
     found = []
     for process in psutil.process_iter(["pid", "name", "username", "cmdline"]):
         words = process.info["cmdline"] or []
-        address = next((w.partition("=")[2] for w in words if w.startswith("--node_ip_address=")), None)
-        if process.info["name"] != "raylet" or process.info["pid"] in own or not _shares_network(process.pid):
+        address = next(
+            (w.partition("=")[2] for w in words if w.startswith("--node_ip_address=")), None
+        )
+        if (
+            process.info["name"] != "raylet"
+            or process.info["pid"] in own
+            or not _shares_network(process.pid)
+        ):
             continue
-        if address is not None and not address.startswith("127."):  # loopback: a training's private Ray
+        if address is not None and not address.startswith(
+            "127."
+        ):  # loopback: a training's private Ray
             found.append(f"pid {process.pid} of {process.info['username']} at {address}")
     return found
 

@@ -17,7 +17,16 @@ import sys
 from typing import Any
 
 MARK = "dapo-node-answers "  # starts the reply's line; shells may print other lines at login
-PARTS = ("dapo_core", "downloads", "eval", "flows", "interop", "tasks", "durable.py", "redaction.py")
+PARTS = (
+    "dapo_core",
+    "downloads",
+    "eval",
+    "flows",
+    "interop",
+    "tasks",
+    "durable.py",
+    "redaction.py",
+)
 
 
 def code_digest(root: str) -> str:
@@ -28,7 +37,11 @@ def code_digest(root: str) -> str:
         found = [top] if os.path.isfile(top) else []
         for folder, folders, files in os.walk(top):
             folders[:] = sorted(name for name in folders if name != "__pycache__")
-            found += [os.path.join(folder, name) for name in sorted(files) if name.endswith((".py", ".yaml"))]
+            found += [
+                os.path.join(folder, name)
+                for name in sorted(files)
+                if name.endswith((".py", ".yaml"))
+            ]
         for path in found:
             with open(path, "rb") as file:
                 content = hashlib.sha256(file.read()).hexdigest()

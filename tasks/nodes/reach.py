@@ -57,12 +57,20 @@ def ask(
         try:
             waiting = {
                 host.name: pool.submit(
-                    _ask, inventory, host, {**requests[host.name], **shared}, work_seconds, commands, is_cancelled
+                    _ask,
+                    inventory,
+                    host,
+                    {**requests[host.name], **shared},
+                    work_seconds,
+                    commands,
+                    is_cancelled,
                 )
                 for host in hosts
             }
             return {name: waiting[name].result() for name in requests}
-        except BaseException:  # under srun, or if only this process is signalled, the commands get no signal
+        except (
+            BaseException
+        ):  # under srun, or if only this process is signalled, the commands get no signal
             pool.shutdown(wait=False, cancel_futures=True)
             is_cancelled.set()
             for command in commands:
@@ -93,7 +101,9 @@ def _ask(
     except FileNotFoundError:
         return Answer(problem=f"there is no command {command[0]} here: install it, or set shell")
     except OSError as error:
-        return Answer(problem=f"the command {command[0]} cannot be run here: {error.strerror}; set shell")
+        return Answer(
+            problem=f"the command {command[0]} cannot be run here: {error.strerror}; set shell"
+        )
     commands.append(process)
     if is_cancelled.is_set():
         process.kill()
@@ -114,7 +124,9 @@ def line_on_host(inventory: Inventory) -> str:
     folder, python = (_quoted(text) for text in (inventory.project, inventory.python))
     has_python = f"command -v {python} >/dev/null 2>&1 || exit {NO_PYTHON}"
     # setup must not read the program from standard input, nor write into the reply
-    setup = f"{{ {inventory.setup}\n}} </dev/null >&2 || exit {NO_SETUP}; " if inventory.setup else ""
+    setup = (
+        f"{{ {inventory.setup}\n}} </dev/null >&2 || exit {NO_SETUP}; " if inventory.setup else ""
+    )
     return in_bash(f"cd {folder} || exit {NO_FOLDER}; {setup}{has_python}; exec {python} -")
 
 
@@ -123,7 +135,9 @@ def in_bash(line: str) -> str:
 
     Shells disagree about quotes, backslashes, `!` and line ends: these are sent as octal numbers.
     """
-    numbers = _NOT_PLAIN.sub(lambda found: f"\\0{ord(found[0]):03o}", line.encode().decode("latin-1"))
+    numbers = _NOT_PLAIN.sub(
+        lambda found: f"\\0{ord(found[0]):03o}", line.encode().decode("latin-1")
+    )
     return f'exec bash --norc -c \'eval "$(printf %b "{numbers}")"\''  # the login shell has read ~/.bashrc
 
 
@@ -136,7 +150,9 @@ def _quoted(path: str) -> str:
 def _parse(inventory: Inventory, reply: dict[str, Any]) -> Answer:
     versions = {name: reply[name] for name in ("python", "ray", "digest")}
     if reply["digest"] is None:
-        return Answer(problem=f"{reply['cwd']} does not contain the project: set project", versions=versions)
+        return Answer(
+            problem=f"{reply['cwd']} does not contain the project: set project", versions=versions
+        )
     if reply["ray"] is None:
         problem = f"{reply['interpreter']} has no ray: set python to the environment's interpreter"
         return Answer(problem=problem, versions=versions)

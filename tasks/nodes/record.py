@@ -36,7 +36,11 @@ class ClusterRecord:
     def no_longer_listed(self, inventory: Inventory) -> list[Host]:
         """Return hosts that were started but are no longer in the inventory."""
         listed = {host.name for host in inventory.hosts}
-        return [Host.model_validate(each["host"]) for name, each in self.hosts.items() if name not in listed]
+        return [
+            Host.model_validate(each["host"])
+            for name, each in self.hosts.items()
+            if name not in listed
+        ]
 
     def write(self, hosts: Mapping[str, Mapping[str, Any]], **changes: Any) -> None:
         """Replace the recorded hosts; without any, the file is removed."""
@@ -64,5 +68,12 @@ class ClusterRecord:
 def others_started(store: Path, inventory: Inventory) -> list[str]:
     """List the store's records of other clusters, as "head_port (from FILE)"."""
     own = cluster_key(inventory)
-    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (store / FOLDER).glob("*.json")}
-    return [f"{key} (from {values.get('source')})" for key, values in sorted(found.items()) if key != own]
+    found = {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in (store / FOLDER).glob("*.json")
+    }
+    return [
+        f"{key} (from {values.get('source')})"
+        for key, values in sorted(found.items())
+        if key != own
+    ]

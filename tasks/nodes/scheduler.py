@@ -22,13 +22,20 @@ from tasks.nodes.inventory import SSH, Inventory, read, resolve
 SRUN = "srun --nodes=1 --ntasks=1 --overlap --cpu-bind=none --nodelist={host} sh -c"
 SCONTROL_SECONDS = 20
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # SLURM writes 72(x2),36 for 72, 72, 36
-_GRES = re.compile(r"gres[:/](\w+)(?:[:/][\w.-]*[a-zA-Z][\w.-]*)?[:=](\d+)")  # gres/gpu:a100:8, gres:npu:16
+_GRES = re.compile(
+    r"gres[:/](\w+)(?:[:/][\w.-]*[a-zA-Z][\w.-]*)?[:=](\d+)"
+)  # gres/gpu:a100:8, gres:npu:16
 _NPU_GRES = re.compile(r"npu|ascend|davinci", re.IGNORECASE)  # sites choose the name
 _DEVICE_GRES = re.compile(rf"gpu|{_NPU_GRES.pattern}", re.IGNORECASE)
 _VOLCANO = re.compile(r"VC_(\w+)_HOSTS")
 _ITEM = re.compile(r"(?:\[[^]]*\]|[^,[])+")  # between commas outside brackets
 _BRACKET = re.compile(r"\[([^]]*)\]")
-_HEADS = ("HEAD", "MASTER", "DRIVER", "LAUNCHER")  # names of Volcano tasks whose pod becomes the head
+_HEADS = (
+    "HEAD",
+    "MASTER",
+    "DRIVER",
+    "LAUNCHER",
+)  # names of Volcano tasks whose pod becomes the head
 
 
 @dataclass(frozen=True)
@@ -75,13 +82,22 @@ def _inventory(found: _Allocation, environ: Mapping[str, str]) -> Inventory:
         counts = found.cpus if kind == "cpu" else found.devices
     hosts = [{"name": name, "devices": counts[name] or here or None} for name in found.devices]
     setup = _setup_of_cann(environ) if (kind, found.shell) == ("npu", SSH) else None
-    return resolve({"hosts": hosts, "device": kind, "shell": found.shell, "setup": setup}, found.source)
+    return resolve(
+        {"hosts": hosts, "device": kind, "shell": found.shell, "setup": setup}, found.source
+    )
 
 
 def _setup_of_cann(environ: Mapping[str, str]) -> str | None:
     """Return a shell line that sources this machine's CANN files: commands over ssh lack their variables."""
-    homes = [Path(environ[name]) for name in ("ASCEND_TOOLKIT_HOME", "ATB_HOME_PATH") if environ.get(name)]
-    files = [next((file for up in home.parents if (file := up / "set_env.sh").is_file()), None) for home in homes]
+    homes = [
+        Path(environ[name])
+        for name in ("ASCEND_TOOLKIT_HOME", "ATB_HOME_PATH")
+        if environ.get(name)
+    ]
+    files = [
+        next((file for up in home.parents if (file := up / "set_env.sh").is_file()), None)
+        for home in homes
+    ]
     return " && ".join(f". {shlex.quote(str(file))}" for file in files if file is not None) or None
 
 
@@ -100,14 +116,22 @@ def _from_slurm(environ: Mapping[str, str]) -> _Allocation:
     source = f"SLURM job {environ['SLURM_JOB_ID']}"
     listed = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
     if not listed:
-        raise ConfigError(f"{source}: SLURM_JOB_NODELIST is not set; run this inside sbatch or salloc")
+        raise ConfigError(
+            f"{source}: SLURM_JOB_NODELIST is not set; run this inside sbatch or salloc"
+        )
     names = _scontrol("show", "hostnames", listed) or expand(listed)
     gres, devices = _gres(environ)
     tasks = _repeated(environ.get("SLURM_TASKS_PER_NODE", ""))
-    if devices is None and (each := environ.get("SLURM_GPUS_PER_TASK")) and len(tasks) == len(names):
+    if (
+        devices is None
+        and (each := environ.get("SLURM_GPUS_PER_TASK"))
+        and len(tasks) == len(names)
+    ):
         devices = [_last_number(each) * task for task in tasks]
     cpus = _repeated(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    tracking = [line.split()[-1] for line in _scontrol("show", "config") if line.startswith("ProctrackType")]
+    tracking = [
+        line.split()[-1] for line in _scontrol("show", "config") if line.startswith("ProctrackType")
+    ]
     shell = SRUN if tracking in (["proctrack/linuxproc"], ["proctrack/pgid"]) else SSH
     kind = "npu" if _NPU_GRES.search(gres) or environ.get("ASCEND_RT_VISIBLE_DEVICES") else None
     if kind is None and devices is not None:
@@ -172,7 +196,11 @@ def _last_number(text: str) -> int:
 def _repeated(text: str) -> list[int]:
     """Return 72, 72, 36 for SLURM's `72(x2),36`; [] for any other form."""
     matches = [_REPEATED.fullmatch(part) for part in text.split(",")]
-    return [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))] if all(matches) else []
+    return (
+        [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))]
+        if all(matches)
+        else []
+    )
 
 
 def _by_name(names: Sequence[str], counts: Sequence[int] | None) -> dict[str, int | None]:
@@ -189,7 +217,11 @@ def _scontrol(*arguments: str) -> list[str]:
         return []
     try:
         done = subprocess.run(
-            [command, *arguments], capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False
+            [command, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=SCONTROL_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return []
@@ -203,7 +235,9 @@ def _from_pbs(environ: Mapping[str, str]) -> _Allocation:
         raise ConfigError(f"{source}: {environ['PBS_NODEFILE']} lists no node")
     devices: dict[str, int | None] = dict.fromkeys(slots)
     if environ.get("PBS_GPUFILE"):  # Torque: lines such as node1-gpu0
-        counted = Counter(line.rpartition("-gpu")[0] for line in _lines(environ["PBS_GPUFILE"], source))
+        counted = Counter(
+            line.rpartition("-gpu")[0] for line in _lines(environ["PBS_GPUFILE"], source)
+        )
         devices |= {name: counted[name] for name in slots if counted[name]}
     kind = _kind_of_gpus() if all(devices.values()) else None
     return _Allocation(source, devices, dict(slots), kind)
@@ -219,7 +253,9 @@ def _lines(path: str, source: str) -> list[str]:
 
 
 def _from_volcano(environ: Mapping[str, str]) -> _Allocation:
-    found = {match[1]: value for name, value in environ.items() if (match := _VOLCANO.fullmatch(name))}
+    found = {
+        match[1]: value for name, value in environ.items() if (match := _VOLCANO.fullmatch(name))
+    }
     if not found:
         name = socket.gethostname()
         raise ConfigError(

@@ -65,7 +65,9 @@ def _status(
     else:
         reason = str(answer.reply["unreachable"])
         if nodes and not node.get("is_alive"):
-            reason = reason or ("the head has declared it dead" if node else "the head does not know it")
+            reason = reason or (
+                "the head has declared it dead" if node else "the head does not know it"
+            )
         state = LOST if reason else UP
     return HostStatus(
         host.name,
@@ -103,13 +105,18 @@ def take_down(inventory: Inventory, store: Path) -> Ending:
         if record.hosts:
             remaining = [host for host in hosts if host.name in left]
             record.write(
-                {h.name: {"host": h.model_dump(mode="json"), **record.hosts.get(h.name, {})} for h in remaining}
+                {
+                    h.name: {"host": h.model_dump(mode="json"), **record.hosts.get(h.name, {})}
+                    for h in remaining
+                }
             )
     ended = []
     for name, answer in answers.items():
         if not answer.problem and answer.reply["ended"] is not None:
             count = answer.reply["num_processes"]
             ended.append(
-                f"{name}: {count} processes" if answer.reply["was_alive"] else f"{name}: had ended before"
+                f"{name}: {count} processes"
+                if answer.reply["was_alive"]
+                else f"{name}: had ended before"
             )
     return Ending(ended, left)

@@ -34,7 +34,9 @@ NUM_CLOCK_READINGS = 3
 MAX_CLOCKS = 64  # read at a time
 
 
-def check_cluster(config: ChainConfig, model: Path | None, is_whole: bool, findings: Findings) -> Limit | None:
+def check_cluster(
+    config: ChainConfig, model: Path | None, is_whole: bool, findings: Findings
+) -> Limit | None:
     """Check the capacity of the cluster at train.ray_address and, if `is_whole`, each of its nodes.
 
     Returns the memory of the smallest device found.
@@ -50,7 +52,9 @@ def check_cluster(config: ChainConfig, model: Path | None, is_whole: bool, findi
         with connected_to_ray(config.train, num_cpus=0, answer_seconds=seconds, is_quiet=True):
             return _NodeChecks(config, model, findings).run()
     except (ConfigError, WorkerDied) as error:
-        advice = "start Ray there (docs/operating.md), or unset train.ray_address to use a private Ray"
+        advice = (
+            "start Ray there (docs/operating.md), or unset train.ray_address to use a private Ray"
+        )
         findings.add("Ray", FAIL, str(error), advice)
         return None
 
@@ -126,13 +130,17 @@ class _NodeChecks:
             free.update(node.free)
         check_room(self.config, Room(total, free), self.findings)
         resource = self.device.ray_resource
-        with actors_on([node for node in living if node.resources.get(resource, 0) > 0], NodeProbe) as probes:
+        with actors_on(
+            [node for node in living if node.resources.get(resource, 0) > 0], NodeProbe
+        ) as probes:
             self.probes = probes
             reports = self._ask("report", self.device.kind, conditions_of(self.config))
             if not reports:
                 return None
             self.probes = {node: probe for node, probe in probes.items() if node in reports}
-            self.findings.add("nodes", OK, f"{len(reports)}: {', '.join(node.name for node in reports)}")
+            self.findings.add(
+                "nodes", OK, f"{len(reports)}: {', '.join(node.name for node in reports)}"
+            )
             limit = self._compare(reports)
             self._check_clocks()
             self._check_files()
@@ -151,7 +159,9 @@ class _NodeChecks:
         from dapo_core.cluster.every_node import ask
 
         of = dict.fromkeys(self.probes, arguments) if of is None else of
-        calls = {node: getattr(self.probes[node], method).remote(*given) for node, given in of.items()}
+        calls = {
+            node: getattr(self.probes[node], method).remote(*given) for node, given in of.items()
+        }
         answers = ask(calls, NODE_SECONDS + more_seconds)
         for error in answers.failed.values():
             checks.add(self.findings, "answer", FAIL, str(error), ())
@@ -164,7 +174,9 @@ class _NodeChecks:
 
         kind, findings = self.device.kind, self.findings
         own = own_node()
-        reports = {node.name: given[node] for node in sorted(given, key=lambda node: node.id != own)}
+        reports = {
+            node.name: given[node] for node in sorted(given, key=lambda node: node.id != own)
+        }
         versions = {name: report["versions"] for name, report in reports.items()}
         if own not in {node.id for node in given}:
             versions[THIS_MACHINE] = versions_here("cpu", os.environ, None)
@@ -174,8 +186,12 @@ class _NodeChecks:
         if kind != "cpu":
             smallest = checks.smallest_device(reports, kind)
             limit = None if smallest is None else Limit("the cluster's smallest device", smallest)
-            promised = {node.name: int(node.resources.get(self.device.ray_resource, 0)) for node in given}
-            checks.check_devices(reports, _needed_bytes(self.config, self.model, smallest), promised, findings)
+            promised = {
+                node.name: int(node.resources.get(self.device.ray_resource, 0)) for node in given
+            }
+            checks.check_devices(
+                reports, _needed_bytes(self.config, self.model, smallest), promised, findings
+            )
             if smallest is not None and (model := self.config.train.device_model) is not None:
                 checks.check_device_model(model, smallest, findings)
             checks.check_links(reports, findings)
@@ -213,13 +229,23 @@ class _NodeChecks:
         store = Path(self.config.store.path).absolute()
         folder = next(path for path in (store, *store.parents) if path.exists())
         others = [node for node in self.probes if node.id != own_node()]
-        if not others or not os.access(folder, os.W_OK | os.X_OK):  # the disk check reports the second
+        if not others or not os.access(
+            folder, os.W_OK | os.X_OK
+        ):  # the disk check reports the second
             return
-        paths = {name: path.absolute() for name, path in shared_paths(self.config, self.model).items()}
-        paths = {name: path for name, path in paths.items() if path.is_file() or (path / "config.json").is_file()}
+        paths = {
+            name: path.absolute() for name, path in shared_paths(self.config, self.model).items()
+        }
+        paths = {
+            name: path
+            for name, path in paths.items()
+            if path.is_file() or (path / "config.json").is_file()
+        }
         paths[OUTPUT] = folder
         with probe_in(folder) as probe:
-            seen = self._ask("differences", of=dict.fromkeys(others, (paths, digests(paths), probe)))
+            seen = self._ask(
+                "differences", of=dict.fromkeys(others, (paths, digests(paths), probe))
+            )
         checks.check_seen({node.name: found for node, found in seen.items()}, self.findings)
 
     def _check_connections(self) -> None:
@@ -258,7 +284,11 @@ class _NodeChecks:
 
         kind, resource = self.device.kind, self.device.ray_resource
         devices = {} if kind == "cpu" else {resource: 1.0}
-        free = [pair for pair in pairs if not devices or all(node.free.get(resource, 0) >= 1 for node in pair)]
+        free = [
+            pair
+            for pair in pairs
+            if not devices or all(node.free.get(resource, 0) >= 1 for node in pair)
+        ]
         places = self._ask("rendezvous", of={one: (one.address,) for one, _ in free})
         tasks = {
             node: start_on(node, devices, all_reduce, rank, places[pair[0]], kind, REDUCE_SECONDS)

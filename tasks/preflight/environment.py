@@ -31,15 +31,26 @@ NODE = "node"  # a condition beside those of `conditions_of`: this machine is a 
 MIN_OPEN_FILES = 32_768
 _MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of an ELF file
 _PREFIXES = ("HCCL_", "ASCEND_", "VLLM_ASCEND_", "PYTORCH_NPU_", "NCCL_", "GLOO_")
-_SIMILARITY = 0.9  # of difflib: about one letter in ten; the vendors' own names differ more, except the next
+_SIMILARITY = (
+    0.9  # of difflib: about one letter in ten; the vendors' own names differ more, except the next
+)
 _KNOWN = ("ASCEND_VISIBLE_DEVICES",)  # of Ascend's container runtime
 _TO_SET = ("missing", "low")  # states that only `dapo doctor env` shows
 
-State = Literal["set", "ours", "missing", "low", "dead", "misspelt", "caution", "conflict", "placeholder"]
+State = Literal[
+    "set", "ours", "missing", "low", "dead", "misspelt", "caution", "conflict", "placeholder"
+]
 STATUSES: dict[State, str] = {
-    "set": OK, "ours": OK, "missing": WARN, "low": WARN, "dead": WARN, "misspelt": WARN, "caution": WARN,
-    "conflict": FAIL, "placeholder": FAIL,
-}  # fmt: skip
+    "set": OK,
+    "ours": OK,
+    "missing": WARN,
+    "low": WARN,
+    "dead": WARN,
+    "misspelt": WARN,
+    "caution": WARN,
+    "conflict": FAIL,
+    "placeholder": FAIL,
+}
 
 
 @dataclass(frozen=True)
@@ -60,15 +71,21 @@ def table_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def lint(environment: Mapping[str, str], config: TrainingConfig, is_node: bool = False) -> list[Variable]:
+def lint(
+    environment: Mapping[str, str], config: TrainingConfig, is_node: bool = False
+) -> list[Variable]:
     """Return the state of every variable that matters to the training, in the table's order.
 
     `is_node`: this machine is a node of the training's cluster, if it has one.
     """
-    return lint_under(environment, config.train.device, conditions_of(config) | ({NODE} if is_node else set()))
+    return lint_under(
+        environment, config.train.device, conditions_of(config) | ({NODE} if is_node else set())
+    )
 
 
-def lint_under(environment: Mapping[str, str], device: str, conditions: frozenset[str]) -> list[Variable]:
+def lint_under(
+    environment: Mapping[str, str], device: str, conditions: frozenset[str]
+) -> list[Variable]:
     """Like `lint`, for a kind of device and the conditions (`when` in the table) that hold."""
     found: list[Variable] = []
     rows = table_rows()
@@ -96,10 +113,14 @@ def wanted_alike(config: TrainingConfig) -> dict[str, str]:
     return {name: value for name, value in wanted(config).items() if value != INTERFACE}
 
 
-def check_environment(environment: Mapping[str, str], config: TrainingConfig, findings: Findings) -> None:
+def check_environment(
+    environment: Mapping[str, str], config: TrainingConfig, findings: Findings
+) -> None:
     """Add findings for obsolete and harmful variables; `dapo doctor env` also shows missing ones."""
     for name, status, fault in faults(lint(environment, config)):
-        findings.add("environment", status, f"{name}: {fault}", "`dapo doctor env` lists all variables")
+        findings.add(
+            "environment", status, f"{name}: {fault}", "`dapo doctor env` lists all variables"
+        )
 
 
 def faults(variables: Iterable[Variable]) -> Iterator[tuple[str, str, str]]:
@@ -129,7 +150,8 @@ def conditions_of(config: TrainingConfig) -> frozenset[str]:
     """Return the conditions (`when` in the table) that hold for the training."""
     conditions = {
         "shared": config.train.is_colocated,
-        "graphs": config.train.device != "cpu" and not config.rollout.engine_args.get("enforce_eager", False),
+        "graphs": config.train.device != "cpu"
+        and not config.rollout.engine_args.get("enforce_eager", False),
         "nodes": config.train.ray_address is not None,
         "deterministic": config.run.deterministic,
     }
@@ -145,7 +167,9 @@ def _misspelt(
         prefix = next(filter(name.startswith, _PREFIXES), None)
         alike = [each for each in known if prefix is not None and each.startswith(prefix)]
         if near := difflib.get_close_matches(name, alike, 1, _SIMILARITY):
-            yield Variable(name, "misspelt", environment[name], "Unknown variable.", f"did you mean {near[0]}?")
+            yield Variable(
+                name, "misspelt", environment[name], "Unknown variable.", f"did you mean {near[0]}?"
+            )
 
 
 def _check_row(
@@ -153,14 +177,20 @@ def _check_row(
 ) -> Iterator[Variable]:
     name, effect = row["name"], row["effect"]
     is_needed = set(row.get("when", ())) <= conditions
-    value = environment.get(name, environment.get(name.lower()) if name.endswith("_PROXY") else None)
+    value = environment.get(
+        name, environment.get(name.lower()) if name.endswith("_PROXY") else None
+    )
     if value is None:
         if is_needed and "chain_value" in row:
-            yield Variable(name, "ours", row["chain_value"], effect, "set by the chain for its own processes")
+            yield Variable(
+                name, "ours", row["chain_value"], effect, "set by the chain for its own processes"
+            )
         elif is_needed and row.get("value") == INTERFACE:
             names = _interfaces()
             only = INTERFACE_VARIABLES[device][name].format(names[0]) if len(names) == 1 else ""
-            advice = "differs on each node" + ("" if only else f"; this machine has {', '.join(names)}")
+            advice = "differs on each node" + (
+                "" if only else f"; this machine has {', '.join(names)}"
+            )
             yield Variable(name, "missing", only, effect, advice)
         elif is_needed and "value" in row:
             yield Variable(name, "missing", row["value"], effect)
@@ -186,19 +216,29 @@ def _fault(row: dict[str, Any], value: str, conditions: frozenset[str]) -> tuple
         if applies and re.fullmatch(against["value"], value, re.IGNORECASE):
             return "caution" if against.get("is_caution") else "conflict", str(against["why"])
     state: State = "conflict"
-    local_state: State = "caution" if "nodes" in conditions and NODE not in conditions else "conflict"
+    local_state: State = (
+        "caution" if "nodes" in conditions and NODE not in conditions else "conflict"
+    )
     match row.get("must_be"):
         case "interface":
             fault, state = _fault_of_interface(value), local_state
         case "address":
             fault, state = _fault_of_address(value), local_state
         case "libraries":
-            fault = "; ".join(filter(None, map(_fault_of_library, re.split(r"[: ]+", value.strip()))))
+            fault = "; ".join(
+                filter(None, map(_fault_of_library, re.split(r"[: ]+", value.strip())))
+            )
             state = "caution"
         case "ascending":
             numbers = [part.strip() for part in value.split(",") if part.strip()]
-            is_ascending = all(part.isdigit() for part in numbers) and numbers == sorted(set(numbers), key=int)
-            fault = "" if is_ascending else "devices must be distinct numbers in ascending order, such as 0,1,2"
+            is_ascending = all(part.isdigit() for part in numbers) and numbers == sorted(
+                set(numbers), key=int
+            )
+            fault = (
+                ""
+                if is_ascending
+                else "devices must be distinct numbers in ascending order, such as 0,1,2"
+            )
         case _:
             fault = ""
     return (state, fault) if fault else ("set", "")
@@ -211,7 +251,10 @@ def _interfaces() -> list[str]:
         name
         for name, addresses in psutil.net_if_addrs().items()
         if is_up.get(name) and name != "lo" and not is_virtual(name)
-        if any(each.family == socket.AF_INET and not each.address.startswith("169.254.") for each in addresses)
+        if any(
+            each.family == socket.AF_INET and not each.address.startswith("169.254.")
+            for each in addresses
+        )
     )
 
 
@@ -228,7 +271,9 @@ def chosen_addresses(environment: Mapping[str, str]) -> dict[str, str]:
         value = environment.get(variable, "")
         first = value.split(",")[0]
         named = [
-            name for name in addresses if (name == first[1:] if first.startswith("=") else name.startswith(first))
+            name
+            for name in addresses
+            if (name == first[1:] if first.startswith("=") else name.startswith(first))
         ]
         if first and not first.startswith("^") and named:
             chosen[f"{variable}={value}"] = addresses[first if first in addresses else named[0]]
@@ -240,7 +285,11 @@ def _fault_of_interface(value: str) -> str:
     if value.startswith("^"):
         return ""
     for part in value.removeprefix("=").split(","):
-        named = [name for name in here if (name == part if value.startswith("=") else name.startswith(part))]
+        named = [
+            name
+            for name in here
+            if (name == part if value.startswith("=") else name.startswith(part))
+        ]
         if not named:
             return f"this machine has no interface {part}; it has {', '.join(sorted(here))}"
         if not any(here[name].isup for name in named):
@@ -274,7 +323,9 @@ def _fault_of_library(path: str) -> str:
         struct.unpack_from("<H" if head[5] == 1 else ">H", head, 18)[0], "another architecture"
     )
     return (
-        "" if machine == platform.machine() else f"{path} is for {machine}, this machine is {platform.machine()}"
+        ""
+        if machine == platform.machine()
+        else f"{path} is for {machine}, this machine is {platform.machine()}"
     )
 
 

@@ -26,7 +26,11 @@ class Finding:
     @property
     def message(self) -> str:
         """Where, what, and the consequence."""
-        return (f"{self.where}: " if self.where else "") + self.found + (f"; {self.why}" if self.why else "")
+        return (
+            (f"{self.where}: " if self.where else "")
+            + self.found
+            + (f"; {self.why}" if self.why else "")
+        )
 
 
 class PreflightError(ConfigError):
@@ -59,7 +63,9 @@ class Findings(list[Finding]):
         if len(lines) == 1:
             raise PreflightError(lines[0])
         if lines:
-            raise PreflightError("\n- ".join([f"{len(lines)} findings would end this run:", *lines]))
+            raise PreflightError(
+                "\n- ".join([f"{len(lines)} findings would end this run:", *lines])
+            )
 
 
 def describe(findings: Sequence[Finding]) -> list[str]:
@@ -72,6 +78,12 @@ def describe(findings: Sequence[Finding]) -> list[str]:
 
 def count_checks(findings: Sequence[Finding]) -> str:
     """Return the numbers of passed checks and of warnings, such as "6 checks passed, 1 warning"."""
-    num_passed, num_warnings = (sum(one.status == status for one in findings) for status in (OK, WARN))
+    num_passed, num_warnings = (
+        sum(one.status == status for one in findings) for status in (OK, WARN)
+    )
     passed = f"{num_passed} check{'' if num_passed == 1 else 's'} passed"
-    return f"{passed}, {num_warnings} warning{'' if num_warnings == 1 else 's'}" if num_warnings else passed
+    return (
+        f"{passed}, {num_warnings} warning{'' if num_warnings == 1 else 's'}"
+        if num_warnings
+        else passed
+    )

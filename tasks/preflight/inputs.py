@@ -35,7 +35,9 @@ class Inputs:
     model: Path | None = None
     problems: Sequence[Problem] = ()
     evaluation: EvaluationSet | None = None  # data.eval
-    benchmarks: Mapping[str, EvaluationSet] = field(default_factory=dict)  # evaluate.benchmarks, by name
+    benchmarks: Mapping[str, EvaluationSet] = field(
+        default_factory=dict
+    )  # evaluate.benchmarks, by name
     later: tuple[str, ...] = ()
 
     def evaluated(self, config: ChainConfig) -> list[tuple[BenchmarkConfig | None, EvaluationSet]]:
@@ -52,7 +54,9 @@ def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
     if config.model.source == "path":
         inputs.model = Path(str(config.model.path))
     sources = train_sources(config)
-    if findings or all(source.is_generated for source in sources):  # generated problems fit by construction
+    if findings or all(
+        source.is_generated for source in sources
+    ):  # generated problems fit by construction
         return inputs
     for source in sources:
         if not source.is_generated and source.path is not None:
@@ -77,7 +81,9 @@ def inputs_later(config: ChainConfig) -> tuple[str, ...]:
         if _is_read_later(source)
     ]
     evaluated = [*eval_sources(config), *benchmark_sources(config).values()]
-    held_out = dict.fromkeys(source.name for source in evaluated if not (source.path or source.is_generated))
+    held_out = dict.fromkeys(
+        source.name for source in evaluated if not (source.path or source.is_generated)
+    )
     return (*later, f"the rows of {', '.join(held_out)}") if held_out else tuple(later)
 
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import re
 
-_VIRTUAL = ("docker", "veth", "virbr", "cali", "flannel", "cni", "podman", "lxc", "nerdctl")  # beginnings
+_VIRTUAL = (
+    "docker",
+    "veth",
+    "virbr",
+    "cali",
+    "flannel",
+    "cni",
+    "podman",
+    "lxc",
+    "nerdctl",
+)  # beginnings
 _BRIDGE_OF_DOCKER = re.compile(r"br-[0-9a-f]{12}")
 # Variables that name a node's interface: gloo and torch's tensor pipes take a name, the others the beginning of
 # one, or after "=" all of it. tasks/preflight/environment.yaml says what each does.

@@ -32,7 +32,19 @@ if TYPE_CHECKING:
     from tasks.preflight.model import ModelFacts
 
 INPUTS = ("prepare_data", "fetch_model")  # labels of the stages that training reads
-CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's CPUAttentionBackend
+CPU_HEAD_WIDTHS = (
+    32,
+    64,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    224,
+    256,
+    512,
+)  # of vLLM's CPUAttentionBackend
 CACHE_MARGIN = 1.25  # vLLM rounds to blocks and reserves some
 # Checks that may fail on a machine that only plans the run.
 OF_ANOTHER_MACHINE = frozenset({"devices", "engine", "memory", "Ray", "trainer"})
@@ -68,9 +80,11 @@ def _check_devices(config: ChainConfig, model: Path | None, findings: Findings) 
     train, device = config.train, device_for(config.train.device)
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         findings.add(
-            "engine", FAIL, "rollout.engine=vllm, but vLLM is not installed here",
+            "engine",
+            FAIL,
+            "rollout.engine=vllm, but vLLM is not installed here",
             "install requirements/ for your device, or --set rollout.engine=hf",
-        )  # fmt: skip
+        )
     if train.ray_address is not None or _is_on_a_cluster(config):
         return
     with findings.catching("devices"):
@@ -82,8 +96,16 @@ def _check_devices(config: ChainConfig, model: Path | None, findings: Findings) 
             return
         names = device.visible(os.environ)
         if config.num_devices > len(names):
-            engines = "" if train.is_colocated else f" + {config.rollout.num_devices} for rollout.num_workers"
-            sharing = "" if train.is_colocated else ", let ranks and engines share (train.placement=colocated)"
+            engines = (
+                ""
+                if train.is_colocated
+                else f" + {config.rollout.num_devices} for rollout.num_workers"
+            )
+            sharing = (
+                ""
+                if train.is_colocated
+                else ", let ranks and engines share (train.placement=colocated)"
+            )
             raise ConfigError(
                 f"train.num_ranks={train.num_ranks}{engines} = {config.num_devices} devices, but this machine "
                 f"has {len(names)} visible {device.kind} devices ({device.visible_variable}); lower these keys"
@@ -96,7 +118,8 @@ def _check_devices(config: ChainConfig, model: Path | None, findings: Findings) 
 def _is_on_a_cluster(config: ChainConfig) -> bool:
     """True if another trainer runs on a Ray cluster, whose devices this machine cannot count."""
     return config.train.backend != "own" and (
-        job_server(config.external) is not None or os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
+        job_server(config.external) is not None
+        or os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
     )
 
 
@@ -107,7 +130,9 @@ def _check_serving(config: ChainConfig, facts: ModelFacts, findings: Findings) -
         serve_environments(serve, os.environ)
         choose_ports(serve)
         if vllm_device().kind == "cpu":
-            needs_compiler = not serve.eager and not any(map(shutil.which, ("g++", "c++", "clang++")))
+            needs_compiler = not serve.eager and not any(
+                map(shutil.which, ("g++", "c++", "clang++"))
+            )
             if needs_compiler:
                 raise ConfigError(
                     "serve.eager=false compiles the model, but there is no C++ compiler; --set serve.eager=true"
@@ -120,31 +145,40 @@ def _check_serving(config: ChainConfig, facts: ModelFacts, findings: Findings) -
                 )
             if serve.memory_gigabytes is None:
                 findings.add(
-                    "serving", WARN,
+                    "serving",
+                    WARN,
                     "serve.memory_gigabytes is unset: on a CPU vLLM takes most of the memory for its cache",
                     "--set serve.memory_gigabytes=1.0",
-                )  # fmt: skip
+                )
     if config.train.compile and config.train.device == "cpu" and not shutil.which("g++"):
-        findings.add("compiler", FAIL, "train.compile=true needs g++ on a CPU", "--set train.compile=false")
+        findings.add(
+            "compiler", FAIL, "train.compile=true needs g++ on a CPU", "--set train.compile=false"
+        )
 
 
 def _check_cache(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
     """Check that the longest sequence fits each KV cache whose size the recipe sets."""
     if facts.token_bytes is None:
         return
-    rollout, longest = config.rollout, config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    caches = [("serve.memory_gigabytes", config.serve.memory_gigabytes, config.serve.max_model_len, 1)]
+    rollout, longest = (
+        config.rollout,
+        config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+    )
+    caches = [
+        ("serve.memory_gigabytes", config.serve.memory_gigabytes, config.serve.max_model_len, 1)
+    ]
     if rollout.engine == "vllm" and config.train.device == "cpu":
         caches.append(("rollout.memory_gigabytes", rollout.memory_gigabytes, longest, 2))  # float32
     for key, gigabytes, tokens, factor in caches:
         needed = tokens * facts.token_bytes * factor / GIB
         if gigabytes is not None and needed > gigabytes:
             findings.add(
-                "cache", FAIL,
+                "cache",
+                FAIL,
                 f"{key}={gigabytes:g} cannot hold a sequence of {tokens} tokens, whose keys and values take "
                 f"{needed:.2f} GiB: vLLM would refuse to start",
                 f"--set {key}={needed * CACHE_MARGIN + 0.05:.1f}, or lower the lengths",
-            )  # fmt: skip
+            )
 
 
 def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
@@ -172,14 +206,17 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
     kept = kept if num_kept and not written else ""
     if needed > free:
         findings.add(
-            "disk", FAIL,
+            "disk",
+            FAIL,
             f"{found}; {disk.num_checkpoints} checkpoints and merged models take about "
             f"{describe_bytes(needed)}{' more than is already written' if written else ''}{kept}",
             "set another store.path, fewer steps in evaluate.checkpoints or a lower checkpoint.keep_last, or run "
             "`dapo gc --keep-runs N`",
-        )  # fmt: skip
+        )
     else:
-        findings.add("disk", OK, found + (f", about {describe_bytes(needed)} needed{kept}" if needed else ""))
+        findings.add(
+            "disk", OK, found + (f", about {describe_bytes(needed)} needed{kept}" if needed else "")
+        )
 
 
 def _written_bytes(config: ChainConfig, disk: Disk) -> int:
@@ -188,15 +225,23 @@ def _written_bytes(config: ChainConfig, disk: Disk) -> int:
     found: dict[str, Artifact] = {}
     for link in chain_of(config):
         is_training, is_merged = link.label == "train_policy", link.label.startswith("merge_")
-        if not (is_training or is_merged or link.label in INPUTS) or not found.keys() >= set(link.needs):
+        if not (is_training or is_merged or link.label in INPUTS) or not found.keys() >= set(
+            link.needs
+        ):
             continue
         try:
             key = link.key(*(found[label] for label in link.needs))
-        except (DapoError, DownloadError, EvaluationError):  # another check, or the stage, reports it
+        except (
+            DapoError,
+            DownloadError,
+            EvaluationError,
+        ):  # another check, or the stage, reports it
             continue
         if (artifact := store.lookup(key.stage, key.key)) is not None:
             found[link.label] = artifact
-            num_bytes += is_training * disk.checkpoint * disk.num_checkpoints + is_merged * disk.merged
+            num_bytes += (
+                is_training * disk.checkpoint * disk.num_checkpoints + is_merged * disk.merged
+            )
         elif is_training and (left := store.unfinished(key.stage, key.key)) is not None:
             with suppress(FileNotFoundError):  # a running training removes old checkpoints
                 size = sum(path.stat().st_size for path in left.rglob("*") if path.is_file())

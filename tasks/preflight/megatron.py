@@ -17,7 +17,10 @@ MINDSPEED = "actor_config."
 MAX_SIZE = 64  # of a parallel dimension; larger ones are for models beyond these recipes
 # In verl's order: options that only cost time, then tensor (within a node), expert, pipeline and context.
 _SWITCHES = ("train.gradient_checkpointing", "train.offload_parameters", "train.offload_optimizer")
-_HOST_OPTIMIZER = (f"+{OPTIMIZER}optimizer_cpu_offload=True", f"+{OPTIMIZER}optimizer_offload_fraction=1.0")
+_HOST_OPTIMIZER = (
+    f"+{OPTIMIZER}optimizer_cpu_offload=True",
+    f"+{OPTIMIZER}optimizer_offload_fraction=1.0",
+)
 _SIZES = {
     "tensor": f"{PREFIX}tensor_model_parallel_size",
     "expert": f"{PREFIX}expert_model_parallel_size",
@@ -36,7 +39,9 @@ def splits_in(config: ChainConfig, shape: ModelShape) -> Splits | None:
     # MindSpeed uses verl's names in a section of its own.
     overrides = [each.replace(MINDSPEED, PREFIX, 1) for each in config.external.overrides]
     try:
-        splits = splits_of(overrides, train.num_ranks, train.sequence_parallel, train.gradient_checkpointing)
+        splits = splits_of(
+            overrides, train.num_ranks, train.sequence_parallel, train.gradient_checkpointing
+        )
         _require_divided(config, shape, splits)
     except ForeignConfigError as error:
         raise ConfigError(str(error)) from error
@@ -51,7 +56,9 @@ def megatron_change(config: ChainConfig, shape: ModelShape, plan: MemoryPlan) ->
     while (step := next(_changes(config, shape, splits, _engines_exceed(plan)), None)) is not None:
         change, config, splits = step
         plan = plan_memory(config, shape, plan.limit, (), splits)
-        taken = [each for each in taken if each.partition("=")[0] != change.partition("=")[0]] + [change]
+        taken = [each for each in taken if each.partition("=")[0] != change.partition("=")[0]] + [
+            change
+        ]
         if not plan.shortages:
             keys = [f"--set {each}" for each in taken if each.startswith(("train.", "rollout."))]
             overrides = [each for each in taken if not each.startswith(("train.", "rollout."))]
@@ -65,12 +72,18 @@ def _engines_exceed(plan: MemoryPlan) -> bool:
     return plan.engine.num_sequences == 0 or plan.loads[0].phase not in ("anchor", "update")
 
 
-def _changes(config: ChainConfig, shape: ModelShape, splits: Splits, engines_exceed: bool) -> Iterator[Step]:
+def _changes(
+    config: ChainConfig, shape: ModelShape, splits: Splits, engines_exceed: bool
+) -> Iterator[Step]:
     """Yield changes that the recipe does not have yet, in order of preference."""
     for name in _SWITCHES:
         if not getattr(config.train, name.partition(".")[2]):
             recomputes = splits.recomputes or name == _SWITCHES[0]
-            yield f"{name}=true", changed(config, {name: True}), dataclasses.replace(splits, recomputes=recomputes)
+            yield (
+                f"{name}=true",
+                changed(config, {name: True}),
+                dataclasses.replace(splits, recomputes=recomputes),
+            )
     if engines_exceed:
         yield from _engine_changes(config, splits)
     is_verl = config.train.backend == "verl"
@@ -85,7 +98,11 @@ def _changes(config: ChainConfig, shape: ModelShape, splits: Splits, engines_exc
             except ForeignConfigError:
                 continue
             named = key if is_verl else key.replace(PREFIX, MINDSPEED)
-            yield f"{named}={size}", changed(config, {key: size} if key.startswith("train.") else {}), larger
+            yield (
+                f"{named}={size}",
+                changed(config, {key: size} if key.startswith("train.") else {}),
+                larger,
+            )
             break
 
 
@@ -94,7 +111,11 @@ def _engine_changes(config: ChainConfig, splits: Splits) -> Iterator[Step]:
     workers, tensor = config.rollout.num_workers, config.rollout.tensor_parallel
     if workers % 2 == 0 and 2 * tensor <= MAX_SIZE:
         keys = {"rollout.tensor_parallel": 2 * tensor, "rollout.num_workers": workers // 2}
-        yield " --set ".join(f"{name}={size}" for name, size in keys.items()), changed(config, keys), splits
+        yield (
+            " --set ".join(f"{name}={size}" for name, size in keys.items()),
+            changed(config, keys),
+            splits,
+        )
 
 
 def _require_divided(config: ChainConfig, shape: ModelShape, splits: Splits) -> None:

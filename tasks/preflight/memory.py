@@ -23,7 +23,10 @@ from tasks.preflight.megatron import megatron_change, splits_in
 
 
 def plan_of(
-    config: ChainConfig, folder: Path | None = None, gigabytes: float | None = None, limit: Limit | None = None
+    config: ChainConfig,
+    folder: Path | None = None,
+    gigabytes: float | None = None,
+    limit: Limit | None = None,
 ) -> MemoryPlan:
     """Return the recipe's plan; `folder` is the fetched model, `gigabytes` overrides the device's GiB.
 
@@ -34,7 +37,9 @@ def plan_of(
     shape = shape_of(model_config(config.model, folder))
     if limit is None or config.train.device_model is not None:
         limit = device_limit(config, gigabytes)
-    return plan_memory(_as_counted(config), shape, limit, config.checkpoint_steps, splits_in(config, shape))
+    return plan_memory(
+        _as_counted(config), shape, limit, config.checkpoint_steps, splits_in(config, shape)
+    )
 
 
 def change_that_fits(config: ChainConfig, plan: MemoryPlan, folder: Path | None = None) -> str:
@@ -61,7 +66,9 @@ def _as_counted(config: Root) -> Root:
     return changed(config, {"train.logits_chunk_tokens": config.train.micro_batch_tokens})
 
 
-def check_memory(config: ChainConfig, folder: Path | None, findings: Findings, limit: Limit | None = None) -> None:
+def check_memory(
+    config: ChainConfig, folder: Path | None, findings: Findings, limit: Limit | None = None
+) -> None:
     """Check that the plan fits; skipped for a model that is not fetched yet and not in the table.
 
     `limit` is the memory found on the devices, for a recipe that names no device model.
@@ -71,7 +78,9 @@ def check_memory(config: ChainConfig, folder: Path | None, findings: Findings, l
     try:
         plan = plan_of(config, folder, limit=limit)
     except ModelError as error:
-        findings.add("memory", WARN, str(error), "watch perf/max_memory_allocated_gb in the first steps")
+        findings.add(
+            "memory", WARN, str(error), "watch perf/max_memory_allocated_gb in the first steps"
+        )
         return
     except ConfigError as error:
         findings.add("memory", FAIL, str(error))
@@ -80,8 +89,12 @@ def check_memory(config: ChainConfig, folder: Path | None, findings: Findings, l
         findings.add("memory", OK, summary(plan))
         return
     is_own = config.train.backend == "own"
-    is_allowed = config.train.allow_oversubscription or not is_own  # plans for verl were never checked on devices
-    advice = f"{change_that_fits(config, plan, folder)}; dapo plan CONFIG --memory shows the details"
+    is_allowed = (
+        config.train.allow_oversubscription or not is_own
+    )  # plans for verl were never checked on devices
+    advice = (
+        f"{change_that_fits(config, plan, folder)}; dapo plan CONFIG --memory shows the details"
+    )
     if not is_allowed:
         advice += ", and train.allow_oversubscription=true runs it anyway"
     findings.add("memory", WARN if is_allowed else FAIL, "; ".join(plan.shortages), advice)
@@ -118,9 +131,13 @@ def model_config(model: ModelConfig, folder: Path | None = None) -> Mapping[str,
     path = folder or (Path(str(model.path)) if model.source == "path" else None)
     if path is not None and (path / "config.json").is_file():
         try:
-            found: Mapping[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            found: Mapping[str, Any] = json.loads(
+                (path / "config.json").read_text(encoding="utf-8")
+            )
         except ValueError as error:
-            raise ModelError(f"{path / 'config.json'} is not JSON: {error}; fetch the model again") from None
+            raise ModelError(
+                f"{path / 'config.json'} is not JSON: {error}; fetch the model again"
+            ) from None
         if not isinstance(found, dict):
             raise ModelError(f"{path / 'config.json'} is not a JSON object; fetch the model again")
         return found

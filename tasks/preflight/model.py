@@ -51,7 +51,9 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
     with findings.catching("tokenizer"):
         template = config.model.chat_template  # a fetched folder already contains it
         is_fetched = template is None or folder != Path(str(config.model.path))
-        tokenizer = load_tokenizer(folder, config.model.trust_remote_code, None if is_fetched else template)
+        tokenizer = load_tokenizer(
+            folder, config.model.trust_remote_code, None if is_fetched else template
+        )
         read_eos_ids(folder)
     with findings.catching("sampling"):
         with_model_sampling(config, folder)
@@ -93,7 +95,9 @@ def _require_parts(text: Any, config: ChainConfig) -> None:
         )
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     if config.rollout.expert_parallel and not any(getattr(text, name, None) for name in experts):
-        raise ConfigError(f"rollout.expert_parallel=true, but {text.model_type} has no experts; set it to false")
+        raise ConfigError(
+            f"rollout.expert_parallel=true, but {text.model_type} has no experts; set it to false"
+        )
 
 
 def _head_width(text: Any) -> int | None:
@@ -102,7 +106,10 @@ def _head_width(text: Any) -> int | None:
 
 
 def _token_bytes(text: Any) -> int | None:
-    layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
+    layers, heads = (
+        getattr(text, "num_hidden_layers", None),
+        getattr(text, "num_attention_heads", None),
+    )
     head_width = _head_width(text)
     if not (layers and heads and head_width):
         return None

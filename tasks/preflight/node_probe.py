@@ -51,10 +51,14 @@ def ray_options() -> dict[str, str]:
     """Return the options of the node's raylet, by name; {} outside Ray."""
     parent = psutil.Process().parent()
     words = parent.cmdline() if parent is not None and parent.name() == "raylet" else []
-    return {name: value for name, _, value in (word.removeprefix("--").partition("=") for word in words)}
+    return {
+        name: value for name, _, value in (word.removeprefix("--").partition("=") for word in words)
+    }
 
 
-def port_ranges(environment: Mapping[str, str], ray: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+def port_ranges(
+    environment: Mapping[str, str], ray: Mapping[str, str]
+) -> dict[str, tuple[int, int]]:
     """Return first and last port of each range that training processes listen on, by name; 0: any free port."""
     ranges = {"any free port": (0, 0)}
     first, last = (int(ray.get(f"{end}_worker_port", "0")) for end in ("min", "max"))
@@ -65,7 +69,9 @@ def port_ranges(environment: Mapping[str, str], ray: Mapping[str, str]) -> dict[
     return ranges
 
 
-def versions_here(device: str, environment: Mapping[str, str], found: Mapping[str, Any] | None) -> dict[str, str]:
+def versions_here(
+    device: str, environment: Mapping[str, str], found: Mapping[str, Any] | None
+) -> dict[str, str]:
     """Return the installed versions by name."""
     versions = {"Python": platform.python_version(), "code": code_digest(CODE)[:12]}
     versions |= {name: version for name in PACKAGES if (version := installed(name)) is not None}
@@ -85,7 +91,9 @@ def devices_here(device: str, environment: Mapping[str, str]) -> dict[str, Any] 
     variable = device_for(device).visible_variable
     visible, unread = found.visible(environment.get(variable)), list(found.unread)
     if found.devices and not visible and environment.get(variable):
-        unread.append(f"{variable}={environment[variable]} selects none of the devices that {found.tool} shows")
+        unread.append(
+            f"{variable}={environment[variable]} selects none of the devices that {found.tool} shows"
+        )
     report: dict[str, Any] = {
         "tool": found.tool,
         "driver": found.driver,
@@ -114,13 +122,17 @@ def limits() -> dict[str, int | None]:
     """Return the resource limits of a process by name; None: unlimited."""
     found = {"open files": resource.RLIMIT_NOFILE, "locked memory": resource.RLIMIT_MEMLOCK}
     values = {name: resource.getrlimit(number)[0] for name, number in found.items()}
-    return {name: None if value == resource.RLIM_INFINITY else value for name, value in values.items()}
+    return {
+        name: None if value == resource.RLIM_INFINITY else value for name, value in values.items()
+    }
 
 
 def memory() -> dict[str, int]:
     """Return the bytes of the node's memory, of /dev/shm, and of unused huge pages."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    unused, size = (int(lines.get(name, "0").split()[0]) for name in ("HugePages_Free", "Hugepagesize"))
+    unused, size = (
+        int(lines.get(name, "0").split()[0]) for name in ("HugePages_Free", "Hugepagesize")
+    )
     shared = Path("/dev/shm")
     return {
         "total": int(psutil.virtual_memory().total),
@@ -158,16 +170,24 @@ class NodeProbe:
             "memory": memory(),
             "disk": {
                 path: disk(path)
-                for path in (tempfile.gettempdir(), ray_options().get("session_dir", tempfile.gettempdir()))
+                for path in (
+                    tempfile.gettempdir(),
+                    ray_options().get("session_dir", tempfile.gettempdir()),
+                )
             },
-            "environment": [asdict(variable) for variable in lint_under(environment, device, conditions | {NODE})],
+            "environment": [
+                asdict(variable)
+                for variable in lint_under(environment, device, conditions | {NODE})
+            ],
         }
 
     def now(self) -> float:
         """Return this node's clock, in epoch seconds."""
         return time.time()
 
-    def differences(self, paths: Mapping[str, Path], expected: Mapping[str, str], probe: str) -> list[str]:
+    def differences(
+        self, paths: Mapping[str, Path], expected: Mapping[str, str], probe: str
+    ) -> list[str]:
         """Return the shared files that differ on this node."""
         from dapo_core.cluster.shared_files import differences  # loads Ray
 
@@ -253,7 +273,11 @@ def all_reduce(rank: int, meeting_point: str, kind: str, max_seconds: float) -> 
     device.prepare(os.environ, is_shared=False)
     device.require()
     distributed.init_process_group(
-        device.backend, init_method=meeting_point, rank=rank, world_size=2, timeout=timedelta(seconds=max_seconds)
+        device.backend,
+        init_method=meeting_point,
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=max_seconds),
     )
     try:
         values = torch.full((1024,), float(rank + 1), device=device.torch_device())

@@ -38,7 +38,9 @@ def _rows() -> dict[str, dict[str, str]]:
 def add(findings: Findings, row: str, status: str, found: str, nodes: Collection[str]) -> None:
     """Append a finding about nodes, with the texts of a table row."""
     texts = _rows()[row]
-    findings.append(Finding(texts["check"], status, found, texts["fix"], ", ".join(nodes), texts["consequence"]))
+    findings.append(
+        Finding(texts["check"], status, found, texts["fix"], ", ".join(nodes), texts["consequence"])
+    )
 
 
 def joined(found: Iterable[tuple[str, str, str, str]]) -> list[tuple[str, str, str, str]]:
@@ -47,7 +49,8 @@ def joined(found: Iterable[tuple[str, str, str, str]]) -> list[tuple[str, str, s
     for row, status, text, node in found:
         texts.setdefault((row, status, node), []).append(text)
     return [
-        (row, status, "; ".join(each[:SHOWN]) + _more(each), node) for (row, status, node), each in texts.items()
+        (row, status, "; ".join(each[:SHOWN]) + _more(each), node)
+        for (row, status, node), each in texts.items()
     ]
 
 
@@ -55,7 +58,9 @@ def _more(shown: Sequence[Any]) -> str:
     return f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
 
 
-def add_grouped(findings: Findings, found: Iterable[tuple[str, str, str, str]], num_nodes: int) -> None:
+def add_grouped(
+    findings: Findings, found: Iterable[tuple[str, str, str, str]], num_nodes: int
+) -> None:
     """Append findings given as row, status, text and node; nodes with the same text share one finding."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for row, status, text, node in found:
@@ -85,7 +90,9 @@ def check_versions(versions: Mapping[str, Mapping[str, str]], findings: Findings
                 row = name if name in ("code", "driver") else "version"
                 add(findings, row, WARN if name == "driver" else FAIL, found, nodes)
     if is_equal:
-        shown = ", ".join(f"{name} {value}" for name, value in next(iter(versions.values())).items())
+        shown = ", ".join(
+            f"{name} {value}" for name, value in next(iter(versions.values())).items()
+        )
         findings.add("versions", OK, f"equal on {len(versions)} machines: {shown}")
 
 
@@ -99,7 +106,14 @@ def check_sets(reports: Reports, here: Mapping[str, str], findings: Findings) ->
         name = set_of(packages)
         made_with = sets()[name].cann if name else None
         if made_with and toolkit and made_with.lower() != toolkit.lower():
-            found.append(("cann", WARN, f"CANN {toolkit}, but the set {name} is built with {made_with}", node))
+            found.append(
+                (
+                    "cann",
+                    WARN,
+                    f"CANN {toolkit}, but the set {name} is built with {made_with}",
+                    node,
+                )
+            )
     add_grouped(findings, found, len(reports))
 
 
@@ -134,14 +148,18 @@ def check_devices(
         findings.add("devices", OK, f"{len(frees)} {place}, healthy, without other processes{room}")
 
 
-def _device_faults(device: Mapping[str, Any], needed_bytes: int | None) -> list[tuple[str, str, str]]:
+def _device_faults(
+    device: Mapping[str, Any], needed_bytes: int | None
+) -> list[tuple[str, str, str]]:
     """Return the faults of a device, as row, status and text."""
     label, health, free = device["label"], device["health"], _free(device)
     found = []
     if health is None:
         found.append(("tool", WARN, f"{label}: health could not be read"))
     elif health != "OK":
-        found.append(("health", WARN if health.startswith("Warning") else FAIL, f"{label}: {health}"))
+        found.append(
+            ("health", WARN if health.startswith("Warning") else FAIL, f"{label}: {health}")
+        )
     if free is None:
         found.append(("tool", WARN, f"{label}: memory could not be read"))
     shortage = ""
@@ -192,7 +210,13 @@ def check_device_model(name: str, smallest: int, findings: Findings) -> None:
     planned = find_device(name).num_bytes
     if abs(planned - smallest) > TOLERANCE_BYTES:
         sizes = f"{describe_bytes(planned)}, but the smallest device found has {describe_bytes(smallest)}"
-        add(findings, "model", FAIL if smallest < planned else WARN, f"train.device_model={name} has {sizes}", ())
+        add(
+            findings,
+            "model",
+            FAIL if smallest < planned else WARN,
+            f"train.device_model={name} has {sizes}",
+            (),
+        )
 
 
 def check_links(reports: Reports, findings: Findings) -> None:
@@ -217,7 +241,9 @@ def check_links(reports: Reports, findings: Findings) -> None:
         add(findings, "tls", FAIL, text, (named,))
     if num_ports and len(findings) == before:
         findings.add(
-            "links", OK, f"{num_ports} ports up, TLS {_TLS.get(next(iter(switches), ''), 'unknown')} on all"
+            "links",
+            OK,
+            f"{num_ports} ports up, TLS {_TLS.get(next(iter(switches), ''), 'unknown')} on all",
         )
 
 
@@ -240,13 +266,22 @@ def _port_faults(port: Mapping[str, str | None], down: str) -> list[tuple[str, s
 def check_clocks(skews: Mapping[str, tuple[float, float]], findings: Findings) -> None:
     """Check the clocks: seconds that each node is ahead of this machine, and the error of that number."""
     found = [
-        ("clock", WARN, f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this machine", node)
+        (
+            "clock",
+            WARN,
+            f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this machine",
+            node,
+        )
         for node, (skew, error) in skews.items()
         if abs(skew) - error > MAX_SKEW_SECONDS
     ]
     add_grouped(findings, found, len(skews))
     if not found:
-        findings.add("clock", OK, f"equal within {max(abs(skew) + error for skew, error in skews.values()):.1f} s")
+        findings.add(
+            "clock",
+            OK,
+            f"equal within {max(abs(skew) + error for skew, error in skews.values()):.1f} s",
+        )
 
 
 def check_limits(reports: Reports, is_accelerated: bool, findings: Findings) -> None:
@@ -256,13 +291,19 @@ def check_limits(reports: Reports, is_accelerated: bool, findings: Findings) -> 
         files, locked = report["limits"]["open files"], report["limits"]["locked memory"]
         sizes = report["memory"]
         if files is not None and files < MIN_OPEN_FILES:
-            found.append(("open_files", WARN, f"ulimit -n is {files}; {MIN_OPEN_FILES} is recommended", node))
+            found.append(
+                ("open_files", WARN, f"ulimit -n is {files}; {MIN_OPEN_FILES} is recommended", node)
+            )
         if is_accelerated and locked is not None and locked < MIN_LOCKED_BYTES:
             found.append(("locked_memory", WARN, f"ulimit -l is {locked / 1024:.0f} KiB", node))
         if sizes["shared"] < MIN_SHARED_BYTES:
-            found.append(("shared_memory", WARN, f"/dev/shm has {describe_bytes(sizes['shared'])}", node))
+            found.append(
+                ("shared_memory", WARN, f"/dev/shm has {describe_bytes(sizes['shared'])}", node)
+            )
         if sizes["unused_huge_pages"] > MAX_UNUSED_SHARE * sizes["total"]:
-            text = f"{describe_bytes(sizes['unused_huge_pages'])} are reserved for unused huge pages"
+            text = (
+                f"{describe_bytes(sizes['unused_huge_pages'])} are reserved for unused huge pages"
+            )
             found.append(("huge_pages", WARN, text, node))
     add_grouped(findings, found, len(reports))
     if not found:
@@ -280,8 +321,12 @@ def check_disks(reports: Reports, findings: Findings) -> None:
                 found.append(("full", FAIL if free < MIN_FREE_BYTES else WARN, text, node))
     add_grouped(findings, found, len(reports))
     if not found:
-        least = min(sizes["free"] for report in reports.values() for sizes in report["disk"].values())
-        findings.add("node disk", OK, f"at least {describe_bytes(least)} free for temporary files and Ray")
+        least = min(
+            sizes["free"] for report in reports.values() for sizes in report["disk"].values()
+        )
+        findings.add(
+            "node disk", OK, f"at least {describe_bytes(least)} free for temporary files and Ray"
+        )
 
 
 def check_variables(reports: Reports, findings: Findings) -> None:
@@ -300,20 +345,31 @@ def check_variables(reports: Reports, findings: Findings) -> None:
 def check_seen(differences: Mapping[str, Sequence[str]], findings: Findings) -> None:
     """Check that each node sees the same store, model and scorer as this machine."""
     found = [
-        ("files", FAIL, f"does not see {', '.join(each)}", node) for node, each in differences.items() if each
+        ("files", FAIL, f"does not see {', '.join(each)}", node)
+        for node, each in differences.items()
+        if each
     ]
     add_grouped(findings, found, len(differences))
     if differences and not found:
-        findings.add("files", OK, f"store and model are the same on {len(differences) + 1} machines")
+        findings.add(
+            "files", OK, f"store and model are the same on {len(differences) + 1} machines"
+        )
 
 
 def check_connections(
-    taken: Mapping[str, Sequence[str]], failures: Mapping[Pair, Sequence[str]], num_tried: int, findings: Findings
+    taken: Mapping[str, Sequence[str]],
+    failures: Mapping[Pair, Sequence[str]],
+    num_tried: int,
+    findings: Findings,
 ) -> None:
     """Report port ranges without a free port, by node, and failed connections, by pair of nodes."""
     add_grouped(
         findings,
-        (("range", WARN, f"no port of {name} is free", node) for node, names in taken.items() for name in names),
+        (
+            ("range", WARN, f"no port of {name} is free", node)
+            for node, names in taken.items()
+            for name in names
+        ),
         len(taken),
     )
     for (one, other), reasons in failures.items():
@@ -332,5 +388,11 @@ def check_all_reduce(results: Mapping[Pair, str | float], backend: str, findings
             add(findings, "reduce", FAIL, f"all-reduce over {backend} failed: {result}", where)
     times = [result for result in results.values() if isinstance(result, float)]
     if times and len(times) == len(results):
-        slowest = f", {1000 * max(times):.0f} ms at most" if len(times) > 1 else f", {1000 * times[0]:.0f} ms"
-        findings.add("all-reduce", OK, f"over {backend} between {len(times)} pair(s) of nodes{slowest}")
+        slowest = (
+            f", {1000 * max(times):.0f} ms at most"
+            if len(times) > 1
+            else f", {1000 * times[0]:.0f} ms"
+        )
+        findings.add(
+            "all-reduce", OK, f"over {backend} between {len(times)} pair(s) of nodes{slowest}"
+        )

@@ -32,11 +32,17 @@ NUM_SCORED = 3  # gold answers per data source that the scorer is tried on
 SHOWN_CHARACTERS = 160  # of a prompt's end, where it says how to answer
 # Answer formats that prompts ask for, and the response that gives one.
 FORMS = {"\\boxed{}": "\\boxed{%s}", "Answer:": "Answer: %s", "####": "#### %s"}
-_ASKED = {"\\boxed{}": re.compile(r"\\+boxed"), "Answer:": re.compile(r"Answer: ?\S"), "####": re.compile("####")}
+_ASKED = {
+    "\\boxed{}": re.compile(r"\\+boxed"),
+    "Answer:": re.compile(r"Answer: ?\S"),
+    "####": re.compile("####"),
+}
 _SOLUTIONS = ("solution", "reference_solution", "reasoning", "answer")  # of extra_info
 
 
-def check_lengths(config: ChainConfig, facts: ModelFacts, inputs: Inputs, findings: Findings) -> None:
+def check_lengths(
+    config: ChainConfig, facts: ModelFacts, inputs: Inputs, findings: Findings
+) -> None:
     """Check the longest prompts of all sets against the model's positions and the length keys."""
     bounds, lengths = replace(bounds_of(config), positions=facts.positions), config.lengths
     rendering, measured = config.rollout.chat_template_kwargs, []
@@ -50,17 +56,28 @@ def check_lengths(config: ChainConfig, facts: ModelFacts, inputs: Inputs, findin
             longest = longest_prompt(facts, chats, rendering)
             measured.append(f"training prompts have up to {longest} tokens")
             if config.data.too_long != "error" and longest > config.data.max_prompt_tokens:
-                measured[-1] += f" (above {config.data.max_prompt_tokens}, data.too_long={config.data.too_long})"
+                measured[-1] += (
+                    f" (above {config.data.max_prompt_tokens}, data.too_long={config.data.too_long})"
+                )
                 longest = config.data.max_prompt_tokens
             bounds = replace(bounds, longest_prompt=longest)
-        if facts.tokenizer is not None and inputs.evaluation is not None and config.validation.every:
-            validated = longest_prompt(facts, [item.prompt for item in inputs.evaluation.items], rendering)
+        if (
+            facts.tokenizer is not None
+            and inputs.evaluation is not None
+            and config.validation.every
+        ):
+            validated = longest_prompt(
+                facts, [item.prompt for item in inputs.evaluation.items], rendering
+            )
             bounds = replace(bounds, longest_prompt=max(validated, bounds.longest_prompt or 0))
         if facts.tokenizer is not None and (evaluated := inputs.evaluated(config)):
             questions = [
-                longest_prompt(facts, [item.prompt for item in each.items], arguments) for _, each in evaluated
+                longest_prompt(facts, [item.prompt for item in each.items], arguments)
+                for _, each in evaluated
             ]
-            pairs = zip(questions, (config.lengths_of(benchmark) for benchmark, _ in evaluated), strict=True)
+            pairs = zip(
+                questions, (config.lengths_of(benchmark) for benchmark, _ in evaluated), strict=True
+            )
             longest, lengths = max(pairs, key=lambda pair: pair[0] + pair[1].answer)
             bounds = replace(bounds, longest_question=longest)
             measured.append(f"evaluation prompts up to {max(questions)}")
@@ -89,20 +106,27 @@ def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet, findings
     """Compare the prompts of training and evaluation; warn if they ask for different answer formats."""
     if not problems:
         return
-    texts = [_text_of(problems[0].messages or problems[0].text), _text_of(evaluation.items[0].prompt)]
+    texts = [
+        _text_of(problems[0].messages or problems[0].text),
+        _text_of(evaluation.items[0].prompt),
+    ]
     asked = [asked_forms(text) for text in texts]
     shown = "; ".join(
         f"{label} {', '.join(forms) or 'no answer format'}: ...{text[-SHOWN_CHARACTERS:]!r}"
-        for label, forms, text in zip(("training asks for", "evaluation for"), asked, texts, strict=True)
+        for label, forms, text in zip(
+            ("training asks for", "evaluation for"), asked, texts, strict=True
+        )
     )
     if set(asked[0]) == set(asked[1]):
         findings.add("prompts", OK, shown)
         return
     findings.add(
-        "prompts", WARN, shown,
+        "prompts",
+        WARN,
+        shown,
         "the evaluation would measure something else than training teaches: make both ask for the same format "
         "(evaluate.prompt=given sends the file's own prompts, evaluate.prompt=FILE uses your template)",
-    )  # fmt: skip
+    )
 
 
 def check_grader(evaluation: EvaluationSet, settings: EvaluateConfig, findings: Findings) -> None:
@@ -114,12 +138,13 @@ def check_grader(evaluation: EvaluationSet, settings: EvaluateConfig, findings: 
             if graded.verdict != "right":
                 failed = (graded.details or {}).get("error", "").strip().splitlines()
                 findings.add(
-                    "grader", WARN if own is not None and not failed else FAIL,
+                    "grader",
+                    WARN if own is not None and not failed else FAIL,
                     f"the grader {settings.scorer or evaluation.grader} returns "
                     f"{failed[-1] if failed else graded.verdict} for the gold answer {item.gold!r} of {item.id}",
                     "name the set's type, such as data.eval={set: choice, path: FILE} for multiple choice, or "
                     "correct the file or evaluate.scorer",
-                )  # fmt: skip
+                )
                 return
 
 
@@ -128,7 +153,9 @@ def asked_forms(text: str) -> list[str]:
     return [form for form, pattern in _ASKED.items() if pattern.search(text)]
 
 
-def longest_prompt(facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping[str, Any] | None = None) -> int:
+def longest_prompt(
+    facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping[str, Any] | None = None
+) -> int:
     """Return the tokens of the longest prompt, among those with the longest texts; see `prompt_tokens`."""
     longest = sorted(prompts, key=lambda prompt: len(_text_of(prompt)), reverse=True)[:NUM_MEASURED]
     return max(prompt_tokens(facts, longest, arguments), default=0)
@@ -171,7 +198,9 @@ def prompt_tokens(
 
 
 def _text_of(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    return (
+        prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    )
 
 
 class _Scoring:
@@ -184,7 +213,9 @@ class _Scoring:
         self._scorers = VERL_SCORERS if config.algorithm.compat == "verl" else SCORERS
         arguments = (str(custom.path), custom.name) if self.is_custom else ()
         self._pool = Pool(
-            "dapo_core.reward.custom:load_scorer", arguments, timeout_seconds=config.reward.timeout_seconds
+            "dapo_core.reward.custom:load_scorer",
+            arguments,
+            timeout_seconds=config.reward.timeout_seconds,
         )
 
     def close(self) -> None:
@@ -205,7 +236,9 @@ class _Scoring:
         return bool(self._pool.submit(*call).result()[1] == "right")
 
 
-def _check_source(source: str, problems: Sequence[Problem], scoring: _Scoring, findings: Findings) -> None:
+def _check_source(
+    source: str, problems: Sequence[Problem], scoring: _Scoring, findings: Findings
+) -> None:
     scorer = scoring.name(source)
     right: dict[str, int] = {}
     try:
@@ -215,27 +248,34 @@ def _check_source(source: str, problems: Sequence[Problem], scoring: _Scoring, f
     except (CallFailed, StartFailed) as error:
         detail = (getattr(error, "failure", None) or str(error)).strip().splitlines()
         findings.add(
-            "scorer", FAIL, f"{scorer} fails on a gold answer of data_source {source}: {detail[-1]}",
+            "scorer",
+            FAIL,
+            f"{scorer} fails on a gold answer of data_source {source}: {detail[-1]}",
             "correct the file of custom_reward.path",
-        )  # fmt: skip
+        )
         return
     read = [form for form, count in right.items() if count == len(problems)]
     asked = asked_forms(_text_of(problems[0].messages or problems[0].text))
     gold = f"{len(problems)} gold answers of data_source {source} (such as {problems[0].gold!r})"
     if not any(right.values()):
-        status = WARN if scoring.is_custom else FAIL  # a custom scorer may return points instead of verdicts
+        status = (
+            WARN if scoring.is_custom else FAIL
+        )  # a custom scorer may return points instead of verdicts
         findings.add(
-            "scorer", status, f"{scorer} rejects all {gold} in every form ({', '.join(right)})",
+            "scorer",
+            status,
+            f"{scorer} rejects all {gold} in every form ({', '.join(right)})",
             f"correct reward_model.ground_truth, add {source}=SCORER to reward.scorers (scorers are "
             f"{', '.join(sorted(SCORERS))}), or set custom_reward.path",
-        )  # fmt: skip
+        )
     elif asked and not scoring.is_custom and not any(form in read for form in asked):
         findings.add(
-            "scorer", WARN,
+            "scorer",
+            WARN,
             f"prompts of {source} ask for {', '.join(asked)}, but {scorer} reads {', '.join(read)}",
             f"no response would be right: add {source}=SCORER to reward.scorers (math_boxed reads boxes) or "
             "change the prompts",
-        )  # fmt: skip
+        )
     else:
         findings.add("scorer", OK, f"{scorer} accepts {gold} as {', '.join(read)}")
 

@@ -42,7 +42,14 @@ from tasks.serve_model.failure import ServerUnreachable
 
 SMOKE_NEEDS = "it needs a local model folder (model.path) and no failed check"
 # Keys that the training stage handles itself, for any trainer.
-_STAGE_KEYS = ("run.name", "model.", "checkpoint.", "train.tracker", "train.backend", "train.device_model")
+_STAGE_KEYS = (
+    "run.name",
+    "model.",
+    "checkpoint.",
+    "train.tracker",
+    "train.backend",
+    "train.device_model",
+)
 logger = logging.getLogger(__name__)
 
 
@@ -122,7 +129,9 @@ def _conclude(findings: Findings) -> None:
 
 
 def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> ModelFacts:
-    facts = check_model(inputs.model, config, findings) if inputs.model is not None else ModelFacts()
+    facts = (
+        check_model(inputs.model, config, findings) if inputs.model is not None else ModelFacts()
+    )
     check_lengths(config, facts, inputs, findings)
     if config.model.source == "recipe" and not inputs.later:
         _check_warm_start(config, inputs, findings)
@@ -139,12 +148,17 @@ def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> 
 
 def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -> None:
     has_source = any(source.is_generated for source in train_sources(config))
-    if not has_source and inputs.problems and not any(is_generated(each.extra_info) for each in inputs.problems):
+    if (
+        not has_source
+        and inputs.problems
+        and not any(is_generated(each.extra_info) for each in inputs.problems)
+    ):
         findings.add(
-            "model", FAIL,
+            "model",
+            FAIL,
             "model.source=recipe is warmed up on generated arithmetic, and data.train has none",
             "set data.train=arithmetic, or model.source=path with a model",
-        )  # fmt: skip
+        )
 
 
 def _check_trainer(config: ChainConfig, findings: Findings) -> None:
@@ -202,7 +216,14 @@ def check_baselines(config: ChainConfig, findings: Findings) -> None:
                 "if this persists, the run uses its stored results, or goes on without this column",
             )
         except (DapoError, EvaluationError, DownloadError) as error:
-            status = WARN if baseline.name == LAST_NIGHT else FAIL  # added by the nightly flow, not by the recipe
-            findings.add(check, status, str(error), f"correct or remove {baseline.name} in evaluate.baselines")
+            status = (
+                WARN if baseline.name == LAST_NIGHT else FAIL
+            )  # added by the nightly flow, not by the recipe
+            findings.add(
+                check,
+                status,
+                str(error),
+                f"correct or remove {baseline.name} in evaluate.baselines",
+            )
         else:
             findings.add(check, OK, found)

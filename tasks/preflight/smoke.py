@@ -32,7 +32,9 @@ QUESTION = "What is 2 + 3?"
 ENGINE_SECONDS = 600.0  # for an engine on a node to start and answer
 
 
-def check_engines(model: Path, config: ChainConfig, evaluation: EvaluationSet | None, findings: Findings) -> None:
+def check_engines(
+    model: Path, config: ChainConfig, evaluation: EvaluationSet | None, findings: Findings
+) -> None:
     """Get one response from a server, then one from a rollout engine; each is stopped before the next starts."""
     with tempfile.TemporaryDirectory(prefix="dapo-smoke-") as folder, findings.catching("smoke"):
         _ask_server(model, config, evaluation, Path(folder) / "serve.log", findings)
@@ -46,11 +48,19 @@ def check_engines(model: Path, config: ChainConfig, evaluation: EvaluationSet | 
 
 
 def _ask_server(
-    model: Path, config: ChainConfig, evaluation: EvaluationSet | None, log_path: Path, findings: Findings
+    model: Path,
+    config: ChainConfig,
+    evaluation: EvaluationSet | None,
+    log_path: Path,
+    findings: Findings,
 ) -> None:
     began = time.monotonic()
     settings = config.served.model_copy(update={"num_servers": 1})
-    prompt = evaluation.items[0].prompt if evaluation is not None else ({"role": "user", "content": QUESTION},)
+    prompt = (
+        evaluation.items[0].prompt
+        if evaluation is not None
+        else ({"role": "user", "content": QUESTION},)
+    )
     if config.model.chat_template is not None:  # added by fetch-model; this folder may not have it
         prompt = QUESTION
     is_chat = not isinstance(prompt, str)
@@ -80,13 +90,17 @@ def _ask_engine(model: Path, config: ChainConfig, findings: Findings) -> None:
             num_tokens = pool.submit(_respond, model, config).result()
         except BrokenProcessPool:
             findings.add(
-                "smoke", FAIL, f"the process of rollout.engine={config.rollout.engine} was killed at startup",
+                "smoke",
+                FAIL,
+                f"the process of rollout.engine={config.rollout.engine} was killed at startup",
                 "its last lines are above; if rollout.dtype=bfloat16 on a CPU, set float32",
-            )  # fmt: skip
+            )
             return
     seconds = time.monotonic() - began
     findings.add(
-        "smoke", OK, f"rollout.engine={config.rollout.engine} gave {num_tokens} tokens after {seconds:.0f} s"
+        "smoke",
+        OK,
+        f"rollout.engine={config.rollout.engine} gave {num_tokens} tokens after {seconds:.0f} s",
     )
 
 
@@ -99,7 +113,10 @@ def _ask_engine_of_node(model: Path, config: ChainConfig, findings: Findings) ->
     if (num_parts := config.rollout.num_devices // config.rollout.num_workers) > 1:
         found = f"{engine} spans {num_parts} devices and was not tried"
         findings.add(
-            "smoke", WARN, found, "only the training starts it; --set rollout.tensor_parallel=1 tries one device"
+            "smoke",
+            WARN,
+            found,
+            "only the training starts it; --set rollout.tensor_parallel=1 tries one device",
         )
         return
     began = time.monotonic()
@@ -107,7 +124,10 @@ def _ask_engine_of_node(model: Path, config: ChainConfig, findings: Findings) ->
         free = [node for node in living_nodes() if node.free.get(device.ray_resource, 0) >= 1]
         if not free:
             findings.add(
-                "smoke", WARN, f"no {device.ray_resource} of the cluster is free", "repeat when one is free"
+                "smoke",
+                WARN,
+                f"no {device.ray_resource} of the cluster is free",
+                "repeat when one is free",
             )
             return
         node = free[0]
@@ -115,7 +135,9 @@ def _ask_engine_of_node(model: Path, config: ChainConfig, findings: Findings) ->
         task = start_on(node, devices, _respond, model.absolute(), config)
         num_tokens = finish({node: task}, ENGINE_SECONDS).require()[node]
     seconds = time.monotonic() - began
-    findings.add("smoke", OK, f"{engine} on {node.name} gave {num_tokens} tokens after {seconds:.0f} s")
+    findings.add(
+        "smoke", OK, f"{engine} on {node.name} gave {num_tokens} tokens after {seconds:.0f} s"
+    )
 
 
 def _respond(model: Path, config: ChainConfig) -> int:
@@ -124,11 +146,17 @@ def _respond(model: Path, config: ChainConfig) -> int:
 
     device = device_for(config.train.device)
     settings = engine_settings(config, device)
-    engine = build_engine(config.rollout.engine, model, settings, config.run.seed, str(device.torch_device()))
+    engine = build_engine(
+        config.rollout.engine, model, settings, config.run.seed, str(device.torch_device())
+    )
     try:
-        tokenizer = load_tokenizer(model, config.model.trust_remote_code, config.model.chat_template)
+        tokenizer = load_tokenizer(
+            model, config.model.trust_remote_code, config.model.chat_template
+        )
         prompt_ids = tokenizer(QUESTION).input_ids
-        engine.submit([GenerationRequest("smoke", prompt_ids[: settings.max_model_tokens // 2], seed=0)])
+        engine.submit(
+            [GenerationRequest("smoke", prompt_ids[: settings.max_model_tokens // 2], seed=0)]
+        )
         responses: list[Response] = []
         while not responses:
             responses = engine.step()

@@ -33,7 +33,9 @@ def is_worker_restart(error: BaseException) -> bool:
                 return not _is_cancelled(max(RETRY_SECONDS, deadline - time.monotonic()))
             except (httpx.HTTPError, PrefectException) as unanswered:
                 if time.monotonic() + RETRY_SECONDS > deadline:
-                    logger.warning("cannot ask Prefect whether %s is cancelled: %s", flow_run.id, unanswered)
+                    logger.warning(
+                        "cannot ask Prefect whether %s is cancelled: %s", flow_run.id, unanswered
+                    )
                     return True
             time.sleep(RETRY_SECONDS)
 

@@ -130,7 +130,9 @@ class RunningCommand(ABC):
         with self.log_path.open("rb") as log:
             log.seek(self.log_offset)
             while not is_over:
-                is_over = self.poll() is not None  # polled before reading, so that the last output is not missed
+                is_over = (
+                    self.poll() is not None
+                )  # polled before reading, so that the last output is not missed
                 if os.fstat(log.fileno()).st_size < log.tell():  # truncated by log rotation
                     self.log_offset = log.seek(0)
                 *lines, pending = (pending + log.read()).split(b"\n")
@@ -145,7 +147,9 @@ class RunningCommand(ABC):
 class SupervisedProcess(RunningCommand):
     """A command that ends with this process; use `background_command` or `run_command`."""
 
-    def __init__(self, label: str, log_path: Path, log_offset: int, popen: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, label: str, log_path: Path, log_offset: int, popen: subprocess.Popen[bytes]
+    ) -> None:
         super().__init__(label, log_path, log_offset)
         self._popen = popen
 
@@ -176,7 +180,9 @@ def run_command(
     Output is appended to `log_path`. Any interruption, including cancellation, stops the command and its
     descendants before it propagates. Raises ChildProcessFailed if the exit code is not 0.
     """
-    with background_command(command, log_path=log_path, label=label, grace_seconds=grace_seconds) as process:
+    with background_command(
+        command, log_path=log_path, label=label, grace_seconds=grace_seconds
+    ) as process:
         process.forward_lines_to(on_line)
 
 
@@ -204,7 +210,12 @@ def background_command(
             environment[folder_variable] = folder = stack.enter_context(_socket_folder())
         lock = lock_log(path, label, grace_seconds + STOP_MARGIN_SECONDS)
         assert lock is not None
-        settings = {"grace_seconds": grace_seconds, "stop_seconds": 0, "folder": folder, "detached": None}
+        settings = {
+            "grace_seconds": grace_seconds,
+            "stop_seconds": 0,
+            "folder": folder,
+            "detached": None,
+        }
         log_offset = path.stat().st_size
         with os.fdopen(lock):
             popen = start_supervisor(command, path, [lock], settings, environment, cwd)
@@ -220,7 +231,9 @@ def prepare_log(log_path: str | os.PathLike[str], label: str) -> Path:
     Raises ChildProcessFailed if it cannot be opened, and on systems other than Linux.
     """
     if sys.platform != "linux":
-        raise ChildProcessFailed(f"{label}: child processes are only supervised on Linux, not on {sys.platform}")
+        raise ChildProcessFailed(
+            f"{label}: child processes are only supervised on Linux, not on {sys.platform}"
+        )
     path = Path(log_path).absolute()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,7 +248,10 @@ def prepare_log(log_path: str | os.PathLike[str], label: str) -> Path:
 
 
 def lock_log(
-    path: Path, label: str, patience_seconds: float, should_stop_waiting: Callable[[], bool] = lambda: False
+    path: Path,
+    label: str,
+    patience_seconds: float,
+    should_stop_waiting: Callable[[], bool] = lambda: False,
 ) -> int | None:
     """Lock a log for a supervisor, which holds the lock until all its descendants have ended.
 
@@ -268,7 +284,9 @@ def start_supervisor(
 
     Prefect credentials are not passed on, because no stage talks to its server.
     """
-    inherited = {name: value for name, value in os.environ.items() if not _is_prefect_secret(name, value)}
+    inherited = {
+        name: value for name, value in os.environ.items() if not _is_prefect_secret(name, value)
+    }
     environment = {**OUTPUT_AT_ONCE, **inherited, **(env or {})}
     arguments = json.dumps({"parent_pid": os.getpid(), **settings})
     with log_path.open("ab") as log:
@@ -285,7 +303,9 @@ def start_supervisor(
 
 
 def _is_prefect_secret(name: str, value: str) -> bool:
-    return name.startswith("PREFECT_") and (is_secret(name, value) or name.endswith("_CONNECTION_URL"))
+    return name.startswith("PREFECT_") and (
+        is_secret(name, value) or name.endswith("_CONNECTION_URL")
+    )
 
 
 def describe_exit(exit_code: int) -> str:
@@ -297,11 +317,15 @@ def describe_exit(exit_code: int) -> str:
     if exit_code == -signal.SIGKILL:
         return "was killed by SIGKILL (not by us; most often the kernel does this when memory runs out)"
     is_known = -exit_code in set(signal.Signals)
-    return f"was killed by {signal.Signals(-exit_code).name if is_known else f'signal {-exit_code}'}"
+    return (
+        f"was killed by {signal.Signals(-exit_code).name if is_known else f'signal {-exit_code}'}"
+    )
 
 
 def _socket_folder() -> tempfile.TemporaryDirectory[str]:
     place = tempfile.gettempdir()
     return tempfile.TemporaryDirectory(
-        prefix="dapo-", dir=place if len(place) <= MAX_TEMPORARY_CHARS else "/tmp", ignore_cleanup_errors=True
+        prefix="dapo-",
+        dir=place if len(place) <= MAX_TEMPORARY_CHARS else "/tmp",
+        ignore_cleanup_errors=True,
     )

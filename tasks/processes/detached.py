@@ -41,10 +41,16 @@ STOP_WAIT_SECONDS = 20.0  # Prefect kills a cancelled flow process after 30
 class DetachOptions:
     """When a command outlives the process that started it, and how it is stopped."""
 
-    unwatched_seconds: float  # lifetime without a watcher; 0: it ends with the process that started it
+    unwatched_seconds: (
+        float  # lifetime without a watcher; 0: it ends with the process that started it
+    )
     stop_seconds: float  # for the command to stop by itself, before its descendants get SIGTERM
-    survives: Callable[[BaseException], bool] = lambda error: False  # True: this error leaves it running
-    lock: Callable[[], AbstractContextManager[int | None]] = contextlib.nullcontext  # held while it runs
+    survives: Callable[[BaseException], bool] = lambda error: (
+        False
+    )  # True: this error leaves it running
+    lock: Callable[[], AbstractContextManager[int | None]] = (
+        contextlib.nullcontext
+    )  # held while it runs
     grace_seconds: float = GRACE_SECONDS
 
 
@@ -84,14 +90,18 @@ class DetachedProcess(RunningCommand):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None or self.poll() is not None:
             return
-        unwatched_minutes, stop_seconds = self.options.unwatched_seconds / 60, self.options.stop_seconds
-        outcome = (
-            f"continues for flow.unwatched_minutes={unwatched_minutes:g}: the next run with its key attaches to it"
+        unwatched_minutes, stop_seconds = (
+            self.options.unwatched_seconds / 60,
+            self.options.stop_seconds,
         )
+        outcome = f"continues for flow.unwatched_minutes={unwatched_minutes:g}: the next run with its key attaches to it"
         if not (unwatched_minutes > 0 and self.options.survives(error)):
             self.stop(STOP_WAIT_SECONDS)
             outcome = f"ends within flow.stop_seconds={stop_seconds:g}: the next run with its key waits for it"
@@ -158,16 +168,27 @@ def find_running(log_path: Path) -> Record | None:
     """The record of the detached command that is writing to this log, unless it is being stopped."""
     if not durable.is_locked(log_path) or (record := read_record(log_path)) is None:
         return None
-    is_requested = any(log_path.with_suffix(suffix).exists() for suffix in REQUEST_SUFFIXES.values())
+    is_requested = any(
+        log_path.with_suffix(suffix).exists() for suffix in REQUEST_SUFFIXES.values()
+    )
     return None if is_requested or record.stopping or record.exit_code is not None else record
 
 
-def _find_or_start(command: Sequence[str], path: Path, label: str, options: DetachOptions) -> DetachedProcess:
+def _find_or_start(
+    command: Sequence[str], path: Path, label: str, options: DetachOptions
+) -> DetachedProcess:
     patience_seconds = options.stop_seconds + options.grace_seconds + STOP_MARGIN_SECONDS
-    lock = lock_log(path, label, patience_seconds, should_stop_waiting=lambda: find_running(path) is not None)
+    lock = lock_log(
+        path, label, patience_seconds, should_stop_waiting=lambda: find_running(path) is not None
+    )
     if lock is not None:
         return _start(command, path, lock, label, options)
-    logger.info("%s is already running: attached to %s; its output is in %s", label, find_running(path), path)
+    logger.info(
+        "%s is already running: attached to %s; its output is in %s",
+        label,
+        find_running(path),
+        path,
+    )
     return DetachedProcess(label, path, path.stat().st_size, options)
 
 
@@ -181,10 +202,15 @@ def _start(
         "grace_seconds": options.grace_seconds,
         "stop_seconds": options.stop_seconds,
         "folder": None,
-        "detached": {"stem": str(path.with_suffix("")), "unwatched_seconds": options.unwatched_seconds},
+        "detached": {
+            "stem": str(path.with_suffix("")),
+            "unwatched_seconds": options.unwatched_seconds,
+        },
     }
     log_offset = path.stat().st_size
     with os.fdopen(log_lock), options.lock() as lock:
-        popen = start_supervisor(command, path, [log_lock] if lock is None else [log_lock, lock], settings)
+        popen = start_supervisor(
+            command, path, [log_lock] if lock is None else [log_lock, lock], settings
+        )
     logger.info("%s runs under pid %d, its output is in %s", label, popen.pid, path)
     return DetachedProcess(label, path, log_offset, options, popen)

@@ -77,7 +77,9 @@ class _WaitingProcess:
         self.signals = {number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
         self.libc = ctypes.CDLL(None)
         self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited "ignore" would hide how the child ended
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # an inherited "ignore" would hide how the child ended
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*self.signals, signal.SIGCHLD})
 
     def fork(self) -> int | None:
@@ -95,9 +97,13 @@ class _WaitingProcess:
         if self.restarts.shared.has_ended:
             return code if code >= 0 else 128 - code
         self._kill_leftovers()
-        if self.stop.signal is not None and code == -self.stop.signal:  # before its handlers were installed
+        if (
+            self.stop.signal is not None and code == -self.stop.signal
+        ):  # before its handlers were installed
             return 128 - code
-        raise WorkerDied(f"the training's driver (pid {child}) {describe_exit(code)} without reporting an error")
+        raise WorkerDied(
+            f"the training's driver (pid {child}) {describe_exit(code)} without reporting an error"
+        )
 
     def pause(self, seconds: float) -> None:
         """Sleep; a signal raises KeyboardInterrupt."""

@@ -36,7 +36,9 @@ from durable import PR_SET_PDEATHSIG
 from redaction import redact
 
 PR_SET_CHILD_SUBREAPER = 36
-PARENT_MAY_BE_DEAD = signal.SIGUSR1  # also sent when only the thread that started the supervisor ends
+PARENT_MAY_BE_DEAD = (
+    signal.SIGUSR1
+)  # also sent when only the thread that started the supervisor ends
 STOP, KILL = signal.SIGTERM, signal.SIGQUIT  # requests: with and without a grace period
 STOP_SIGNALS = (STOP, KILL, signal.SIGINT, signal.SIGHUP)
 AWAITED_SIGNALS = (*STOP_SIGNALS, signal.SIGCHLD, PARENT_MAY_BE_DEAD)
@@ -45,8 +47,12 @@ REQUEST_SUFFIXES = {STOP: ".stop", KILL: ".kill"}
 REQUESTED, UNWATCHED, ORPHANED = "requested", "unwatched", "orphaned"  # reasons for stopping
 POLL_SECONDS = 0.5
 SCAN_SECONDS = 0.05
-LINGER_SECONDS = 0.5  # helpers such as multiprocessing's resource tracker exit just after the command
-KILL_SECONDS = 10.0  # a process in uninterruptible sleep survives SIGKILL; waiting longer does not help
+LINGER_SECONDS = (
+    0.5  # helpers such as multiprocessing's resource tracker exit just after the command
+)
+KILL_SECONDS = (
+    10.0  # a process in uninterruptible sleep survives SIGKILL; waiting longer does not help
+)
 CANNOT_START_EXIT_CODE = 127  # as in a shell
 CHUNK_BYTES = 64 * 1024
 
@@ -88,7 +94,9 @@ class Supervisor:
         self.command = command
         self.parent_pid = parent_pid
         self.grace_seconds = grace_seconds
-        self.stop_seconds = stop_seconds  # for the command alone, before its descendants get SIGTERM
+        self.stop_seconds = (
+            stop_seconds  # for the command alone, before its descendants get SIGTERM
+        )
         self.folder = folder  # removed at the end
         self.stem = Path(detached.pop("stem")) if detached else None
         self.record = detached or {}
@@ -104,7 +112,9 @@ class Supervisor:
     def run(self) -> NoReturn:
         """Run the command until it ends or must be stopped, then exit like it."""
         signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED_SIGNALS)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited "ignore" would hide its exit status
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # an inherited "ignore" would hide its exit status
         self._prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._prctl(PR_SET_PDEATHSIG, PARENT_MAY_BE_DEAD)
         self._write_record(pid=os.getpid(), host=os.uname().nodename, started_at=time.time())
@@ -115,7 +125,9 @@ class Supervisor:
             if self.command_pid == 0:
                 self._exec_command(writer)
             os.close(writer)
-            self.output = threading.Thread(target=_copy_without_secrets, args=(reader,), daemon=True)
+            self.output = threading.Thread(
+                target=_copy_without_secrets, args=(reader,), daemon=True
+            )
             self.output.start()
             while self.wait_status is None and not self.stopping:
                 self._pause(POLL_SECONDS)
@@ -132,7 +144,10 @@ class Supervisor:
             os.setsid()
             # If the supervisor is killed, at least the command dies with it.
             self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):  # the command would inherit this
+            for ignored_by_python in (
+                signal.SIGPIPE,
+                signal.SIGXFSZ,
+            ):  # the command would inherit this
                 signal.signal(ignored_by_python, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -153,7 +168,9 @@ class Supervisor:
         if self.stem is not None:
             self.record |= changes
             try:
-                durable.write_atomically(self.stem.with_suffix(RECORD_SUFFIX), json.dumps(self.record))
+                durable.write_atomically(
+                    self.stem.with_suffix(RECORD_SUFFIX), json.dumps(self.record)
+                )
             except OSError as error:  # a full disk must not stop supervision
                 _log(f"cannot write the record: {error}")
 
@@ -161,7 +178,10 @@ class Supervisor:
         """Wait for a signal or `seconds`, check for reasons to stop, and reap dead children."""
         received = signal.sigtimedwait(AWAITED_SIGNALS, seconds)
         if received is not None and received.si_signo in STOP_SIGNALS:
-            self._accept(received.si_signo, f"by {signal.Signals(received.si_signo).name} of {received.si_pid}")
+            self._accept(
+                received.si_signo,
+                f"by {signal.Signals(received.si_signo).name} of {received.si_pid}",
+            )
         self._check_parent()
         if self.stem is not None:
             self._check_watchers(self.stem)
@@ -182,7 +202,10 @@ class Supervisor:
         # Reopened each time: a network file system shows changes of other hosts only then.
         with contextlib.suppress(OSError), stem.with_suffix(RECORD_SUFFIX).open() as file:
             if (touched := os.fstat(file.fileno()).st_mtime_ns) != self.touched:
-                self.touched, self.touched_at = touched, time.monotonic()  # the clocks of the hosts may differ
+                self.touched, self.touched_at = (
+                    touched,
+                    time.monotonic(),
+                )  # the clocks of the hosts may differ
         if not self.stopping and 0 < self.unwatched_seconds <= time.monotonic() - self.touched_at:
             _log(f"not watched for {self.unwatched_seconds:g} s: stopping the command")
             self.stopping = UNWATCHED
@@ -247,7 +270,9 @@ class Supervisor:
             exit_code = os.waitstatus_to_exitcode(self.wait_status)
         self._write_record(exit_code=exit_code)  # before the locks are released at exit
         if exit_code < 0:
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has already dumped its core
+            resource.setrlimit(
+                resource.RLIMIT_CORE, (0, 0)
+            )  # the command has already dumped its core
             for number in AWAITED_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # drop pending signals
             with contextlib.suppress(OSError, ValueError):

@@ -35,7 +35,9 @@ def time_limit(hours: float | None, key: str, afterwards: str) -> Iterator[None]
         yield
         return
     if threading.current_thread() is not threading.main_thread():
-        logger.warning("%s=%g is not enforced: this stage does not run in the main thread", key, hours)
+        logger.warning(
+            "%s=%g is not enforced: this stage does not run in the main thread", key, hours
+        )
         yield
         return
     handler = signal.signal(signal.SIGALRM, _raise_limit_reached)

@@ -66,7 +66,9 @@ def guessed_columns(path: Path, given: Mapping[str, str] = NO_COLUMNS) -> dict[s
         raise ConfigError(f"{path} has no rows; is it the right file?")
     names = list(rows[0])
     if unknown := [name for name in given.values() if name not in names]:
-        raise ConfigError(f"{path} has no column {unknown[0]}, only {', '.join(names)}; correct --columns")
+        raise ConfigError(
+            f"{path} has no column {unknown[0]}, only {', '.join(names)}; correct --columns"
+        )
     problem, answer = guess_columns(names, given)
     if problem is None or answer is None:
         if len(names) == 1 and (signs := set(names[0]) & set(";\t|")):
@@ -103,18 +105,29 @@ def data_sets(
     if held_out is None and train in SETS and SETS[train].test:
         return {"train": train, "eval": train}, SetCount(train)
     value, path = data_set(train, "data", columns), Path(train)
-    parts = {"train": value, "eval": value if held_out is None else _held_out(new_files, held_out, columns)}
+    parts = {
+        "train": value,
+        "eval": value if held_out is None else _held_out(new_files, held_out, columns),
+    }
     if not path.is_file() or path.stat().st_size > MAX_SPLIT_BYTES:
         if held_out is None:
             raise ConfigError(f"--data {train} has no held-out set; name one with --eval")
         return parts, SetCount(train)
-    config = ChainConfig.model_validate({"data": {"train": value, "eval": value}, "model": {"source": "recipe"}})
+    config = ChainConfig.model_validate(
+        {"data": {"train": value, "eval": value}, "model": {"source": "recipe"}}
+    )
     source, count = train_sources(config)[0], SetCount(train)
     one = value[0] if isinstance(value, list) else {"set": value}
-    is_solved = one["set"] in SETS  # a part must not use the name of the set: accuracy would not compare
+    is_solved = (
+        one["set"] in SETS
+    )  # a part must not use the name of the set: accuracy would not compare
     if path.stat().st_size > LARGE_FILE_BYTES:
-        logger.info("reading all of %s (%s); this may take a minute", train, decimal(path.stat().st_size))
-    found = [(count.read - 1, problem, row) for problem, row in iterate_source(config, source, count)]
+        logger.info(
+            "reading all of %s (%s); this may take a minute", train, decimal(path.stat().st_size)
+        )
+    found = [
+        (count.read - 1, problem, row) for problem, row in iterate_source(config, source, count)
+    ]
     too_long = set[int]()
     if facts is not None and facts.tokenizer is not None and facts.positions:
         prompts = [to_row(source, problem, row)["prompt"] for _, problem, row in found]
@@ -124,13 +137,20 @@ def data_sets(
         {"id": str(at), "problem": problem.text, "answer": problem.gold} if is_solved else dict(row)
         for at, (_, problem, row) in enumerate(each for each in found if each[0] not in too_long)
     ]
-    count.require_usable(MAX_LEFT_OUT_RATIO, "Correct the rows, or name other columns with --columns.")
+    count.require_usable(
+        MAX_LEFT_OUT_RATIO, "Correct the rows, or name other columns with --columns."
+    )
     written: dict[str, list[dict[str, Any]]] = {"train": rows} if count.refused else {}
     if held_out is None:
         if len(rows) < 2 * MIN_HELD_OUT:
-            raise ConfigError(f"{train} has {len(rows)} rows, too few to split; name a held-out set with --eval")
+            raise ConfigError(
+                f"{train} has {len(rows)} rows, too few to split; name a held-out set with --eval"
+            )
         every = len(rows) // min(max(len(rows) // HELD_OUT_PART, MIN_HELD_OUT), MAX_HELD_OUT)
-        written = {"train": [row for at, row in enumerate(rows) if at % every], "eval": rows[::every]}
+        written = {
+            "train": [row for at, row in enumerate(rows) if at % every],
+            "eval": rows[::every],
+        }
     one = {"set": train} if is_solved else one
     for name, part in written.items():
         file = new_files.write(name, part)
@@ -139,14 +159,19 @@ def data_sets(
 
 
 def _leave_out_long(
-    facts: ModelFacts, prompts: Sequence[Any], found: Sequence[tuple[int, Problem, Row]], count: SetCount
+    facts: ModelFacts,
+    prompts: Sequence[Any],
+    found: Sequence[tuple[int, Problem, Row]],
+    count: SetCount,
 ) -> set[int]:
     """Rows whose prompts exceed half of the model's positions; also counted as refused."""
     limit, too_long = (facts.positions or 0) // 2, set[int]()
     logger.info("a prompt is too long for the model: counting the tokens of all %d", len(prompts))
     for at in range(0, len(prompts), BATCH_PROMPTS):
         tokens = prompt_tokens(facts, prompts[at : at + BATCH_PROMPTS])
-        for (number, _, row), num_tokens in zip(found[at : at + BATCH_PROMPTS], tokens, strict=True):
+        for (number, _, row), num_tokens in zip(
+            found[at : at + BATCH_PROMPTS], tokens, strict=True
+        ):
             if num_tokens > limit:
                 count.refuse(number, f"a prompt of more than {limit:,} tokens", row)
                 too_long.add(number)
@@ -170,7 +195,9 @@ def _held_out(new_files: NewFiles, held_out: str, columns: Mapping[str, str]) ->
     problems = [problem for _, _, problem in tried if isinstance(problem, Problem)]
     if len({problem.text for problem in problems}) == SETS[known].num_items:
         return value
-    rows = [{"id": str(at), "problem": one.text, "answer": one.gold} for at, one in enumerate(problems)]
+    rows = [
+        {"id": str(at), "problem": one.text, "answer": one.gold} for at, one in enumerate(problems)
+    ]
     return new_files.write("eval", rows)
 
 

@@ -74,8 +74,12 @@ def first_recipe(
     for reason, number in count.refused.items():
         logger.warning(
             "%s: left out of the recipe's files: %d of %d rows, with %s; %s",
-            train, number, count.read, reason, count.examples[reason][0],
-        )  # fmt: skip
+            train,
+            number,
+            count.read,
+            reason,
+            count.examples[reason][0],
+        )
     tree["data"]["max_prompt_tokens"] = lengths.prompt
     tree |= sized(machine, facts, lengths)
     if unknown:
@@ -92,14 +96,19 @@ def model_keys(model: str, chat_template: Path | None = None) -> dict[str, Any]:
     name, _, revision = rest.partition("@")
     source = {"": "huggingface", "hf": "huggingface", "modelscope": "modelscope"}.get(hub)
     if source is None or not HUB_ID.fullmatch(name):
-        raise ConfigError(f"--model {model} is neither a folder here nor a hub id such as Qwen/Qwen3-8B")
+        raise ConfigError(
+            f"--model {model} is neither a folder here nor a hub id such as Qwen/Qwen3-8B"
+        )
     return {"source": source, "id": name, **({"revision": revision} if revision else {}), **more}
 
 
 def _facts(model: Mapping[str, Any]) -> ModelFacts:
     """Facts about a local model; empty for a remote one. Raises PreflightError if it is unusable."""
     no_data = {"train": ARITHMETIC, "eval": ARITHMETIC}
-    config, findings = ChainConfig.model_validate({"data": no_data, "model": dict(model)}), Findings()
+    config, findings = (
+        ChainConfig.model_validate({"data": no_data, "model": dict(model)}),
+        Findings(),
+    )
     facts = ModelFacts()
     if config.model.source == "path":
         facts = check_model(Path(str(config.model.path)), config, findings)
@@ -121,7 +130,9 @@ def _bounds(tree: dict[str, Any], facts: ModelFacts) -> tuple[Bounds, list[str]]
         prompts += [item.prompt for item in inputs.evaluation.items] if inputs.evaluation else []
         longest = longest_prompt(facts, prompts) if prompts else None
         bounds = replace(bounds, longest_prompt=longest, longest_question=longest)
-    return bounds, sorted({one.data_source for one in inputs.problems if one.data_source} - routes().keys())
+    return bounds, sorted(
+        {one.data_source for one in inputs.problems if one.data_source} - routes().keys()
+    )
 
 
 def sized_lengths(machine: Machine, bounds: Bounds) -> Lengths:
@@ -129,7 +140,9 @@ def sized_lengths(machine: Machine, bounds: Bounds) -> Lengths:
     response = CPU_RESPONSE_TOKENS if machine.kind == "cpu" else RESPONSE_TOKENS
     known = bounds.longest_prompt
     prompt = 1024 if known is None else max(-(-known // 64) * 64, 64)
-    preferred = Lengths(prompt, response, response // 5, response, prompt + response, 2 * (prompt + response))
+    preferred = Lengths(
+        prompt, response, response // 5, response, prompt + response, 2 * (prompt + response)
+    )
     lengths = fitted(preferred, bounds)
     if lengths is None:
         raise ConfigError(
@@ -138,7 +151,9 @@ def sized_lengths(machine: Machine, bounds: Bounds) -> Lengths:
         )
     served = lengths.prompt + lengths.answer
     served = max(served, (bounds.longest_question or 0) + lengths.answer)
-    return replace(lengths, served=served, micro_batch=max(2 * (lengths.prompt + lengths.response), 4096))
+    return replace(
+        lengths, served=served, micro_batch=max(2 * (lengths.prompt + lengths.response), 4096)
+    )
 
 
 def sized(machine: Machine, facts: ModelFacts, lengths: Lengths) -> dict[str, Any]:
@@ -149,7 +164,10 @@ def sized(machine: Machine, facts: ModelFacts, lengths: Lengths) -> dict[str, An
     prompts, mini, steps = (8, 8, 10) if is_cpu else (64, 16, 100)
     rollout: dict[str, Any] = {"num_workers": workers, "group_size": 8 if is_cpu else 16}
     rollout["max_response_tokens"] = lengths.response
-    serve: dict[str, Any] = {"max_model_len": lengths.served, "num_servers": 1 if is_cpu else machine.num_devices}
+    serve: dict[str, Any] = {
+        "max_model_len": lengths.served,
+        "num_servers": 1 if is_cpu else machine.num_devices,
+    }
     train: dict[str, Any] = {
         "device": machine.kind,
         "num_ranks": num_ranks,
@@ -186,10 +204,20 @@ def cache_gigabytes(facts: ModelFacts, tokens: int) -> float:
 def render(tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bounds) -> str:
     """The recipe as YAML with a comment per section."""
     is_cpu = machine.kind == "cpu"
-    devices = f"{machine.num_cores} cores" if is_cpu else f"{machine.num_devices} {machine.kind} devices"
-    model = f"a model of {facts.parameters:,} parameters" if facts.parameters else "a model that is fetched first"
+    devices = (
+        f"{machine.num_cores} cores" if is_cpu else f"{machine.num_devices} {machine.kind} devices"
+    )
+    model = (
+        f"a model of {facts.parameters:,} parameters"
+        if facts.parameters
+        else "a model that is fetched first"
+    )
     positions = f" and {facts.positions:,} positions" if facts.positions else ""
-    longest = f"the longest prompt has {bounds.longest_prompt} tokens" if bounds.longest_prompt else "not measured"
+    longest = (
+        f"the longest prompt has {bounds.longest_prompt} tokens"
+        if bounds.longest_prompt
+        else "not measured"
+    )
     comments = {
         "data": f"Names (dapo datasets), files, folders, hf:ORG/NAME. Longest prompt allowed; {longest}.",
         "model": "A folder, or source: huggingface or modelscope with id and revision.",
@@ -201,13 +229,19 @@ def render(tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bo
         "evaluate": "Answers are greedy and as long as in training.",
     }
     lines = [f"# Written by dapo init for {devices}, {model}{positions}."]
-    lines += ["# Every other key has its default: dapo config explain KEY. Next: dapo plan, then dapo run."]
+    lines += [
+        "# Every other key has its default: dapo config explain KEY. Next: dapo plan, then dapo run."
+    ]
     defaults = {
         name: field.get_default(call_default_factory=True, validated_data={})
         for name, field in known_fields(ChainConfig).items()
     }
     for section, keys in tree.items():
-        chosen = {name: value for name, value in keys.items() if value != defaults.get(f"{section}.{name}")}
+        chosen = {
+            name: value
+            for name, value in keys.items()
+            if value != defaults.get(f"{section}.{name}")
+        }
         text = yaml.dump({section: chosen}, Dumper=_Plain, sort_keys=False, allow_unicode=True)
         lines += [f"# {comments[section]}", text.rstrip()] if chosen else []
     return "\n".join(lines) + "\n"

@@ -29,7 +29,10 @@ MEASURED_ON = "math500"
 
 def default_keys() -> dict[str, Any]:
     """The default values by key."""
-    required = {"data": {"train": "arithmetic", "eval": "arithmetic"}, "model": {"source": "recipe"}}
+    required = {
+        "data": {"train": "arithmetic", "eval": "arithmetic"},
+        "model": {"source": "recipe"},
+    }
     return by_name(ChainConfig.model_validate(required).model_dump(mode="json"))
 
 
@@ -44,7 +47,9 @@ def account_of_files(
     chosen = re.fullmatch(r"(.+)#(\d+)", str(files[0]))
     paths = [Path(chosen[1]), *files[1:]] if chosen and not files[0].exists() else list(files)
     try:
-        reading = read_files(paths, given, int(chosen[2]) if chosen and paths != list(files) else None)
+        reading = read_files(
+            paths, given, int(chosen[2]) if chosen and paths != list(files) else None
+        )
         num_rows = (
             _positive(rows)
             if rows is not None
@@ -95,7 +100,9 @@ def recipe_from(account: Account, backend: str, env: Mapping[str, str], is_tiny:
     recipe = recipe_of(account, defaults, backend, env)
     if account.trainer != "verl" and "data.eval" not in recipe.values:
         recipe.values["data.eval"] = MEASURED_ON
-        recipe.comments["data.eval"] = "MindSpeed has no evaluation set; chosen by the import, change as needed"
+        recipe.comments["data.eval"] = (
+            "MindSpeed has no evaluation set; chosen by the import, change as needed"
+        )
     return recipe
 
 
@@ -109,7 +116,12 @@ DEVICES_OF_NODE, DEVICES_OF_A3 = 8, 16
 
 
 def launch_of(
-    trainer: str, config: ChainConfig, folder: Path, version: str | None, model: Path | None, nodes: int | None
+    trainer: str,
+    config: ChainConfig,
+    folder: Path,
+    version: str | None,
+    model: Path | None,
+    nodes: int | None,
 ) -> Launch:
     """Render the launch of a trainer into `folder`. Raises ConfigError for unsupported settings."""
     tree = config.model_dump(mode="json")
@@ -120,7 +132,9 @@ def launch_of(
             f"model.source={config.model.source} has no folder yet; pass the output of "
             "dapo fetch-model with --model"
         )
-    places = Places(folder, Path(named), folder / TRAIN_FILE, folder / EVAL_FILE, folder / "checkpoints")
+    places = Places(
+        folder, Path(named), folder / TRAIN_FILE, folder / EVAL_FILE, folder / "checkpoints"
+    )
     try:
         launch = render(trainer, tree, places, version)
     except ForeignConfigError as error:
@@ -139,7 +153,9 @@ def unsaid_keys(path: Path, changes: Sequence[str], launch: Launch) -> list[str]
     ]
     plan_only = {"train.device_model"}  # read only by our memory plan
     return [
-        name for name in leaves if name.partition(".")[0] in sections and name not in launch.covered | plan_only
+        name
+        for name in leaves
+        if name.partition(".")[0] in sections and name not in launch.covered | plan_only
     ]
 
 
@@ -149,7 +165,11 @@ def write_launch(launch: Launch, folder: Path, texts: Mapping[str, str], data: P
     Raises ConfigError before writing if an existing file differs, since it may have been edited.
     """
     files = {folder / name: text for name, text in {**launch.files, **texts}.items()}
-    edited = [path.name for path, text in files.items() if path.exists() and path.read_text("utf-8") != text]
+    edited = [
+        path.name
+        for path, text in files.items()
+        if path.exists() and path.read_text("utf-8") != text
+    ]
     if edited:
         raise ConfigError(
             f"{folder} already has {', '.join(edited)} with different content; name another "

@@ -23,7 +23,9 @@ Rows = list[dict[str, Any]]
 COMMANDS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
-def child_environment(link: Link, metrics: Mapping[str, Any], environment: Mapping[str, str]) -> Rows:
+def child_environment(
+    link: Link, metrics: Mapping[str, Any], environment: Mapping[str, str]
+) -> Rows:
     """The variables a stage set for its child processes: name, value, children, why.
 
     Excludes defaults that `environment` overrides, and the values of secrets. `metrics` are those of the stage.
@@ -61,7 +63,9 @@ def by_children(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return {children: " ".join(words) for children, words in found.items()}
 
 
-def _given(link: Link, metrics: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Given]:
+def _given(
+    link: Link, metrics: Mapping[str, Any], environment: Mapping[str, str]
+) -> Iterator[Given]:
     config = link.config
     match link.stage.name:
         case "fetch_model" if config.model.source != "path":
@@ -69,11 +73,15 @@ def _given(link: Link, metrics: Mapping[str, Any], environment: Mapping[str, str
             if config.model.source == "recipe":
                 passive = {"OMP_WAIT_POLICY": WORKERS["OMP_WAIT_POLICY"]}
                 yield Given("fetch-model", passive, is_default=True)
-        case "evaluate_model" if link.stage is EVALUATE_MODEL and metrics.get("serve_commands") != []:
+        case "evaluate_model" if (
+            link.stage is EVALUATE_MODEL and metrics.get("serve_commands") != []
+        ):
             yield from _of_servers(config, environment)
         case "train_policy":
             yield from _of_command("training")
-            yield from _of_training(config) if config.train.backend == "own" else _of_trainer(config)
+            yield from (
+                _of_training(config) if config.train.backend == "own" else _of_trainer(config)
+            )
         case "merge_checkpoint":
             yield from _of_command("merge")
             if config.external.converter is not None:
@@ -86,11 +94,19 @@ def _of_command(name: str) -> Iterator[Given]:
 
 def _of_servers(config: ChainConfig, environment: Mapping[str, str]) -> Iterator[Given]:
     first, *others = servers = serve_environments(config.served, environment)
-    shared = {name: value for name, value in first.items() if all(one.get(name) == value for one in others)}
+    shared = {
+        name: value
+        for name, value in first.items()
+        if all(one.get(name) == value for one in others)
+    }
     yield Given("servers", OUTPUT_AT_ONCE, is_default=True)
-    yield Given("servers", shared | {API_KEY_VARIABLE: REDACTED, SOCKETS_VARIABLE: "(a new folder)"})
+    yield Given(
+        "servers", shared | {API_KEY_VARIABLE: REDACTED, SOCKETS_VARIABLE: "(a new folder)"}
+    )
     for number, place in enumerate(servers, 1):
-        yield Given(f"server {number}", {name: value for name, value in place.items() if name not in shared})
+        yield Given(
+            f"server {number}", {name: value for name, value in place.items() if name not in shared}
+        )
 
 
 def _of_training(config: ChainConfig) -> Iterator[Given]:
@@ -102,7 +118,9 @@ def _of_training(config: ChainConfig) -> Iterator[Given]:
 def _of_trainer(config: ChainConfig) -> Iterator[Given]:
     """The environment of another trainer; $NAME references in external.env are not resolved."""
     rendered = trainers.environment(config.train.backend, config.model_dump(mode="json"))
-    yield Given(config.train.backend, {**own_ray(config.external), **rendered, **_external_env(config)})
+    yield Given(
+        config.train.backend, {**own_ray(config.external), **rendered, **_external_env(config)}
+    )
 
 
 def _external_env(config: ChainConfig) -> dict[str, str]:

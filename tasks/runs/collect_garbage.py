@@ -49,9 +49,14 @@ def collect_garbage(
     unused.
     """
     if not (root / "runs").is_dir():  # in another folder everything would look unused
-        raise StoreError(f"there is no store {root}: it has no folder runs; name the store with --store")
+        raise StoreError(
+            f"there is no store {root}: it has no folder runs; name the store with --store"
+        )
     store = ArtifactStore(root)
-    options = {PARTIAL: "" if has_unfinished else "--unfinished", DAMAGED: "" if has_damaged else "--damaged"}
+    options = {
+        PARTIAL: "" if has_unfinished else "--unfinished",
+        DAMAGED: "" if has_damaged else "--damaged",
+    }
     with contextlib.nullcontext() if is_dry_run else store.collecting():
         runs = [read_run(folder) for folder in run_folders(root)]
         kept = _kept(store, runs, keep_runs)
@@ -61,9 +66,14 @@ def collect_garbage(
             if not _is_garbage(store, attempt, is_kept=not kept.isdisjoint(users)):
                 continue
             kept_reason = f"{option} removes it" if (option := options.get(attempt.state)) else ""
-            if attempt.state == FINISHED and _age_seconds(attempt.path / MANIFEST_NAME) < margin_seconds:
+            if (
+                attempt.state == FINISHED
+                and _age_seconds(attempt.path / MANIFEST_NAME) < margin_seconds
+            ):
                 kept_reason = f"younger than {margin_seconds / 60:.0f} min"
-            found.append(Unused(attempt, _own_bytes(attempt.path), users[0] if users else None, kept_reason))
+            found.append(
+                Unused(attempt, _own_bytes(attempt.path), users[0] if users else None, kept_reason)
+            )
         return found if is_dry_run else [_remove(store, item) for item in found]
 
 
@@ -75,7 +85,9 @@ def _kept(store: ArtifactStore, runs: list[RecordedRun], keep_runs: int) -> set[
     has_commands = any(is_locked(path) for path in (store.root / ".logs").glob("*.log"))
     nights = {run.id for run in last_nights(runs).values()}
     return {
-        run.id for run in runs if run.id >= oldest or run.id in nights or _may_continue(store, run, has_commands)
+        run.id
+        for run in runs
+        if run.id >= oldest or run.id in nights or _may_continue(store, run, has_commands)
     }
 
 
@@ -98,7 +110,9 @@ def _is_garbage(store: ArtifactStore, attempt: Attempt, is_kept: bool) -> bool:
     """True if no kept run and no builder needs the attempt."""
     if attempt.state == FINISHED:
         artifact = artifact_at(attempt.path)
-        is_in_place = artifact and store.key_folder(artifact.stage, artifact.key) == attempt.path.parent
+        is_in_place = (
+            artifact and store.key_folder(artifact.stage, artifact.key) == attempt.path.parent
+        )
         return not is_kept and bool(is_in_place)  # otherwise it is a user's copy
     if attempt.state == PARTIAL:
         places = (store.lock_path, store.log_path)
@@ -116,18 +130,24 @@ def _remove(store: ArtifactStore, item: Unused) -> Unused:
 def _own_bytes(folder: Path) -> int:
     """Bytes freed by removing the folder."""
     return sum(
-        status.st_size for status in _statuses(folder) if stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+        status.st_size
+        for status in _statuses(folder)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1
     )
 
 
 def _age_seconds(*paths: Path) -> float:
     """Seconds since the last change at or below the paths."""
-    return time.time() - max((status.st_mtime for path in paths for status in _statuses(path)), default=0.0)
+    return time.time() - max(
+        (status.st_mtime for path in paths for status in _statuses(path)), default=0.0
+    )
 
 
 def _statuses(path: Path) -> Iterator[os.stat_result]:
     """The status of the path and everything below it; skips files that vanish."""
-    below = (Path(place, name) for place, folders, files in os.walk(path) for name in (*folders, *files))
+    below = (
+        Path(place, name) for place, folders, files in os.walk(path) for name in (*folders, *files)
+    )
     for each in itertools.chain([path], below):
         with contextlib.suppress(FileNotFoundError):
             yield os.lstat(each)

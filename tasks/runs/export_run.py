@@ -26,7 +26,14 @@ from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
 from tasks.data.sources import all_sources, benchmark_sources, eval_sources, train_sources
-from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
+from tasks.runs.history import (
+    CONFIG_FILE,
+    REPORT_FOLDER,
+    RecordedRun,
+    artifact_of,
+    read_report,
+    require_artifact,
+)
 
 MODEL_LABEL = "merge_checkpoint"
 CARD_FILE = "README.md"
@@ -58,22 +65,31 @@ def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> 
         if destination.exists() or destination.is_symlink():
             raise StoreError(f"{destination} already exists; name a new folder")
         # Operating settings are specific to this machine, and may contain a URL with a secret.
-        config = resolve(ChainConfig, read_tree(run.folder / CONFIG_FILE) | {"flow": {}, "store": {}})
+        config = resolve(
+            ChainConfig, read_tree(run.folder / CONFIG_FILE) | {"flow": {}, "store": {}}
+        )
         with _published(destination) as folder:
             num_bytes = _copy_model(model, folder, on_progress)
             _write_documents(folder, run, config, report)
     return num_bytes
 
 
-def _write_documents(folder: Path, run: RecordedRun, config: ChainConfig, report: Mapping[str, Any]) -> None:
+def _write_documents(
+    folder: Path, run: RecordedRun, config: ChainConfig, report: Mapping[str, Any]
+) -> None:
     """Write the report, configuration, manifests and card next to the model."""
     portable = _portable_text(run)
     found = {label: artifact_of(run, label) for label in run.stages}
-    manifests = {label: artifact.manifest() for label, artifact in found.items() if artifact is not None}
+    manifests = {
+        label: artifact.manifest() for label, artifact in found.items() if artifact is not None
+    }
     for name in (REPORT_FOLDER, MANIFESTS_FOLDER):
         (folder / name).mkdir()
     report_folder = run.folder / REPORT_FOLDER
-    for path in (*report_folder.rglob("report.*"), *report_folder.glob("data_card.*")):  # each benchmark's too
+    for path in (
+        *report_folder.rglob("report.*"),
+        *report_folder.glob("data_card.*"),
+    ):  # each benchmark's too
         copied = folder / REPORT_FOLDER / path.relative_to(report_folder)
         copied.parent.mkdir(exist_ok=True)
         copied.write_text(portable(_read_report(run, path)), "utf-8")
@@ -103,14 +119,23 @@ def _read_report(run: RecordedRun, path: Path) -> str:
         problem = "is a link"
     except (OSError, UnicodeDecodeError) as error:
         problem = f"cannot be read: {error}"
-    raise StoreError(f"{path} {problem}; dapo stage compare {run.folder / CONFIG_FILE} writes the report again")
+    raise StoreError(
+        f"{path} {problem}; dapo stage compare {run.folder / CONFIG_FILE} writes the report again"
+    )
 
 
 def model_card(
-    run: RecordedRun, config: ChainConfig, report: Mapping[str, Any], manifests: Mapping[str, Mapping[str, Any]]
+    run: RecordedRun,
+    config: ChainConfig,
+    report: Mapping[str, Any],
+    manifests: Mapping[str, Mapping[str, Any]],
 ) -> str:
     """README.md for the Hugging Face Hub: data, recipe, scores with intervals, versions."""
-    versions = {name: version for manifest in manifests.values() for name, version in manifest["versions"].items()}
+    versions = {
+        name: version
+        for manifest in manifests.values()
+        for name, version in manifest["versions"].items()
+    }
     base_model, benchmark = base_model_of(config), _benchmark(config, report)
     return render(
         "model_card.md.j2",
@@ -124,8 +149,11 @@ def model_card(
         own_paths=_user_paths(config),
         data_rows=_data_rows(manifests),
         trained_on=[source.name for source in train_sources(config)],
-        evaluated_with=[*benchmark_sources(config)] or [source.name for source in eval_sources(config)],
-        versions={name: version for name, version in sorted(versions.items()) if version != "absent"},
+        evaluated_with=[*benchmark_sources(config)]
+        or [source.name for source in eval_sources(config)],
+        versions={
+            name: version for name, version in sorted(versions.items()) if version != "absent"
+        },
     )
 
 
@@ -134,7 +162,9 @@ def _data_rows(manifests: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     if "prepare_data" not in manifests:
         return {}
     metrics = manifests["prepare_data"]["metrics"]
-    benchmarks = {benchmark_file(name): rows for name, rows in metrics.get("benchmark_rows", {}).items()}
+    benchmarks = {
+        benchmark_file(name): rows for name, rows in metrics.get("benchmark_rows", {}).items()
+    }
     return {TRAIN_FILE: metrics["train_rows"], EVAL_FILE: metrics["eval_rows"], **benchmarks}
 
 
@@ -160,10 +190,16 @@ def _portable_text(run: RecordedRun) -> Callable[[str], str]:
     It handles paths in plain text, HTML and JSON. `dapo run` refuses configurations that contain these names.
     """
     homes, stores = {Path.home(), Path.home().resolve()}, {run.store, run.store.resolve()}
-    stores |= {Path(stage.artifact).parents[2] for stage in run.stages.values()}  # possibly under another mount
-    named = [(path, "${HOME}") for path in homes if path != Path("/")] + [(path, "${STORE}") for path in stores]
+    stores |= {
+        Path(stage.artifact).parents[2] for stage in run.stages.values()
+    }  # possibly under another mount
+    named = [(path, "${HOME}") for path in homes if path != Path("/")] + [
+        (path, "${STORE}") for path in stores
+    ]
     names = {
-        form: name for path, name in named for form in (str(path), str(escape(path)), json.dumps(str(path))[1:-1])
+        form: name
+        for path, name in named
+        for form in (str(path), str(escape(path)), json.dumps(str(path))[1:-1])
     }
     paths = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     pattern = re.compile(rf"(?<![\w.-])(?:{paths})(?![\w-]|\.\w)")  # whole folder names only
@@ -184,28 +220,47 @@ def _user_paths(config: ChainConfig) -> list[str]:
             for name, one in config.evaluate.named.items()
             if one.prompt not in (None, DEFAULT, *TEMPLATES)
         },
-        **{f"path of {one.name} in evaluate.baselines": one.path for one in config.evaluate.baselines},
+        **{
+            f"path of {one.name} in evaluate.baselines": one.path
+            for one in config.evaluate.baselines
+        },
     }
     return [f"`{key}`" for key, path in paths.items() if path is not None]
 
 
 def _benchmark(config: ChainConfig, report: Mapping[str, Any]) -> str:
-    default = "generated problems" if config.data.eval[0].set == "arithmetic" else "a set of the user's own"
+    default = (
+        "generated problems"
+        if config.data.eval[0].set == "arithmetic"
+        else "a set of the user's own"
+    )
     return report.get("headline") or report["settings"]["benchmark"] or default
 
 
-def _header(run: RecordedRun, config: ChainConfig, report: Mapping[str, Any], base_model: str | None) -> str:
+def _header(
+    run: RecordedRun, config: ChainConfig, report: Mapping[str, Any], base_model: str | None
+) -> str:
     """The front matter, with scores of named benchmarks only, since a score must name its dataset."""
     from huggingface_hub import EvalResult, ModelCardData
 
     settings = report["settings"]
     found = [
-        (settings["benchmark"], settings["benchmark"], report["after"]["accuracy"], f" ({settings['grader']})")
+        (
+            settings["benchmark"],
+            settings["benchmark"],
+            report["after"]["accuracy"],
+            f" ({settings['grader']})",
+        )
     ]
     if "benchmarks" in report:
         named, rows = config.evaluate.named, {row["name"]: row for row in report["benchmarks"]}
         found = [
-            (name, named[name].set, row["after"], f" (avg@{k})" if (k := row["num_samples"]) > 1 else "")
+            (
+                name,
+                named[name].set,
+                row["after"],
+                f" (avg@{k})" if (k := row["num_samples"]) > 1 else "",
+            )
             for name, row in rows.items()
             if named[name].set in SETS
         ]
@@ -240,7 +295,9 @@ def _published(destination: Path) -> Iterator[Path]:
         destination.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
     except OSError as error:
-        raise StoreError(f"{destination} cannot be created: {error.strerror}; name another folder") from None
+        raise StoreError(
+            f"{destination} cannot be created: {error.strerror}; name another folder"
+        ) from None
     try:
         yield partial
         publish(partial, destination)
@@ -264,7 +321,9 @@ def _copy_model(model: Artifact, folder: Path, on_progress: OnProgress) -> int:
     try:
         entries = model.entries()
     except DamagedArtifact as damage:
-        raise StoreError(f"the artifact {model.path} is damaged: {damage}; dapo run builds it again") from None
+        raise StoreError(
+            f"the artifact {model.path} is damaged: {damage}; dapo run builds it again"
+        ) from None
     total, done = sum(entry.size for entry in entries), 0
     for entry in entries:
         target = folder / entry.path

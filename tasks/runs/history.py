@@ -34,7 +34,11 @@ SECRET_KEYS = ("flow.webhook.url",)  # anyone who knows the address can post to 
 _PLACE = re.compile(r"\w+/\w+/\d+")
 _LABEL = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 _LATEST = re.compile(r"latest(?:~(\d+))?")
-_IN_WORDS = {"evaluate_after": "an evaluation after training", "train_policy": "a training", "report": "a report"}
+_IN_WORDS = {
+    "evaluate_after": "an evaluation after training",
+    "train_policy": "a training",
+    "report": "a report",
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,9 @@ class RecordedRun:
     stages: Mapping[str, StageRecord]
     error: str | None
     report: Mapping[str, Any] | None  # the headline: before, after, difference, p, n
-    environment: Sequence[Mapping[str, Any]] = ()  # of child processes: name, value, children, why, stages
+    environment: Sequence[
+        Mapping[str, Any]
+    ] = ()  # of child processes: name, value, children, why, stages
 
     def __post_init__(self) -> None:
         if not all(map(_LABEL.fullmatch, self.stages)):  # they name files in exports
@@ -136,7 +142,9 @@ def read_run(folder: Path) -> RecordedRun:
     """Read the run of a folder. Raises StoreError if its record is invalid."""
     path = folder / RECORD_FILE
     try:
-        is_active = is_locked(run_lock_path(folder))  # checked first: once free, the record is final
+        is_active = is_locked(
+            run_lock_path(folder)
+        )  # checked first: once free, the record is final
         record = json.loads(path.read_text(encoding="utf-8"))
         state = "interrupted" if record["state"] == "running" and not is_active else record["state"]
         return RecordedRun(
@@ -144,7 +152,9 @@ def read_run(folder: Path) -> RecordedRun:
             **{name: record[name] for name in ("name", "flow", "host", "pid")},
             state=state,
             started_at=float(record["started_at"]),
-            seconds=float(time.time() - record["started_at"] if state == "running" else record["seconds"]),
+            seconds=float(
+                time.time() - record["started_at"] if state == "running" else record["seconds"]
+            ),
             stages={label: StageRecord(**values) for label, values in record["stages"].items()},
             error=record.get("error"),
             report=record.get("report"),
@@ -206,7 +216,11 @@ def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
             folders = [run.folder for run in read_runs(store) if run.has(needs)]
         found = folders[int(match[1] or 0) :][:1]
     else:
-        found = [folder for folder in folders if folder.name.startswith(text) or folder.name.endswith(text)]
+        found = [
+            folder
+            for folder in folders
+            if folder.name.startswith(text) or folder.name.endswith(text)
+        ]
         found = [folder for folder in found if folder.name == text] or found
     if len(found) == 1:
         return read_run(found[0])
@@ -232,7 +246,9 @@ def find_evaluation(store: Path, text: str) -> tuple[Path, RecordedRun | None]:
         run = find_run(store, text, "evaluate_after")
     except StoreError as error:
         is_path = not _LATEST.fullmatch(text)
-        raise StoreError(f"{text} is not a results folder, and {error}" if is_path else str(error)) from None
+        raise StoreError(
+            f"{text} is not a results folder, and {error}" if is_path else str(error)
+        ) from None
     return Path(require_artifact(run, "evaluate_after").path), run
 
 
@@ -246,7 +262,9 @@ def find_training_log(store: Path, text: str) -> Path:
     try:
         run = find_run(store, text, "train_policy")
     except StoreError as error:
-        raise StoreError(f"{text} is neither a training log nor a folder with {STEPS_FILE}, and {error}") from None
+        raise StoreError(
+            f"{text} is neither a training log nor a folder with {STEPS_FILE}, and {error}"
+        ) from None
     return Path(require_artifact(run, "train_policy").path) / STEPS_FILE
 
 
@@ -267,13 +285,18 @@ def short_ids(store: Path) -> dict[str, str]:
     for run_id in ids:
         ends = (run_id[-length:] for length in lengths)
         # A suffix that starts with a dash would look like an option.
-        short[run_id] = next((end for end in ends if uses[end] == 1 and not end.startswith("-")), run_id)
+        short[run_id] = next(
+            (end for end in ends if uses[end] == 1 and not end.startswith("-")), run_id
+        )
     return short
 
 
 def run_before(run: RecordedRun) -> RecordedRun | None:
     """The previous run of the same name."""
-    return next((other for other in read_runs(run.store) if other.id < run.id and other.name == run.name), None)
+    return next(
+        (other for other in read_runs(run.store) if other.id < run.id and other.name == run.name),
+        None,
+    )
 
 
 def changed_keys(before: RecordedRun, after: RecordedRun) -> list[Difference]:
@@ -289,7 +312,9 @@ def read_config(run: RecordedRun) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise StoreError(f"the configuration of the run {run.id} cannot be read: {error}") from None
     if not isinstance(tree, dict):  # a power cut may leave an empty file
-        raise StoreError(f"the configuration of the run {run.id} cannot be read: {path} has no sections")
+        raise StoreError(
+            f"the configuration of the run {run.id} cannot be read: {path} has no sections"
+        )
     return tree
 
 
@@ -332,13 +357,18 @@ class Difference:
 
     def __str__(self) -> str:
         places = range(min(len(self.before), len(self.after)))
-        shared = next((place for place in places if self.before[place] != self.after[place]), len(places))
+        shared = next(
+            (place for place in places if self.before[place] != self.after[place]), len(places)
+        )
         return f"{self.key} {_shortened(self.before, shared)} -> {_shortened(self.after, shared)}"
 
 
 def differences_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
     """Dotted keys with different values, in the order of `after`; removed keys come last."""
-    return [Difference(key, _text(key, old), _text(key, new)) for key, old, new in differences(before, after)]
+    return [
+        Difference(key, _text(key, old), _text(key, new))
+        for key, old, new in differences(before, after)
+    ]
 
 
 def _text(key: str, value: Any) -> str:

@@ -47,7 +47,11 @@ def since_first_night(store: Path, recipe: str, after: str) -> str:
     # A series that starts before that run does not describe the change since.
     pairs = (series for series in history if series.points[0].label == nights[-1].id)
     change = next((series.to_first[-1] for series in pairs), None)
-    return "" if change is None else describe_change(vars(change), f"the first night, {nights[-1].id[:8]}")
+    return (
+        ""
+        if change is None
+        else describe_change(vars(change), f"the first night, {nights[-1].id[:8]}")
+    )
 
 
 def is_night(run: RecordedRun) -> bool:
@@ -74,7 +78,9 @@ def with_last_night(config: ChainConfig) -> tuple[str, ...]:
         return ()
     night = last_nights(read_runs(Path(config.store.path).absolute())).get(config.run.name)
     if night is None:
-        logger.info("no column %s: the store has no finished nightly run of %s", LAST_NIGHT, config.run.name)
+        logger.info(
+            "no column %s: the store has no finished nightly run of %s", LAST_NIGHT, config.run.name
+        )
         return ()
     model = artifact_of(night, MODEL_LABEL)
     if model is None:
@@ -85,6 +91,10 @@ def with_last_night(config: ChainConfig) -> tuple[str, ...]:
             night.id,
         )
         return ()
-    entry = {"name": LAST_NIGHT, "path": model.path, "trust_remote_code": config.model.trust_remote_code}
+    entry = {
+        "name": LAST_NIGHT,
+        "path": model.path,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
     logger.info("%s is the model of the run %s", LAST_NIGHT, night.id)
     return (f"evaluate.baselines={json.dumps([*given, entry])}",)

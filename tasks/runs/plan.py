@@ -62,7 +62,9 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
     for link in chain_of(config):
         missing = [label for label in link.needs if label not in found]
         if missing:
-            stages.append(_plan_waiting(store, link, missing[-1], _manifest_before(runs, link.label)))
+            stages.append(
+                _plan_waiting(store, link, missing[-1], _manifest_before(runs, link.label))
+            )
             continue
         try:
             key = link.key(*(found[label] for label in link.needs))
@@ -83,7 +85,10 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
             state, note, changes = _explain(link.label, key, runs, key.key in built)
             state, note = _attempt(store, link.stage, key, damage) or (state, note)
             note = "; ".join(
-                filter(None, [note, _describe_fetch(link), _describe_benchmarks(store, link, key.inputs)])
+                filter(
+                    None,
+                    [note, _describe_fetch(link), _describe_benchmarks(store, link, key.inputs)],
+                )
             )
             stages.append(PlannedStage(link.label, state, note, changes, key.key, None, None))
     return stages
@@ -103,7 +108,15 @@ def has_output(config: ChainConfig, label: str) -> bool:
     try:
         key = link.key(*require_outputs(config, link.needs).values())
         return ArtifactStore(config.store.path).check(key.stage, key.key) is not None
-    except (DamagedArtifact, Unreachable, ServeError, CheckpointError, TrainerMissing, ConfigError, ModelError):
+    except (
+        DamagedArtifact,
+        Unreachable,
+        ServeError,
+        CheckpointError,
+        TrainerMissing,
+        ConfigError,
+        ModelError,
+    ):
         return False
 
 
@@ -132,7 +145,9 @@ def _plan_waiting(
         return PlannedStage(link.label, "runs", note, (), None, upstream, None)
     # Upstream artifacts are unknown, but the rest of the key can be compared.
     try:
-        changes = _changes(before, link.stage.key(link.config, {**before["inputs"], **link.files(link.config)}))
+        changes = _changes(
+            before, link.stage.key(link.config, {**before["inputs"], **link.files(link.config)})
+        )
     except TrainerMissing as error:
         return PlannedStage(link.label, "stale", f"{note}; {error}", (), None, upstream, None)
     asked = _describe_benchmarks(store, link, before["inputs"], "if the model changes also")

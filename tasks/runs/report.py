@@ -119,13 +119,20 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
     environment = "; ".join(f"{children}: {words}" for children, words in given.items())
     model = run.config.model
     name = Path(str(model.path or model.id or f"{run.config.run.name} base")).name
-    since = since_first_night(run.store.root, run.config.run.name, after.path) if run.flow == NIGHTLY else ""
+    since = (
+        since_first_night(run.store.root, run.config.run.name, after.path)
+        if run.flow == NIGHTLY
+        else ""
+    )
     return Provenance(
         title=run.config.run.name,
         problems=", ".join(
             [*benchmark_sources(run.config)] or [source.name for source in eval_sources(run.config)]
         ),
-        models={"before": name, "after": f"{name}, {counted(run.config.train.total_steps, 'step')}"},
+        models={
+            "before": name,
+            "after": f"{name}, {counted(run.config.train.total_steps, 'step')}",
+        },
         engine=engines["after"],
         data=manifests["before"]["inputs"].get("eval_data", ""),
         facts={
@@ -136,9 +143,16 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
             "evaluated": "; ".join(evaluated),
             **({"environment": environment} if environment else {}),
             **({"since the first night": since} if since else {}),
-            **({"tracked": tracked} if (tracked := ", ".join(tracked_runs(Path(training.path)))) else {}),
+            **(
+                {"tracked": tracked}
+                if (tracked := ", ".join(tracked_runs(Path(training.path))))
+                else {}
+            ),
         },
-        stages={label: {"cached": stage.cached, "seconds": stage.seconds} for label, stage in run.stages.items()},
+        stages={
+            label: {"cached": stage.cached, "seconds": stage.seconds}
+            for label, stage in run.stages.items()
+        },
         artifacts={label: stage.artifact for label, stage in run.stages.items()},
         traces=traces_of(training),
         card=card_of(run, training),
@@ -162,7 +176,9 @@ def model_facts(run: Run) -> str:
         facts.append(f"chat template {model.chat_template}")
     code = [entry["path"] for entry in manifest["files"] if entry["path"].endswith(".py")]
     if model.trust_remote_code:
-        facts.append(f"model.trust_remote_code: its Python files ran ({', '.join(code) or 'it has none'})")
+        facts.append(
+            f"model.trust_remote_code: its Python files ran ({', '.join(code) or 'it has none'})"
+        )
     return ", ".join(facts)
 
 
@@ -171,7 +187,11 @@ def _words(versions: Mapping[str, str]) -> str:
 
 
 def _engine(versions: Mapping[str, str]) -> dict[str, str]:
-    return {name: version for name, version in versions.items() if name in ENGINE_PACKAGES and version != "absent"}
+    return {
+        name: version
+        for name, version in versions.items()
+        if name in ENGINE_PACKAGES and version != "absent"
+    }
 
 
 def code_version() -> str:

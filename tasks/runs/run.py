@@ -85,7 +85,10 @@ class Run:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with self.lock:
             try:
@@ -93,7 +96,9 @@ class Run:
             except OSError as problem:
                 if error is None:
                     raise
-                logger.error("the outcome of the run could not be recorded in %s: %s", self.folder, problem)
+                logger.error(
+                    "the outcome of the run could not be recorded in %s: %s", self.folder, problem
+                )
 
     @property
     def config_path(self) -> Path:
@@ -135,7 +140,9 @@ class Run:
                 )
                 seconds = time.monotonic() - started
                 with time_limit_paused(), self.store.in_use():
-                    is_kept = Path(artifact.path).exists()  # garbage collection may just have removed it
+                    is_kept = Path(
+                        artifact.path
+                    ).exists()  # garbage collection may just have removed it
                     if is_kept:
                         self._keep(label, artifact, cached, seconds)
             _log_stage(artifact, cached, seconds)
@@ -156,11 +163,17 @@ class Run:
 
     def _keep(self, label: str, artifact: Artifact, cached: bool, seconds: float) -> None:
         """Record and link the artifact, so that garbage collection keeps it."""
-        self.stages[label] = StageRecord(cached, seconds, artifact.path, artifact.key, artifact.digest)
-        self.environment[label] = artifact.manifest().get("environment", [])  # absent in older artifacts
+        self.stages[label] = StageRecord(
+            cached, seconds, artifact.path, artifact.key, artifact.digest
+        )
+        self.environment[label] = artifact.manifest().get(
+            "environment", []
+        )  # absent in older artifacts
         link = self.folder / label
         link.unlink(missing_ok=True)  # left by a removed attempt
-        link.symlink_to(os.path.relpath(artifact.path, self.folder))  # relative, so that the store can be moved
+        link.symlink_to(
+            os.path.relpath(artifact.path, self.folder)
+        )  # relative, so that the store can be moved
         self.record()
 
     def record(self, **outcome: Any) -> None:
@@ -228,7 +241,9 @@ def _end(error: BaseException | None) -> dict[str, str]:
         return {"state": "skipped", "reason": str(error)}
     if isinstance(error, Exception):
         return {"state": "failed", "error": f"{type(error).__name__}: {error}"}
-    from tasks.processes.cancellation import is_worker_restart  # imports Prefect, which `dapo plan` does not need
+    from tasks.processes.cancellation import (
+        is_worker_restart,
+    )  # imports Prefect, which `dapo plan` does not need
 
     state = "interrupted" if is_worker_restart(error) else "cancelled"
     return {"state": state, "error": type(error).__name__}

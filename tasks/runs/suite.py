@@ -41,20 +41,30 @@ class PlannedBenchmark:
     def benchmark(self, problems: Path, output: Path, model_folder: Path | None) -> Benchmark:
         """The benchmark to evaluate; `model_folder` as in `sampling_of`. Raises ProblemsError."""
         found = benchmark_of(
-            self.settings, set_of(self.settings, problems), self.folder(output), self.name, model_folder
+            self.settings,
+            set_of(self.settings, problems),
+            self.folder(output),
+            self.name,
+            model_folder,
         )
         return replace(found, earlier=self.earlier)
 
 
 def benchmarks_of(
-    store: ArtifactStore, stage: Stage, config: ChainConfig, inputs: Mapping[str, str], is_forced: bool = False
+    store: ArtifactStore,
+    stage: Stage,
+    config: ChainConfig,
+    inputs: Mapping[str, str],
+    is_forced: bool = False,
 ) -> list[PlannedBenchmark]:
     """The benchmarks of an evaluation in order, with their stored results.
 
     `inputs` are the key inputs of the evaluation; a benchmark whose problems are not among them is new. Stored
     results are reused if model, settings, problems, code and packages are the same; not if damaged or `is_forced`.
     """
-    configs = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()} or {"": config}
+    configs = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()} or {
+        "": config
+    }
     planned = []
     for name, benchmark_config in configs.items():
         problems = inputs.get(problems_input(name), "")
@@ -93,7 +103,10 @@ def _results_in(path: Path, manifest: Mapping[str, Any]) -> list[tuple[str, str 
         if is_single(path):
             return [(inputs["eval_data"], manifest["key"], path)]
         keys = {member.name: member.key for member in describe_suite(path).members}
-        return [(inputs[problems_input(name)], keys[name], folder) for name, folder in read_suite(path).items()]
+        return [
+            (inputs[problems_input(name)], keys[name], folder)
+            for name, folder in read_suite(path).items()
+        ]
     except (ResultsError, KeyError):
         return []
 
@@ -107,7 +120,9 @@ def _is_intact(path: Path, manifest: Mapping[str, Any]) -> bool:
     return True
 
 
-def link_stored_results(config: ChainConfig, asked: Sequence[PlannedBenchmark], output: Path) -> None:
+def link_stored_results(
+    config: ChainConfig, asked: Sequence[PlannedBenchmark], output: Path
+) -> None:
     """Write suite.json and link stored results into the output, replacing unfinished ones."""
     settings = config.evaluate
     if settings.named:
@@ -129,10 +144,13 @@ def _link_files(source: Path, target: Path) -> None:
             link_or_copy(path, target / path.name)
 
 
-def suite_metrics(config: ChainConfig, asked: Sequence[PlannedBenchmark], output: Path) -> dict[str, Any]:
+def suite_metrics(
+    config: ChainConfig, asked: Sequence[PlannedBenchmark], output: Path
+) -> dict[str, Any]:
     """Manifest metrics: accuracies, and the origin of reused results."""
     found = {
-        one.name: json.loads((one.folder(output) / SUMMARY_FILE).read_text(encoding="utf-8")) for one in asked
+        one.name: json.loads((one.folder(output) / SUMMARY_FILE).read_text(encoding="utf-8"))
+        for one in asked
     }
     head = found[config.evaluate.headline_name]
     metrics: dict[str, Any] = {"accuracy": head["accuracy"], "n": head["n"]}
@@ -148,7 +166,12 @@ def suite_metrics(config: ChainConfig, asked: Sequence[PlannedBenchmark], output
 
 def describe_benchmarks(asked: Sequence[PlannedBenchmark], stored: str = "in the store") -> str:
     """Which benchmarks would be evaluated, and which are stored."""
-    groups = {"evaluates": [one for one in asked if not one.stored], stored: [one for one in asked if one.stored]}
+    groups = {
+        "evaluates": [one for one in asked if not one.stored],
+        stored: [one for one in asked if one.stored],
+    }
     return "; ".join(
-        f"{action} {', '.join(one.name for one in group)}" for action, group in groups.items() if group
+        f"{action} {', '.join(one.name for one in group)}"
+        for action, group in groups.items()
+        if group
     )

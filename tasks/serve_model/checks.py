@@ -13,12 +13,21 @@ from dapo_core.errors import ModelError
 from dapo_core.model_folder import INDEX_FILE, require_model_folder, weight_files
 from tasks.config.serve import ServeConfig
 
-_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+_LENGTH_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+)
 _ALLOW_LONGER_VARIABLE = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
 def require_servable(
-    model_path: str | Path, settings: ServeConfig, environment: Mapping[str, str], key: str = "model.path"
+    model_path: str | Path,
+    settings: ServeConfig,
+    environment: Mapping[str, str],
+    key: str = "model.path",
 ) -> None:
     """Raise ModelError if the folder is incomplete or truncated, or serve.max_model_len exceeds its positions.
 
@@ -27,7 +36,9 @@ def require_servable(
     """
     require_model_folder(model_path, key)
     require_whole_files(Path(model_path))
-    is_overridden = any(word.startswith(("--hf-overrides", "--hf_overrides")) for word in settings.extra_args)
+    is_overridden = any(
+        word.startswith(("--hf-overrides", "--hf_overrides")) for word in settings.extra_args
+    )
     if is_overridden or environment.get(_ALLOW_LONGER_VARIABLE) == "1":
         return
     longest = longest_sequence(_read_config(Path(model_path)))
@@ -57,7 +68,10 @@ def is_half_precision(model_path: str | Path) -> bool:
     """True if the model's own precision, used for `auto`, has 16 bits."""
     config = _read_config(Path(model_path))
     text = config.get("text_config") or config
-    return (text.get("dtype") or text.get("torch_dtype") or config.get("dtype")) in ("bfloat16", "float16")
+    return (text.get("dtype") or text.get("torch_dtype") or config.get("dtype")) in (
+        "bfloat16",
+        "float16",
+    )
 
 
 def longest_sequence(config: Mapping[str, Any]) -> int | None:
@@ -79,7 +93,9 @@ def require_whole_files(folder: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     has_index = (folder / INDEX_FILE).is_file()
-    for path in sorted(set(weight_files(folder).values()) if has_index else folder.glob("*.safetensors")):
+    for path in sorted(
+        set(weight_files(folder).values()) if has_index else folder.glob("*.safetensors")
+    ):
         try:
             with safe_open(path, framework="numpy"):  # compares the size with the header
                 pass
@@ -94,7 +110,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelError(f"{folder / 'config.json'} is not JSON ({error}); fetch the model again") from None
+        raise ModelError(
+            f"{folder / 'config.json'} is not JSON ({error}); fetch the model again"
+        ) from None
     if not isinstance(config, dict):
-        raise ModelError(f"{folder / 'config.json'} is not a model configuration; fetch the model again")
+        raise ModelError(
+            f"{folder / 'config.json'} is not a model configuration; fetch the model again"
+        )
     return config

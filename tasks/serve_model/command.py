@@ -25,10 +25,14 @@ SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 CPU_BINDING_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 WORKER_PROCESS_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
 CPU_PREFILL_TOKENS = 8192  # per step of a CPU server
-MAX_UNBOUND_CORES = 8  # with more, a worker process that binds threads to cores is worth its start time
+MAX_UNBOUND_CORES = (
+    8  # with more, a worker process that binds threads to cores is worth its start time
+)
 
 
-def serve_command(model_path: str | Path, settings: ServeConfig, port: int, name: str = SERVED_NAME) -> list[str]:
+def serve_command(
+    model_path: str | Path, settings: ServeConfig, port: int, name: str = SERVED_NAME
+) -> list[str]:
     """The `vllm serve` command line. The API key goes into the environment, which `ps` does not show."""
     num_bytes = settings.memory_gigabytes and int(settings.memory_gigabytes * 1024**3)
     options = {
@@ -40,14 +44,25 @@ def serve_command(model_path: str | Path, settings: ServeConfig, port: int, name
         "--max-num-seqs": settings.max_num_seqs,
         "--generation-config": "vllm",  # requests set their sampling; the model's defaults must not apply
         "--reasoning-parser": settings.reasoning_parser,
-        "--tensor-parallel-size": settings.tensor_parallel if settings.tensor_parallel > 1 else None,
+        "--tensor-parallel-size": settings.tensor_parallel
+        if settings.tensor_parallel > 1
+        else None,
         "--data-parallel-size": settings.data_parallel if settings.data_parallel > 1 else None,
         "--gpu-memory-utilization": settings.memory_utilization,
         "--kv-cache-memory-bytes": num_bytes,
     }
     return [
-        *(sys.executable, "-m", "dapo_core.engines.vllm_command", "serve", str(model_path)),
-        *(word for option, value in options.items() if value is not None for word in (option, str(value))),
+        sys.executable,
+        "-m",
+        "dapo_core.engines.vllm_command",
+        "serve",
+        str(model_path),
+        *(
+            word
+            for option, value in options.items()
+            if value is not None
+            for word in (option, str(value))
+        ),
         *(["--enforce-eager"] if settings.eager else []),
         *settings.extra_args,
     ]
@@ -79,11 +94,17 @@ def served_name(digest: str) -> str:
 
 def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
     """The command as a shell line with its environment, without secrets."""
-    shown = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if not is_secret(name, value)]
+    shown = [
+        f"{name}={shlex.quote(value)}"
+        for name, value in environment.items()
+        if not is_secret(name, value)
+    ]
     return redact(" ".join([*shown, shlex.join(command)]))
 
 
-def serve_environments(settings: ServeConfig, environment: Mapping[str, str]) -> list[dict[str, str]]:
+def serve_environments(
+    settings: ServeConfig, environment: Mapping[str, str]
+) -> list[dict[str, str]]:
     """Variables that each server gets in addition: no telemetry, and its devices."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     if settings.eager:
@@ -118,10 +139,14 @@ def vllm_device() -> Device:
             if distribution == "vllm-ascend":
                 return device_for("npu")
             return device_for("cpu" if distribution == "vllm-cpu" or "cpu" in version else "cuda")
-    raise ServeError("vLLM is not installed for this interpreter; install requirements/cpu.txt or your device's")
+    raise ServeError(
+        "vLLM is not installed for this interpreter; install requirements/cpu.txt or your device's"
+    )
 
 
-def _share_devices(settings: ServeConfig, device: Device, environment: Mapping[str, str]) -> list[dict[str, str]]:
+def _share_devices(
+    settings: ServeConfig, device: Device, environment: Mapping[str, str]
+) -> list[dict[str, str]]:
     """The visible devices assigned to each server."""
     each, names = settings.devices_per_server, device.visible(environment)
     needed = each * settings.num_servers
@@ -151,7 +176,8 @@ def _share_cores(settings: ServeConfig, environment: Mapping[str, str]) -> list[
     starts = range(0, each * num_servers * share, share)
     workers = [",".join(map(str, cores[start : start + num_bound])) for start in starts]
     return [
-        {CPU_BINDING_VARIABLE: "|".join(workers[first : first + each])} for first in range(0, len(workers), each)
+        {CPU_BINDING_VARIABLE: "|".join(workers[first : first + each])}
+        for first in range(0, len(workers), each)
     ]
 
 

@@ -10,13 +10,17 @@ from dapo_core.errors import DapoError
 from tasks.processes.child import ChildProcessFailed, describe_exit
 
 # vLLM prefixes lines of its processes: "(EngineCore pid=71) ERROR 11-21 18:54:53 [core.py:1113] ValueError: ..."
-_PREFIX = re.compile(r"^(\([\w ]+ pid=\d+\) ?)?((ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?)?")
+_PREFIX = re.compile(
+    r"^(\([\w ]+ pid=\d+\) ?)?((ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?)?"
+)
 _REFUSAL = re.compile(r"^vllm( \w+)?: error: ")  # argparse
 _RAISED = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b: ")
 # Raised only because another process failed.
 _SECONDHAND = re.compile(r"root cause|EngineDeadError")
 # The parent reports a killed process before any errors that follow from it.
-_DIED = re.compile(r"(Worker proc|Process|Engine core process) .*died .*exit ?code:? (?P<code>-?\d+)")
+_DIED = re.compile(
+    r"(Worker proc|Process|Engine core process) .*died .*exit ?code:? (?P<code>-?\d+)"
+)
 _PORT_TAKEN = re.compile(r"Address already in use|EADDRINUSE")
 _MOST_CHARS = 1000
 
@@ -42,7 +46,9 @@ def failure_of(
 ) -> ServeError:
     """The error for a server that ended with these last lines; ServerDied if a retry may help."""
     is_killed = ended.exit_code is not None and ended.exit_code < 0
-    if is_killed or any(_PORT_TAKEN.search(line) for line in lines):  # taken after it was found free
+    if is_killed or any(
+        _PORT_TAKEN.search(line) for line in lines
+    ):  # taken after it was found free
         kind = ServerDied
     refusal = refused_argument(lines)
     if refusal is not None:
@@ -85,8 +91,14 @@ def raised_error(lines: Sequence[str]) -> str | None:
     for number in range(len(bare) - 1, -1, -1):
         if _RAISED.match(bare[number]) and not _SECONDHAND.search(bare[number]):
             rest = bare[number + 1 :]
-            end = next((place for place, line in enumerate(rest) if not line.startswith("  ")), len(rest))
-            details = [line for line in rest[:end] if not line.lstrip().startswith(("File ", "For further"))]
+            end = next(
+                (place for place, line in enumerate(rest) if not line.startswith("  ")), len(rest)
+            )
+            details = [
+                line
+                for line in rest[:end]
+                if not line.lstrip().startswith(("File ", "For further"))
+            ]
             return "\n".join([bare[number], *details])[:_MOST_CHARS]
     return None
 

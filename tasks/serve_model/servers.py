@@ -92,14 +92,18 @@ def serve_until_interrupted(
     api_key = environment.get(API_KEY_VARIABLE)
     if not api_key:
         api_key = secrets.token_urlsafe(24)
-        logger.info("%s=%s  # generated for this server; set your own to keep it", API_KEY_VARIABLE, api_key)
+        logger.info(
+            "%s=%s  # generated for this server; set your own to keep it", API_KEY_VARIABLE, api_key
+        )
     if settings.num_servers == 1:
         command = serve_command(model_path, settings, choose_ports(settings)[0])
         [place] = serve_environments(settings, environment)
         logger.info("%s", shell_line(command, place))
         os.execvpe(command[0], command, {**environment, **place, API_KEY_VARIABLE: api_key})
     with _run_servers(model_path, settings, log_path, SERVED_NAME, api_key) as running:
-        logger.info("%d servers answer: %s", len(running), " ".join(one.server.base_url for one in running))
+        logger.info(
+            "%d servers answer: %s", len(running), " ".join(one.server.base_url for one in running)
+        )
         while all(one.process.poll() is None for one in running):
             time.sleep(POLL_SECONDS)
         ended = next(one for one in running if one.process.poll() is not None)
@@ -128,7 +132,9 @@ def _run_servers(
     add_secret(api_key)
     # Servers get no secrets except their key and Ray's, since serve.extra_args may use a Ray cluster.
     secret_env = dict.fromkeys(
-        name for name, value in os.environ.items() if is_secret(name, value) and not name.startswith("RAY_")
+        name
+        for name, value in os.environ.items()
+        if is_secret(name, value) and not name.startswith("RAY_")
     )
     secret_env[API_KEY_VARIABLE] = api_key
     places = serve_environments(settings, os.environ)
@@ -154,13 +160,18 @@ def _run_servers(
                         folder_variable=SOCKETS_VARIABLE,
                     )
                 )
-                portable = ["python", *("MODEL" if word == str(model_path) else word for word in command[1:])]
+                portable = [
+                    "python",
+                    *("MODEL" if word == str(model_path) else word for word in command[1:]),
+                ]
                 line = shell_line(portable, place)
                 server = Server(base_url(settings.host, port), name, api_key, line, process)
                 running.append(_Running(server, process, _watch_health(server, is_over)))
             while pending := [one for one in running if not one.is_healthy.is_set()]:
                 if ended := [one for one in pending if one.process.poll() is not None]:
-                    raise ended[0].failure("It ended before it was healthy; correct serve.* or the model folder")
+                    raise ended[0].failure(
+                        "It ended before it was healthy; correct serve.* or the model folder"
+                    )
                 if time.monotonic() >= deadline:
                     raise _too_late(pending, settings)
                 time.sleep(POLL_SECONDS)

@@ -71,7 +71,9 @@ def test_a_signal_ends_an_evaluation_whenever_it_comes(
     def kill_or_hold(handler: Handler, prompt: str, attempt: int) -> bool:
         if handler.number >= stop_at and due.acquire(blocking=False):
             os.kill(os.getpid(), signal.SIGTERM)
-        is_late = handler.number >= stop_at + 30  # the signal takes a while, in which not all may be answered
+        is_late = (
+            handler.number >= stop_at + 30
+        )  # the signal takes a while, in which not all may be answered
         return (is_late or prompt == "1499 + 1 = ?") and release.wait(FAR)
 
     def evaluate_and_kill() -> None:
@@ -93,12 +95,19 @@ def test_a_signal_ends_an_evaluation_whenever_it_comes(
     # Those in flight are lost at each signal, answers that were read are not.
     assert len(server.requests) <= len(kept) + num_signals * limits.concurrency
     with running() as another:
-        summary = evaluate(evaluation_set, [Endpoint(another.url, "m")], SAMPLING, tmp_path, limits=limits)
-        assert (summary.accuracy, len(another.requests)) == (1.0, len(evaluation_set.items) - len(kept))
+        summary = evaluate(
+            evaluation_set, [Endpoint(another.url, "m")], SAMPLING, tmp_path, limits=limits
+        )
+        assert (summary.accuracy, len(another.requests)) == (
+            1.0,
+            len(evaluation_set.items) - len(kept),
+        )
 
 
 def metrics_lines(folder: Path) -> list[bytes]:
-    return [line for path in folder.glob("metrics.jsonl") for line in path.read_bytes().splitlines()]
+    return [
+        line for path in folder.glob("metrics.jsonl") for line in path.read_bytes().splitlines()
+    ]
 
 
 def test_a_training_that_ctrl_c_cancels_is_to_continue_from_its_last_step(tmp_path: Path) -> None:
@@ -111,7 +120,10 @@ def test_a_training_that_ctrl_c_cancels_is_to_continue_from_its_last_step(tmp_pa
             "two steps",
             lambda: (
                 run.poll() is not None
-                or any(len(metrics_lines(folder)) >= 2 for folder in site.store.glob("train_policy/*/*.partial"))
+                or any(
+                    len(metrics_lines(folder)) >= 2
+                    for folder in site.store.glob("train_policy/*/*.partial")
+                )
             ),
             START_SECONDS,
         )

@@ -57,18 +57,24 @@ def _refused(site: Site) -> str:
     return message
 
 
-def test_a_link_local_or_unreachable_address_is_refused(namespaces: list[FakeHost], tmp_path: Path) -> None:
+def test_a_link_local_or_unreachable_address_is_refused(
+    namespaces: list[FakeHost], tmp_path: Path
+) -> None:
     first, second = namespaces
     listed = [{"name": first.name, "address": "169.254.7.1"}, {"name": second.name}]
     message = _refused(make_site(tmp_path, namespaces, hosts=listed))
     assert (
-        f"{first.name}: 169.254.7.1: usb0 has only a link-local address, 169.254.7.1; this machine has " in message
+        f"{first.name}: 169.254.7.1: usb0 has only a link-local address, 169.254.7.1; this machine has "
+        in message
     )
     assert f"{first.interface} ({first.address}" in message
     ask = "from tasks.nodes.interface import interface_towards as towards; print(towards(['203.0.113.9']))"
     with pytest.raises(subprocess.CalledProcessError) as caught:
         first.run(f'{sys.executable} -c "{ask}"')
-    assert "203.0.113.9 cannot be reached: Network is unreachable; this machine has " in caught.value.stderr
+    assert (
+        "203.0.113.9 cannot be reached: Network is unreachable; this machine has "
+        in caught.value.stderr
+    )
     first.run(f"ip addr add fd77::1/64 dev {first.interface} nodad")
     ask = "from tasks.nodes.interface import interface_towards as towards; print(towards(['fd77::2']).address)"
     assert first.run(f'{sys.executable} -c "{ask}"') == "fd77::1\n"
@@ -77,7 +83,9 @@ def test_a_link_local_or_unreachable_address_is_refused(namespaces: list[FakeHos
 def test_interfaces_may_have_several_addresses_and_labels(namespaces: list[FakeHost]) -> None:
     first = namespaces[0]
     wire, label = first.interface, f"{first.interface}:1"
-    first.run(f"ip addr add 198.19.0.1/24 dev {wire} label {label}; ip addr add 198.19.1.1/24 dev {wire}")
+    first.run(
+        f"ip addr add 198.19.0.1/24 dev {wire} label {label}; ip addr add 198.19.1.1/24 dev {wire}"
+    )
     program = (
         "import sys; from tasks.nodes.interface import describe_interfaces, interface_towards\n"
         "for target, *words in map(str.split, sys.stdin):\n"
@@ -86,7 +94,9 @@ def test_interfaces_may_have_several_addresses_and_labels(namespaces: list[FakeH
         "print(describe_interfaces())"
     )
     asked = f"198.19.0.9\n198.19.1.9\n198.19.1.9 {wire}\n198.19.1.9 {wire} 198.19.1.1\n198.19.1.9 {label}\n"
-    *found, described = first.run(f'printf "{asked}" | {sys.executable} -c "{program}"').splitlines()
+    *found, described = first.run(
+        f'printf "{asked}" | {sys.executable} -c "{program}"'
+    ).splitlines()
     own, other, labelled = f"{wire} {first.address}", f"{wire} 198.19.1.1", f"{label} 198.19.0.1"
     assert found == [labelled, other, own, other, labelled]
     assert f"{label} (198.19.0.1)" in described
@@ -113,9 +123,14 @@ def test_a_wrong_interface_is_refused_with_the_reason(
     assert f"{second.name}: {words}" in _refused(make_site(tmp_path, namespaces, hosts=listed))
 
 
-def test_a_missing_host_and_a_taken_port_are_refused_together(namespaces: list[FakeHost], tmp_path: Path) -> None:
+def test_a_missing_host_and_a_taken_port_are_refused_together(
+    namespaces: list[FakeHost], tmp_path: Path
+) -> None:
     first, _ = namespaces
-    listed = [{"name": first.name, "address": first.address}, {"name": "dapo-none", "address": "198.18.0.99"}]
+    listed = [
+        {"name": first.name, "address": first.address},
+        {"name": "dapo-none", "address": "198.18.0.99"},
+    ]
     listens = f"s = socket.create_server(({first.address!r}, {PORT})); print('open', flush=True); s.accept()"
     program = f"import socket; {listens}"
     command = ["ip", "netns", "exec", first.name, sys.executable, "-c", program]
@@ -132,7 +147,9 @@ def test_a_missing_host_and_a_taken_port_are_refused_together(namespaces: list[F
     assert 'Cannot open network namespace "dapo-none"' in message
 
 
-def test_a_host_with_another_ray_or_other_code_is_refused(namespaces: list[FakeHost], tmp_path: Path) -> None:
+def test_a_host_with_another_ray_or_other_code_is_refused(
+    namespaces: list[FakeHost], tmp_path: Path
+) -> None:
     second = namespaces[1]
     other_ray, other_code = tmp_path / "packages", tmp_path / "project"
     (other_ray / "ray-9.9.9.dist-info").mkdir(parents=True)
@@ -140,7 +157,9 @@ def test_a_host_with_another_ray_or_other_code_is_refused(namespaces: list[FakeH
         "Metadata-Version: 2.1\nName: ray\nVersion: 9.9.9\n"
     )
     (other_code / "tasks" / "nodes").mkdir(parents=True)
-    (other_code / "tasks" / "nodes" / "on_node.py").write_text("raise SystemExit('is not imported')\n")
+    (other_code / "tasks" / "nodes" / "on_node.py").write_text(
+        "raise SystemExit('is not imported')\n"
+    )
     script = tmp_path / "shell"
     script.write_text(
         f'#!/bin/sh\n[ "$1" = {second.name} ] && {{ eval "$CHANGE"; }}\nexec ip netns exec "$1" sh -c "$2"\n'
@@ -166,7 +185,10 @@ def test_a_blocked_port_is_named(namespaces: list[FakeHost], site: Site) -> None
         result = site.up()
     message = str(result.exception)
     assert f"1 of 2 hosts have joined {first.address}:{PORT}; missing:\n" in message
-    assert f"  {second.name}: {first.address}:{PORT} did not answer within 8 s: a firewall drops" in message
+    assert (
+        f"  {second.name}: {first.address}:{PORT} did not answer within 8 s: a firewall drops"
+        in message
+    )
     status = site.status()
     assert [status[host.name]["state"] for host in namespaces] == ["up", "not started"]
 
@@ -178,7 +200,9 @@ def test_up_starts_the_missing_host_and_a_second_up_changes_nothing(
     result = site.up()
     assert result.exit_code == 0, f"{result.output}{result.exception}"
     assert f"{other}: started, " in result.output
-    assert f"{head}: started, " in result.output or not isinstance(network, str)  # it was running already
+    assert f"{head}: started, " in result.output or not isinstance(
+        network, str
+    )  # it was running already
     status = site.status()
     assert [host["state"] for host in status.values()] == ["up", "up"]
     assert [(host["devices"], host["free"]) for host in status.values()] == [(1, 1), (1, 1)]
@@ -191,7 +215,9 @@ def test_up_starts_the_missing_host_and_a_second_up_changes_nothing(
     result = site.up()
     assert f"{head}: already running" in result.output
     assert f"{other}: already running" in result.output
-    assert f"dapo run CONFIG --set train.ray_address={status[head]['address']}:{PORT}" in result.output
+    assert (
+        f"dapo run CONFIG --set train.ray_address={status[head]['address']}:{PORT}" in result.output
+    )
     assert {host["started_at"] for host in site.status().values()} == began
 
 
@@ -203,7 +229,9 @@ def test_the_token_is_private_and_on_no_command_line(site: Site) -> None:
     pids = [pid for record in _records() for pid in (record["pid"], *descendants(record["pid"]))]
     assert len(pids) > 8
     assert not [pid for pid in pids if secret in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert secret not in b"".join(path.read_bytes() for path in site.store.rglob("*") if path.is_file())
+    assert secret not in b"".join(
+        path.read_bytes() for path in site.store.rglob("*") if path.is_file()
+    )
     for record in _records():
         assert stat.S_IMODE(Path(record["folder"]).stat().st_mode) == 0o700
 
@@ -245,10 +273,16 @@ def test_status_reports_a_partition(namespaces: list[FakeHost], site: Site) -> N
     assert line in result.output
 
 
-def test_down_ends_what_was_started_and_nothing_else(network: list[FakeHost] | str, site: Site) -> None:
+def test_down_ends_what_was_started_and_nothing_else(
+    network: list[FakeHost] | str, site: Site
+) -> None:
     records = _records()
     assert len(records) == 2
-    ours = {pid: psutil.Process(pid) for record in records for pid in (record["pid"], *descendants(record["pid"]))}
+    ours = {
+        pid: psutil.Process(pid)
+        for record in records
+        for pid in (record["pid"], *descendants(record["pid"]))
+    }
     place = [] if isinstance(network, str) else ["ip", "netns", "exec", network[0].name]
     # Another process on a host that looks like Ray; `ray stop` would end it.
     command = [

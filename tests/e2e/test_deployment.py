@@ -93,13 +93,19 @@ def power_cut(site: Site) -> PowerCut:
             num_answers = len(lines_in(site.store, "evaluate_model/*/*.partial/results.jsonl"))
             paused[chain] = pause(chain, num_answers >= 5)
         if not paused[training]:
-            has_checkpoint = bool([*site.store.glob("train_policy/*/*.partial/checkpoints/step_000002")])
+            has_checkpoint = bool(
+                [*site.store.glob("train_policy/*/*.partial/checkpoints/step_000002")]
+            )
             paused[training] = pause(training, has_checkpoint)
         return all(paused.values())
 
     paused = {chain: False, training: False}
     for flow_run in paused:
-        site.wait_for("the run's process", lambda flow_run=flow_run: site.flow_process(flow_run), CHAIN_SECONDS)
+        site.wait_for(
+            "the run's process",
+            lambda flow_run=flow_run: site.flow_process(flow_run),
+            CHAIN_SECONDS,
+        )
     site.wait_for("an evaluation and a training in progress", are_both_paused, CHAIN_SECONDS)
     assert len(site.end_everything()) > 10
     answers = lines_in(site.store, "evaluate_model/*/*.partial/results.jsonl")
@@ -123,10 +129,14 @@ def completed(site: Site, flow_run: str) -> Finished:
 
 
 def lines_in(store: Path, pattern: str) -> list[str]:
-    return [line for path in store.glob(pattern) for line in path.read_text().splitlines(keepends=True)]
+    return [
+        line for path in store.glob(pattern) for line in path.read_text().splitlines(keepends=True)
+    ]
 
 
-def test_training_resumes_from_its_checkpoint_after_a_power_failure(power_cut: PowerCut, chain: Finished) -> None:
+def test_training_resumes_from_its_checkpoint_after_a_power_failure(
+    power_cut: PowerCut, chain: Finished
+) -> None:
     steps = lines_in(chain.folder, "train_policy/metrics.jsonl")
     assert [json.loads(line)["step"] for line in steps] == [*range(1, NUM_STEPS + 1)]
     kept = [line for line in power_cut.steps if json.loads(line)["step"] <= 2]
@@ -134,14 +144,18 @@ def test_training_resumes_from_its_checkpoint_after_a_power_failure(power_cut: P
     assert steps[:2] == kept  # byte for byte: not repeated
 
 
-def test_answered_items_are_not_asked_again_after_a_power_failure(power_cut: PowerCut, chain: Finished) -> None:
+def test_answered_items_are_not_asked_again_after_a_power_failure(
+    power_cut: PowerCut, chain: Finished
+) -> None:
     answers = lines_in(chain.folder, "evaluate_before/results.jsonl")
     assert len(answers) == NUM_ITEMS
     assert set(power_cut.answers) <= set(answers)  # including timestamps
     assert chain.cached == {label: label in ("prepare_data", "fetch_model") for label in STAGES}
 
 
-def test_runs_that_died_with_the_machine_become_crashed(site: Site, power_cut: PowerCut, chain: Finished) -> None:
+def test_runs_that_died_with_the_machine_become_crashed(
+    site: Site, power_cut: PowerCut, chain: Finished
+) -> None:
     for flow_run in power_cut.flow_runs:
         state = site.wait_until_final(flow_run, CHAIN_SECONDS)
         assert state["type"] == "CRASHED"
@@ -155,7 +169,9 @@ def test_report_json_is_complete_and_consistent(chain: Finished) -> None:
         assert sum(level["n"] for level in report[side]["by_level"].values()) == NUM_ITEMS
         for rate in ("accuracy", "no_answer_rate", "truncated_rate"):
             assert 0 <= report[side][rate] <= 1
-    assert report["difference"] == pytest.approx(report["after"]["accuracy"] - report["before"]["accuracy"])
+    assert report["difference"] == pytest.approx(
+        report["after"]["accuracy"] - report["before"]["accuracy"]
+    )
     low, high = report["ci95"]
     assert low <= report["difference"] <= high
     flips = len(report["flips"]["lost"]), len(report["flips"]["gained"])
@@ -164,7 +180,9 @@ def test_report_json_is_complete_and_consistent(chain: Finished) -> None:
     # without dynamic sampling, every generated token is trained
     train = report["train"]
     assert (train["steps"], train["tokens_trained"]) == (NUM_STEPS, train["tokens_generated"])
-    assert train["tokens_trained"] >= 8 * 4 * 4  # steps x prompts x responses, each at least one token
+    assert (
+        train["tokens_trained"] >= 8 * 4 * 4
+    )  # steps x prompts x responses, each at least one token
     assert list(report["stages"]) == STAGES == list(report["artifacts"])
     assert {label: stage["cached"] for label, stage in report["stages"].items()} == chain.cached
     assert all(Path(path).is_dir() for path in report["artifacts"].values())
@@ -172,7 +190,11 @@ def test_report_json_is_complete_and_consistent(chain: Finished) -> None:
 
 def test_the_run_folder_records_and_links_everything(chain: Finished) -> None:
     record = chain.record
-    assert (record["name"], record["id"], list(record["stages"])) == ("arith_cpu", chain.folder.name, STAGES)
+    assert (record["name"], record["id"], list(record["stages"])) == (
+        "arith_cpu",
+        chain.folder.name,
+        STAGES,
+    )
     assert (record["state"], record["report"]["n"]) == ("completed", NUM_ITEMS)
     for label, stage in record["stages"].items():
         link = chain.folder / label
@@ -201,7 +223,8 @@ def test_the_prefect_ui_shows_logs_tasks_and_the_report(site: Site, chain: Finis
             for word in words:
                 browser.wait_for(f"document.body.innerText.includes({json.dumps(word)})")
         assert all(
-            url.startswith((site.services.server.read()["page_url"], "data:", "blob:")) for url in browser.requests
+            url.startswith((site.services.server.read()["page_url"], "data:", "blob:"))
+            for url in browser.requests
         )
 
 
@@ -209,7 +232,9 @@ def test_a_second_run_is_all_cached(site: Site, chain: Finished) -> None:
     again = completed(site, site.create_run("dapo-full"))
     assert again.cached == dict.fromkeys(STAGES, True)
     states = site.task_states(again.flow_run)
-    assert sorted(states.values()) == ["Cached"] * len(STAGES) + ["Completed"]  # the report is always written
+    assert sorted(states.values()) == ["Cached"] * len(STAGES) + [
+        "Completed"
+    ]  # the report is always written
     assert again.report["artifacts"] == chain.report["artifacts"]
     assert again.report["after"] == chain.report["after"]
 
@@ -217,8 +242,12 @@ def test_a_second_run_is_all_cached(site: Site, chain: Finished) -> None:
 def test_plan_shows_everything_cached(site: Site, chain: Finished) -> None:
     done = site.dapo(*site.chain("plan"))
     rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
-    assert [(row[1].strip(), row[2].strip()) for row in rows] == [(label, "cached") for label in STAGES]
-    assert [row[4].strip() for row in rows] == [stage["key"][:16] for stage in chain.record["stages"].values()]
+    assert [(row[1].strip(), row[2].strip()) for row in rows] == [
+        (label, "cached") for label in STAGES
+    ]
+    assert [row[4].strip() for row in rows] == [
+        stage["key"][:16] for stage in chain.record["stages"].values()
+    ]
 
 
 def test_compare_writes_a_new_report_from_the_store(site: Site, chain: Finished) -> None:
@@ -227,15 +256,21 @@ def test_compare_writes_a_new_report_from_the_store(site: Site, chain: Finished)
     record = json.loads((run / "run.json").read_text())
     assert (record["flow"], record["state"]) == ("compare", "completed")
     assert record["report"] == chain.record["report"]
-    assert {stage["artifact"] for stage in record["stages"].values()} == set(chain.report["artifacts"].values())
+    assert {stage["artifact"] for stage in record["stages"].values()} == set(
+        chain.report["artifacts"].values()
+    )
     assert f"Report with plots: {run / 'report' / 'report.html'}" in done.stdout.replace("\n", "")
 
 
-def test_an_export_contains_no_path_of_this_machine(site: Site, chain: Finished, tmp_path: Path) -> None:
+def test_an_export_contains_no_path_of_this_machine(
+    site: Site, chain: Finished, tmp_path: Path
+) -> None:
     site.dapo("export", chain.folder.name, str(tmp_path / "model"))
     places = [f"{place}/".encode() for place in (site.store, ROOT, sys.prefix, Path.home())]
     files = [path for path in (tmp_path / "model").rglob("*") if path.is_file()]
-    assert [path.name for path in files if any(place in path.read_bytes() for place in places)] == []
+    assert [
+        path.name for path in files if any(place in path.read_bytes() for place in places)
+    ] == []
     manifest = json.loads((tmp_path / "model" / "manifests" / "evaluate_after.json").read_text())
     [command] = manifest["metrics"]["serve_commands"]
     assert " python -m dapo_core.engines.vllm_command serve MODEL --served-model-name " in command
@@ -245,7 +280,9 @@ def test_a_permanent_error_is_shown_once_and_not_retried(site: Site, chain: Fini
     done = site.dapo(*site.chain("run", changes=("data.max_prompt_tokens=1",)), status=2)
     output = done.stdout + done.stderr
     assert output.count("prompts are longer than data.max_prompt_tokens=1") == 1
-    assert done.stderr.startswith("ChildProcessFailed: train_policy ended with exit code 2; its log is ")
+    assert done.stderr.startswith(
+        "ChildProcessFailed: train_policy ended with exit code 2; its log is "
+    )
     assert "retrying in" not in output
     assert "Traceback" not in output
 

@@ -88,7 +88,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site, port = Site(tmp_path_factory.mktemp("deployments")), free_ports("127.0.0.1")[0]
     server, api_url = site.services.server, f"http://127.0.0.1:{port}/api"
     site.services.folder.mkdir(parents=True)
-    start = (sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port))
+    start = (
+        sys.executable,
+        "-m",
+        "prefect",
+        "server",
+        "start",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    )
     try:
         environment = {
             **site.environment,
@@ -110,7 +120,9 @@ def deployed(site: Site) -> list[dict[str, Any]]:
     for command in (["deploy/setup.sh"], ["prefect", "--no-prompt", "deploy", "--all"]):
         site.run(*command)
         found.append(site.ask("POST", "/deployments/filter", sort="NAME_ASC"))
-    first, second = ([(one["id"], one["name"], len(one["schedules"])) for one in once] for once in found)
+    first, second = (
+        [(one["id"], one["name"], len(one["schedules"])) for one in once] for once in found
+    )
     assert first == second
     return found[1]
 
@@ -122,7 +134,10 @@ def flow_runs(site: Site, deployment: str) -> list[dict[str, Any]]:
 
 def run_flows(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS`, whose flows report to the server."""
-    environment = {"PREFECT_HOME": str(site.folder / "prefect"), "PREFECT_API_URL": site.services.api_url}
+    environment = {
+        "PREFECT_HOME": str(site.folder / "prefect"),
+        "PREFECT_API_URL": site.services.api_url,
+    }
     apply_prefect_settings(environment)
     return site.run(sys.executable, *words, **environment)
 
@@ -146,11 +161,18 @@ def test_setup_creates_the_crash_automation(site: Site, deployed: list[dict[str,
 def test_the_guides_automation_posts_crashed_runs(
     site: Site, deployed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    guide = (ROOT / "docs/notifications.md").read_text().split("## Runs that end unseen")[1].split("\n## ")[0]
+    guide = (
+        (ROOT / "docs/notifications.md")
+        .read_text()
+        .split("## Runs that end unseen")[1]
+        .split("\n## ")[0]
+    )
     code, automation = re.findall(r"```(?:python|yaml)\n(.*?)```", guide, re.DOTALL)
     [action] = yaml.safe_load(CRASH_AUTOMATION_FILE.read_text())["actions"]
     with started_receiver() as receiver:
-        block = run_flows(site, "-c", code.replace("https://hooks.example.org/...", receiver.url())).stdout
+        block = run_flows(
+            site, "-c", code.replace("https://hooks.example.org/...", receiver.url())
+        ).stdout
         path = tmp_path / "unseen-crashes.yaml"
         path.write_text(automation.replace("BLOCK_ID", block.strip()))
         site.run("prefect", "automation", "create", "--from-file", str(path))
@@ -177,7 +199,9 @@ def test_deploy_files_use_existing_prefect_commands_and_settings(site: Site) -> 
     assert len(commands) == 3
     for kind in ("server", "worker"):
         page = site.run("prefect", kind, "start", "--help").stdout
-        words = [word for command in commands if command.startswith(kind) for word in command.split()]
+        words = [
+            word for command in commands if command.startswith(kind) for word in command.split()
+        ]
         assert [word for word in words if word.startswith("--") and word not in page] == []
     variables = {name for text in units.values() for name in re.findall(r"PREFECT_\w+", text)}
     assert [name for name in variables if not hasattr(prefect.settings, name)] == []
@@ -191,7 +215,9 @@ def test_deploy_files_use_existing_prefect_commands_and_settings(site: Site) -> 
 
 
 def test_a_deployment_runs_by_its_short_name(site: Site, deployed: list[dict[str, Any]]) -> None:
-    done = site.run("prefect", "deployment", "run", "dapo-full", "--param", 'overrides=["run.seed=2"]')
+    done = site.run(
+        "prefect", "deployment", "run", "dapo-full", "--param", 'overrides=["run.seed=2"]'
+    )
     assert done.stderr == ""
     [run] = flow_runs(site, "dapo-full")
     assert run["parameters"] == {"config": "configs/arith_cpu.yaml", "overrides": ["run.seed=2"]}
@@ -204,7 +230,9 @@ def test_other_web_sites_cannot_use_the_server(site: Site) -> None:
     assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (403, None)
 
 
-def test_wrong_parameters_are_refused_before_a_run_exists(site: Site, deployed: list[dict[str, Any]]) -> None:
+def test_wrong_parameters_are_refused_before_a_run_exists(
+    site: Site, deployed: list[dict[str, Any]]
+) -> None:
     [evaluation] = [each for each in deployed if each["name"] == "evaluate-model"]
     for name, value in WRONG:
         path = f"/deployments/{evaluation['id']}/create_flow_run"
@@ -220,12 +248,16 @@ def test_the_nightly_schedule_creates_runs(site: Site, deployed: list[dict[str, 
     [schedule] = nightly["schedules"]
     assert schedule["active"]
     assert not nightly["paused"]
-    runs = site.wait_for("a scheduled run", lambda: flow_runs(site, "dapo-nightly"), SCHEDULE_SECONDS)
+    runs = site.wait_for(
+        "a scheduled run", lambda: flow_runs(site, "dapo-nightly"), SCHEDULE_SECONDS
+    )
     assert {run["state_type"] for run in runs} == {"SCHEDULED"}
     assert all(run["auto_scheduled"] and "T02:00:00" in run["expected_start_time"] for run in runs)
 
 
-def test_states_explain_why_a_run_ended(site: Site, deployed: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_states_explain_why_a_run_ended(
+    site: Site, deployed: list[dict[str, Any]], tmp_path: Path
+) -> None:
     config = load_config(ROOT / "configs/arith_cpu.yaml", [f"store.path={tmp_path / 'store'}"])
     with hold(nightly_lock_path(config), "the-other-night"):
         done = run_flows(site, "-c", STATES, str(tmp_path / "store"))
@@ -239,7 +271,9 @@ def test_states_explain_why_a_run_ended(site: Site, deployed: list[dict[str, Any
         kind, name, message = states[night]
         assert (kind, name) == ("COMPLETED", "Skipped")
         assert reason in message
-    records = [json.loads(path.read_text()) for path in (tmp_path / "store" / "runs").glob("*/run.json")]
+    records = [
+        json.loads(path.read_text()) for path in (tmp_path / "store" / "runs").glob("*/run.json")
+    ]
     assert sorted(record["state"] for record in records) == ["failed", *["skipped"] * 4]
     assert "has no output of prepare_data" in states["without inputs"][2]
     assert states["misspelt"][0] == states["out of bounds"][0] == "FAILED"
@@ -248,7 +282,9 @@ def test_states_explain_why_a_run_ended(site: Site, deployed: list[dict[str, Any
     lines = [line["message"] for line in site.ask("POST", "/logs/filter")]
     assert any("skipped because it started 5.0 hours late" in line for line in lines)  # in the UI
     assert f"arith_cpu store.path={tmp_path / 'store'} train.total_steps=-1" in states["names"]
-    assert f"arith_cpu store.path={tmp_path / 'store'} 2026-03-30" in states["names"]  # the date in Berlin
+    assert (
+        f"arith_cpu store.path={tmp_path / 'store'} 2026-03-30" in states["names"]
+    )  # the date in Berlin
 
 
 def test_dapo_stage_runs_one_stage_and_prints_its_output_path(site: Site) -> None:
@@ -258,7 +294,9 @@ def test_dapo_stage_runs_one_stage_and_prints_its_output_path(site: Site) -> Non
     [record] = (site.store / "runs").glob("*/run.json")
     run = json.loads(record.read_text())
     assert (run["flow"], run["state"]) == ("prepare-data", "completed")
-    assert {label: stage["artifact"] for label, stage in run["stages"].items()} == {"prepare_data": str(output)}
+    assert {label: stage["artifact"] for label, stage in run["stages"].items()} == {
+        "prepare_data": str(output)
+    }
 
 
 @dataclass(frozen=True)
@@ -296,7 +334,9 @@ def seen(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     ]
     logs = site.ask("POST", "/logs/filter", sort="TIMESTAMP_ASC")
     artifacts = site.ask("POST", "/artifacts/filter", sort="CREATED_DESC")[::-1]
-    return Seen(folder, flow_runs, tasks, logs, artifacts, [payload for _, payload in webhook.received])
+    return Seen(
+        folder, flow_runs, tasks, logs, artifacts, [payload for _, payload in webhook.received]
+    )
 
 
 def test_states_show_whether_and_when_a_stage_was_built(seen: Seen) -> None:
@@ -309,16 +349,26 @@ def test_states_show_whether_and_when_a_stage_was_built(seen: Seen) -> None:
         ]
         assert re.fullmatch(message, first["message"])
         assert second["message"] == first["message"]
-    assert [run["state"]["type"] for run in seen.flow_runs] == ["COMPLETED", "COMPLETED", "FAILED", "FAILED"]
+    assert [run["state"]["type"] for run in seen.flow_runs] == [
+        "COMPLETED",
+        "COMPLETED",
+        "FAILED",
+        "FAILED",
+    ]
 
 
 def test_a_killed_child_is_retried_with_the_reason_in_the_log(seen: Seen) -> None:
     run = seen.tasks[0]["train-policy"]
     names = [state["name"] for state in sorted(run["states"], key=lambda state: state["timestamp"])]
     assert names == ["Pending", "Running", "AwaitingRetry", "Retrying", "Completed"]
-    [line] = [log for log in seen.logs if log["level"] == 30 and "attempt 1 of 4 failed" in log["message"]]
+    [line] = [
+        log for log in seen.logs if log["level"] == 30 and "attempt 1 of 4 failed" in log["message"]
+    ]
     assert line["task_run_id"] == run["id"]
-    assert "retrying in 0.2 s: ChildProcessFailed: train_policy was killed by SIGKILL" in line["message"]
+    assert (
+        "retrying in 0.2 s: ChildProcessFailed: train_policy was killed by SIGKILL"
+        in line["message"]
+    )
     assert line["message"].endswith(".log: the engine is lost")
 
 
@@ -326,14 +376,21 @@ def test_a_permanent_error_is_not_retried_and_is_one_line(seen: Seen) -> None:
     run = seen.tasks[2]["train-policy"]
     assert (run["run_count"], run["state"]["name"]) == (1, "Failed")
     for state in (run["state"], seen.flow_runs[2]["state"]):
-        assert "ChildProcessFailed: train_policy ended with exit code 2; its log is " in state["message"]
+        assert (
+            "ChildProcessFailed: train_policy ended with exit code 2; its log is "
+            in state["message"]
+        )
         assert state["message"].endswith(": DataError: no rows")
         assert "\n" not in state["message"]
 
 
 def test_a_timeout_names_the_key(seen: Seen) -> None:
     run = seen.tasks[3]["train-policy"]
-    assert (run["run_count"], run["state"]["name"], run["state"]["type"]) == (1, "TimedOut", "FAILED")
+    assert (run["run_count"], run["state"]["name"], run["state"]["type"]) == (
+        1,
+        "TimedOut",
+        "FAILED",
+    )
     for state in (run["state"], seen.flow_runs[3]["state"]):
         assert (
             "flow.time_limits.train_policy_hours=0.0003: stopped after 1.08 s; raise it, or run it"
@@ -352,7 +409,10 @@ def test_a_stages_artifact_links_to_its_inputs(seen: Seen) -> None:
     links = re.findall(
         r"^- \[(\w+)\]\(/artifacts/key/([a-z0-9-]+)\): `[0-9a-f]{16}`$", first["data"], re.MULTILINE
     )
-    assert links == [("prepare_data", "arith-cpu-prepare-data"), ("fetch_model", "arith-cpu-fetch-model")]
+    assert links == [
+        ("prepare_data", "arith-cpu-prepare-data"),
+        ("fetch_model", "arith-cpu-fetch-model"),
+    ]
     assert all(seen.of(key) for _, key in links)
 
 
@@ -389,6 +449,10 @@ def test_the_webhook_is_called_once_per_run_with_its_ui_url(seen: Seen) -> None:
     for payload, flow_run in zip(seen.posted, seen.flow_runs, strict=True):
         assert payload["flow_run"]["name"] == flow_run["name"]
         assert payload["flow_run"]["url"].endswith(f"/runs/flow-run/{flow_run['id']}")
-    assert (seen.posted[0]["before"], seen.posted[0]["after"], seen.posted[0]["n"]) == (0.25, 0.75, 4)
+    assert (seen.posted[0]["before"], seen.posted[0]["after"], seen.posted[0]["n"]) == (
+        0.25,
+        0.75,
+        4,
+    )
     assert seen.posted[2]["reason"] == seen.flow_runs[2]["state"]["message"]
     assert (seen.posted[3]["state"], seen.posted[3]["recipe"]) == ("TimedOut", "arith_cpu")

@@ -123,16 +123,24 @@ def builds(site: Site) -> Builds:
         stop(site, flow_run)
         assert_all_gone(processes)
         stopped.append(flow_run)
-    last, command = site.wait_for("the third run to build the model", find_builder, PATIENCE_SECONDS)
+    last, command = site.wait_for(
+        "the third run to build the model", find_builder, PATIENCE_SECONDS
+    )
     command.kill()
-    site.wait_for("its next attempt", lambda: command_of(site, last, "fetch-model", command), PATIENCE_SECONDS)
+    site.wait_for(
+        "its next attempt", lambda: command_of(site, last, "fetch-model", command), PATIENCE_SECONDS
+    )
     return Builds(*stopped, last)
 
 
 @pytest.fixture(scope="module")
 def training(site: Site, builds: Builds) -> Paused:
     """A training run, paused, while another run evaluates."""
-    site.wait_for("the model", lambda: [*site.store.glob("fetch_model/*/[0-9]/manifest.json")], PATIENCE_SECONDS)
+    site.wait_for(
+        "the model",
+        lambda: [*site.store.glob("fetch_model/*/[0-9]/manifest.json")],
+        PATIENCE_SECONDS,
+    )
     return paused(site, site.create_run("train-policy", *TRAINING), 2)
 
 
@@ -202,7 +210,9 @@ class Away:
 @pytest.fixture(scope="module")
 def away(site: Site, evaluation: Stopped, resumed_evaluation: str, unwatched: Paused) -> Away:
     """Kill worker, server and the training's flow; restart the services 40 s later."""
-    site.wait_for("more answers", lambda: len(answers(site)) > len(evaluation.lines), PATIENCE_SECONDS)
+    site.wait_for(
+        "more answers", lambda: len(answers(site)) > len(evaluation.lines), PATIENCE_SECONDS
+    )
     processes, port = site.tree(resumed_evaluation), site.services.server.read()["port"]
     kill(site.service("worker"))
     kill_flow(site, unwatched.flow_run)
@@ -240,7 +250,9 @@ def test_a_training_that_outlived_its_worker_and_was_cancelled_is_resumed(
     assert lines_of(finished / "metrics.jsonl")[: len(attached.lines)] == attached.lines
 
 
-def test_an_unwatched_training_is_continued_by_the_next_run(attached: Stopped, away: Away, finished: Path) -> None:
+def test_an_unwatched_training_is_continued_by_the_next_run(
+    attached: Stopped, away: Away, finished: Path
+) -> None:
     assert len(attached.lines) < len(away.metrics) < NUM_STEPS
     lines = lines_of(finished / "metrics.jsonl")
     assert lines[: len(away.metrics)] == away.metrics
@@ -320,7 +332,11 @@ def paused(site: Site, flow_run: str, num_steps: int) -> Paused:
 
 
 def metrics(site: Site) -> list[str]:
-    return [line for path in site.store.glob("train_policy/*/*.partial/metrics.jsonl") for line in lines_of(path)]
+    return [
+        line
+        for path in site.store.glob("train_policy/*/*.partial/metrics.jsonl")
+        for line in lines_of(path)
+    ]
 
 
 def answers(site: Site) -> list[str]:
@@ -352,7 +368,9 @@ def kill(process: psutil.Process) -> None:
 
 def wait_for_log(site: Site, flow_run: str, words: str) -> None:
     """Wait until the Prefect UI shows a line with these words."""
-    site.wait_for(words, lambda: any(words in line for line in site.log_messages(flow_run)), PATIENCE_SECONDS)
+    site.wait_for(
+        words, lambda: any(words in line for line in site.log_messages(flow_run)), PATIENCE_SECONDS
+    )
 
 
 def assert_state(site: Site, flow_run: str, kind: str) -> dict[str, Any]:

@@ -54,19 +54,33 @@ def test_the_chain_trains_merges_evaluates_and_reports(
     from safetensors.torch import load_file
 
     config = config_of(place, tmp_path / "store", "crash:4")
-    with pytest.raises(ChildProcessFailed, match=r"trainer\.log: \[rank0\]: RuntimeError: NCCL error in step 4"):
+    with pytest.raises(
+        ChildProcessFailed, match=r"trainer\.log: \[rank0\]: RuntimeError: NCCL error in step 4"
+    ):
         run_chain(config)
     planned = {stage.label: stage for stage in plan_chain(config)}
     assert planned["train_policy"].state == "resumes"
 
     run, report = run_chain(config)
     cached = {label: stage.cached for label, stage in run.stages.items()}
-    assert cached == {label: label in ("prepare_data", "fetch_model", "evaluate_before") for label in cached}
+    assert cached == {
+        label: label in ("prepare_data", "fetch_model", "evaluate_before") for label in cached
+    }
     training = Path(run.stages["train_policy"].artifact)
-    assert [row["step"] for row in read_training_metrics(training / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in read_training_metrics(training / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert report["train"]["steps"] == 6
     manifest = json.loads((training / "manifest.json").read_text())
-    assert (manifest["versions"], manifest["config"]["train"]["backend"]) == ({"verl": "0.9.1"}, "verl")
+    assert (manifest["versions"], manifest["config"]["train"]["backend"]) == (
+        {"verl": "0.9.1"},
+        "verl",
+    )
     merged = load_file(Path(run.stages["merge_checkpoint"].artifact) / "model.safetensors")
     before = load_file(place / "model/model.safetensors")
     assert merged.keys() == before.keys()
@@ -79,5 +93,10 @@ def test_the_chain_trains_merges_evaluates_and_reports(
     files = inputs(place, tmp_path / "t")
     train_with_other(config_of(place, tmp_path, ""), files)
     names = ("critic/score/mean", "actor/pg_loss")
-    whole, cut = read_json_lines(files.output / "metrics.jsonl"), read_json_lines(training / "metrics.jsonl")
-    assert [[row[name] for name in names] for row in whole] == [[row[name] for name in names] for row in cut]
+    whole, cut = (
+        read_json_lines(files.output / "metrics.jsonl"),
+        read_json_lines(training / "metrics.jsonl"),
+    )
+    assert [[row[name] for name in names] for row in whole] == [
+        [row[name] for name in names] for row in cut
+    ]

@@ -43,7 +43,9 @@ pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 def readme_commands() -> list[str]:
     """Return the README's stage commands."""
     text = (ROOT / "README.md").read_text(encoding="utf-8").split(BLOCK_BEGINS, 1)[1]
-    return re.findall(r"^    ((?:VLLM_API_KEY=\w+ )?dapo .+)$", text.split("`dapo COMMAND --help`", 1)[0], re.M)
+    return re.findall(
+        r"^    ((?:VLLM_API_KEY=\w+ )?dapo .+)$", text.split("`dapo COMMAND --help`", 1)[0], re.M
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +53,26 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's recipe with SHORT applied."""
     path = tmp_path_factory.mktemp("recipe") / "short.yaml"
     changes = [word for name, value in SHORT.items() for word in ("--set", f"{name}={value}")]
-    command = [sys.executable, "-m", "flows.cli", "config", "show", "configs/arith_cpu.yaml", *changes]
-    path.write_text(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    command = [
+        sys.executable,
+        "-m",
+        "flows.cli",
+        "config",
+        "show",
+        "configs/arith_cpu.yaml",
+        *changes,
+    ]
+    path.write_text(
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    )
     return path
 
 
 def typed(command: str, recipe: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """Return the command and environment with CONFIG and the port filled in."""
-    words = shlex.split(command.partition(" #")[0].replace("CONFIG", str(recipe)).replace("8000", str(port)))
+    words = shlex.split(
+        command.partition(" #")[0].replace("CONFIG", str(recipe)).replace("8000", str(port))
+    )
     assignments = dict(word.split("=", 1) for word in words[: words.index("dapo")])
     words = [sys.executable, "-m", "flows.cli", *words[words.index("dapo") + 1 :]]
     return words, {**os.environ, "PYTHONPATH": str(ROOT), **assignments}
@@ -70,7 +84,9 @@ def wait_for_server(server: subprocess.Popen[bytes], port: int, api_key: str) ->
     while time.monotonic() < deadline:
         assert server.poll() is None, "dapo serve exited before it was ready"
         try:
-            if httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers, trust_env=False).is_success:
+            if httpx.get(
+                f"http://127.0.0.1:{port}/v1/models", headers=headers, trust_env=False
+            ).is_success:
                 return
         except httpx.TransportError:
             time.sleep(0.5)
@@ -85,10 +101,16 @@ def served_log_probs(url: str, batch: Batch) -> list[list[float]]:
         ids = batch.token_ids[row, : num_prompt + int(batch.response_lengths[row])].tolist()
         question = {"model": "policy", "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
         answer = httpx.post(
-            url, json=question, headers={"Authorization": "Bearer secret"}, timeout=300, trust_env=False
+            url,
+            json=question,
+            headers={"Authorization": "Bearer secret"},
+            timeout=300,
+            trust_env=False,
         )
         shown = answer.raise_for_status().json()["choices"][0]["prompt_logprobs"]
-        served.append([shown[place][str(ids[place])]["logprob"] for place in range(num_prompt, len(ids))])
+        served.append(
+            [shown[place][str(ids[place])]["logprob"] for place in range(num_prompt, len(ids))]
+        )
     return served
 
 
@@ -118,7 +140,15 @@ def folder(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     (folder / "url").write_text(f"http://127.0.0.1:{port}")
     commands = readme_commands()
     assert [line.split("dapo ")[1].split()[0] for line in commands] == [
-        *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "serve", "eval", "report")
+        "prepare-data",
+        "fetch-model",
+        "train",
+        "merge",
+        "serve",
+        "eval",
+        "serve",
+        "eval",
+        "report",
     ]
     server: subprocess.Popen[bytes] | None = None
     try:
@@ -128,13 +158,19 @@ def folder(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
                 if server is not None:
                     stop(server)
                 with (folder / "server.log").open("wb") as log:
-                    server = subprocess.Popen(words, cwd=folder, env=environment, stdout=log, stderr=log)
+                    server = subprocess.Popen(
+                        words, cwd=folder, env=environment, stdout=log, stderr=log
+                    )
                 wait_for_server(server, port, environment["VLLM_API_KEY"])
                 continue
-            done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+            done = subprocess.run(
+                words, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+            )
             output = done.stdout + done.stderr
             assert done.returncode == 0, output
-            assert "nanobind: leaked" not in output  # printed if Python's final garbage collection is skipped
+            assert (
+                "nanobind: leaked" not in output
+            )  # printed if Python's final garbage collection is skipped
         yield folder
     finally:
         if server is not None:
@@ -144,7 +180,9 @@ def folder(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 def test_the_stage_commands_produce_a_report(folder: Path) -> None:
     report = json.loads((folder / "report" / "report.json").read_text())
     assert report["n"] == 12
-    accuracy = {side: json.loads((folder / side / "summary.json").read_text())["accuracy"] for side in SIDES}
+    accuracy = {
+        side: json.loads((folder / side / "summary.json").read_text())["accuracy"] for side in SIDES
+    }
     assert {side: report[side]["accuracy"] for side in SIDES} == accuracy
     assert report["train"]["steps"] == NUM_STEPS
 
@@ -181,5 +219,8 @@ def test_only_groups_with_signal_are_trained_and_every_token_is_counted(folder: 
         assert line["perf/generated_tokens"] + carried_in == counted + carried_out
         carried_in = line["sampler/surplus_tokens"] + carried_out
         assert line["sampler/aborted_groups"] == line["sampler/stale_groups"] == 0
-    assert sum(line["sampler/all_wrong_groups"] + line["sampler/all_right_groups"] for line in lines) > 0
+    assert (
+        sum(line["sampler/all_wrong_groups"] + line["sampler/all_right_groups"] for line in lines)
+        > 0
+    )
     assert sum(line["sampler/surplus_groups"] for line in lines) > 0

@@ -27,7 +27,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def test_the_recorded_environment_equals_that_of_a_training_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "OMP_WAIT_POLICY", "GLOO_SOCKET_IFNAME"):
+    for name in (
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_NO_USAGE_STATS",
+        "OMP_WAIT_POLICY",
+        "GLOO_SOCKET_IFNAME",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RAY_COLOR_PREFIX", "1")  # set by the user: it is kept and not recorded
     scorer, seen = tmp_path / "scorer.py", tmp_path / "seen"
@@ -55,7 +60,11 @@ def test_the_recorded_environment_equals_that_of_a_training_process(
     rows = json.loads((run.folder / "run.json").read_text())["environment"]
     assert rows == read_run(run.folder).environment
     had = json.loads(next(seen.iterdir()).read_text())
-    given = {row["name"]: row["value"] for row in rows if row["children"] in ("Ray's workers", "rollout workers")}
+    given = {
+        row["name"]: row["value"]
+        for row in rows
+        if row["children"] in ("Ray's workers", "rollout workers")
+    }
     assert given["GLOO_SOCKET_IFNAME"] == "lo"
     assert given["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert {name: had[name] for name in given} == given
@@ -67,7 +76,9 @@ def test_the_recorded_environment_equals_that_of_a_training_process(
         for row in rows
         if "train_policy" in row["stages"]
     ]
-    with Run.start(config) as cached:  # it starts no children; the record of the outputs' run is kept
+    with Run.start(
+        config
+    ) as cached:  # it starts no children; the record of the outputs' run is kept
         chain.fetch_model.fn(cached, chain.prepare_data.fn(cached).result())
         cached.take("train_policy")
     assert cached.stages["train_policy"].cached

@@ -89,14 +89,22 @@ def names(network: list[FakeHost], tmp_path: Path) -> Iterator[list[FakeHost]]:
 def alone(names: list[FakeHost]) -> Iterator[FakeHost]:
     """A host whose own name resolves to loopback, as on Debian."""
     host = names[0]
-    (Path("/etc/netns") / host.name / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n")
+    (Path("/etc/netns") / host.name / "hosts").write_text(
+        f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n"
+    )
     host.run(f"ip route add default dev {host.interface}")
     yield host
     host.run("ip route del default")
 
 
 def _render(tmp_path: Path, found: list[FakeHost], python: str, *words: str) -> Path:
-    tree = {"hosts": [h.name for h in found], "device": "cpu", "devices": 2, "port": PORT, "python": python}
+    tree = {
+        "hosts": [h.name for h in found],
+        "device": "cpu",
+        "devices": 2,
+        "port": PORT,
+        "python": python,
+    }
     (tmp_path / "inventory.yaml").write_text(yaml.safe_dump({**tree, "start_seconds": 300}))
     output = tmp_path / "rendered"
     words = ("cluster", "render", str(tmp_path / "inventory.yaml"), *words, "--output", str(output))
@@ -106,7 +114,9 @@ def _render(tmp_path: Path, found: list[FakeHost], python: str, *words: str) -> 
 
 
 def _processes(host: FakeHost) -> list[str]:
-    return subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True).stdout.split()
+    return subprocess.run(
+        ["ip", "netns", "pids", host.name], capture_output=True, text=True
+    ).stdout.split()
 
 
 def _environment() -> dict[str, str]:
@@ -120,13 +130,27 @@ class Scripts:
         self.folder = _render(tmp_path, found, sys.executable, "--scripts")
         self.state = tmp_path / "state"
         self.environment = {
-            **_environment(), "DAPO_STATE": str(self.state), "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        }  # fmt: skip
+            **_environment(),
+            "DAPO_STATE": str(self.state),
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }
 
     def type(self, host: FakeHost, verb: str) -> subprocess.Popen[str]:
-        command = ["ip", "netns", "exec", host.name, "bash", str(self.folder / f"{host.name}.sh"), verb]
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            host.name,
+            "bash",
+            str(self.folder / f"{host.name}.sh"),
+            verb,
+        ]
         return subprocess.Popen(
-            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     def said(self, host: FakeHost, verb: str) -> str:
@@ -142,10 +166,14 @@ def test_scripts_start_and_stop_ray_on_two_hosts(names: list[FakeHost], tmp_path
     scripts = Scripts(tmp_path, names)
     head, other = names
     try:
-        starting = [scripts.type(host, "start") for host in (other, head)]  # the other host waits for the head
+        starting = [
+            scripts.type(host, "start") for host in (other, head)
+        ]  # the other host waits for the head
         said = [each.communicate(timeout=400)[0] for each in starting]
         assert [each.returncode for each in starting] == [0, 0], said
-        assert f"starting Ray at {other.address} ({other.interface})" in said[0]  # and none of the decoys
+        assert (
+            f"starting Ray at {other.address} ({other.interface})" in said[0]
+        )  # and none of the decoys
         assert f"2 nodes have joined {head.name}:{PORT} with 4 CPU" in said[1]
         assert "Ray is already running" in scripts.said(head, "start")
         folders = [scripts.started(host)[1] for host in names]
@@ -170,7 +198,9 @@ def test_a_single_host_s_name_may_resolve_to_loopback(alone: FakeHost, tmp_path:
     assert "Ray has ended" in ended
 
 
-def test_a_start_without_a_token_says_how_to_make_one(names: list[FakeHost], tmp_path: Path) -> None:
+def test_a_start_without_a_token_says_how_to_make_one(
+    names: list[FakeHost], tmp_path: Path
+) -> None:
     folder = _render(tmp_path, names, sys.executable, "--scripts")
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     command = ["bash", str(folder / f"{names[0].name}.sh"), "start"]
@@ -187,7 +217,10 @@ def _submit(
     bin_folder.mkdir()
     for name, text in {
         "python": python.format(
-            python=sys.executable, port=PORT, checkpoint=tmp_path / "checkpoint", started=tmp_path / "started"
+            python=sys.executable,
+            port=PORT,
+            checkpoint=tmp_path / "checkpoint",
+            started=tmp_path / "started",
         ),
         "srun": SRUN.format(hosts=words, on_host=on_host),
         "scontrol": SCONTROL.format(hosts=words),
@@ -196,7 +229,13 @@ def _submit(
         (bin_folder / name).write_text(text)
         (bin_folder / name).chmod(0o755)
     folder = _render(
-        tmp_path, found, str(bin_folder / "python"), "--slurm", "--config", RECIPE, *_changes(tmp_path)
+        tmp_path,
+        found,
+        str(bin_folder / "python"),
+        "--slurm",
+        "--config",
+        RECIPE,
+        *_changes(tmp_path),
     )
     environment = {
         **_environment(),
@@ -207,7 +246,9 @@ def _submit(
         "SLURMD_NODENAME": found[0].name,
     }
     command = ["ip", "netns", "exec", found[0].name, "bash", str(folder / "two.sbatch")]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def _changes(tmp_path: Path) -> list[str]:
@@ -231,7 +272,9 @@ def test_the_batch_file_runs_the_recipe_on_two_hosts(names: list[FakeHost], tmp_
     assert not any(path.exists() for path in made)
 
 
-def test_a_node_without_the_store_is_named_before_ray_starts(names: list[FakeHost], tmp_path: Path) -> None:
+def test_a_node_without_the_store_is_named_before_ray_starts(
+    names: list[FakeHost], tmp_path: Path
+) -> None:
     head, other = names
     hide = f'mount -t tmpfs none "{tmp_path}/the store"'  # for this task only
     script = f'''[ "$SLURMD_NODENAME" = {head.name} ] || {hide}; exec "$@"'''

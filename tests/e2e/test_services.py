@@ -33,9 +33,13 @@ def check_doctor(site: Site) -> None:
     output = site.dapo("doctor").stdout
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in output.splitlines()]
     found = {cells[0]: cells[1:] for cells in rows if len(cells) > 2}
-    assert {found[name][0] for name in ("Prefect server", "worker", "deployments", "schedules")} == {"ok"}, output
+    assert {
+        found[name][0] for name in ("Prefect server", "worker", "deployments", "schedules")
+    } == {"ok"}, output
     assert found["schedules"][1].startswith("dapo-nightly: 20"), output
-    assert set(found["deployments"][1].split(", ")) == {each["name"] for each in read_deployments(ROOT)}
+    assert set(found["deployments"][1].split(", ")) == {
+        each["name"] for each in read_deployments(ROOT)
+    }
 
 
 def pids(site: Site) -> dict[str, int]:
@@ -59,7 +63,9 @@ def test_server_and_worker_start_serve_the_project_and_stop(site: Site) -> None:
     assert is_healthy(address)
     for password, status in ((None, 401), ("guessed", 401), (site.password, 200)):
         auth = ("dapo", password) if password else None
-        answer = httpx.post(f"{address}/deployments/filter", json={}, auth=auth, trust_env=False, timeout=300)
+        answer = httpx.post(
+            f"{address}/deployments/filter", json={}, auth=auth, trust_env=False, timeout=300
+        )
         assert (answer.status_code, "dapo-full" in answer.text) == (status, status == 200)
     assert (
         "needs a password: export PREFECT_API_AUTH_STRING="
@@ -68,7 +74,9 @@ def test_server_and_worker_start_serve_the_project_and_stop(site: Site) -> None:
 
     # A server that died gets the same port; the worker, which may run a training, keeps running.
     psutil.Process(first["server"]).kill()
-    with pytest.raises(ServicesError, match=r"`dapo down --cancel --store .*/\.dapo` stops the worker"):
+    with pytest.raises(
+        ServicesError, match=r"`dapo down --cancel --store .*/\.dapo` stops the worker"
+    ):
         take_down(site.store, cancel=False)
     site.up()
     assert site.services.api_url == api

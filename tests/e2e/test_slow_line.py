@@ -10,7 +10,11 @@ import pytest
 from tests.cluster_sites import Site, make_site, preflight
 from tests.namespaces import FakeHost, NoNamespacesError, hosts
 
-FAR, VERY_FAR, FARTHEST = 0.03, 0.25, 2.0  # seconds one way: another city, a satellite, a network in trouble
+FAR, VERY_FAR, FARTHEST = (
+    0.03,
+    0.25,
+    2.0,
+)  # seconds one way: another city, a satellite, a network in trouble
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +28,9 @@ def far() -> Iterator[list[FakeHost]]:
 
 
 @pytest.fixture(scope="module")
-def site(far: list[FakeHost], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(
+    far: list[FakeHost], home: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
     """A cluster started over the line."""
     site = make_site(tmp_path_factory.mktemp("site"), far)
     far[1].slow_down(FAR)
@@ -52,6 +58,11 @@ def test_a_very_distant_host_can_join(far: list[FakeHost], site: Site, tmp_path:
     assert ("Ray", "fail") not in found, found
 
 
-def test_a_round_trip_of_four_seconds_is_not_taken_for_a_firewall(far: list[FakeHost], site: Site) -> None:
+def test_a_round_trip_of_four_seconds_is_not_taken_for_a_firewall(
+    far: list[FakeHost], site: Site
+) -> None:
     far[1].slow_down(FARTHEST)
-    assert [(host["state"], host["reason"]) for host in site.status().values()] == [("up", ""), ("up", "")]
+    assert [(host["state"], host["reason"]) for host in site.status().values()] == [
+        ("up", ""),
+        ("up", ""),
+    ]

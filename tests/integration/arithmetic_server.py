@@ -88,7 +88,11 @@ class Handler(BaseHTTPRequestHandler):
         return self.say(text, finish_reason, {"completion_tokens": 5})
 
     def say(
-        self, text: Any, finish_reason: str = "stop", usage: Mapping[str, Any] | None = None, **message: Any
+        self,
+        text: Any,
+        finish_reason: str = "stop",
+        usage: Mapping[str, Any] | None = None,
+        **message: Any,
     ) -> bool:
         """Send a completion, with further fields of its message; returns True."""
         message = {"role": "assistant", "content": text, **message}
@@ -96,7 +100,11 @@ class Handler(BaseHTTPRequestHandler):
         return self.send(200, json.dumps({"choices": [choice], "usage": usage}).encode())
 
     def send(
-        self, status: int, body: bytes, declared_bytes: int | None = None, headers: dict[str, str] | None = None
+        self,
+        status: int,
+        body: bytes,
+        declared_bytes: int | None = None,
+        headers: dict[str, str] | None = None,
     ) -> bool:
         """Send a response; returns True."""
         self.send_response(status)

@@ -18,12 +18,27 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # Chromium must make no requests of its own: they would fill the log or leave the machine.
 OPTIONS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--mute-audio"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
-    *("--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe"),
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--mute-audio",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-extensions",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
 )
 TIMEOUT_SECONDS = 200
-ERROR_EVENTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Inspector.targetCrashed")
+ERROR_EVENTS = (
+    "Runtime.exceptionThrown",
+    "Runtime.consoleAPICalled",
+    "Log.entryAdded",
+    "Inspector.targetCrashed",
+)
 
 
 class Browser:
@@ -51,7 +66,16 @@ class Browser:
         # Chromium reads commands from descriptor 3, replies on 4, and exits when 3 is closed.
         redirect = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
         self._process = subprocess.Popen(
-            ["bash", "-c", redirect, "bash", program, *OPTIONS, f"--user-data-dir={profile}", "about:blank"],
+            [
+                "bash",
+                "-c",
+                redirect,
+                "bash",
+                program,
+                *OPTIONS,
+                f"--user-data-dir={profile}",
+                "about:blank",
+            ],
             pass_fds=(to_browser, from_browser),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -60,13 +84,18 @@ class Browser:
         os.close(from_browser)
         self._stack.callback(os.close, self._to_us)
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         os.close(self._from_us)
         try:
@@ -98,7 +127,9 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page; awaits promises."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in answer:
             raise AssertionError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
@@ -109,7 +140,9 @@ class Browser:
         while not self.evaluate(condition):
             if time.monotonic() > deadline:
                 shown = self.evaluate("document.body.innerText")
-                raise AssertionError(f"not within {TIMEOUT_SECONDS} s: {condition}; the page shows:\n{shown}")
+                raise AssertionError(
+                    f"not within {TIMEOUT_SECONDS} s: {condition}; the page shows:\n{shown}"
+                )
             time.sleep(0.2)
 
     def resize(self, width: int, height: int = 900, scheme: str = "light") -> None:
@@ -121,7 +154,10 @@ class Browser:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     def screenshot(self, path: Path) -> None:
         """The whole page as a PNG."""
@@ -134,7 +170,9 @@ class Browser:
             text = os.read(self._to_us, 1 << 16) if is_ready else b""
             if not text:
                 state = (
-                    f"sent nothing for {TIMEOUT_SECONDS} s" if not is_ready else f"exited ({self._process.poll()})"
+                    f"sent nothing for {TIMEOUT_SECONDS} s"
+                    if not is_ready
+                    else f"exited ({self._process.poll()})"
                 )
                 raise AssertionError(f"Chromium {state}")
             self._unread += text

@@ -28,7 +28,9 @@ def ray_address() -> Iterator[str]:
 
     # A process reads its token once, so its private Rays and this one have the same.
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", AUTH_TOKEN: private_token()}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}
+    )
     yield cluster.address
     cluster.shutdown()
 

@@ -50,7 +50,10 @@ def start_builder(tmp_path: Path, mode: str = "clean") -> subprocess.Popen[str]:
     arguments = [str(tmp_path / name) for name in ("store", "builds", "go")]
     with open(tmp_path / "log", "a") as log:
         return subprocess.Popen(
-            [sys.executable, "-c", BUILDER, *arguments, mode], stdout=subprocess.PIPE, stderr=log, text=True
+            [sys.executable, "-c", BUILDER, *arguments, mode],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
         )
 
 
@@ -83,7 +86,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False
     )
     if mounted.returncode != 0:
-        pytest.skip(f"mounting needs root: {mounted.stderr.decode().strip()}; see test_artifacts for /dev/full")
+        pytest.skip(
+            f"mounting needs root: {mounted.stderr.decode().strip()}; see test_artifacts for /dev/full"
+        )
     yield disk
     subprocess.run(["umount", disk], check=True)
 
@@ -106,7 +111,10 @@ def test_a_waiter_builds_when_the_builder_is_killed(tmp_path: Path) -> None:
     first = start_builder(tmp_path)
     wait_until(lambda: builds(tmp_path) == [first.pid], "the first to build")
     second = start_builder(tmp_path)
-    wait_until(lambda: f"waiting for pid {first.pid}" in (tmp_path / "log").read_text(), "the second to wait")
+    wait_until(
+        lambda: f"waiting for pid {first.pid}" in (tmp_path / "log").read_text(),
+        "the second to wait",
+    )
     first.kill()
     (tmp_path / "go").touch()
     first.communicate()
@@ -163,7 +171,9 @@ def test_a_full_disk_is_reported_and_the_next_attempt_succeeds(small_disk: Path)
     store = ArtifactStore(small_disk / "store")
     other_parts = StageKey(stage="data", config={}, inputs={}, code_digest="c", versions={})
     made, _ = store.produce(other_parts, build_one_file)
-    with pytest.raises(StoreError, match=r"has no space left: .*0\.0 MiB of 1\.0 MiB are free.*set store\.path"):
+    with pytest.raises(
+        StoreError, match=r"has no space left: .*0\.0 MiB of 1\.0 MiB are free.*set store\.path"
+    ):
         store.produce(PARTS, build_too_much)
     assert store.lookup("train", PARTS.key) is None
     assert store.lookup("data", other_parts.key) == made
@@ -183,5 +193,7 @@ def test_a_read_only_store_serves_hits_and_refuses_builds(small_disk: Path) -> N
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     assert store.produce(PARTS, must_not_build) == (made, True)
     other_parts = StageKey(stage="data", config={}, inputs={}, code_digest="c", versions={})
-    with pytest.raises(StoreError, match=r"cannot be written: .*Read-only file system.*set store\.path"):
+    with pytest.raises(
+        StoreError, match=r"cannot be written: .*Read-only file system.*set store\.path"
+    ):
         store.produce(other_parts, must_not_build)

@@ -75,7 +75,9 @@ def _whole(policy: Policy) -> dict[str, torch.Tensor]:
     for name, parameter in policy.model.named_parameters():
         tensors[name] = parameter.full_tensor().detach().clone()
         for kind, value in policy.optimizer.state[parameter].items():
-            tensors[f"{name} {kind}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+            tensors[f"{name} {kind}"] = (
+                value.full_tensor() if hasattr(value, "full_tensor") else value
+            ).clone()
     return tensors
 
 
@@ -152,7 +154,11 @@ def _save(rank: int, config: Config, folder: Path) -> Saved:
 
 def _on_two_ranks(rank: int, config: Config, folder: Path) -> tuple[Saved, Any, list[str]]:
     """Run everything that needs two ranks in one process group."""
-    return _save(rank, config, folder), _fail(rank, config, folder / "failing"), _placed(rank, config, folder)
+    return (
+        _save(rank, config, folder),
+        _fail(rank, config, folder / "failing"),
+        _placed(rank, config, folder),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +173,9 @@ def saved(two_ranks: TwoRanks) -> tuple[Path, list[Saved]]:
     return two_ranks[0], two_ranks[1]
 
 
-def test_saving_and_training_at_the_same_time_do_not_affect_each_other(saved: tuple[Path, list[Saved]]) -> None:
+def test_saving_and_training_at_the_same_time_do_not_affect_each_other(
+    saved: tuple[Path, list[Saved]],
+) -> None:
     for rank in saved[1]:
         assert [fact for fact, holds in rank.facts.items() if not holds] == []
 
@@ -183,7 +191,9 @@ def _require_size(folder: Path, num_bytes: int, num_ranks: int) -> None:
 def test_the_checkpoint_has_the_predicted_size(saved: tuple[Path, list[Saved]]) -> None:
     folder, ranks = saved
     num_elements = sum(
-        tensor.numel() for name, tensor in ranks[0].tensors.items() if "exp_avg" not in name and "step" not in name
+        tensor.numel()
+        for name, tensor in ranks[0].tensors.items()
+        if "exp_avg" not in name and "step" not in name
     )
     num_counts = sum("step" in name for name in ranks[0].tensors)
     expected = 4 * (3 * num_elements + num_counts)  # tied weights once
@@ -214,7 +224,9 @@ def _load(rank: int, config: Config, folder: Path, again: Path) -> Loaded:
     expected, tensors = _whole(first), _whole(policy)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
     num_optimizer_steps, draws, sums = policy.num_optimizer_steps, _draws(), _update(policy, rank)
-    return Loaded(num_optimizer_steps, tensors, draws, sums, _whole(policy), policy.checkpoint_bytes())
+    return Loaded(
+        num_optimizer_steps, tensors, draws, sums, _whole(policy), policy.checkpoint_bytes()
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,8 +248,12 @@ def test_any_number_of_ranks_continues_from_a_checkpoint(
         assert rank.tensors.keys() == before[0].tensors.keys()
         for name, tensor in rank.tensors.items():
             assert torch.equal(tensor, before[0].tensors[name]), name
-        assert rank.next_sums.learning_rate == pytest.approx(0.01 * 3 / 4)  # the third of four warm-up steps
-    _require_same_update(ranks[0], before[0], options.get("weight_decay", 0.1) - 0.1, num_ranks == 2)
+        assert rank.next_sums.learning_rate == pytest.approx(
+            0.01 * 3 / 4
+        )  # the third of four warm-up steps
+    _require_same_update(
+        ranks[0], before[0], options.get("weight_decay", 0.1) - 0.1, num_ranks == 2
+    )
     _require_size(tmp_path, sum(rank.num_bytes for rank in ranks), num_ranks)
     assert [rank.draws for rank in ranks[:2]] == [rank.draws for rank in before[:num_ranks]]
     for generator in zip(*(rank.draws for rank in ranks), strict=True):
@@ -251,7 +267,9 @@ def _require_same_update(loaded: Loaded, saved: Saved, more_decay: float, is_exa
         if is_exact:
             assert torch.equal(tensor, expected), name
         elif "exp_avg" in name or "step" in name:
-            torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+            torch.testing.assert_close(
+                tensor, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
+            )
         else:
             expected = expected - 0.0075 * more_decay * saved.tensors[name]
             # if all gradients so far are noise, so is the ratio of their moments
@@ -308,7 +326,10 @@ def test_a_failed_write_raises_on_every_rank_and_training_continues(two_ranks: T
     for errors in two_ranks[2]:
         for name, (message, number) in zip(("sync", "async"), errors[:2], strict=True):
             assert number == errno.EFBIG
-            assert message == f"[Errno 27] rank 1 cannot write its shards: File too large: '{folder / name}'"
+            assert (
+                message
+                == f"[Errno 27] rank 1 cannot write its shards: File too large: '{folder / name}'"
+            )
         for name, (message, _) in zip(("sync", "nowhere"), errors[2:], strict=True):
             assert message.startswith(f"the shards in {folder / name} cannot be loaded: rank 0: ")
             assert "No such file" in message
@@ -328,7 +349,9 @@ def _placed(rank: int, config: Config, folder: Path) -> list[str]:
     for is_offloaded, place in ((False, META), (True, CPU)):
         optimizer = torch.optim.AdamW(policy.model.parameters())
         Shards(policy._causal_lm(), optimizer, meta, is_offloaded, run_seed=0)._state(0)
-        moments = {state[name].to_local().device for state in optimizer.state.values() for name in MOMENTS}
+        moments = {
+            state[name].to_local().device for state in optimizer.state.values() for name in MOMENTS
+        }
         facts[f"new moments with offloading {is_offloaded} are on {place}"] = moments == {place}
     _update(policy, rank)
     before = _places(policy)
@@ -340,7 +363,11 @@ def _placed(rank: int, config: Config, folder: Path) -> list[str]:
 
 def _places(policy: Policy) -> list[int]:
     states = policy.optimizer.state.items()
-    tensors = [tensor for parameter, state in states for tensor in (parameter, *(state[name] for name in MOMENTS))]
+    tensors = [
+        tensor
+        for parameter, state in states
+        for tensor in (parameter, *(state[name] for name in MOMENTS))
+    ]
     return [tensor.to_local().data_ptr() for tensor in tensors]
 
 
@@ -355,7 +382,12 @@ def group(model_path: Path, ray_address: str) -> Iterator[PolicyGroup]:
     with connected_to_ray(config.train, num_cpus=0):
         ranks = [ray.remote(_PolicyRank).options(num_cpus=1).remote() for _ in range(2)]
         address = ray.get(ranks[0].rendezvous.remote())
-        ray.get([rank.start.remote(n, 2, address, str(model_path), config) for n, rank in enumerate(ranks)])
+        ray.get(
+            [
+                rank.start.remote(n, 2, address, str(model_path), config)
+                for n, rank in enumerate(ranks)
+            ]
+        )
         actors = Actors()
         actors.add("policy rank", ranks)
         yield PolicyGroup(ranks, config, actors, hidden_size=64)

@@ -33,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         separation.mkdir(mode=0o755)
     folder = tmp_path_factory.mktemp("ssh")
     for name in ("host", "own", "other"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True
+        )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -49,7 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         f" IdentitiesOnly yes\n UserKnownHostsFile {folder}/known\n StrictHostKeyChecking yes\n"
     )
     with (folder / "log").open("wb") as log:
-        server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stdout=log, stderr=log)
+        server = subprocess.Popen(
+            [SSHD, "-D", "-e", "-f", folder / "sshd_config"], stdout=log, stderr=log
+        )
     try:
         deadline = time.monotonic() + START_SECONDS
         while "Server listening" not in (folder / "log").read_text():
@@ -62,15 +66,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         server.wait()
 
 
-def _ask(folder: Path, key: str = "own", *options: str, login: str = "sh", **changes: Any) -> Answer:
-    settings = (f"-F {folder}/config -i {folder}/{key} -o BatchMode=yes -o SetEnv=DAPO_SHELL={login}", *options)
+def _ask(
+    folder: Path, key: str = "own", *options: str, login: str = "sh", **changes: Any
+) -> Answer:
+    settings = (
+        f"-F {folder}/config -i {folder}/{key} -o BatchMode=yes -o SetEnv=DAPO_SHELL={login}",
+        *options,
+    )
     shell = " ".join(("ssh", *settings, "{host}"))
     inventory = Inventory(hosts=("node",), device="cpu", devices=1, shell=shell, **changes)
     return ask(inventory, {"node": {"verb": "status", "cluster": "node_1", "host": "node"}})["node"]
 
 
 @pytest.mark.parametrize("login", ["bash", "dash", "tcsh", "fish"])
-def test_a_host_answers_over_ssh_with_any_login_shell(folder: Path, tmp_path: Path, login: str) -> None:
+def test_a_host_answers_over_ssh_with_any_login_shell(
+    folder: Path, tmp_path: Path, login: str
+) -> None:
     if shutil.which(login) is None:
         pytest.skip(f"there is no {login} (Debian's {login})")
     text = r"""$HOME `id` "two" \ 'one' !! é *"""

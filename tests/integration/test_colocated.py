@@ -114,7 +114,9 @@ def trainings(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {name: _train(world, folder / name, name, steps) for name, steps in ends.items()}
 
 
-def test_work_finds_the_state_on_the_device_that_the_table_lists(trainings: dict[str, Training]) -> None:
+def test_work_finds_the_state_on_the_device_that_the_table_lists(
+    trainings: dict[str, Training],
+) -> None:
     trace = trainings["colocated"].trace.work
     assert {work for work, *_ in trace} == WORK.keys()
     for number, (work, ranks, engines) in enumerate(trace):
@@ -124,7 +126,9 @@ def test_work_finds_the_state_on_the_device_that_the_table_lists(trainings: dict
 def test_phases_follow_the_order_of_the_table(trainings: dict[str, Training]) -> None:
     by_holding = {holding: phase for phase, holding in COLOCATED.items()}
     phases = [by_holding[ranks, engines] for _, ranks, engines in trainings["colocated"].trace.work]
-    turns = [phase for number, phase in enumerate(phases) if number == 0 or phases[number - 1] != phase]
+    turns = [
+        phase for number, phase in enumerate(phases) if number == 0 or phases[number - 1] != phase
+    ]
     probe: list[Phase] = ["generate"]  # after the last step
     resume: list[Phase] = ["update", "publish"]
     assert turns == [*COLOCATED] * (NUM_STEPS - 1) + probe + resume + [*COLOCATED] + probe
@@ -149,7 +153,9 @@ def test_both_placements_train_bitwise_equally(
     assert crash.differences(separate.folder, colocated.folder) == []
     for line in read_json_lines(colocated.folder / METRICS_FILE):
         assert {f"perf/max_rss_gb/{phase}" for phase in COLOCATED} <= line.keys()
-        assert line["perf/max_rss_gb"] >= max(line[f"perf/max_rss_gb/{phase}"] for phase in COLOCATED)
+        assert line["perf/max_rss_gb"] >= max(
+            line[f"perf/max_rss_gb/{phase}"] for phase in COLOCATED
+        )
 
 
 def _memory() -> float:
@@ -167,7 +173,10 @@ def _take_turns(rank: int, path: Path, folder: Path) -> dict[str, float]:
     share, totals = shares[0], LossTotals.of(batch)
     policy.update(share, totals)
     facts = {"held": _memory()}
-    tensors = [*policy.offloader.local_tensors("weights"), *policy.offloader.local_tensors("optimizer")]
+    tensors = [
+        *policy.offloader.local_tensors("weights"),
+        *policy.offloader.local_tensors("optimizer"),
+    ]
     facts["state"] = sum(tensor.nbytes for tensor in tensors) / 1e6
     before = [tensor.clone() for tensor in tensors[:3]]
     for _ in range(2):  # the second call has no effect
@@ -202,6 +211,8 @@ def test_a_rank_on_a_cpu_returns_its_memory_to_the_system(tmp_path: Path) -> Non
     assert facts["state"] > 300, facts
     assert freed > 0.95 * (facts["state"] + gradients), facts
     assert facts["after a checkpoint"] < facts["given back"] + 0.2 * facts["state"], facts
-    assert facts["weights only"] < facts["given back"] + 0.8 * facts["state"], facts  # and gathered layers
+    assert facts["weights only"] < facts["given back"] + 0.8 * facts["state"], (
+        facts
+    )  # and gathered layers
     assert facts["given back again"] < facts["given back"] + 0.1 * facts["state"], facts
     assert (facts["same"], facts["learned"], facts["loaded"]) == (1, 1, 1), facts

@@ -45,7 +45,9 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Arithmet
         monkeypatch.setattr(chain, "run_dapo", run_dapo)
         for name in ("fetch_model", "evaluate_model", "merge_checkpoint"):
             task = getattr(chain, name)
-            monkeypatch.setattr(dapo_full, name, lambda *values, task=task: task.fn(*values).result())
+            monkeypatch.setattr(
+                dapo_full, name, lambda *values, task=task: task.fn(*values).result()
+            )
         yield server
 
 
@@ -63,13 +65,17 @@ def ask(config: Config) -> tuple[Run, Columns]:
             (folder / METRICS_FILE).write_text('{"step": 60}\n')
             return {}
 
-        training = run.produce("train_policy", link_of(config, "train_policy").key(*made.values()), train)
+        training = run.produce(
+            "train_policy", link_of(config, "train_policy").key(*made.values()), train
+        )
         dapo_full.evaluate_baselines(run, made["prepare_data"], columns)
         dapo_full.evaluate_checkpoints(run, made["prepare_data"], training, columns)
     return run, columns
 
 
-def test_each_column_is_evaluated_once_and_fails_alone(server: ArithmeticServer, tmp_path: Path) -> None:
+def test_each_column_is_evaluated_once_and_fails_alone(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
     model = build_tiny_qwen3(tmp_path / "model", seed=1)
     entries = [
         {"name": "folder", "path": str(model)},
@@ -81,8 +87,13 @@ def test_each_column_is_evaluated_once_and_fails_alone(server: ArithmeticServer,
     run, columns = ask(small_config(store, baselines, "evaluate.checkpoints=[20]"))
     assert list(columns.baselines) == ["folder", "theirs"]
     assert list(columns.checkpoints) == [20]
-    assert {name: why.split(":")[0] for name, why in columns.absent.items()} == {"away": "ServerUnreachable"}
-    assert [served_by(columns.baselines[name]) for name in ("folder", "theirs")] == [["vllm serve MODEL"], []]
+    assert {name: why.split(":")[0] for name, why in columns.absent.items()} == {
+        "away": "ServerUnreachable"
+    }
+    assert [served_by(columns.baselines[name]) for name in ("folder", "theirs")] == [
+        ["vllm serve MODEL"],
+        [],
+    ]
     num_asked = len(server.requests)
     assert num_asked == 3 * 8
     merged = Path(run.stages["merge_step_20"].artifact)
@@ -91,7 +102,9 @@ def test_each_column_is_evaluated_once_and_fails_alone(server: ArithmeticServer,
     # A longer list costs only new steps; a step that the training did not keep is missing, with a fix.
     again = small_config(store, baselines, "evaluate.checkpoints=[20, 40, 60]")
     run, columns = ask(again)
-    assert all(run.stages[label].cached for label in ("evaluate_baseline_theirs", "evaluate_step_20"))
+    assert all(
+        run.stages[label].cached for label in ("evaluate_baseline_theirs", "evaluate_step_20")
+    )
     assert not run.stages["evaluate_step_60"].cached
     assert len(server.requests) == num_asked + 8
     assert "--force trains again and keeps it" in columns.absent["step 40"]
@@ -117,18 +130,28 @@ def test_a_server_that_is_down_keeps_the_column_of_the_weights_it_last_showed(
     server.logprobs = {" it": -0.5, " we": -1.5, " the": -3.0}
     assert ask(config)[1].baselines["theirs"] != first
     server.logprobs = usual
-    assert ask(config)[1].baselines["theirs"] == first  # now the last weights, though nothing was evaluated
+    assert (
+        ask(config)[1].baselines["theirs"] == first
+    )  # now the last weights, though nothing was evaluated
     num_asked = len(server.requests)
     server.server_close()
     server.shutdown()
     _, columns = ask(config)
-    assert (columns.baselines, columns.absent, len(server.requests)) == ({"theirs": first}, {}, num_asked)
+    assert (columns.baselines, columns.absent, len(server.requests)) == (
+        {"theirs": first},
+        {},
+        num_asked,
+    )
     assert "does not answer" in caplog.text
-    assert "Only stored results of theirs can be used, for the weights it last showed" in caplog.text
+    assert (
+        "Only stored results of theirs can be used, for the weights it last showed" in caplog.text
+    )
     check_baselines(config, findings := Findings())
     assert [finding.status for finding in findings] == [WARN]
     # Other settings have no stored results.
-    _, columns = ask(small_config(tmp_path / "store", f"evaluate.baselines={entries}", "evaluate.seed=7"))
+    _, columns = ask(
+        small_config(tmp_path / "store", f"evaluate.baselines={entries}", "evaluate.seed=7")
+    )
     assert columns.absent["theirs"].startswith("ServerUnreachable: ")
 
 
@@ -144,10 +167,14 @@ def test_a_hub_baseline_shares_its_artifact_with_a_recipe_for_that_model(tmp_pat
             with columns.one("none"):
                 chain.fetch_model.fn(run, None, "fetch_baseline_none")
         named = ("model.source=huggingface", "model.id=org/tiny")
-        assert link_of(small_config(tmp_path / "store", *named), "fetch_model").key().key == model.key
+        assert (
+            link_of(small_config(tmp_path / "store", *named), "fetch_model").key().key == model.key
+        )
         findings = Findings()
         check_baselines(config, findings)
-    assert (Path(model.path) / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert (Path(model.path) / "model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
     assert [finding.status for finding in findings] == [OK, FAIL]
     assert columns.absent["none"].startswith("NotFound: ")
 

@@ -44,10 +44,14 @@ PAUSE = 0.3  # between stopping and killing a process, so that others wait for i
 SCORER = "def compute_score(**_):\n    return 1.0\n"
 ERRORS = {
     "dapo": DataError("no rows"),
-    "shards": CheckpointError("the shards cannot be loaded: rank 0: RuntimeError('Connection closed by peer')"),
+    "shards": CheckpointError(
+        "the shards cannot be loaded: rank 0: RuntimeError('Connection closed by peer')"
+    ),
     "fail": RuntimeError("Connection closed by peer"),
 }
-REQUESTS = [GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1"), 1) for number in range(6)]
+REQUESTS = [
+    GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1"), 1) for number in range(6)
+]
 KILLED = r"died: it was killed, for example by the kernel when memory ran out, or it crashed"
 
 
@@ -108,7 +112,9 @@ def test_a_dead_actor_ends_every_call_and_differs_from_an_error(actors: list[Any
         take_groups(rollouts)
     with pytest.raises(WorkerDied, match=message) as caught:  # after a broken collective
         watched.get([healthy.call.remote("fail")])
-    with pytest.raises(WorkerDied, match=message):  # after a save or load that included the dead actor
+    with pytest.raises(
+        WorkerDied, match=message
+    ):  # after a save or load that included the dead actor
         watched.get([healthy.call.remote("shards")])
     assert isinstance(caught.value.__cause__, RayActorError)
     with pytest.raises(DataError, match=r"^no rows$"):
@@ -138,7 +144,8 @@ def test_waiting_for_a_hanging_worker_times_out(actors: list[Any]) -> None:
     try:
         for call in calls:
             with pytest.raises(
-                RolloutError, match=r"did not answer within 2 s: .*raise sampler\.max_seconds_without_kept"
+                RolloutError,
+                match=r"did not answer within 2 s: .*raise sampler\.max_seconds_without_kept",
             ):
                 call()
     finally:
@@ -148,12 +155,18 @@ def test_waiting_for_a_hanging_worker_times_out(actors: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (ActorUnavailableError("RPC error: failed to connect", None), "it cannot be reached, so its process or"),
+        (
+            ActorUnavailableError("RPC error: failed to connect", None),
+            "it cannot be reached, so its process or",
+        ),
         (
             OutOfMemoryError("2 worker(s) were killed due to the node running low on memory."),
             "Ray killed it because",
         ),
-        (NodeDiedError("The actor died because its node has died. Node Id: 5e58"), "its node is lost"),
+        (
+            NodeDiedError("The actor died because its node has died. Node Id: 5e58"),
+            "its node is lost",
+        ),
         (NodeDiedError("first line\n" + "x" * 500), "x" * 200),  # unknown: the last line, truncated
     ],
 )
@@ -180,7 +193,9 @@ def cluster_until_death(config: Config, model: Path, victim: str) -> Iterator[Cl
     before = set(descendants(os.getpid()))
     died_at: list[float] = []
     with ExitStack() as stack:
-        stack.enter_context(pytest.raises(WorkerDied, match=rf"^{victim} \(pid \d+ on [\w.:]+\) {KILLED}$"))
+        stack.enter_context(
+            pytest.raises(WorkerDied, match=rf"^{victim} \(pid \d+ on [\w.:]+\) {KILLED}$")
+        )
         cluster = stack.enter_context(start_cluster(config, model))
         stack.callback(lambda: died_at.append(time.monotonic()))
         yield cluster
@@ -190,7 +205,9 @@ def cluster_until_death(config: Config, model: Path, victim: str) -> Iterator[Cl
         os.sched_yield()
 
 
-def test_a_dead_process_is_named_and_training_can_restart(ray_address: str, world: World, tmp_path: Path) -> None:
+def test_a_dead_process_is_named_and_training_can_restart(
+    ray_address: str, world: World, tmp_path: Path
+) -> None:
     (tmp_path / "scorer.py").write_text(SCORER)
     config = config_of(
         train={"ray_address": ray_address},

@@ -101,8 +101,12 @@ def start_parent(stem: Path, command: list[str], **options: Any) -> subprocess.P
     """Start a process that runs the command, and wait for its first line."""
     options = {"unwatched_seconds": 300.0, "stop_seconds": 300.0, "grace_seconds": 0.5, **options}
     words = [str(stem), json.dumps(options), json.dumps(command)]
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT), *words], stderr=subprocess.PIPE)
-    wait_until(lambda: stem.with_suffix(".log").exists() and log_of(stem) != "", "the command's first line")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT), *words], stderr=subprocess.PIPE
+    )
+    wait_until(
+        lambda: stem.with_suffix(".log").exists() and log_of(stem) != "", "the command's first line"
+    )
     return parent
 
 
@@ -130,12 +134,16 @@ def run(stem: Path, command: list[str], options: DetachOptions = OPTIONS, **more
     """Run or attach to the command; returns its lines."""
     lines: list[str] = []
     on_line = more.get("on_line", lines.append)
-    attach_or_start(command, log_path=stem.with_suffix(".log"), label="train", options=options, on_line=on_line)
+    attach_or_start(
+        command, log_path=stem.with_suffix(".log"), label="train", options=options, on_line=on_line
+    )
     return lines
 
 
 @pytest.mark.parametrize(
-    ("ending", "exit_code"), [(signal.SIGKILL, 0), (signal.SIGTERM, 3)], ids=["killed parent", "restarted worker"]
+    ("ending", "exit_code"),
+    [(signal.SIGKILL, 0), (signal.SIGTERM, 3)],
+    ids=["killed parent", "restarted worker"],
 )
 def test_the_next_run_attaches_to_a_command_that_outlived_its_parent(
     stem: Path, caplog: pytest.LogCaptureFixture, ending: signal.Signals, exit_code: int
@@ -145,7 +153,9 @@ def test_the_next_run_attaches_to_a_command_that_outlived_its_parent(
     end(start_parent(stem, python(TICKER, go, str(exit_code))), ending)
     assert is_locked(stem.with_suffix(".cluster"))  # by the supervisor of the command
     first = record_of(stem)
-    options = dataclasses.replace(OPTIONS, lock=lambda: pytest.fail("the supervisor holds the lock"))
+    options = dataclasses.replace(
+        OPTIONS, lock=lambda: pytest.fail("the supervisor holds the lock")
+    )
     lines: list[str] = []
 
     def on_line(line: str) -> None:
@@ -153,7 +163,9 @@ def test_the_next_run_attaches_to_a_command_that_outlived_its_parent(
         go.touch()
 
     if exit_code:
-        with pytest.raises(ChildProcessFailed, match=r"train ended with exit code 3(.|\n)*last words") as caught:
+        with pytest.raises(
+            ChildProcessFailed, match=r"train ended with exit code 3(.|\n)*last words"
+        ) as caught:
             run(stem, STARTED_AGAIN, options, on_line=on_line)
         assert caught.value.exit_code == exit_code
     else:
@@ -231,7 +243,9 @@ def full_disk() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_attached", [False, True])
-def test_cancellation_stops_a_command_gracefully_even_on_a_full_disk(stem: Path, is_attached: bool) -> None:
+def test_cancellation_stops_a_command_gracefully_even_on_a_full_disk(
+    stem: Path, is_attached: bool
+) -> None:
     if is_attached:
         end(start_parent(stem, python(SAVER)), signal.SIGKILL)
     stack = contextlib.ExitStack()
@@ -269,7 +283,12 @@ def test_a_foreign_signal_stops_a_command_without_a_retry(stem: Path, target: st
 
 def test_a_command_that_does_not_stop_in_time_is_killed(stem: Path) -> None:
     with pytest.raises(Cancelled):
-        run(stem, python(STUBBORN), DetachOptions(300.0, stop_seconds=2.0, grace_seconds=2.0), on_line=cancel)
+        run(
+            stem,
+            python(STUBBORN),
+            DetachOptions(300.0, stop_seconds=2.0, grace_seconds=2.0),
+            on_line=cancel,
+        )
     assert outcome_of(stem)[1] == -signal.SIGKILL
     assert log_of(stem).count("SIGTERM") >= 2  # alone, then with its process group
 

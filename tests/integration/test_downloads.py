@@ -22,11 +22,19 @@ from downloads import Progress, fetch, resolve, transfer
 from tests.hub_server import Handler, HubServer, Repo, sha256
 
 WEIGHTS = random.Random(0).randbytes(700_000)
-FILES = {"config.json": b'{"a": 1}\n', "model.safetensors": WEIGHTS, "sub/notes.txt": b"\xe9 notes\n"}
+FILES = {
+    "config.json": b'{"a": 1}\n',
+    "model.safetensors": WEIGHTS,
+    "sub/notes.txt": b"\xe9 notes\n",
+}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("scheme", ["hf", "modelscope"])
@@ -38,7 +46,9 @@ def test_a_reference_resolves_without_content_and_its_files_are_fetched(
     first = repo.commit(FILES)
     snapshot = resolve(f"{scheme}:org/tiny", kind)
     assert hub.contents() == []
-    assert {file.path: file.size for file in snapshot.files} == {name: len(FILES[name]) for name in FILES}
+    assert {file.path: file.size for file in snapshot.files} == {
+        name: len(FILES[name]) for name in FILES
+    }
     weights = next(file for file in snapshot.files if file.path == "model.safetensors")
     assert weights.sha256 == sha256(WEIGHTS)
     seen: list[Progress] = []
@@ -55,7 +65,9 @@ def test_a_reference_resolves_without_content_and_its_files_are_fetched(
     assert resolve(f"{scheme}:org/tiny@{first}", kind).files == snapshot.files
     [one] = resolve(f"{scheme}:org/tiny@{first}/sub/notes.txt", kind).files
     assert one.path == "sub/notes.txt"
-    assert [file.path for file in resolve(f"{scheme}:org/tiny/sub", kind).files] == ["sub/notes.txt"]
+    assert [file.path for file in resolve(f"{scheme}:org/tiny/sub", kind).files] == [
+        "sub/notes.txt"
+    ]
     hub.asked.clear()
     fetch(snapshot, tmp_path / "all")  # already complete
     assert hub.contents() == []
@@ -69,7 +81,9 @@ def test_a_reference_resolves_without_content_and_its_files_are_fetched(
             fetch(snapshot, tmp_path / "some", ["config.json"])
 
 
-def failing(reference: str | list[str], folder: Path, kind: downloads.Kind = "model") -> downloads.DownloadError:
+def failing(
+    reference: str | list[str], folder: Path, kind: downloads.Kind = "model"
+) -> downloads.DownloadError:
     """The error of resolving and fetching a reference; checks that it survives pickling."""
     with pytest.raises(downloads.DownloadError) as caught:
         fetch(resolve(reference, kind), folder)
@@ -85,10 +99,19 @@ def test_unknown_names_are_refused_with_suggestions(hub: HubServer, tmp_path: Pa
     for reference, message in (
         ("hf:org/tiny@v1.1", r"org/tiny has no revision v1\.1 \(did you mean v1\.0\?\)"),
         ("hf:org/tiny@" + "0" * 40, r"org/tiny has no revision 0{40}; it has v1\.0, main, master"),
-        ("hf:org/tinny", r"there is no model org/tinny at .*, or it is private \(HTTP 401\).*HF_TOKEN"),
-        ("hf:org/tiny/configs.json", r"org/tiny has no file configs\.json \(did you mean config\.json\?\)"),
+        (
+            "hf:org/tinny",
+            r"there is no model org/tinny at .*, or it is private \(HTTP 401\).*HF_TOKEN",
+        ),
+        (
+            "hf:org/tiny/configs.json",
+            r"org/tiny has no file configs\.json \(did you mean config\.json\?\)",
+        ),
         ("modelscope:org/tiny@v1.1", r"no revision v1\.1.*\(did you mean v1\.0\?\)"),
-        ("modelscope:org/tinny", r"does not exist, or is private; correct the name, or set MODELSCOPE_API_TOKEN"),
+        (
+            "modelscope:org/tinny",
+            r"does not exist, or is private; correct the name, or set MODELSCOPE_API_TOKEN",
+        ),
     ):
         error = failing(reference, tmp_path)
         assert isinstance(error, downloads.NotFound), reference
@@ -111,7 +134,9 @@ def test_a_token_opens_gated_and_private_repositories_and_is_sent_only_to_the_hu
             set_default_config(None)
         error = failing("hf:org/tiny", tmp_path / "out")
         assert isinstance(error, downloads.AccessDenied if is_gated else downloads.NotFound)
-        assert f"accept its terms at {hub.url}/org/tiny if it is gated, and set HF_TOKEN" in str(error)
+        assert f"accept its terms at {hub.url}/org/tiny if it is gated, and set HF_TOKEN" in str(
+            error
+        )
         error = failing("modelscope:org/tiny", tmp_path / "out")
         assert isinstance(error, downloads.AccessDenied)
         assert "MODELSCOPE_API_TOKEN" in str(error)
@@ -135,7 +160,9 @@ def test_an_interrupted_download_resumes(hub: HubServer, tmp_path: Path, scheme:
     hub.plain["/model.safetensors"] = WEIGHTS
     pinned = f"{hub.url}/model.safetensors#sha256={sha256(WEIGHTS)}"
     snapshot = resolve(pinned if scheme == "url" else f"{scheme}:org/tiny")
-    place = {"hf": sha256(WEIGHTS), "modelscope": "model.safetensors", "url": "/model.safetensors"}[scheme]
+    place = {"hf": sha256(WEIGHTS), "modelscope": "model.safetensors", "url": "/model.safetensors"}[
+        scheme
+    ]
     hub.cut[place] = [300_000, 200_000]
     fetch(snapshot, tmp_path, ["model.safetensors"])
     assert contents(tmp_path) == {"model.safetensors": WEIGHTS}
@@ -197,7 +224,8 @@ def test_wrong_content_is_not_kept(hub: HubServer, tmp_path: Path, name: str) ->
 
     hub.interfere = exchange
     with pytest.raises(
-        downloads.WrongContent, match=rf"{name} is not the expected file.*its sha256 is {sha256(bad)}"
+        downloads.WrongContent,
+        match=rf"{name} is not the expected file.*its sha256 is {sha256(bad)}",
     ):
         fetch(snapshot, tmp_path / "out", [name])
     assert contents(tmp_path / "out") == {}
@@ -217,17 +245,26 @@ def test_a_small_disk_is_reported_before_the_first_byte(
     hub.plain["/w.bin"] = WEIGHTS
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr(downloads.shutil, "disk_usage", lambda _: usage)
-    for reference in ("hf:org/tiny", "modelscope:org/tiny", f"{hub.url}/w.bin#sha256={sha256(WEIGHTS)}"):
+    for reference in (
+        "hf:org/tiny",
+        "modelscope:org/tiny",
+        f"{hub.url}/w.bin#sha256={sha256(WEIGHTS)}",
+    ):
         error = failing(reference, tmp_path / "out")
         assert isinstance(error, downloads.DiskTooSmall)
         assert re.search(
-            r"700,\d{3} bytes to download do not fit on the disk of .*, which has 100,000 free", str(error)
+            r"700,\d{3} bytes to download do not fit on the disk of .*, which has 100,000 free",
+            str(error),
         )
     assert hub.contents() == []
 
 
-@pytest.mark.parametrize(("scheme", "part"), [("hf", "config.json"), ("modelscope", "config.json.incomplete")])
-def test_a_disk_that_fills_up_is_reported(hub: HubServer, tmp_path: Path, scheme: str, part: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "part"), [("hf", "config.json"), ("modelscope", "config.json.incomplete")]
+)
+def test_a_disk_that_fills_up_is_reported(
+    hub: HubServer, tmp_path: Path, scheme: str, part: str
+) -> None:
     hub.model().commit(FILES)
     (tmp_path / ".parts").mkdir()
     (tmp_path / ".parts" / part).symlink_to("/dev/full")
@@ -254,7 +291,9 @@ def test_network_failures_are_told_apart(
         return error
 
     refused = error_at("http://127.0.0.1:9")
-    assert re.search(r"127\.0\.0\.1.* cannot be reached \(.*refused.*check the network", str(refused))
+    assert re.search(
+        r"127\.0\.0\.1.* cannot be reached \(.*refused.*check the network", str(refused)
+    )
     assert not refused.is_lasting
     assert "cannot be resolved" in str(error_at("http://hub.invalid"))
     tls = error_at(hub.url.replace("http:", "https:"))  # the hub does not speak TLS

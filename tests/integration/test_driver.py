@@ -155,7 +155,9 @@ def test_a_signal_to_the_group_reaches_the_driver_once(
     ],
     ids=["imports", "is ended by Ray"],
 )
-def test_a_stopped_driver_is_not_restarted(tmp_path: Path, before: str, said: str, started: list[Command]) -> None:
+def test_a_stopped_driver_is_not_restarted(
+    tmp_path: Path, before: str, said: str, started: list[Command]
+) -> None:
     started.append(command := Command(tmp_path, f"{before}\nREADY\ntime.sleep(600)"))
     command.ready()
     command.popen.send_signal(signal.SIGTERM)
@@ -182,7 +184,9 @@ def test_a_driver_ends_with_its_parent(tmp_path: Path, started: list[Command]) -
 
 
 @pytest.mark.timeout(1800)  # three starts of Ray, on two busy cores
-def test_a_dead_raylet_causes_a_restart(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_raylet_causes_a_restart(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """During startup and in a step; Ray kills the driver unless it notices the death of its ranks first."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     crash = importlib.import_module("crash")
@@ -190,7 +194,10 @@ def test_a_dead_raylet_causes_a_restart(world: World, tmp_path: Path, monkeypatc
     train = {"total_steps": 4, "num_ranks": 1, "restart_delay_seconds": 0.0}
     recipe.write_text(yaml.safe_dump(settings(train=train)))
     training = crash.Training(recipe, world.data, world.model, tmp_path / "output")
-    assert crash.train_through_kills(training, [crash.Moment("raylet", step, 0.0) for step in (0, 2)]) == 2
+    assert (
+        crash.train_through_kills(training, [crash.Moment("raylet", step, 0.0) for step in (0, 2)])
+        == 2
+    )
     assert training.num_steps() == 4
     log = training.log_path.read_text(errors="replace")
     begun = re.findall(r"; training restarts in 0 s from (?:the )?(beginning|checkpoint)", log)

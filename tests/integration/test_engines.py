@@ -40,7 +40,10 @@ SETTINGS = EngineSettings(
 )
 END = 1  # `<|end|>` of the tiny tokenizer
 NUM_REQUESTS = 40
-PARTS = {"vllm of two processes": {"tensor_parallel": 2}, "vllm of two stages": {"pipeline_parallel": 2}}
+PARTS = {
+    "vllm of two processes": {"tensor_parallel": 2},
+    "vllm of two stages": {"pipeline_parallel": 2},
+}
 
 
 @pytest.fixture(scope="module", params=["hf", "vllm", *PARTS])
@@ -49,7 +52,9 @@ def shared_engine(
 ) -> Iterator[Engine]:
     if request.param in PARTS:
         settings = replace(SETTINGS, **PARTS[request.param])
-        with engine_of_two_processes(model_path, settings, tmp_path_factory.mktemp("parts")) as first:
+        with engine_of_two_processes(
+            model_path, settings, tmp_path_factory.mktemp("parts")
+        ) as first:
             yield first
         return
     engine = build_engine(request.param, model_path, SETTINGS, seed=0)
@@ -64,7 +69,10 @@ def engine(shared_engine: Engine, model_path: Path) -> Iterator[Engine]:
     unfinished = [f"{number}" for number in range(NUM_REQUESTS)]
     shared_engine.abort(unfinished)
     assert shared_engine.num_unfinished() == 0
-    parts = {name: getattr(shared_engine.settings, name) for name in ("tensor_parallel", "pipeline_parallel")}
+    parts = {
+        name: getattr(shared_engine.settings, name)
+        for name in ("tensor_parallel", "pipeline_parallel")
+    }
     shared_engine.settings = replace(SETTINGS, **parts)
     shared_engine.load_weights(load_model(model_path).named_parameters(), policy_version=0)
 
@@ -88,7 +96,8 @@ def make_requests(num_requests: int = NUM_REQUESTS) -> list[GenerationRequest]:
         for _ in range((num_requests + 1) // 2)
     ]
     return [
-        GenerationRequest(str(number), prompts[number // 2], seed=1000 + number) for number in range(num_requests)
+        GenerationRequest(str(number), prompts[number // 2], seed=1000 + number)
+        for number in range(num_requests)
     ]
 
 
@@ -149,7 +158,9 @@ def test_responses_stop_correctly_and_have_the_sampling_log_probs(engine, model_
     assert {response.finish_reason for response in responses.values()} == {"stop", "length"}
     for request in requests:
         response = responses[request.request_id]
-        expected = reference_log_probs(model, request.prompt_ids, response.response_ids, temperature)
+        expected = reference_log_probs(
+            model, request.prompt_ids, response.response_ids, temperature
+        )
         require_equal(response.rollout_log_probs, expected)
         assert END not in response.response_ids[:-1]
         assert (response.response_ids[-1] == END) == (response.finish_reason == "stop")
@@ -165,7 +176,9 @@ def test_log_probs_equal_a_plain_forward_pass(engine, model_path):
         (list(range(10, 60)), list(range(90, 110))),
         (whole[:70], whole[70:]),
     ]
-    for (prompt_ids, response_ids), given in zip(sequences, engine.log_probs(sequences), strict=True):
+    for (prompt_ids, response_ids), given in zip(
+        sequences, engine.log_probs(sequences), strict=True
+    ):
         require_equal(given, reference_log_probs(model, prompt_ids, response_ids))
 
 
@@ -177,7 +190,9 @@ def test_a_response_depends_on_its_seed_and_not_on_the_batch(engine):
         assert alone.response_ids == together[request.request_id].response_ids
     other_seed = run(engine, [replace(requests[0], seed=77)])["0"]
     assert other_seed.response_ids != together["0"].response_ids
-    assert together["0"].response_ids != together["1"].response_ids  # siblings: same prompt, different seeds
+    assert (
+        together["0"].response_ids != together["1"].response_ids
+    )  # siblings: same prompt, different seeds
 
 
 def test_responses_follow_the_models_distribution(engine, model_path):
@@ -207,7 +222,9 @@ def test_greedy_and_sampled_responses_can_share_a_batch(engine, model_path):
     sampled = [request for number, request in enumerate(requests) if number % 4]
     greedy = [replace(request, sampling=GREEDY) for request in requests[::4]]
     alone = run(engine, sampled) | run(engine, greedy)
-    mixed = run(engine, [greedy[i // 4] if i % 4 == 0 else request for i, request in enumerate(requests)])
+    mixed = run(
+        engine, [greedy[i // 4] if i % 4 == 0 else request for i, request in enumerate(requests)]
+    )
     assert {name: mixed[name].response_ids for name in alone} == {
         name: response.response_ids for name, response in alone.items()
     }
@@ -226,7 +243,9 @@ def test_greedy_and_sampled_responses_can_share_a_batch(engine, model_path):
         require_equal(response.rollout_log_probs, at_temperature_one)
     assert {mixed[request.request_id].finish_reason for request in greedy} == {"stop", "length"}
     engine.settings = SETTINGS
-    overridden = run(engine, [replace(request, sampling=Sampling(0.7, 0.9, 50)) for request in sampled] + greedy)
+    overridden = run(
+        engine, [replace(request, sampling=Sampling(0.7, 0.9, 50)) for request in sampled] + greedy
+    )
     assert {name: response.response_ids for name, response in overridden.items()} == {
         name: response.response_ids for name, response in alone.items()
     }, "a request's sampling overrides the engine's"
@@ -234,7 +253,9 @@ def test_greedy_and_sampled_responses_can_share_a_batch(engine, model_path):
 
 def test_new_weights_change_log_probs_and_clear_the_prefix_cache(engine, model_path):
     requests = make_requests(2)
-    requests = [replace(request, prompt_ids=list(range(4, 68))) for request in requests]  # two full cache blocks
+    requests = [
+        replace(request, prompt_ids=list(range(4, 68))) for request in requests
+    ]  # two full cache blocks
     before = run(engine, requests)
     model = load_model(model_path)
     with torch.no_grad():
@@ -248,11 +269,16 @@ def test_new_weights_change_log_probs_and_clear_the_prefix_cache(engine, model_p
         response = after[request.request_id]
         old = reference_log_probs(old_model, request.prompt_ids, response.response_ids)
         require_equal(
-            response.rollout_log_probs, reference_log_probs(model, request.prompt_ids, response.response_ids)
+            response.rollout_log_probs,
+            reference_log_probs(model, request.prompt_ids, response.response_ids),
         )
         assert largest_difference(response.rollout_log_probs, old) > 0.01
-    sequences = [(request.prompt_ids, before[request.request_id].response_ids) for request in requests]
-    for (prompt_ids, response_ids), given in zip(sequences, engine.log_probs(sequences), strict=True):
+    sequences = [
+        (request.prompt_ids, before[request.request_id].response_ids) for request in requests
+    ]
+    for (prompt_ids, response_ids), given in zip(
+        sequences, engine.log_probs(sequences), strict=True
+    ):
         require_equal(given, reference_log_probs(model, prompt_ids, response_ids))
 
 
@@ -284,7 +310,9 @@ def test_abort_returns_partial_responses_and_leaves_others_unchanged(engine):
     for name, response in partial.items():
         assert response.finish_reason == "abort"
         assert response.response_ids == undisturbed[name].response_ids[:3]
-        assert response.rollout_log_probs == pytest.approx(undisturbed[name].rollout_log_probs[:3], abs=1e-4)
+        assert response.rollout_log_probs == pytest.approx(
+            undisturbed[name].rollout_log_probs[:3], abs=1e-4
+        )
     assert engine.num_unfinished() == 2
     rest = finish(engine)
     assert {name: rest[name].response_ids for name in rest} == {
@@ -301,7 +329,10 @@ def test_an_aborted_response_resumes_with_new_weights(engine, model_path):
     requests = make_requests(16)[8:]
     engine.submit(requests)
     decode(engine, 8 * 5)
-    partial = {response.request_id: response for response in engine.abort([each.request_id for each in requests])}
+    partial = {
+        response.request_id: response
+        for response in engine.abort([each.request_id for each in requests])
+    }
     engine.load_weights(new_model.named_parameters(), policy_version=1)
     resumed = [
         replace(
@@ -334,7 +365,8 @@ def test_wrong_weights_are_reported_and_a_complete_update_recovers(engine, model
     with pytest.raises(RolloutError, match=r"no tensor model.extra.weight"):
         engine.load_weights([*weights.items(), ("model.extra.weight", torch.zeros(2))], 1)
     with pytest.raises(
-        RolloutError, match=r"model.norm.weight has shape \(63,\), but the engine's model needs \(64,\)"
+        RolloutError,
+        match=r"model.norm.weight has shape \(63,\), but the engine's model needs \(64,\)",
     ):
         engine.load_weights([*weights.items(), (norm, torch.zeros(63))], 1)
     assert engine.policy_version == 0
@@ -349,7 +381,9 @@ def test_weights_and_log_probs_are_refused_while_requests_are_unfinished(engine)
     engine.submit(make_requests(1))
     with pytest.raises(RolloutError, match="cannot load weights while 1 requests are unfinished"):
         engine.load_weights([], 1)
-    with pytest.raises(RolloutError, match="cannot compute log-probs while 1 requests are unfinished"):
+    with pytest.raises(
+        RolloutError, match="cannot compute log-probs while 1 requests are unfinished"
+    ):
         engine.log_probs([([5], [6])])
 
 
@@ -362,9 +396,13 @@ def test_a_sleeping_engine_refuses_work_and_wakes_with_new_weights(engine, model
         engine.sleep()
     finish(engine)
     engine.sleep()
-    with pytest.raises(RolloutError, match="cannot accept requests while the engine sleeps: kv_cache, weights"):
+    with pytest.raises(
+        RolloutError, match="cannot accept requests while the engine sleeps: kv_cache, weights"
+    ):
         engine.submit(requests)
-    with pytest.raises(RolloutError, match="cannot load weights while the engine sleeps: weights not loaded"):
+    with pytest.raises(
+        RolloutError, match="cannot load weights while the engine sleeps: weights not loaded"
+    ):
         engine.load_weights([], 1)
     engine.wake({"weights"})
     model = load_model(model_path)
@@ -381,4 +419,6 @@ def test_a_sleeping_engine_refuses_work_and_wakes_with_new_weights(engine, model
         response = after[request.request_id]
         expected = reference_log_probs(model, request.prompt_ids, response.response_ids)
         assert largest_difference(response.rollout_log_probs, expected) < 1e-4
-    assert [after[name].response_ids for name in after] != [before[name].response_ids for name in after]
+    assert [after[name].response_ids for name in after] != [
+        before[name].response_ids for name in after
+    ]

@@ -22,14 +22,24 @@ from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.results import read_rows
 from tests.evaluations import evaluate
-from tests.integration.arithmetic_server import ArithmeticServer, Behaviour, Handler, make_set, running
+from tests.integration.arithmetic_server import (
+    ArithmeticServer,
+    Behaviour,
+    Handler,
+    make_set,
+    running,
+)
 from tests.processes import wait_until
 
 SAMPLING = Sampling(max_tokens=64, temperature=0.0, top_p=0.9, seed=7)
 FIVE = "Answer: \\boxed{5}"
 FAR = 100.0  # longer than any machine stalls
 LIMITS = Limits(
-    concurrency=8, timeout_seconds=2 * FAR, max_attempts=4, backoff_seconds=0.01, outage_seconds=4 * FAR
+    concurrency=8,
+    timeout_seconds=2 * FAR,
+    max_attempts=4,
+    backoff_seconds=0.01,
+    outage_seconds=4 * FAR,
 )
 
 
@@ -117,7 +127,9 @@ FAULTS: dict[str, Behaviour] = {
     "ClientPayloadError": cut_off,
     "HTTP 429: slow down": lambda handler, prompt, attempt: handler.send(429, b"slow down"),
     "invalid JSON": lambda handler, prompt, attempt: handler.send(200, b'{"choices": ['),
-    "invalid JSON in a body of 4 bytes": lambda handler, prompt, attempt: handler.send(200, b"\xff\xfe\x00\xd8"),
+    "invalid JSON in a body of 4 bytes": lambda handler, prompt, attempt: handler.send(
+        200, b"\xff\xfe\x00\xd8"
+    ),
     "ServerDisconnectedError": lambda handler, prompt, attempt: handler.drop(),
     "not a chat completion": lambda handler, prompt, attempt: handler.send(200, b'{"choices": []}'),
     "the response's text is a float": lambda handler, prompt, attempt: handler.send(
@@ -131,7 +143,9 @@ def test_transient_faults_are_retried_and_permanent_ones_reported(
     server: ArithmeticServer, endpoint: Endpoint, reason: str
 ) -> None:
     fault = FAULTS[reason]
-    server.behave = lambda handler, prompt, attempt: attempt <= 2 and fault(handler, prompt, attempt)
+    server.behave = lambda handler, prompt, attempt: (
+        attempt <= 2 and fault(handler, prompt, attempt)
+    )
     outcome = ask(endpoint)
     assert (text_of(outcome), outcome.attempts, outcome.failure) == (FIVE, 3, None)
 
@@ -150,7 +164,9 @@ def test_an_api_key_echoed_by_the_server_is_redacted(
     padding = "x" * 280  # the reason is cut off inside the key
 
     def echo(handler: Handler, prompt: str, attempt: int) -> bool:
-        return handler.send(400, f"{padding}invalid key: {handler.headers['Authorization']}".encode())
+        return handler.send(
+            400, f"{padding}invalid key: {handler.headers['Authorization']}".encode()
+        )
 
     server.behave = echo
     with pytest.raises(EvaluationError) as caught:
@@ -175,7 +191,9 @@ def test_retry_after_is_honoured_as_seconds_or_a_date_up_to_five_minutes(
     assert (text_of(outcome), outcome.attempts) == (FIVE, 2)
     assert outcome.seconds >= 0.3  # the backoff alone is at most 0.01 s
     assert [_retry_after(value) for value in ("7", "86400", "soon", "")] == [7, 300, 0, 0]
-    later, earlier = (email.utils.formatdate(time.time() + seconds, usegmt=True) for seconds in (200, -200))
+    later, earlier = (
+        email.utils.formatdate(time.time() + seconds, usegmt=True) for seconds in (200, -200)
+    )
     assert 100 <= _retry_after(later) <= 201
     assert _retry_after(earlier) == 0
 
@@ -197,7 +215,11 @@ def test_hanging_and_dripping_responses_time_out(
     server.behave = delay
     outcome = ask(endpoint, timeout_seconds=0.3)
     release.set()
-    assert (outcome.answer, outcome.failure, outcome.attempts) == (None, "no answer within 0.3 s", 1)
+    assert (outcome.answer, outcome.failure, outcome.attempts) == (
+        None,
+        "no answer within 0.3 s",
+        1,
+    )
     assert outcome.seconds < FAR  # it would hang forever
 
 
@@ -211,7 +233,11 @@ def test_nan_null_and_lone_surrogates_in_a_body_are_handled(
     server.behave = lambda handler, prompt, attempt: handler.send(200, body)
     assert evaluate(make_set(1), [endpoint], SAMPLING, tmp_path).accuracy == 1.0
     row = read_rows(tmp_path)["item-0", 0]
-    assert (row.response, row.finish_reason, row.response_tokens) == ("\ufffd \\boxed{1}", None, None)
+    assert (row.response, row.finish_reason, row.response_tokens) == (
+        "\ufffd \\boxed{1}",
+        None,
+        None,
+    )
     assert b"NaN" not in (tmp_path / "results.jsonl").read_bytes()
     (tmp_path / "results.jsonl").read_bytes().decode("utf-8")
 
@@ -220,7 +246,9 @@ def test_nan_null_and_lone_surrogates_in_a_body_are_handled(
 
 
 def test_token_ids_as_keys_are_sent_as_text(server: ArithmeticServer, endpoint: Endpoint) -> None:
-    ask(endpoint, sampling=replace(SAMPLING, extra_body={"logit_bias": {1234: -100}}))  # as YAML reads such keys
+    ask(
+        endpoint, sampling=replace(SAMPLING, extra_body={"logit_bias": {1234: -100}})
+    )  # as YAML reads such keys
     assert server.requests[0][2]["logit_bias"] == {"1234": -100}
 
 
@@ -234,9 +262,17 @@ def test_content_as_a_list_of_parts_is_read(server: ArithmeticServer, endpoint: 
     assert ask(endpoint).answer == Answer("It is \\boxed{5}.", "stop", None)
 
 
-def test_requests_per_second_are_limited(server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path) -> None:
+def test_requests_per_second_are_limited(
+    server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path
+) -> None:
     start = time.monotonic()
-    evaluate(make_set(21), [endpoint], SAMPLING, tmp_path, limits=replace(LIMITS, requests_per_second=50.0))
+    evaluate(
+        make_set(21),
+        [endpoint],
+        SAMPLING,
+        tmp_path,
+        limits=replace(LIMITS, requests_per_second=50.0),
+    )
     assert time.monotonic() - start >= 20 / 50
 
 
@@ -258,9 +294,13 @@ def test_progress_shows_retries_and_estimates_only_the_rest(
     server.behave = behave
     with caplog.at_level("INFO"):
         evaluate(
-            items, [endpoint], SAMPLING, tmp_path, limits=LIMITS,
+            items,
+            [endpoint],
+            SAMPLING,
+            tmp_path,
+            limits=LIMITS,
             on_progress=lambda num_done, _: nine.set() if num_done == 9 else None,
-        )  # fmt: skip
+        )
     last = [text for text in caplog.messages if " of 10 items done" in text][-2:]
     assert [text.partition("tokens/s")[2] for text in last] == [", 1 to retry", ""]
 
@@ -287,14 +327,18 @@ def test_requests_of_an_unreachable_server_go_to_the_other(
     assert {row.attempts for row in read_rows(tmp_path).values()} == {1}
 
 
-def test_a_server_known_to_have_ended_is_given_up_at_once(closed_port: Endpoint, tmp_path: Path) -> None:
+def test_a_server_known_to_have_ended_is_given_up_at_once(
+    closed_port: Endpoint, tmp_path: Path
+) -> None:
     class Ended(Endpoint):
         def has_ended(self) -> bool:
             return True
 
     start = time.monotonic()
     with pytest.raises(EvaluationError, match="30 were not sent because no server answered"):
-        evaluate(make_set(30), [Ended(closed_port.base_url, "m")], SAMPLING, tmp_path, limits=LIMITS)
+        evaluate(
+            make_set(30), [Ended(closed_port.base_url, "m")], SAMPLING, tmp_path, limits=LIMITS
+        )
     assert time.monotonic() - start < LIMITS.outage_seconds / 2
 
 
@@ -310,7 +354,9 @@ def test_requests_of_a_failing_server_go_to_the_other(
     release = threading.Event()
 
     def impatient(asked: Endpoint, seconds: float) -> Connection:
-        return Connection(asked, 0.5 if asked == endpoint else seconds)  # the healthy one may be slow
+        return Connection(
+            asked, 0.5 if asked == endpoint else seconds
+        )  # the healthy one may be slow
 
     def go_bad(handler: Handler, prompt: str, attempt: int) -> bool:
         if handler.number < 6:
@@ -323,12 +369,16 @@ def test_requests_of_a_failing_server_go_to_the_other(
     server.behave = go_bad
     monkeypatch.setattr(dispatch, "Connection", impatient)
     limits = replace(LIMITS, concurrency=4)
-    summary = evaluate(make_set(60), [endpoint, Endpoint(other.url, "m")], SAMPLING, tmp_path, limits=limits)
+    summary = evaluate(
+        make_set(60), [endpoint, Endpoint(other.url, "m")], SAMPLING, tmp_path, limits=limits
+    )
     release.set()
     assert (summary.accuracy, summary.n) == (1.0, 60)
 
 
-def test_a_server_restart_loses_no_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_restart_loses_no_answers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     half, dead, finished = threading.Event(), threading.Event(), threading.Event()
     answered: list[int] = []
 
@@ -351,7 +401,9 @@ def test_a_server_restart_loses_no_answers(tmp_path: Path, caplog: pytest.LogCap
     with running() as first, ThreadPoolExecutor(1) as threads:
         first.behave = hold
         serving = threads.submit(serve, first)
-        summary = evaluate(make_set(80), [Endpoint(first.url, "m")], SAMPLING, tmp_path, limits=LIMITS)
+        summary = evaluate(
+            make_set(80), [Endpoint(first.url, "m")], SAMPLING, tmp_path, limits=LIMITS
+        )
         finished.set()
         serving.result()
     assert (summary.accuracy, summary.n) == (1.0, 80)

@@ -22,7 +22,9 @@ from tests.evaluations import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
 SAMPLING = Sampling(max_tokens=64)
-LIMITS = Limits(concurrency=4, timeout_seconds=200.0, max_attempts=8, backoff_seconds=0.01, outage_seconds=200.0)
+LIMITS = Limits(
+    concurrency=4, timeout_seconds=200.0, max_attempts=8, backoff_seconds=0.01, outage_seconds=200.0
+)
 OTHER = {" a": -3.0, " an": -0.2, " the": -5.0}
 CHANGED = r"serves another model than the one evaluated so far, under the same name \(m\): its log-probs .* differ"
 
@@ -34,7 +36,9 @@ def test_a_server_that_returns_with_another_model_is_refused(
     """80 answers of one model and 120 of another must not become one score."""
 
     def change(handler: Handler, prompt: str, attempt: int) -> bool:
-        if not 80 <= handler.number < 80 + 2 * LIMITS.concurrency:  # all requests in flight notice the outage
+        if (
+            not 80 <= handler.number < 80 + 2 * LIMITS.concurrency
+        ):  # all requests in flight notice the outage
             return False
         server.logprobs = OTHER
         return handler.drop() if how == "restarted" else handler.send(502, b"bad gateway")
@@ -66,12 +70,18 @@ def test_a_model_behind_new_connections_is_refused_without_any_failure(
     server.behave = change
     with pytest.raises(ModelChangedError, match=CHANGED):
         evaluate(
-            make_set(60), [Endpoint(server.url, "m")], SAMPLING, tmp_path, limits=replace(LIMITS, concurrency=1)
+            make_set(60),
+            [Endpoint(server.url, "m")],
+            SAMPLING,
+            tmp_path,
+            limits=replace(LIMITS, concurrency=1),
         )
     assert len(read_rows(tmp_path)) == 29  # kept: at the end, nothing would be
 
 
-def test_a_silently_exchanged_model_is_noticed_at_the_end(server: ArithmeticServer, tmp_path: Path) -> None:
+def test_a_silently_exchanged_model_is_noticed_at_the_end(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
     def change(handler: Handler, prompt: str, attempt: int) -> bool:
         if handler.number == 30:
             server.logprobs = OTHER
@@ -84,27 +94,41 @@ def test_a_silently_exchanged_model_is_noticed_at_the_end(server: ArithmeticServ
     assert len(read_rows(tmp_path / "superseded-1")) == 60
 
 
-def test_a_failure_invalidates_a_check_that_began_before_it(server: ArithmeticServer, tmp_path: Path) -> None:
+def test_a_failure_invalidates_a_check_that_began_before_it(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
     server.probes_go_on.clear()
 
     def fail(handler: Handler, prompt: str, attempt: int) -> bool:
         if handler.number == 3:  # the retry after the 502
             server.probes_go_on.set()
-        while handler.number == 2 and not server.num_probes:  # wait until the first answer is being checked
+        while (
+            handler.number == 2 and not server.num_probes
+        ):  # wait until the first answer is being checked
             time.sleep(0.01)
         return handler.number == 2 and handler.send(502, b"bad gateway")
 
     server.behave = fail
-    evaluate(make_set(2), [Endpoint(server.url, "m")], SAMPLING, tmp_path, limits=replace(LIMITS, concurrency=2))
+    evaluate(
+        make_set(2),
+        [Endpoint(server.url, "m")],
+        SAMPLING,
+        tmp_path,
+        limits=replace(LIMITS, concurrency=2),
+    )
     assert server.num_probes == 3  # for the first answer, after the failure, at the end
 
 
-def test_servers_with_different_weights_are_refused(server: ArithmeticServer, tmp_path: Path) -> None:
+def test_servers_with_different_weights_are_refused(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
     with running() as other:
         other.logprobs = OTHER
         endpoints = [Endpoint(server.url, "m"), Endpoint(other.url, "m")]
         with pytest.raises(ModelChangedError, match=CHANGED):
-            evaluate(make_set(40), endpoints, SAMPLING, tmp_path, limits=replace(LIMITS, concurrency=2))
+            evaluate(
+                make_set(40), endpoints, SAMPLING, tmp_path, limits=replace(LIMITS, concurrency=2)
+            )
 
 
 def test_the_identity_of_the_weights_is_stored_and_a_missing_one_reported(
@@ -125,7 +149,9 @@ def test_the_identity_of_the_weights_is_stored_and_a_missing_one_reported(
         assert served("neither") == {"root": root, "logprobs": None, "engine": None, **by}
         server.fails_on_probes = True
         assert served("fails") == {"root": None, "logprobs": None, "engine": None, **by}
-    assert f"returns no log-probs: only its model folder {root} identifies its weights" in caplog.text
+    assert (
+        f"returns no log-probs: only its model folder {root} identifies its weights" in caplog.text
+    )
     summary = json.loads((tmp_path / "neither" / "summary.json").read_text())
     assert summary["settings"]["served"]["root"] == root
     assert "served" not in load_evaluation(tmp_path / "neither").shared_settings
@@ -136,10 +162,17 @@ def test_the_server_is_recorded_without_credentials_and_may_move(
 ) -> None:
     def ask(url: str, name: str) -> Summary:
         endpoints = [Endpoint(url, "m")]
-        return evaluate(make_set(6), endpoints, SAMPLING, tmp_path / name, limits=LIMITS, model_digest="0" * 64)
+        return evaluate(
+            make_set(6), endpoints, SAMPLING, tmp_path / name, limits=LIMITS, model_digest="0" * 64
+        )
 
-    for name, url in (("before", server.url), ("after", server.url.replace("//", "//user:secret@"))):
-        server.behave = lambda handler, prompt, _: prompt[:2] == "3 " and handler.send(400, b"too long")
+    for name, url in (
+        ("before", server.url),
+        ("after", server.url.replace("//", "//user:secret@")),
+    ):
+        server.behave = lambda handler, prompt, _: (
+            prompt[:2] == "3 " and handler.send(400, b"too long")
+        )
         with pytest.raises(RequestsRefused):
             ask(url, name)
         server.behave = lambda *_: False
@@ -159,6 +192,8 @@ def test_a_server_that_closes_every_connection_is_not_probed_more_than_once_per_
         return handler.answer(prompt)
 
     server.behave = close
-    summary = evaluate(make_set(100), [Endpoint(server.url, "m")], SAMPLING, tmp_path, limits=LIMITS)
+    summary = evaluate(
+        make_set(100), [Endpoint(server.url, "m")], SAMPLING, tmp_path, limits=LIMITS
+    )
     assert (summary.n, summary.accuracy) == (100, 1.0)
     assert server.num_probes <= 110

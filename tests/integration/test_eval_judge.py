@@ -45,7 +45,11 @@ def rule(court: ArithmeticServer, *verdicts: str) -> None:
             court.requests.pop()
             return handler.say("It")
         letter = verdicts[int(prompt.split()[1])][handler.body["seed"] - 1234]
-        return handler.send(500, b"overloaded") if letter == "f" else handler.say(words[letter], reasoning="hm")
+        return (
+            handler.send(500, b"overloaded")
+            if letter == "f"
+            else handler.say(words[letter], reasoning="hm")
+        )
 
     court.behave = behave
 
@@ -64,7 +68,9 @@ def evaluated(
     """Evaluate four problems: 0 and 1 are right, 2 is wrong (its gold is), 3 is truncated."""
     items = list(make_set(4).items)
     items[2] = replace(items[2], gold="-1")
-    server.behave = lambda handler, prompt, attempt: prompt.startswith("3 ") and handler.answer(prompt, "length")
+    server.behave = lambda handler, prompt, attempt: (
+        prompt.startswith("3 ") and handler.answer(prompt, "length")
+    )
     asked = replace(make_set(4), items=tuple(items))
     benchmark = Benchmark(asked, SAMPLING, folder, max_failed_ratio=max_failed_ratio, judge=judge)
     [summary] = evaluate_all([benchmark], [Endpoint(server.url, "m")])
@@ -76,14 +82,22 @@ def votes_of(rows: Sequence[Row]) -> list[Any]:
 
 
 def test_votes_are_reported_beside_the_grader_and_failed_votes_are_not_verdicts(
-    server: ArithmeticServer, court: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ArithmeticServer,
+    court: ArithmeticServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DAPO_JUDGE_API_KEY", "key-of-the-judge-1234")
     judge = judge_for(settings_of(court, tmp_path, "votes=3", "temperature=0.7"))
     rule(court, "rrr", "rwu", "wrr")
     summary, rows = evaluated(server, tmp_path / "before", judge)
     assert [row.verdict for row in rows] == ["right", "right", "wrong", "truncated"]  # the grader's
-    assert votes_of(rows) == [["right"] * 3, ["right", "wrong", None], ["wrong", "right", "right"], None]
+    assert votes_of(rows) == [
+        ["right"] * 3,
+        ["right", "wrong", None],
+        ["wrong", "right", "right"],
+        None,
+    ]
     # 1 has no majority; of 0 and 2, right, and the truncated 3, 2 of 3. Pairs that agree: 3 of 3, 0 of 1, 1 of 3.
     assert summary.judge == {
         "judged": 3,
@@ -96,8 +110,13 @@ def test_votes_are_reported_beside_the_grader_and_failed_votes_are_not_verdicts(
     paths = {path for path, _, _ in court.requests}
     _, authorization, body = court.requests[0]
     assert (paths, authorization) == ({"/v1/chat/completions"}, "Bearer key-of-the-judge-1234")
-    assert body["messages"] == [{"role": "user", "content": "P 0 + 1 = ? G 1 R Answer: \\boxed{1} {0}"}]
-    assert sorted(body["seed"] for _, _, body in court.requests) == [1234] * 3 + [1235] * 3 + [1236] * 3
+    assert body["messages"] == [
+        {"role": "user", "content": "P 0 + 1 = ? G 1 R Answer: \\boxed{1} {0}"}
+    ]
+    assert (
+        sorted(body["seed"] for _, _, body in court.requests)
+        == [1234] * 3 + [1235] * 3 + [1236] * 3
+    )
     stored = "".join(path.read_text() for path in (tmp_path / "before").iterdir())
     assert "key-of-the-judge" not in stored
 
@@ -122,7 +141,10 @@ def test_votes_are_reported_beside_the_grader_and_failed_votes_are_not_verdicts(
 
 
 def test_a_judge_without_a_readable_vote_has_no_shares(
-    server: ArithmeticServer, court: ArithmeticServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: ArithmeticServer,
+    court: ArithmeticServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     rule(court, "u", "u", "u")
     with caplog.at_level("INFO"):
@@ -134,7 +156,9 @@ def test_a_judge_without_a_readable_vote_has_no_shares(
     report = make_report(comparison, [])
     [line] = [line for line in render_markdown(report).splitlines() if "LLM judge" in line]
     assert line.split()[4:8] == ["none", "|", "none", "|"]
-    page = render_html(report, no_plots(comparison, []), pack_items(*[load_evaluation(tmp_path / "out")] * 2))
+    page = render_html(
+        report, no_plots(comparison, []), pack_items(*[load_evaluation(tmp_path / "out")] * 2)
+    )
     assert page.count('data-field="before/judge/accuracy" data-form="percent">none<') == 1
 
 
@@ -150,24 +174,37 @@ def test_as_the_headline_the_majority_is_the_verdict_and_undecided_responses_are
     summary, rows = evaluated(server, tmp_path / "out", judge)
     assert (len(server.requests), len(court.requests)) == (num_asked, num_votes)
     assert [row.verdict for row in rows] == ["wrong", "right", "right", "truncated"]
-    assert (summary.accuracy, summary.judge and summary.judge["grader_agreement"]) == (0.5, pytest.approx(1 / 3))
+    assert (summary.accuracy, summary.judge and summary.judge["grader_agreement"]) == (
+        0.5,
+        pytest.approx(1 / 3),
+    )
     note = make_report(compare(tmp_path / "out", tmp_path / "out"), [])["measured"]["judge"]
     assert note == "court, 1 vote per response, used for the headline"
     again = regrade(tmp_path / "out")
     assert (again.verdicts, again.summary.accuracy) == ({}, 0.5)
     # Without the judge, the grader's verdicts are restored.
-    assert [row.verdict for row in evaluated(server, tmp_path / "out", None)[1]][:3] == ["right", "right", "wrong"]
+    assert [row.verdict for row in evaluated(server, tmp_path / "out", None)[1]][:3] == [
+        "right",
+        "right",
+        "wrong",
+    ]
     assert len(server.requests) == num_asked
 
     # Failing on 1 of 4 is an error above max_failed_ratio, and a failed request within it.
     rule(court, "w", "f", "r")
-    with pytest.raises(EvaluationError, match=r"1 of 4 responses have no verdict of court .*at most 0 may"):
+    with pytest.raises(
+        EvaluationError, match=r"1 of 4 responses have no verdict of court .*at most 0 may"
+    ):
         evaluated(server, tmp_path / "failing", judge)
     court.requests.clear()
     summary, rows = evaluated(server, tmp_path / "failing", judge, 0.25)
     assert len(court.requests) == 1  # only the vote that failed
     assert [row.verdict for row in rows] == ["wrong", "request_failed", "right", "truncated"]
-    assert (summary.n, summary.accuracy, summary.request_failed_rate) == (3, pytest.approx(1 / 3), 0.25)
+    assert (summary.n, summary.accuracy, summary.request_failed_rate) == (
+        3,
+        pytest.approx(1 / 3),
+        0.25,
+    )
     rule(court, "w", "r", "r")
     num_asked = len(server.requests)
     summary, rows = evaluated(server, tmp_path / "failing", judge)
@@ -215,7 +252,9 @@ def test_a_judge_that_never_answers_is_an_error_but_responses_are_kept(
 ) -> None:
     court.behave = lambda handler, prompt, attempt: handler.send(400, b"what")
     judge = judge_for(settings_of(court, tmp_path))
-    with pytest.raises(EvaluationError, match=r"all 3 votes of court at .*\(evaluate\.judge\) failed: HTTP 400"):
+    with pytest.raises(
+        EvaluationError, match=r"all 3 votes of court at .*\(evaluate\.judge\) failed: HTTP 400"
+    ):
         evaluated(server, tmp_path / "out", judge)
     num_asked = len(server.requests)
     rule(court, "r", "r", "r")
@@ -244,7 +283,10 @@ def test_a_vote_is_a_last_line_that_is_only_a_verdict(text: str, vote: str | Non
 
 def test_incomplete_judge_settings_are_refused(tmp_path: Path, court: ArithmeticServer) -> None:
     for word, message in (
-        ("evaluate.judge.model=m", r"needs both evaluate\.judge\.base_url and evaluate\.judge\.model"),
+        (
+            "evaluate.judge.model=m",
+            r"needs both evaluate\.judge\.base_url and evaluate\.judge\.model",
+        ),
         ("evaluate.judge.headline=true", r"headline=true needs evaluate\.judge\.base_url"),
         ("evaluate.judge.votes=3", r"votes=3 at temperature 0 asks 3 times for the same vote"),
     ):

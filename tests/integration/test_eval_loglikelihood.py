@@ -31,7 +31,15 @@ CHOICES = ["red", "very very blue", "seven"]
 @pytest.fixture
 def server() -> Iterator[ArithmeticServer]:
     with running() as server:
-        server.words = {"A": -0.5, "B": -2.0, "C": -3.0, "red": -2.0, "very": -0.75, "blue": -1.0, "seven": -5.0}
+        server.words = {
+            "A": -0.5,
+            "B": -2.0,
+            "C": -3.0,
+            "red": -2.0,
+            "very": -0.75,
+            "blue": -1.0,
+            "seven": -5.0,
+        }
         yield server
 
 
@@ -41,7 +49,9 @@ def written(folder: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def test_the_likeliest_option_is_the_answer_as_in_lm_eval(server: ArithmeticServer, tmp_path: Path) -> None:
+def test_the_likeliest_option_is_the_answer_as_in_lm_eval(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
     path = written(
         tmp_path,
         {"problem": LISTED, "answer": "A"},
@@ -59,26 +69,39 @@ def test_the_likeliest_option_is_the_answer_as_in_lm_eval(server: ArithmeticServ
     assert [row.answer for row in rows] == ["A", "A", "red", "red", "red"]
     assert [row.gold for row in rows] == ["A", "C", "very very blue", "red", "very very blue"]
     assert [row.verdict for row in rows] == ["right", "wrong", "wrong", "right", "wrong"]
-    assert (summary.accuracy, summary.acc_norm) == (0.4, 0.6)  # acc_norm: A right, C wrong, blue, not red, blue
+    assert (summary.accuracy, summary.acc_norm) == (
+        0.4,
+        0.6,
+    )  # acc_norm: A right, C wrong, blue, not red, blue
     path_of, _, body = server.requests[0]
     assert path_of == "/v1/completions"
     assert {key: value for key, value in body.items() if key not in ("model", "prompt")} == {
-        "max_tokens": 1, "temperature": 0.0, "echo": True, "logprobs": 1, "add_special_tokens": False,
-    }  # fmt: skip
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "echo": True,
+        "logprobs": 1,
+        "add_special_tokens": False,
+    }
     prompts = {tuple(body["prompt"]) for _, _, body in server.requests}
     start = f"{LISTED}\nAnswer:"
     assert (start, f"{start} A", f"{start} B", f"{start} C") in prompts
     settings = json.loads((tmp_path / "before" / "settings.json").read_text())
-    assert (settings["api"], settings["grader"]) == ("completions, log-probs of options", "loglikelihood/1")
+    assert (settings["api"], settings["grader"]) == (
+        "completions, log-probs of options",
+        "loglikelihood/1",
+    )
     markdown = render_markdown(make_report(compare(tmp_path / "before", tmp_path / "after"), []))
-    assert any(line.split()[1:5] == ["acc_norm", "|", "60.0", "%"] for line in markdown.splitlines())
+    assert any(
+        line.split()[1:5] == ["acc_norm", "|", "60.0", "%"] for line in markdown.splitlines()
+    )
     assert regrade(tmp_path / "before").summary.acc_norm == 0.6  # stored log-probs are kept
 
 
 def test_a_template_file_and_a_system_prompt_come_before_the_options(tmp_path: Path) -> None:
     (tmp_path / "shots.txt").write_text("Q: 1 + 1?\nA: 2\n\nQ: {problem}\nA:")
     path = written(
-        tmp_path, {"problem": "The sky is", "choices": {"text": CHOICES, "label": [1, 2, 3]}, "answer": 3}
+        tmp_path,
+        {"problem": "The sky is", "choices": {"text": CHOICES, "label": [1, 2, 3]}, "answer": 3},
     )
     asked = load_set(path, None, str(tmp_path / "shots.txt"), "chat", "Be right.", "loglikelihood")
     [item] = asked.items
@@ -105,7 +128,9 @@ NUMBERS = ["1", "2", "3", "4"]
 def test_the_answers_of_a_set_are_read_in_one_way(
     tmp_path: Path, answers: list[int | str], golds: list[str]
 ) -> None:
-    solved = [{"problem": f"p{n}", "choices": NUMBERS, "answer": one} for n, one in enumerate(answers)]
+    solved = [
+        {"problem": f"p{n}", "choices": NUMBERS, "answer": one} for n, one in enumerate(answers)
+    ]
     assert golds_of(written(tmp_path, *solved)) == golds
     chats = [
         {
@@ -119,12 +144,16 @@ def test_the_answers_of_a_set_are_read_in_one_way(
     path = written(tmp_path, *chats)
     assert golds_of(path) == golds
     config = load_config_or_defaults(None, [f"data.eval={path}"])
-    write_held_out(config, eval_sources(config), tmp_path / "prepared.parquet")  # keeps integers apart from texts
+    write_held_out(
+        config, eval_sources(config), tmp_path / "prepared.parquet"
+    )  # keeps integers apart from texts
     assert golds_of(tmp_path / "prepared.parquet") == golds
 
 
 def test_answers_that_can_be_read_in_several_ways_are_refused(tmp_path: Path) -> None:
-    rows = [{"problem": f"p{n}", "choices": NUMBERS, "answer": one} for n, one in enumerate(["3", "1"])]
+    rows = [
+        {"problem": f"p{n}", "choices": NUMBERS, "answer": one} for n, one in enumerate(["3", "1"])
+    ]
     with pytest.raises(ProblemsError) as caught:
         golds_of(written(tmp_path, *rows))
     assert str(caught.value) == (
@@ -136,31 +165,44 @@ def test_answers_that_can_be_read_in_several_ways_are_refused(tmp_path: Path) ->
 
 def test_answers_that_no_reading_fits_are_refused(tmp_path: Path) -> None:
     answers = ["A", "blue", "B", "1"]
-    rows = [{"problem": f"p{n}", "choices": ["red", "blue"], "answer": one} for n, one in enumerate(answers)]
-    with pytest.raises(ProblemsError, match=r"4 answers, 2 are labels, 1 are texts, 1 are indices\. row-1 has 2"):
+    rows = [
+        {"problem": f"p{n}", "choices": ["red", "blue"], "answer": one}
+        for n, one in enumerate(answers)
+    ]
+    with pytest.raises(
+        ProblemsError, match=r"4 answers, 2 are labels, 1 are texts, 1 are indices\. row-1 has 2"
+    ):
         golds_of(written(tmp_path, *rows))
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"problem": "1 + 1?", "answer": "2"}, "has 0 options and the answer '2'; list options as lines A., B."),
+        (
+            {"problem": "1 + 1?", "answer": "2"},
+            "has 0 options and the answer '2'; list options as lines A., B.",
+        ),
         ({"problem": "A. one\nC. two", "answer": "A"}, "has 0 options"),
         ({"problem": LISTED, "answer": "D"}, "has 3 options and the answer 'D'"),
         ({"problem": LISTED, "answer": "A, C"}, "needs one right option of several"),
     ],
 )
-def test_problems_without_one_right_option_are_refused(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+def test_problems_without_one_right_option_are_refused(
+    tmp_path: Path, row: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ProblemsError) as caught:
         load_set(written(tmp_path, row), mode="loglikelihood")
     assert said in str(caught.value)
 
 
-def test_a_server_without_log_probs_of_prompts_is_refused(server: ArithmeticServer, tmp_path: Path) -> None:
+def test_a_server_without_log_probs_of_prompts_is_refused(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
     server.words = {}  # log-probs of generated tokens only, as some servers return
     asked = load_set(written(tmp_path, {"problem": LISTED, "answer": "A"}), mode="loglikelihood")
     with pytest.raises(
-        RequestsRefused, match=r"returns no log-probs of prompts .*evaluate\.mode=loglikelihood needs"
+        RequestsRefused,
+        match=r"returns no log-probs of prompts .*evaluate\.mode=loglikelihood needs",
     ):
         evaluate(asked, [Endpoint(server.url, "m")], SAMPLING, tmp_path / "out")
 

@@ -29,13 +29,21 @@ from eval.results import ResultsError, exclusive, load_evaluation, read_rows
 from tasks.evaluation.served_model import served_model_identity
 from tasks.serve_model.failure import ServeError
 from tests.evaluations import evaluate
-from tests.integration.arithmetic_server import ArithmeticServer, Behaviour, Handler, make_set, running
+from tests.integration.arithmetic_server import (
+    ArithmeticServer,
+    Behaviour,
+    Handler,
+    make_set,
+    running,
+)
 from tests.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = Sampling(max_tokens=64, temperature=0.0, top_p=0.9, seed=7)
 FAR = 200.0  # longer than any machine stalls
-LIMITS = Limits(concurrency=8, timeout_seconds=FAR, max_attempts=4, backoff_seconds=0.01, outage_seconds=0.1)
+LIMITS = Limits(
+    concurrency=8, timeout_seconds=FAR, max_attempts=4, backoff_seconds=0.01, outage_seconds=0.1
+)
 
 
 @pytest.fixture
@@ -49,7 +57,9 @@ def test_rows_and_summary_record_prompts_answers_and_verdicts(
     # Item 0 is cut off, items 1-3 are right; gold of item 3 is made wrong.
     items = list(make_set(4).items)
     items[3] = replace(items[3], gold="-1", level="2")
-    server.behave = lambda handler, prompt, attempt: prompt.startswith("0 ") and handler.answer(prompt, "length")
+    server.behave = lambda handler, prompt, attempt: (
+        prompt.startswith("0 ") and handler.answer(prompt, "length")
+    )
     evaluation_set = replace(make_set(1), items=tuple(items), benchmark="arithmetic")
     summary = evaluate(evaluation_set, endpoints, SAMPLING, tmp_path, model_digest="sha256:abc")
     assert (summary.accuracy, summary.truncated_rate, summary.no_answer_rate) == (0.5, 0.25, 0.0)
@@ -61,7 +71,9 @@ def test_rows_and_summary_record_prompts_answers_and_verdicts(
     # AISBench ignores how a response ended, so only its rule calls the truncated item 0 right.
     assert summary.aisbench == {"accuracy": 0.75, "raises": 0}
     assert summary.agreement == {"both_right": 2, "only_exact": 0, "only_aisbench": 1, "neither": 1}
-    assert [(row["id"], row["verdict"]) for row in summary.disagreements] == [("item-0", "truncated")]
+    assert [(row["id"], row["verdict"]) for row in summary.disagreements] == [
+        ("item-0", "truncated")
+    ]
     stored = json.loads((tmp_path / "summary.json").read_text())
     assert (stored["accuracy"], stored["settings"]["sampling"]["max_tokens"]) == (0.5, 64)
     settings = json.loads((tmp_path / "settings.json").read_text())
@@ -71,7 +83,12 @@ def test_rows_and_summary_record_prompts_answers_and_verdicts(
     assert list(read_rows(tmp_path)) == [("item-0", 0), ("item-1", 0), ("item-2", 0), ("item-3", 0)]
     row = read_rows(tmp_path)["item-1", 0]
     assert row.prompt == ({"role": "user", "content": "1 + 1 = ?"},)
-    assert (row.response, row.answer, row.gold, row.verdict) == ("Answer: \\boxed{2}", "2", "2", "right")
+    assert (row.response, row.answer, row.gold, row.verdict) == (
+        "Answer: \\boxed{2}",
+        "2",
+        "2",
+        "right",
+    )
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == ["results.jsonl", "settings.json", "summary.json"]
     assert "secret" not in "".join((tmp_path / name).read_text() for name in written)
@@ -87,7 +104,11 @@ def test_samples_have_their_own_seeds_and_differing_greedy_samples_are_reported(
 
     server.behave = differ
     summary = evaluate(
-        make_set(4), endpoints, replace(SAMPLING, num_samples=3), tmp_path, limits=replace(LIMITS, concurrency=1)
+        make_set(4),
+        endpoints,
+        replace(SAMPLING, num_samples=3),
+        tmp_path,
+        limits=replace(LIMITS, concurrency=1),
     )
     assert (summary.num_items, summary.num_samples, summary.n) == (4, 3, 12)
     assert summary.accuracy == 10 / 12  # samples 1 and 2 of item 1 are wrong
@@ -95,7 +116,9 @@ def test_samples_have_their_own_seeds_and_differing_greedy_samples_are_reported(
     assert summary.samples is not None
     values = {name: metric["value"] for name, metric in summary.samples.items()}
     # pass@2 of item 1: 1 - C(2, 2) / C(3, 2) = 2 / 3
-    assert values == pytest.approx({"avg@3": 10 / 12, "pass@2": (3 + 2 / 3) / 4, "pass@3": 1.0, "maj@3": 0.75})
+    assert values == pytest.approx(
+        {"avg@3": 10 / 12, "pass@2": (3 + 2 / 3) / 4, "pass@3": 1.0, "maj@3": 0.75}
+    )
     for name, metric in summary.samples.items():
         assert metric["ci95"][0] <= values[name] <= metric["ci95"][1]
     assert summary.repeats == {
@@ -104,16 +127,24 @@ def test_samples_have_their_own_seeds_and_differing_greedy_samples_are_reported(
         "differing_answers": 0.25,
         "differing_verdicts": 0.25,
     }
-    bodies = [body for _, _, body in server.requests if body["messages"][-1]["content"] == "3 + 1 = ?"]
+    bodies = [
+        body for _, _, body in server.requests if body["messages"][-1]["content"] == "3 + 1 = ?"
+    ]
     assert sorted(body["seed"] for body in bodies) == [7, 8, 9]
     finished = load_evaluation(tmp_path)
-    assert [row.key for row in finished.rows] == [(f"item-{item}", n) for item in range(4) for n in range(3)]
+    assert [row.key for row in finished.rows] == [
+        (f"item-{item}", n) for item in range(4) for n in range(3)
+    ]
     assert [row.verdict for row in finished.items["item-1"]] == ["right", "wrong", "wrong"]
 
     # A missing sample is requested with its own seed; the others are kept.
     lines = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
     rows = map(json.loads, lines)
-    kept = [line for line, row in zip(lines, rows, strict=True) if (row["id"], row["sample"]) != ("item-3", 1)]
+    kept = [
+        line
+        for line, row in zip(lines, rows, strict=True)
+        if (row["id"], row["sample"]) != ("item-3", 1)
+    ]
     (tmp_path / "results.jsonl").write_text("".join(kept))
     server.requests.clear()
     evaluate(make_set(4), endpoints, replace(SAMPLING, num_samples=3), tmp_path, limits=LIMITS)
@@ -130,20 +161,37 @@ def test_a_problem_on_several_rows_is_one_item_in_statistical_tests(
     sampled = replace(SAMPLING, temperature=1.0)
 
     def be_wrong_on(*problems: int) -> Behaviour:
-        return lambda handler, prompt, attempt: int(prompt.split()[0]) in problems and handler.say("\\boxed{-1}")
+        return lambda handler, prompt, attempt: (
+            int(prompt.split()[0]) in problems and handler.say("\\boxed{-1}")
+        )
 
     server.behave = be_wrong_on(0, 1, 2, 3)
     summary = evaluate(aime, endpoints, sampled, tmp_path / "before", limits=LIMITS)
-    assert (summary.num_items, summary.num_samples, summary.n, summary.accuracy) == (30, 8, 240, 26 / 30)
+    assert (summary.num_items, summary.num_samples, summary.n, summary.accuracy) == (
+        30,
+        8,
+        240,
+        26 / 30,
+    )
     assert summary.samples is not None
     assert summary.samples["avg@8"]["value"] == summary.accuracy
-    seeds = [body["seed"] for _, _, body in server.requests if body["messages"][-1]["content"] == "5 + 1 = ?"]
+    seeds = [
+        body["seed"]
+        for _, _, body in server.requests
+        if body["messages"][-1]["content"] == "5 + 1 = ?"
+    ]
     assert sorted(seeds) == list(range(7, 15))
     server.behave = be_wrong_on(3, 4)
     evaluate(aime, endpoints, sampled, tmp_path / "after", limits=LIMITS)
     result = compare(tmp_path / "before", tmp_path / "after")
     # Three better, one worse: 2 * (1 + 4) / 2^4.
-    assert (result.n, result.num_samples, result.b, result.c, result.p) == (30, 8, 1, 3, pytest.approx(0.625))
+    assert (result.n, result.num_samples, result.b, result.c, result.p) == (
+        30,
+        8,
+        1,
+        3,
+        pytest.approx(0.625),
+    )
     assert result.ci95[0] <= 0 <= result.ci95[1]
     (series,) = make_history([tmp_path / "before", tmp_path / "after"])
     assert [change.n for change in series.to_previous if change] == [30]
@@ -162,7 +210,9 @@ def test_a_failed_ratio_of_29_percent_allows_29_failures_in_100(
 def test_too_many_failures_raise_and_the_next_attempt_retries_only_those(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
-    server.behave = lambda handler, prompt, attempt: prompt[:2] in ("3 ", "6 ") and handler.send(400, b"too long")
+    server.behave = lambda handler, prompt, attempt: (
+        prompt[:2] in ("3 ", "6 ") and handler.send(400, b"too long")
+    )
     message = (
         r"2 of 10 requests to http://127.0.0.1:\d+ failed; at most 1 may \(evaluate.max_failed_ratio\). "
         r"First reason: HTTP 400: too long"
@@ -173,19 +223,31 @@ def test_too_many_failures_raise_and_the_next_attempt_retries_only_those(
     assert not (tmp_path / "summary.json").exists()
 
     summary = evaluate(make_set(10), endpoints, SAMPLING, tmp_path, max_failed_ratio=0.2)
-    assert (summary.accuracy, summary.n, summary.num_items, summary.request_failed_rate) == (1.0, 8, 10, 0.2)
+    assert (summary.accuracy, summary.n, summary.num_items, summary.request_failed_rate) == (
+        1.0,
+        8,
+        10,
+        0.2,
+    )
 
     server.behave = lambda handler, prompt, attempt: False
     assert evaluate(make_set(10), endpoints, SAMPLING, tmp_path).n == 10
-    assert server.asked - Counter(dict.fromkeys(server.asked, 1)) == {"3 + 1 = ?": 2, "6 + 1 = ?": 2}
+    assert server.asked - Counter(dict.fromkeys(server.asked, 1)) == {
+        "3 + 1 = ?": 2,
+        "6 + 1 = ?": 2,
+    }
 
 
 def test_a_server_that_refuses_everything_is_given_up_early(
-    endpoints: list[Endpoint], server: ArithmeticServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    endpoints: list[Endpoint],
+    server: ArithmeticServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     server.behave = lambda handler, prompt, attempt: handler.send(403, b"no")
     with pytest.raises(
-        EvaluationError, match=r"were not sent because no server answered.*HTTP 403: no.*export VLLM_API_KEY"
+        EvaluationError,
+        match=r"were not sent because no server answered.*HTTP 403: no.*export VLLM_API_KEY",
     ):
         evaluate(make_set(400), endpoints, SAMPLING, tmp_path, limits=LIMITS)
     assert len(server.requests) < 60
@@ -201,11 +263,18 @@ def test_answers_of_a_server_that_dies_for_good_are_kept(
         return handler.number >= 30 and handler.drop()
 
     server.behave = die
-    with pytest.raises(EvaluationError, match=r"0 of 90 requests .* not sent .*ClientConnectorError"):
+    with pytest.raises(
+        EvaluationError, match=r"0 of 90 requests .* not sent .*ClientConnectorError"
+    ):
         evaluate(make_set(90), endpoints, SAMPLING, tmp_path, limits=LIMITS)
     assert 20 <= len(read_rows(tmp_path)) < 30
     with running() as another:
-        assert evaluate(make_set(90), [Endpoint(another.url, "m")], SAMPLING, tmp_path, limits=LIMITS).n == 90
+        assert (
+            evaluate(
+                make_set(90), [Endpoint(another.url, "m")], SAMPLING, tmp_path, limits=LIMITS
+            ).n
+            == 90
+        )
         assert len(another.requests) <= 70
 
 
@@ -229,12 +298,18 @@ def test_a_torn_line_costs_only_its_row_and_rows_of_another_version_are_not_over
     assert sum(server.asked.values()) == 7
 
 
-def test_rows_of_another_evaluation_are_refused_and_kept(endpoints: list[Endpoint], tmp_path: Path) -> None:
+def test_rows_of_another_evaluation_are_refused_and_kept(
+    endpoints: list[Endpoint], tmp_path: Path
+) -> None:
     evaluate(make_set(3), endpoints, SAMPLING, tmp_path)
     results = tmp_path / "results.jsonl"
     text = results.read_text()
     row = json.loads(text.splitlines()[-1])
-    for changes in ({"id": "zzz"}, {"sample": 1}, {"prompt": [{"role": "user", "content": "4 + 1 = ?"}]}):
+    for changes in (
+        {"id": "zzz"},
+        {"sample": 1},
+        {"prompt": [{"role": "user", "content": "4 + 1 = ?"}]},
+    ):
         foreign = {**row, **changes}
         results.write_text(text + json.dumps(foreign) + "\n")
         message = rf"1 of \d rows answer no .*item '{foreign['id']}', sample {foreign['sample']}\).* joined with"
@@ -243,12 +318,17 @@ def test_rows_of_another_evaluation_are_refused_and_kept(endpoints: list[Endpoin
                 evaluate(replace(make_set(3), grader=grader), endpoints, SAMPLING, tmp_path)
         assert len(results.read_text().splitlines()) == 4
     results.write_text(text + json.dumps({**row, "id": "zzz"}))
-    with pytest.raises(ResultsError, match=r"has 4 rows, but the evaluation has 3 .*the 1 added .*item 'zzz'"):
+    with pytest.raises(
+        ResultsError, match=r"has 4 rows, but the evaluation has 3 .*the 1 added .*item 'zzz'"
+    ):
         regrade(tmp_path)
 
 
 def test_changed_settings_start_over_and_are_logged(
-    server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: ArithmeticServer,
+    endpoints: list[Endpoint],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     shorter = replace(SAMPLING, max_tokens=32)
     evaluate(make_set(3), endpoints, SAMPLING, tmp_path)
@@ -302,7 +382,10 @@ def test_option_letters_are_regraded_by_their_own_grader(
 def test_two_evaluations_cannot_write_to_one_folder(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
-    with exclusive(tmp_path), pytest.raises(EvaluationError, match="another evaluation is writing to"):
+    with (
+        exclusive(tmp_path),
+        pytest.raises(EvaluationError, match="another evaluation is writing to"),
+    ):
         evaluate(make_set(3), endpoints, SAMPLING, tmp_path)
     assert server.requests == []
     assert evaluate(make_set(3), endpoints, SAMPLING, tmp_path).n == 3
@@ -315,7 +398,9 @@ def command(folder: Path, urls: list[str], count: int, *settings: str) -> list[s
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [word for url in urls for word in ("--base-url", url)]
     words += ["--model-name", "m", "--data", str(data), "--output", str(folder / "out")]
-    words += [word for setting in ("evaluate.prompt=bare", *settings) for word in ("--set", setting)]
+    words += [
+        word for setting in ("evaluate.prompt=bare", *settings) for word in ("--set", setting)
+    ]
     return [sys.executable, "-m", "flows.cli", "eval", *words]
 
 
@@ -333,11 +418,15 @@ def test_a_killed_or_interrupted_evaluation_resumes_without_repeating_requests(
 
     server.behave = hold
     words = command(tmp_path, [server.url], 60, "evaluate.concurrency=4")
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     output = tmp_path / "out"
     assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
-    done = (re.match(r"(\d+) of 60 items done", line) for line in lines)  # no terminal: a log line every tenth
+    done = (
+        re.match(r"(\d+) of 60 items done", line) for line in lines
+    )  # no terminal: a log line every tenth
     assert any(match and int(match[1]) >= 18 for match in done)
     assert all(held.acquire(timeout=FAR) for _ in range(4))
     wait_until(lambda: len(read_rows(output)) == 23, "every answer to be written")

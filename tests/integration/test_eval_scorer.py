@@ -43,7 +43,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def sums(count: int) -> EvaluationSet:
     items = [
-        replace(item, data_source="sums", extra_info={"index": i}) for i, item in enumerate(make_set(count).items)
+        replace(item, data_source="sums", extra_info={"index": i})
+        for i, item in enumerate(make_set(count).items)
     ]
     items[0] = replace(items[0], gold="-1")  # so that the answer 1 is wrong
     return replace(make_set(count), items=tuple(items))
@@ -62,7 +63,9 @@ def test_a_scorer_file_grades_and_its_failures_are_counted(
     path = tmp_path / "score.py"
     path.write_text(SCORER)
     cut = "2 + 1 = ?"
-    server.behave = lambda handler, prompt, attempt: prompt == cut and handler.answer(prompt, "length")
+    server.behave = lambda handler, prompt, attempt: (
+        prompt == cut and handler.answer(prompt, "length")
+    )
     summary = evaluated(server, tmp_path / "out", path)
     rows = list(read_rows(tmp_path / "out").values())
     # Item 2 is right for the scorer, but truncated; 3 and 4 end the scorer's process.
@@ -91,7 +94,9 @@ def test_a_scorer_file_grades_and_its_failures_are_counted(
     path.write_text("def compute_score(**_):\n    return 1\n")
     assert evaluated(server, tmp_path / "out", path).accuracy == 0.8  # item 2 is truncated
     assert len(server.requests) == num_asked
-    with pytest.raises(InputError, match=r"graded by scorer-score\.py:compute_score/.*repeat `dapo eval`"):
+    with pytest.raises(
+        InputError, match=r"graded by scorer-score\.py:compute_score/.*repeat `dapo eval`"
+    ):
         regrade(tmp_path / "out")
 
     path.write_text("import nothing_of_this_name\n\ndef compute_score(**_):\n    return 1\n")
@@ -160,7 +165,10 @@ def test_a_built_in_scorer_grades_and_the_report_shows_its_scores(
         summary = evaluated(server, tmp_path / side, "geo3k", 3)
         # A box scores 0.9; the 0.1 for format needs thinking in tags, which the server does not send.
         assert summary.scorer == {"mean_score": pytest.approx(0.6), "errors": 0}
-        assert (summary.accuracy, summary.settings["grader"]) == (pytest.approx(2 / 3), "scorer-geo3k/1")
+        assert (summary.accuracy, summary.settings["grader"]) == (
+            pytest.approx(2 / 3),
+            "scorer-geo3k/1",
+        )
     markdown = render_markdown(make_report(compare(tmp_path / "before", tmp_path / "after"), []))
     assert [line.split() for line in markdown.splitlines() if "mean score" in line] == [
         ["|", "mean", "score", "|", "0.6", "|", "0.6", "|", "|"]
@@ -182,8 +190,12 @@ def test_a_built_in_scorer_grades_and_the_report_shows_its_scores(
         ),
     ],
 )
-def test_an_unknown_scorer_is_refused_before_any_request(tmp_path: Path, scorer: str, message: str) -> None:
+def test_an_unknown_scorer_is_refused_before_any_request(
+    tmp_path: Path, scorer: str, message: str
+) -> None:
     (tmp_path / "score.py").write_text(SCORER)
-    settings = load_config_or_defaults(None, [f"evaluate.scorer={scorer.format(tmp_path)}"]).evaluate
+    settings = load_config_or_defaults(
+        None, [f"evaluate.scorer={scorer.format(tmp_path)}"]
+    ).evaluate
     with pytest.raises(ConfigError, match=message):
         grader_for(settings)

@@ -51,7 +51,12 @@ def test_a_file_is_downloaded_once_and_verified_again(hub: HubServer, tmp_path: 
 def test_only_the_files_of_a_split_are_taken_from_a_repository(
     hub: HubServer, tmp_path: Path, scheme: str
 ) -> None:
-    files = {"README.md": b"#", "data/train-0.jsonl": BODY, "data/train-1.jsonl": BODY, "data/test.jsonl": OTHER}
+    files = {
+        "README.md": b"#",
+        "data/train-0.jsonl": BODY,
+        "data/train-1.jsonl": BODY,
+        "data/test.jsonl": OTHER,
+    }
     repo = hub.dataset("org/rows")
     repo.commit(files)
     folder = fetch(f"{scheme}:org/rows", tmp_path / "cache", "train")
@@ -85,15 +90,23 @@ def test_a_recipe_prepares_data_from_hubs_and_continues_offline(
 ) -> None:
     """A moved branch makes a new artifact, an unchanged one is a cache hit, and a cached set needs no hub."""
     repo = hub.dataset("org/rows")
-    rows = {"data/train.jsonl": BODY, "data/test.jsonl": b'{"problem": "2 + 2 = ?", "answer": "4"}\n'}
+    rows = {
+        "data/train.jsonl": BODY,
+        "data/test.jsonl": b'{"problem": "2 + 2 = ?", "answer": "4"}\n',
+    }
     repo.commit(rows)
-    places: dict[str, Any] = {"store": {"path": str(tmp_path / "store")}, "model": {"source": "recipe"}}
+    places: dict[str, Any] = {
+        "store": {"path": str(tmp_path / "store")},
+        "model": {"source": "recipe"},
+    }
     config = make_config(data={"train": "hf:org/rows", "eval": "hf:org/rows"}, **places)
     store = ArtifactStore(config.store.path)
 
     def prepared() -> tuple[Artifact, bool]:
         forget_resolved()
-        return store.produce(link_of(config, "prepare_data").key(), lambda folder: build_dataset(config, folder))
+        return store.produce(
+            link_of(config, "prepare_data").key(), lambda folder: build_dataset(config, folder)
+        )
 
     first, _ = prepared()
     assert first.manifest()["metrics"]["train_rows"] == 1
@@ -122,7 +135,9 @@ def published(name: str, count: int) -> bytes:
             rows.append({"problem": problem, "solution": f"So it is $\\boxed{{{answer}}}$."})
         else:
             rows.append({"problem": problem, "answer": answer})
-    return b"".join(json.dumps({"id": f"{name}-{n}", **row}).encode() + b"\n" for n, row in enumerate(rows))
+    return b"".join(
+        json.dumps({"id": f"{name}-{n}", **row}).encode() + b"\n" for n, row in enumerate(rows)
+    )
 
 
 def test_a_suite_is_downloaded_and_evaluated(
@@ -144,7 +159,8 @@ def test_a_suite_is_downloaded_and_evaluated(
             assert done.exit_code == 0, done.output
     for folder in folders:
         right = {
-            name: [row.is_right for row in load_evaluation(path).rows] for name, path in read_suite(folder).items()
+            name: [row.is_right for row in load_evaluation(path).rows]
+            for name, path in read_suite(folder).items()
         }
         assert list(right) == list(SUITES["math"])
         assert right == {name: [True] * (30 if name == "aime25" else 3) for name in right}

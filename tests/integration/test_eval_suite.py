@@ -27,7 +27,9 @@ from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_
 
 ROOT = Path(__file__).resolve().parents[2]
 FAR = 200.0  # longer than any machine stalls
-LIMITS = Limits(concurrency=2, timeout_seconds=2 * FAR, max_attempts=2, backoff_seconds=0.01, outage_seconds=0.1)
+LIMITS = Limits(
+    concurrency=2, timeout_seconds=2 * FAR, max_attempts=2, backoff_seconds=0.01, outage_seconds=0.1
+)
 LONG, SHORT = 1000, 0  # the first problem of each set
 LONG_SECONDS, SHORT_SECONDS = 0.4, 0.02  # of simulated time
 
@@ -74,7 +76,9 @@ class Simulation:
         """Answer every request. Fails if a server is left idle."""
         for _ in range(self._num_requests):
             with self._changed:
-                assert self._changed.wait_for(self._is_busy, FAR), "a server is idle while requests are left"
+                assert self._changed.wait_for(self._is_busy, FAR), (
+                    "a server is idle while requests are left"
+                )
                 first = min(self._in_work, key=lambda held: held.end)
                 self._in_work.remove(first)
                 self._now = first.end
@@ -90,7 +94,11 @@ def servers() -> Iterator[list[ArithmeticServer]]:
 def set_of(count: int, first: int) -> EvaluationSet:
     """Problems `first + 1 = ?` and so on."""
     items = [
-        replace(item, prompt=({"role": "user", "content": f"{first + i} + 1 = ?"},), gold=str(first + i + 1))
+        replace(
+            item,
+            prompt=({"role": "user", "content": f"{first + i} + 1 = ?"},),
+            gold=str(first + i + 1),
+        )
         for i, item in enumerate(make_set(count).items)
     ]
     return EvaluationSet(tuple(items))
@@ -121,13 +129,18 @@ def test_no_server_is_idle_while_any_benchmark_has_requests_left(
     with ThreadPoolExecutor(1) as threads:
         served = threads.submit(simulation.run)
         short, long = evaluate_all(
-            suite(tmp_path), endpoints(servers), limits=LIMITS, on_progress=lambda *done: progress.append(done)
+            suite(tmp_path),
+            endpoints(servers),
+            limits=LIMITS,
+            on_progress=lambda *done: progress.append(done),
         )
         served.result()
     assert (short.n, short.accuracy, long.n, long.num_samples) == (40, 1.0, 16, 2)
     assert progress[-1] == (56, 56)
     is_long = [held.number >= LONG for held in simulation.begun]
-    assert is_long == [True] * 16 + [False] * 40, "a short problem was asked before the last long one"
+    assert is_long == [True] * 16 + [False] * 40, (
+        "a short problem was asked before the last long one"
+    )
     # Short problems fill the tail of the long ones; in the suite's order, long ones would finish alone.
     assert max(held.end for held in simulation.begun) - simulation.begun[-1].begin < LONG_SECONDS
     bodies = [body for server in servers for _, _, body in server.requests]
@@ -143,9 +156,14 @@ def test_longest_requests_first_is_estimated_from_another_model_s_answers(
     lines = path.read_text().splitlines()
     lines[7] = json.dumps({**json.loads(lines[7]), "response_tokens": 700})
     path.write_text("\n".join(lines) + "\n")
-    after = [replace(one, output_dir=tmp_path / "after" / one.name, earlier=one.output_dir) for one in benchmarks]
+    after = [
+        replace(one, output_dir=tmp_path / "after" / one.name, earlier=one.output_dir)
+        for one in benchmarks
+    ]
     first = len(servers[0].requests)
-    evaluate_all(after, endpoints(servers[:1]), limits=replace(LIMITS, concurrency=1), model_digest="other")
+    evaluate_all(
+        after, endpoints(servers[:1]), limits=replace(LIMITS, concurrency=1), model_digest="other"
+    )
     assert servers[0].requests[first][2]["messages"][-1]["content"] == "7 + 1 = ?"
 
 
@@ -157,7 +175,9 @@ def test_a_failing_benchmark_does_not_affect_others_and_an_added_one_sends_only_
             int(prompt.split()[0]) >= LONG and handler.send(400, b"too long")
         )
     benchmarks = suite(tmp_path, num_long=50)
-    with pytest.raises(RequestsRefused, match=r"^long: \d+ of 100 requests to http.* failed") as caught:
+    with pytest.raises(
+        RequestsRefused, match=r"^long: \d+ of 100 requests to http.* failed"
+    ) as caught:
         evaluate_all(benchmarks, endpoints(servers), limits=LIMITS)
     assert "short" not in str(caught.value)
     assert load_evaluation(tmp_path / "short").num_samples == 1
@@ -169,7 +189,9 @@ def test_a_failing_benchmark_does_not_affect_others_and_an_added_one_sends_only_
     third = Benchmark(set_of(3, 500), Sampling(max_tokens=16), tmp_path / "third", "third")
     evaluate_all([*benchmarks, third], endpoints(servers), limits=LIMITS)
     asked = [int(prompt.split()[0]) for server in servers for prompt in server.asked.elements()]
-    assert sorted(asked) == sorted([*range(LONG, LONG + 50), *range(LONG, LONG + 50), 500, 501, 502])
+    assert sorted(asked) == sorted(
+        [*range(LONG, LONG + 50), *range(LONG, LONG + 50), 500, 501, 502]
+    )
 
 
 def test_a_recipe_s_suite_resumes_with_missing_requests_only(
@@ -200,7 +222,9 @@ def test_a_recipe_s_suite_resumes_with_missing_requests_only(
 
     assert run(short, sampled) == sorted([*range(30), *2 * list(range(LONG, LONG + 10))])
     results = out / "long" / "results.jsonl"
-    results.write_text("".join(results.read_text().splitlines(keepends=True)[:5]))  # items 0 and 1, half of 2
+    results.write_text(
+        "".join(results.read_text().splitlines(keepends=True)[:5])
+    )  # items 0 and 1, half of 2
     assert run(short, sampled, later) == [500, 501, 502, 1002, *sorted(2 * list(range(1003, 1010)))]
     assert list(read_suite(out)) == ["short", "long", "later"]
 
@@ -219,32 +243,54 @@ def test_a_named_suite_is_evaluated_with_its_published_sets(
     assert f"{folder / 'arithmetic'}: accuracy" in done.output
     assert describe_suite(folder).headline == "arithmetic"
     # A folder holds a suite or one benchmark.
-    alone = CliRunner().invoke(app, [*words, "--data", str(write_sums(tmp_path / "sums.json", 0, 2))])
+    alone = CliRunner().invoke(
+        app, [*words, "--data", str(write_sums(tmp_path / "sums.json", 0, 2))]
+    )
     assert "holds a suite; choose another --output" in str(alone.exception)
     assert "'tini' is not a suite; known: math, tiny" in str(
         CliRunner().invoke(app, [*words, "--suite", "tini"]).exception
     )
-    assert CliRunner().invoke(app, [*words, "--suite", "tiny", "--dataset", "math500"]).exit_code == 2
+    assert (
+        CliRunner().invoke(app, [*words, "--suite", "tiny", "--dataset", "math500"]).exit_code == 2
+    )
 
 
 def test_gates_on_one_evaluation_are_checked_and_others_are_named(
     servers: list[ArithmeticServer], tmp_path: Path
 ) -> None:
-    files = {name: write_sums(tmp_path / f"{name}.json", first, 4) for name, first in (("one", 0), ("two", 500))}
+    files = {
+        name: write_sums(tmp_path / f"{name}.json", first, 4)
+        for name, first in (("one", 0), ("two", 500))
+    }
     gates = ["one >= 99", "two.tokens <= 4", "pooled >= before", "one >= last-night - 1"]
-    evaluate = {"prompt": "bare", "benchmarks": [str(path) for path in files.values()], "gates": gates}
+    evaluate = {
+        "prompt": "bare",
+        "benchmarks": [str(path) for path in files.values()],
+        "gates": gates,
+    }
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps({"evaluate": evaluate}))
 
     def run(output: str, *words: str) -> tuple[int, str]:
-        asked = ["eval", "--base-url", servers[0].url, "--model-name", "m", "--output", str(tmp_path / output)]
+        asked = [
+            "eval",
+            "--base-url",
+            servers[0].url,
+            "--model-name",
+            "m",
+            "--output",
+            str(tmp_path / output),
+        ]
         done = CliRunner().invoke(app, [*asked, *words])
         return done.exit_code, " ".join(done.output.split())
 
     status, printed = run("suite", "--config", str(recipe))
     assert status == 3, printed
     assert "GATES FAILED, 1 of 4: two.tokens <= 4 (measured 5, threshold 4 tokens)." in printed
-    assert "Gates not checked: pooled >= before (dapo compare --gate checks it against before); one >=" in printed
+    assert (
+        "Gates not checked: pooled >= before (dapo compare --gate checks it against before); one >="
+        in printed
+    )
     gates[1:] = []
     recipe.write_text(json.dumps({"evaluate": evaluate}))
     status, printed = run("suite", "--config", str(recipe))
@@ -253,9 +299,22 @@ def test_gates_on_one_evaluation_are_checked_and_others_are_named(
     # Options replace the recipe's benchmarks, and --set adds gates to them.
     one = ("--data", str(files["one"]), "--config", str(recipe), "--set", "evaluate.prompt=bare")
     status, printed = run("alone", *one, "--set", "evaluate.gates=[one > 100]")
-    assert (status, "GATES FAILED, 1 of 1: one > 100 (measured 100, threshold 100 %)." in printed) == (3, True)
+    assert (
+        status,
+        "GATES FAILED, 1 of 1: one > 100 (measured 100, threshold 100 %)." in printed,
+    ) == (3, True)
     status, printed = run("alone", *one)
-    assert (status, f"Gates not checked: one >= 99 (for the benchmarks of {recipe})." in printed) == (0, True)
-    for option, value in (("--suite", "math"), ("--dataset", "math500"), ("--data", str(files["one"]))):
+    assert (
+        status,
+        f"Gates not checked: one >= 99 (for the benchmarks of {recipe})." in printed,
+    ) == (0, True)
+    for option, value in (
+        ("--suite", "math"),
+        ("--dataset", "math500"),
+        ("--data", str(files["one"])),
+    ):
         status, printed = run("both", option, value, "--set", "evaluate.benchmarks=[aime24]")
-        assert (status, "cannot be combined with --set evaluate.benchmarks" in printed) == (2, True), printed
+        assert (status, "cannot be combined with --set evaluate.benchmarks" in printed) == (
+            2,
+            True,
+        ), printed

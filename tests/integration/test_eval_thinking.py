@@ -41,7 +41,9 @@ def answered(
 
 
 def tokens(count: int, thinking: int | None = None) -> dict[str, Any]:
-    details = {} if thinking is None else {"completion_tokens_details": {"reasoning_tokens": thinking}}
+    details = (
+        {} if thinking is None else {"completion_tokens_details": {"reasoning_tokens": thinking}}
+    )
     return {"completion_tokens": count, **details}
 
 
@@ -53,7 +55,11 @@ def test_thinking_separated_by_the_server_is_stored_and_counted_under_both_field
         tmp_path,
         ({"reasoning": WRONG, "content": RIGHT % 1}, "stop", tokens(30, 20)),
         ({"reasoning_content": WRONG, "content": RIGHT % 2}, "stop", tokens(10, 4)),
-        ({"reasoning": f"surely {RIGHT % 3}", "content": None}, "length", tokens(64, 64)),  # no end: no answer
+        (
+            {"reasoning": f"surely {RIGHT % 3}", "content": None},
+            "length",
+            tokens(64, 64),
+        ),  # no end: no answer
         ({"reasoning": None, "content": RIGHT % 4}, "stop", tokens(4, 0)),
     )
     assert [row.verdict for row in rows] == ["right", "right", "truncated", "right"]
@@ -90,13 +96,32 @@ def test_thinking_in_tags_is_split_off_and_graders_still_see_the_original_text(
         f"</think>{'x' * 12}",
         RIGHT % 6,
     ]
-    summary, rows = answered(server, tmp_path, *(({"content": text}, "stop", tokens(16)) for text in texts))
-    assert [row.verdict for row in rows] == ["right", "right", "truncated", "right", "no_answer", "right"]
-    assert [row.response for row in rows] == [f"\n{RIGHT % 1}", RIGHT % 2, "", RIGHT % 4, "x" * 12, RIGHT % 6]
+    summary, rows = answered(
+        server, tmp_path, *(({"content": text}, "stop", tokens(16)) for text in texts)
+    )
+    assert [row.verdict for row in rows] == [
+        "right",
+        "right",
+        "truncated",
+        "right",
+        "no_answer",
+        "right",
+    ]
+    assert [row.response for row in rows] == [
+        f"\n{RIGHT % 1}",
+        RIGHT % 2,
+        "",
+        RIGHT % 4,
+        "x" * 12,
+        RIGHT % 6,
+    ]
     for text, row in zip(texts, rows, strict=True):
         assert row.text == text
         graded = grade(text, "stop", row.gold, is_chat=True)
-        assert (row.aisbench_answer, row.aisbench_right) == (graded.aisbench_answer, graded.aisbench_right)
+        assert (row.aisbench_answer, row.aisbench_right) == (
+            graded.aisbench_answer,
+            graded.aisbench_right,
+        )
         assert (row.aisbench_raises, row.verdict) in (
             (graded.aisbench_raises, graded.verdict),
             (False, "truncated"),
@@ -126,7 +151,10 @@ def test_lower_limits_truncate_longer_responses_and_the_report_shows_thinking_an
     long = "thought " * 2000 + "<b>"
     counts = [(7, 3), (20, 12), (33, 30), (60, 50)]
     message = {"reasoning": long, "content": ""}
-    said = [({**message, "content": RIGHT % (i + 1)}, "stop", tokens(*count)) for i, count in enumerate(counts)]
+    said = [
+        ({**message, "content": RIGHT % (i + 1)}, "stop", tokens(*count))
+        for i, count in enumerate(counts)
+    ]
     summary, _ = answered(server, tmp_path / "before", *said)
     # 64: all; 32: items 0 and 1; 16, 8: item 0; 4: none.
     expected = ((64, 1.0, 0.0), (32, 0.5, 0.5), (16, 0.25, 0.75), (8, 0.25, 0.75), (4, 0.0, 1.0))

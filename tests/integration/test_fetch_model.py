@@ -39,12 +39,22 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     """A tiny model repository, with a card, other formats and code."""
     folder = build_tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny")
     found = {path.name: path.read_bytes() for path in folder.iterdir()}
-    extra = {"README.md": b"card", "onnx/model.onnx": b"onnx", "pytorch_model.bin": b"pickle", "LICENSE": b"MIT"}
+    extra = {
+        "README.md": b"card",
+        "onnx/model.onnx": b"onnx",
+        "pytorch_model.bin": b"pickle",
+        "LICENSE": b"MIT",
+    }
     return {**found, **extra, "modeling_tiny.py": b"raise SystemExit('it ran')\n"}
 
 
 def recipe(folder: Path, *overrides: str) -> Config:
-    sets = ("model.source=huggingface", "model.id=org/tiny", f"store.path={folder / 'store'}", *overrides)
+    sets = (
+        "model.source=huggingface",
+        "model.id=org/tiny",
+        f"store.path={folder / 'store'}",
+        *overrides,
+    )
     return load_config(RECIPE, sets)
 
 
@@ -67,7 +77,9 @@ def names(artifact: Artifact) -> set[str]:
     return {entry["path"] for entry in artifact.manifest()["files"]}
 
 
-def test_needed_files_are_fetched_once_per_commit(hub: HubServer, tmp_path: Path, files: Files) -> None:
+def test_needed_files_are_fetched_once_per_commit(
+    hub: HubServer, tmp_path: Path, files: Files
+) -> None:
     repo = hub.model()
     commit = repo.commit(files)
     config = recipe(tmp_path)
@@ -77,37 +89,53 @@ def test_needed_files_are_fetched_once_per_commit(hub: HubServer, tmp_path: Path
     assert names(first) == {*files} - left_out
     manifest = first.manifest()
     assert manifest["inputs"][COMMIT] == commit
-    assert manifest["inputs"]["file model.safetensors"] == f"sha256:{sha256(files['model.safetensors'])}"
+    assert (
+        manifest["inputs"]["file model.safetensors"]
+        == f"sha256:{sha256(files['model.safetensors'])}"
+    )
     assert manifest["metrics"]["commit"] == commit
     assert load_tokenizer(first.path)
     hub.asked.clear()
     assert fetched(config) == first
-    assert [asked.path for asked in hub.asked] == ["/api/models/org/tiny?blobs=true"]  # once in the whole run
+    assert [asked.path for asked in hub.asked] == [
+        "/api/models/org/tiny?blobs=true"
+    ]  # once in the whole run
     moved = repo.commit({**files, "README.md": b"another card"})
     assert planned(config).changes == ("input commit changed",)
     second = fetched(config)
-    assert (second.key != first.key, second.digest) == (True, first.digest)  # so nothing after it is made again
+    assert (second.key != first.key, second.digest) == (
+        True,
+        first.digest,
+    )  # so nothing after it is made again
     assert second.manifest()["inputs"][COMMIT] == moved
     assert hub.contents() == []  # every file was there under its digest
     assert fetched(recipe(tmp_path, f"model.revision={commit}")).digest == first.digest
 
 
 def test_a_run_without_a_network_uses_the_last_fetched_model(
-    hub: HubServer, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hub: HubServer,
+    tmp_path: Path,
+    files: Files,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     hub.model().commit(files)
     config = recipe(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     plan = planned(config)
     assert (plan.state, plan.key) == ("runs", None)
-    assert "would fetch hf:org/tiny, which cannot be resolved now: HF_HUB_OFFLINE is set" in plan.note
+    assert (
+        "would fetch hf:org/tiny, which cannot be resolved now: HF_HUB_OFFLINE is set" in plan.note
+    )
     with pytest.raises(Offline, match="HF_HUB_OFFLINE is set, so org/tiny cannot be requested"):
         fetched(config)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     first = fetched(config)
     hub.interfere = lambda handler: handler.refuse(503) is None
     assert fetched(config) == first
-    [said] = {record.message for record in caplog.records if "Continuing with commit" in record.message}
+    [said] = {
+        record.message for record in caplog.records if "Continuing with commit" in record.message
+    }
     assert said.startswith(f"{hub.url} returned HTTP 503 for org/tiny")
     assert planned(config).state == "cached"
     other = recipe(tmp_path, "model.revision=v2")
@@ -120,7 +148,16 @@ def command(config: Config, output: Path, *options: str) -> list[str]:
 
     path = output.with_suffix(".yaml")
     path.write_text(dump_config(config))
-    return [sys.executable, "-m", "flows.cli", "fetch-model", str(path), "--output", str(output), *options]
+    return [
+        sys.executable,
+        "-m",
+        "flows.cli",
+        "fetch-model",
+        str(path),
+        "--output",
+        str(output),
+        *options,
+    ]
 
 
 def test_a_killed_download_resumes(hub: HubServer, tmp_path: Path, files: Files) -> None:
@@ -145,18 +182,23 @@ def test_a_killed_download_resumes(hub: HubServer, tmp_path: Path, files: Files)
     assert "download percent 100 of 100: 7 of 7 files, 3.0 MB of 3.0 MB" in done.stdout
 
 
-def test_weights_of_different_models_are_not_mixed(hub: HubServer, tmp_path: Path, files: Files) -> None:
+def test_weights_of_different_models_are_not_mixed(
+    hub: HubServer, tmp_path: Path, files: Files
+) -> None:
     hub.model().commit(files)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/model-00001-of-00002.safetensors").touch()
     with pytest.raises(
-        ModelError, match=r"out holds model-00001-of-00002\.safetensors, which is not part of the model"
+        ModelError,
+        match=r"out holds model-00001-of-00002\.safetensors, which is not part of the model",
     ):
         fetch_model_files(recipe(tmp_path).model, tmp_path / "out")
     assert hub.contents() == []
 
 
-def test_a_commit_that_changed_during_the_run_is_refused(hub: HubServer, tmp_path: Path, files: Files) -> None:
+def test_a_commit_that_changed_during_the_run_is_refused(
+    hub: HubServer, tmp_path: Path, files: Files
+) -> None:
     hub.model().commit(files)
     model = recipe(tmp_path, "model.source=modelscope").model
     with pytest.raises(ModelError, match=r"modelscope:org/tiny changed during the run"):
@@ -172,7 +214,10 @@ def test_a_chat_template_is_part_of_the_model(hub: HubServer, tmp_path: Path, fi
     model = fetched(config)
     question = [{"role": "user", "content": "2 + 2?"}]
     tokenizer = load_tokenizer(model.path)
-    assert tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True) == "Q: 2 + 2?\nA:"
+    assert (
+        tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        == "Q: 2 + 2?\nA:"
+    )
     before = link_of(config, "fetch_model").key().key
     template.write_text(TEMPLATE.replace("Q:", "Question:"))
     assert link_of(config, "fetch_model").key().key != before
@@ -209,11 +254,16 @@ def test_pickled_weights_are_converted_if_allowed(
     from safetensors.torch import load_file
 
     monkeypatch.chdir(tmp_path)
-    tensors = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(2, dtype=torch.bfloat16)}
+    tensors = {
+        "a.weight": torch.arange(6.0).reshape(2, 3),
+        "b.weight": torch.ones(2, dtype=torch.bfloat16),
+    }
     torch.save(tensors, tmp_path / "w.bin")
     bare = {name: content for name, content in files.items() if name != "model.safetensors"}
     hub.model().commit({**bare, "pytorch_model.bin": (tmp_path / "w.bin").read_bytes()})
-    with pytest.raises(ModelError, match=r"weights are pickled \(pytorch_model\.bin\).*model\.allow_pickle=true"):
+    with pytest.raises(
+        ModelError, match=r"weights are pickled \(pytorch_model\.bin\).*model\.allow_pickle=true"
+    ):
         fetch_model_files(recipe(tmp_path).model, tmp_path / "no")
     allowed = recipe(tmp_path, "model.allow_pickle=true").model
     fetch_model_files(allowed, tmp_path / "yes")
@@ -222,12 +272,16 @@ def test_pickled_weights_are_converted_if_allowed(
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     torch.save({"a.weight": tensors["a.weight"], "b": Runs()}, tmp_path / "w.bin")
     hub.model().commit({**bare, "pytorch_model.bin": (tmp_path / "w.bin").read_bytes()})
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin contains more than tensors, so it is not loaded"):
+    with pytest.raises(
+        ModelError, match=r"pytorch_model\.bin contains more than tensors, so it is not loaded"
+    ):
         fetch_model_files(allowed, tmp_path / "evil")
     assert not (tmp_path / "it_ran").exists()
 
 
-def test_an_archive_from_a_web_server_becomes_a_model(hub: HubServer, tmp_path: Path, files: Files) -> None:
+def test_an_archive_from_a_web_server_becomes_a_model(
+    hub: HubServer, tmp_path: Path, files: Files
+) -> None:
     source = tmp_path / "pack/tiny"
     source.mkdir(parents=True)
     for name, content in files.items():
@@ -238,7 +292,12 @@ def test_an_archive_from_a_web_server_becomes_a_model(hub: HubServer, tmp_path: 
     address = f"{hub.url}/tiny.tar.gz#sha256={sha256(archive.read_bytes())}"
     sets = ("model.source=url", "model.id=null", f"model.urls=['{address}']")
     model = fetched(recipe(tmp_path, *sets))
-    assert names(model) == {*files} - {"README.md", "onnx/model.onnx", "pytorch_model.bin", "modeling_tiny.py"}
+    assert names(model) == {*files} - {
+        "README.md",
+        "onnx/model.onnx",
+        "pytorch_model.bin",
+        "modeling_tiny.py",
+    }
     hub.asked.clear()
     assert fetched(recipe(tmp_path, *sets)) == model
     assert hub.asked == []  # a digest needs no server

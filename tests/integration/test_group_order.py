@@ -70,7 +70,11 @@ def _train(world: World, folder: Path, order: str, calls: Sequence[int]) -> Seen
                 sampler={"order": order, "gen_prompts": 4 * TRAIN_PROMPTS, "dynamic": True},
                 rollout={"group_size": 2, "max_response_tokens": 240},
                 train={
-                    **{"num_ranks": 1, "train_prompts": TRAIN_PROMPTS, "mini_prompts": TRAIN_PROMPTS},
+                    **{
+                        "num_ranks": 1,
+                        "train_prompts": TRAIN_PROMPTS,
+                        "mini_prompts": TRAIN_PROMPTS,
+                    },
                     **{"learning_rate": 1e-9, "total_steps": total_steps},
                 },
                 checkpoint={"asynchronous": False},
@@ -86,7 +90,9 @@ def stream(world: World, tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def _mean_length(groups: Sequence[Group]) -> float:
-    return float(np.mean([len(rollout.response_ids) for group in groups for rollout in group.rollouts]))
+    return float(
+        np.mean([len(rollout.response_ids) for group in groups for rollout in group.rollouts])
+    )
 
 
 def _has_signal(group: Group) -> bool:
@@ -98,12 +104,17 @@ def test_only_finishing_order_selects_by_length(stream: Seen, world: World, tmp_
         (group for group in stream.finished if _has_signal(group)), key=lambda group: group.group_id
     )
     num_kept = NUM_STEPS * TRAIN_PROMPTS
-    assert [group.group_id for group in stream.kept] == [group.group_id for group in with_signal[:num_kept]]
+    assert [group.group_id for group in stream.kept] == [
+        group.group_id for group in with_signal[:num_kept]
+    ]
     assert _mean_length(stream.kept) == _mean_length(with_signal[:num_kept])
     finish = _train(world, tmp_path, "finish", (NUM_STEPS,))
     assert len(finish.kept) == num_kept
     assert _mean_length(finish.kept) < 0.9 * _mean_length(stream.kept)
-    cut = [np.mean([line["sampler/kept_clip_ratio"] for line in seen.metrics]) for seen in (finish, stream)]
+    cut = [
+        np.mean([line["sampler/kept_clip_ratio"] for line in seen.metrics])
+        for seen in (finish, stream)
+    ]
     assert cut[0] < cut[1]
     assert sum(line["sampler/aborted_groups"] for line in finish.metrics) > 0
 
@@ -111,12 +122,18 @@ def test_only_finishing_order_selects_by_length(stream: Seen, world: World, tmp_
 def test_unfinished_groups_resume_with_the_version_of_each_token(stream: Seen) -> None:
     num_continued = 0
     for before, after in zip(stream.states, stream.draws[1:], strict=False):
-        begun = {request.group_id: request for _, request in before.unfinished if request.num_response_tokens}
+        begun = {
+            request.group_id: request
+            for _, request in before.unfinished
+            if request.num_response_tokens
+        }
         for group in after.groups:
             if group.group_id not in begun:
                 continue
             request = begun[group.group_id]
-            for old, spans, rollout in zip(request.responses, request.versions, group.rollouts, strict=True):
+            for old, spans, rollout in zip(
+                request.responses, request.versions, group.rollouts, strict=True
+            ):
                 assert rollout.response_ids[: len(old.response_ids)] == old.response_ids
                 assert rollout.versions[: len(spans)] == spans
                 assert sum(count for _, count in rollout.versions) == len(rollout.response_ids)
@@ -131,7 +148,14 @@ def test_every_token_is_accounted_for_across_steps(stream: Seen) -> None:
     carried_in = 0
     for metrics, state in zip(stream.metrics, stream.states, strict=True):
         fates = sum(metrics[f"sampler/{fate}_tokens"] for fate in FATES)
-        assert metrics["perf/generated_tokens"] + carried_in == fates + metrics["sampler/carried_out_tokens"]
-        carried_in = sum(item.num_response_tokens for _, item in [*state.surplus, *state.unfinished])
-        assert carried_in == metrics["sampler/surplus_tokens"] + metrics["sampler/carried_out_tokens"]
+        assert (
+            metrics["perf/generated_tokens"] + carried_in
+            == fates + metrics["sampler/carried_out_tokens"]
+        )
+        carried_in = sum(
+            item.num_response_tokens for _, item in [*state.surplus, *state.unfinished]
+        )
+        assert (
+            carried_in == metrics["sampler/surplus_tokens"] + metrics["sampler/carried_out_tokens"]
+        )
         assert metrics["sampler/aborted_groups"] == metrics["sampler/stale_groups"] == 0

@@ -16,9 +16,16 @@ def test_hf_resumed_responses_equal_uninterrupted_ones(model_path: Path) -> None
     engine = build_engine("hf", model_path, replace(SETTINGS, max_num_seqs=3), seed=0)
     requests = make_requests(6)
     uninterrupted = run(engine, requests)
-    for num_steps in (0, 1, 7, 30):  # before the first token, after it, midway, and in the second wave
+    for num_steps in (
+        0,
+        1,
+        7,
+        30,
+    ):  # before the first token, after it, midway, and in the second wave
         engine.submit(requests)
-        responses = {response.request_id: response for _ in range(num_steps) for response in engine.step()}
+        responses = {
+            response.request_id: response for _ in range(num_steps) for response in engine.step()
+        }
         for partial in engine.abort([request.request_id for request in requests]):
             request = requests[int(partial.request_id)]
             so_far = (partial.response_ids, partial.rollout_log_probs)
@@ -32,7 +39,9 @@ def test_hf_resumed_responses_equal_uninterrupted_ones(model_path: Path) -> None
 
 def test_hf_refuses_memory_below_one_sequence(model_path: Path) -> None:
     # 2 (keys, values) x 2 layers x 1 head x 32 x 4 bytes x 96 tokens = 49152 bytes
-    with pytest.raises(RolloutError, match=r"96 tokens needs 49152 bytes of cache, but only 49151 are free"):
+    with pytest.raises(
+        RolloutError, match=r"96 tokens needs 49152 bytes of cache, but only 49151 are free"
+    ):
         build_engine("hf", model_path, replace(SETTINGS, memory_bytes=49151), seed=0)
 
 

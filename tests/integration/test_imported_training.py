@@ -34,7 +34,10 @@ CASES = {  # files, and options beside --tiny
     "MindSpeed-MM": (["mindspeed_mm_qwen25vl_7b.yaml"], ()),
 }
 CLIPS = {"8B, GRPO": 0.2}  # the upper one, where it is not 0.28
-ALLOWED = {"235B": 19, "MindSpeed-MM": 1}  # keys of Megatron and of images, which the smallest model is without
+ALLOWED = {
+    "235B": 19,
+    "MindSpeed-MM": 1,
+}  # keys of Megatron and of images, which the smallest model is without
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -52,8 +52,12 @@ def _peak_of_an_update(rank: int, config: Config) -> tuple[int, Update]:
     for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):  # return freed memory to the system
         libc.mallopt(parameter, 65_536)
     policy = Policy(config.model.path or "", config)
-    short, long = (split_batch(_batch().select([row]), 1, PROMPT + RESPONSE)[0][0] for row in (0, 1))
-    policy.update(short, LossTotals.of(short.batch), measures=True)  # allocates moments, libraries and threads
+    short, long = (
+        split_batch(_batch().select([row]), 1, PROMPT + RESPONSE)[0][0] for row in (0, 1)
+    )
+    policy.update(
+        short, LossTotals.of(short.batch), measures=True
+    )  # allocates moments, libraries and threads
     gc.collect()
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
@@ -78,7 +82,13 @@ def test_an_update_on_22528_tokens_stays_within_the_memory_plan(tmp_path: Path) 
         },
     )
     planned = rank_memory(config, shape_of(MODEL.to_dict()))
-    parts = ("update_weights", "update_gradients", "update_copies", "update_activations", "update_logits")
+    parts = (
+        "update_weights",
+        "update_gradients",
+        "update_copies",
+        "update_activations",
+        "update_logits",
+    )
     expected = sum(getattr(planned, part) for part in parts)
     whole_logits, scores = 4 * RESPONSE * MODEL.vocab_size, 4 * (PROMPT + RESPONSE) ** 2
     for peak, update in run_ranks(2, _peak_of_an_update, config):
@@ -86,4 +96,6 @@ def test_an_update_on_22528_tokens_stays_within_the_memory_plan(tmp_path: Path) 
         assert update.measured.log_probs.shape == (1, RESPONSE)
         assert (update.measured.log_probs < 0).all()
         assert 0.8 * expected < peak < 1.2 * expected
-    assert expected < (whole_logits + scores) / 10  # 78 MiB; full logits would take 625, one head's scores 1,936
+    assert (
+        expected < (whole_logits + scores) / 10
+    )  # 78 MiB; full logits would take 625, one head's scores 1,936

@@ -35,7 +35,9 @@ from tests.vllm_experts import runs_experts
 TRAIN = {"train_prompts": 4, "mini_prompts": 4, "learning_rate": 1e-2, "warmup_steps": 0}
 MANY_BYTES = 10**9
 Case = tuple[str, bool]  # architecture, whether it is tied
-CASES: list[Case] = [(architecture, is_tied) for architecture in ARCHITECTURES for is_tied in (True, False)]
+CASES: list[Case] = [
+    (architecture, is_tied) for architecture in ARCHITECTURES for is_tied in (True, False)
+]
 PROMPT_IDS, RESPONSE_IDS = [5, 6, 7, 40, 90], [8, 9, 200, 31]
 
 
@@ -51,7 +53,9 @@ class Trained:
 
 
 def _train_all(rank: int, folders: list[Path], num_ranks: int) -> list[dict[str, Any]]:
-    return [_train_and_save(rank, folder / "model", folder / "shards", num_ranks) for folder in folders]
+    return [
+        _train_and_save(rank, folder / "model", folder / "shards", num_ranks) for folder in folders
+    ]
 
 
 def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -> dict[str, Any]:
@@ -75,7 +79,9 @@ def _checkpoint(folder: Path) -> Path:
     def save(target: str) -> None:
         shutil.copytree(folder / "shards", target, dirs_exist_ok=True)
 
-    writer = CheckpointWriter(folder / "output" / "checkpoints", folder / "model", ShardsOf(save), config)
+    writer = CheckpointWriter(
+        folder / "output" / "checkpoints", folder / "model", ShardsOf(save), config
+    )
     writer.begin(make_state(step=7))
     return writer.folder / "step_000007"
 
@@ -107,7 +113,9 @@ def trained(all_trained: dict[Case, Trained]) -> Trained:
     return all_trained["qwen3_moe", False]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{'tied' if case[1] else 'untied'}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case[0]}-{'tied' if case[1] else 'untied'}"
+)
 def test_the_merged_model_equals_the_trained_one(
     all_trained: dict[Case, Trained], case: Case, tmp_path: Path
 ) -> None:
@@ -120,7 +128,10 @@ def test_the_merged_model_equals_the_trained_one(
         "shards": 1,
     }
     assert not (tmp_path / INDEX_FILE).exists()
-    tensors, before = load_file(tmp_path / SINGLE_FILE), load_file(trained.output.parent / "model" / SINGLE_FILE)
+    tensors, before = (
+        load_file(tmp_path / SINGLE_FILE),
+        load_file(trained.output.parent / "model" / SINGLE_FILE),
+    )
     assert tensors.keys() == before.keys() == trained.weights.keys()
     assert ("lm_head.weight" in tensors) == (not trained.is_tied)
     for name, weight in trained.weights.items():
@@ -162,7 +173,9 @@ def test_vllm_and_transformers_give_the_same_log_probs(merged: Path) -> None:
     engine.close()
     ids = torch.tensor([PROMPT_IDS + RESPONSE_IDS])
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(merged)(ids).logits[0, len(PROMPT_IDS) - 1 : -1]
+        logits = AutoModelForCausalLM.from_pretrained(merged)(ids).logits[
+            0, len(PROMPT_IDS) - 1 : -1
+        ]
     expected = logits.log_softmax(-1).gather(1, ids[0, len(PROMPT_IDS) :].unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(torch.tensor(given), expected, rtol=0, atol=1e-4)
 
@@ -185,7 +198,11 @@ def test_bfloat16_shards_and_their_index_are_complete(trained: Trained, tmp_path
     seen: list[tuple[int, int]] = []
     max_bytes = 30_000
     sizes = merge_checkpoint(
-        [trained.checkpoint], tmp_path, "bfloat16", max_bytes, lambda done, total: seen.append((done, total))
+        [trained.checkpoint],
+        tmp_path,
+        "bfloat16",
+        max_bytes,
+        lambda done, total: seen.append((done, total)),
     )
     total = 2 * sizes["parameters"]
     assert sizes["bytes"] == total == sum(weight.nbytes for weight in trained.weights.values()) // 2
@@ -232,7 +249,10 @@ def _link_outside(checkpoint: Path) -> None:
             lambda checkpoint: (checkpoint / "__1_0.distcp").unlink(),
             r"shard __1_0\.distcp of 3 in .*/step_000007 is missing; copy it from the node",
         ),
-        (_truncate_shard, r"shard __1_0\.distcp of 3 in .* is 1000 bytes long instead of \d{5,7}; copy it"),
+        (
+            _truncate_shard,
+            r"shard __1_0\.distcp of 3 in .* is 1000 bytes long instead of \d{5,7}; copy it",
+        ),
         (flip("__1_0.distcp", 40_000), r"__1_0\.distcp( in \S+)? is damaged"),
         (
             lambda checkpoint: (checkpoint / "trainer_state.json").unlink(),
@@ -243,9 +263,18 @@ def _link_outside(checkpoint: Path) -> None:
             _plant("tensor_names.json", b'["model.norm.weight"]'),
             r"model\.\S+ in .*/step_000007 has no counterpart among the 1 names in tensor_names\.json",
         ),
-        (_plant("tensor_names.json", b'["model.norm'), r"tensor_names\.json cannot be read \(Unterminated string"),
-        (_plant("tensor_names.json", b"3"), r"tensor_names\.json cannot be read \(it is not a list of names"),
-        (lambda checkpoint: (checkpoint / ".metadata").unlink(), r"step_000007 has no complete checkpoint"),
+        (
+            _plant("tensor_names.json", b'["model.norm'),
+            r"tensor_names\.json cannot be read \(Unterminated string",
+        ),
+        (
+            _plant("tensor_names.json", b"3"),
+            r"tensor_names\.json cannot be read \(it is not a list of names",
+        ),
+        (
+            lambda checkpoint: (checkpoint / ".metadata").unlink(),
+            r"step_000007 has no complete checkpoint",
+        ),
         (_plant(".metadata", b"\x80"), r"\.metadata .* cannot be read"),
         (
             _plant(".metadata", pickle.dumps(Harmful())),
@@ -255,7 +284,11 @@ def _link_outside(checkpoint: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_reported_and_nothing_is_written(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], message: str
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], None],
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoint = tmp_path / "step_000007"
@@ -266,7 +299,9 @@ def test_a_damaged_checkpoint_is_reported_and_nothing_is_written(
     assert {path.name for path in tmp_path.iterdir()} <= {"step_000007", "config.json"}
 
 
-def test_an_incomplete_checkpoint_is_skipped_and_refused_if_named(trained: Trained, tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_skipped_and_refused_if_named(
+    trained: Trained, tmp_path: Path
+) -> None:
     partial = tmp_path / "output" / "checkpoints" / "step_000009.partial"
     shutil.copytree(trained.checkpoint, partial)
     with pytest.raises(CheckpointError, match="has no complete checkpoint"):
@@ -279,12 +314,19 @@ def test_an_incomplete_checkpoint_is_skipped_and_refused_if_named(trained: Train
 
 
 def test_shards_from_two_nodes_are_merged(trained: Trained, tmp_path: Path) -> None:
-    first, second = tmp_path / "node0" / "step_000007", tmp_path / "node1" / "checkpoints" / "step_000007"
+    first, second = (
+        tmp_path / "node0" / "step_000007",
+        tmp_path / "node1" / "checkpoints" / "step_000007",
+    )
     shutil.copytree(trained.checkpoint, first)
     second.mkdir(parents=True)
     (first / "__1_0.distcp").rename(second / "__1_0.distcp")
     merge_checkpoint(
-        [first.parent, tmp_path / "node1"], tmp_path / "target", "keep", MANY_BYTES, verify_logits=True
+        [first.parent, tmp_path / "node1"],
+        tmp_path / "target",
+        "keep",
+        MANY_BYTES,
+        verify_logits=True,
     )
     tensors = load_file(tmp_path / "target" / "model.safetensors")
     assert tensors.keys() == trained.weights.keys()

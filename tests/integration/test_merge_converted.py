@@ -29,7 +29,9 @@ pytestmark = pytest.mark.timeout(600)  # on two busy cores
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny(tmp_path_factory.mktemp("converted") / "model", "qwen3_moe", tie_word_embeddings=False)
+    return build_tiny(
+        tmp_path_factory.mktemp("converted") / "model", "qwen3_moe", tie_word_embeddings=False
+    )
 
 
 def training(folder: Path, model: Path, *parts: str) -> Path:
@@ -42,7 +44,8 @@ def training(folder: Path, model: Path, *parts: str) -> Path:
 
 def config_of(backend: str = "verl", **external: object) -> Config:
     return make_config(
-        train={"backend": backend, "device": "cuda"}, external={"python": sys.executable, **external}
+        train={"backend": backend, "device": "cuda"},
+        external={"python": sys.executable, **external},
     )
 
 
@@ -54,8 +57,12 @@ def assert_merged(target: Path, model: Path) -> None:
     assert {path.name for path in model.iterdir()} <= {path.name for path in target.iterdir()}
 
 
-@pytest.mark.parametrize("parts", [("actor", "huggingface"), ("actor", "model", "huggingface")], ids="/".join)
-def test_a_model_saved_by_the_trainer_is_merged(model: Path, tmp_path: Path, parts: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "parts", [("actor", "huggingface"), ("actor", "model", "huggingface")], ids="/".join
+)
+def test_a_model_saved_by_the_trainer_is_merged(
+    model: Path, tmp_path: Path, parts: tuple[str, ...]
+) -> None:
     output = training(tmp_path / "t", model, "global_step_3", *parts)
     merge_checkpoint([output], tmp_path / "merged", verify_logits=True)
     assert_merged(tmp_path / "merged", model)
@@ -64,7 +71,9 @@ def test_a_model_saved_by_the_trainer_is_merged(model: Path, tmp_path: Path, par
 def test_verls_merger_converts_distributed_weights(model: Path, tmp_path: Path) -> None:
     config = config_of(env=install(tmp_path / "site"))
     output = training(tmp_path / "t", model, "global_step_3", "actor", "dist_ckpt")
-    with pytest.raises(CheckpointError, match=r"actor contains distributed Megatron weights.*--config RECIPE"):
+    with pytest.raises(
+        CheckpointError, match=r"actor contains distributed Megatron weights.*--config RECIPE"
+    ):
         merge_checkpoint([output], tmp_path / "merged")
     lines: list[str] = []
     with converted(config, [output], tmp_path / "merged", lines.append) as sources:
@@ -82,9 +91,7 @@ def test_external_converter_converts_mindspeed_weights(model: Path, tmp_path: Pa
     ):
         pass
     # Like MindSpeed-RL's converter, it writes to a subfolder of the model folder.
-    script = (
-        "set -e; cp -r {checkpoint}/iter_*/mp_rank_00 {model}/mg2hg; rm {model}/mg2hg/*token* {model}/mg2hg/conf*"
-    )
+    script = "set -e; cp -r {checkpoint}/iter_*/mp_rank_00 {model}/mg2hg; rm {model}/mg2hg/*token* {model}/mg2hg/conf*"
     config = config_of(converter=f"sh -c '{script}'")
     with converted(config, [output], tmp_path / "merged") as sources:
         merge_checkpoint(sources, tmp_path / "merged")
@@ -126,7 +133,10 @@ def _no_tokenizer(folder: Path) -> None:
             _change(lambda weights: weights.pop("lm_head.weight")),
             r"missing 1 \(lm_head\.weight\), unexpected 0",
         ),
-        (_change(lambda weights: weights.update(extra=torch.ones(2))), r"missing 0, unexpected 1 \(extra\)"),
+        (
+            _change(lambda weights: weights.update(extra=torch.ones(2))),
+            r"missing 0, unexpected 1 \(extra\)",
+        ),
         (
             _change(lambda weights: weights.update({"model.norm.weight": torch.ones(3)})),
             r"model\.norm\.weight in \S+ has shape \(3,\)",
@@ -153,7 +163,8 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     (tmp_path / NEWEST_FILE).write_text("10\n")
     assert [other.step for other in other_checkpoints(tmp_path)] == [2, 4, 10]
     with pytest.raises(
-        CheckpointError, match=r"global_step_10/actor has no weights in a known format: it contains nothing"
+        CheckpointError,
+        match=r"global_step_10/actor has no weights in a known format: it contains nothing",
     ):
         _ = other_checkpoints(tmp_path)[-1].form
     (tmp_path / NEWEST_FILE).write_text("")

@@ -80,8 +80,14 @@ def _save(rank: int, folder: Path, num_layers: int) -> None:
     torch.distributed.barrier()
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     torch.manual_seed(0)
-    names = {name: parameter.shape for name, parameter in empty_model(verl / "huggingface").named_parameters()}
-    state = {name: distribute_tensor(torch.randn(shape), mesh, [Shard(0)]) for name, shape in names.items()}
+    names = {
+        name: parameter.shape
+        for name, parameter in empty_model(verl / "huggingface").named_parameters()
+    }
+    state = {
+        name: distribute_tensor(torch.randn(shape), mesh, [Shard(0)])
+        for name, shape in names.items()
+    }
     torch.save(state, verl / f"model_world_size_2_rank_{rank}.pt")
     rng = {f"rank_{rank}": torch.arange(7, dtype=torch.uint8)}  # a merge ignores it
     dcp.save({"model": state, "rng": rng}, checkpoint_id=ours)
@@ -97,7 +103,9 @@ def _merge_and_watch(send: Callable[[Any], None], large: Path, target: Path) -> 
     """Send the sizes and peak memory, mapped files included, of a merge from each source."""
     sent = {}
     for source, dtype in (("verl", "keep"), ("ours", "bfloat16")):
-        merge_checkpoint([large / "1" / source], target / f"{source}-warm-up", dtype)  # imports, thread pools
+        merge_checkpoint(
+            [large / "1" / source], target / f"{source}-warm-up", dtype
+        )  # imports, thread pools
         before, peak, is_done = _resident_bytes(), 0, threading.Event()
 
         def watch(is_done: threading.Event = is_done) -> None:
@@ -133,7 +141,10 @@ def test_memory_is_bounded_whatever_the_model_size(large: Path, tmp_path: Path) 
 
 def _merge_and_die(send: Callable[[Any], None], source: Path, target: Path) -> None:
     merge_checkpoint(
-        [source], target, max_shard_bytes=60_000, on_bytes=lambda done, total: os.kill(os.getpid(), signal.SIGKILL)
+        [source],
+        target,
+        max_shard_bytes=60_000,
+        on_bytes=lambda done, total: os.kill(os.getpid(), signal.SIGKILL),
     )
 
 
@@ -147,7 +158,10 @@ def test_a_killed_merge_leaves_no_partial_model(small: tuple[Path, Path], tmp_pa
     shutil.copytree(tmp_path / ".merged.merging", tmp_path / ".other.merging")
     with locked(tmp_path / ".other.merging" / "lock"):
         remove_leftovers(tmp_path)
-        assert sorted(path.name for path in tmp_path.iterdir()) == [".other.merging", "merged.partial"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            ".other.merging",
+            "merged.partial",
+        ]
     shutil.move(tmp_path / ".other.merging", tmp_path / ".merged.merging")
     merge_checkpoint([small[1]], tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "merged.partial"]
@@ -158,20 +172,22 @@ def test_a_killed_merge_leaves_no_partial_model(small: tuple[Path, Path], tmp_pa
     )
 
 
-def test_a_failed_or_interrupted_merge_leaves_nothing(small: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_failed_or_interrupted_merge_leaves_nothing(
+    small: tuple[Path, Path], tmp_path: Path
+) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"merged could not be written: \[Errno 27\] File too large"):
+        with pytest.raises(
+            CheckpointError, match=r"merged could not be written: \[Errno 27\] File too large"
+        ):
             merge_checkpoint([small[1]], tmp_path / "merged")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
 
     def stop(done: int, total: int) -> None:
-        second = (
-            rf"merged is being written by another merge, pid {os.getpid()} on .*; wait for it or choose another"
-        )
+        second = rf"merged is being written by another merge, pid {os.getpid()} on .*; wait for it or choose another"
         with pytest.raises(CheckpointError, match=second):
             merge_checkpoint([small[1]], tmp_path / "merged")
         raise KeyboardInterrupt
@@ -191,7 +207,10 @@ def test_an_unusable_target_is_refused(
         (".", r"is not empty; merge into a new folder"),
         ("file", r"file is not a folder; merge into a new folder"),
         ("file/merged", r"file/merged could not be written: .*Not a directory"),
-        ("taken", r"\.taken\.merging contains other files, but the merge needs that name; move it away"),
+        (
+            "taken",
+            r"\.taken\.merging contains other files, but the merge needs that name; move it away",
+        ),
     ):
         with pytest.raises(CheckpointError, match=message):
             merge_checkpoint([small[1]], tmp_path / name)
@@ -209,10 +228,16 @@ def test_an_unusable_target_is_refused(
     monkeypatch.setattr(Path, "mkdir", refuse)  # as root, the tests may write to a read-only folder
     with pytest.raises(CheckpointError, match=r"merged could not be written: .*Permission denied"):
         merge_checkpoint([small[1]], tmp_path / "merged")
-    assert (tmp_path / ".taken.merging" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
+    assert (
+        (tmp_path / ".taken.merging" / "notes.txt").read_text()
+        == (tmp_path / "file").read_text()
+        == "mine"
+    )
 
 
-def test_the_manifest_has_a_digest_for_every_file_and_tensor(small: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_manifest_has_a_digest_for_every_file_and_tensor(
+    small: tuple[Path, Path], tmp_path: Path
+) -> None:
     shutil.copytree(small[1], tmp_path / "step")
     chat = tmp_path / "step" / "actor" / "huggingface" / "additional_chat_templates" / "tool.jinja"
     chat.parent.mkdir()
@@ -220,12 +245,16 @@ def test_the_manifest_has_a_digest_for_every_file_and_tensor(small: tuple[Path, 
     processor = ("preprocessor_config.json", "processor_config.json")  # of a vision model
     for name in processor:
         (chat.parents[1] / name).write_text(f'{{"of": "{name}"}}')
-    save_file({"stale": torch.zeros(2)}, chat.parents[1] / "model.safetensors")  # weights that verl may put there
+    save_file(
+        {"stale": torch.zeros(2)}, chat.parents[1] / "model.safetensors"
+    )  # weights that verl may put there
     target = tmp_path / "merged"
     target.mkdir()  # an existing empty folder is accepted
     merge_checkpoint([tmp_path / "step"], target, max_shard_bytes=60_000)
     manifest = json.loads((target / MERGE_MANIFEST).read_text())
-    on_disk = {path.relative_to(target).as_posix(): path for path in target.rglob("*") if path.is_file()}
+    on_disk = {
+        path.relative_to(target).as_posix(): path for path in target.rglob("*") if path.is_file()
+    }
     assert manifest["files"].keys() == on_disk.keys() - {MERGE_MANIFEST}
     assert "additional_chat_templates/tool.jinja" in manifest["files"]
     for name, entry in manifest["files"].items():
@@ -271,7 +300,9 @@ def _validated(output: Path, accuracies: dict[int, float | None], like: Path) ->
         place = output / "checkpoints" / f"step_{step:06d}"
         shutil.copytree(like, place, copy_function=os.link)
         (place / "trainer_state.json").unlink()
-        (place / "trainer_state.json").write_bytes(state_files(make_state(step, accuracy))["trainer_state.json"])
+        (place / "trainer_state.json").write_bytes(
+            state_files(make_state(step, accuracy))["trainer_state.json"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -287,7 +318,10 @@ def test_the_best_checkpoint_is_merged_on_request(
     _validated(tmp_path, accuracies, large / "1" / "ours" / "step_000001")
     merge_checkpoint([tmp_path], tmp_path / "best", checkpoint="best")
     merge_checkpoint([tmp_path], tmp_path / "latest")
-    manifests = {name: json.loads((tmp_path / name / MERGE_MANIFEST).read_text()) for name in ("best", "latest")}
+    manifests = {
+        name: json.loads((tmp_path / name / MERGE_MANIFEST).read_text())
+        for name in ("best", "latest")
+    }
     last = max(accuracies)
     assert {name: manifest["source"] for name, manifest in manifests.items()} == {
         name: {
@@ -299,7 +333,9 @@ def test_the_best_checkpoint_is_merged_on_request(
         }
         for name, step in (("best", best), ("latest", last))
     }
-    assert not any(name.startswith("rng") or name.startswith("rank") for name in manifests["best"]["tensors"])
+    assert not any(
+        name.startswith("rng") or name.startswith("rank") for name in manifests["best"]["tensors"]
+    )
 
 
 def test_a_missing_best_checkpoint_is_reported_before_anything_is_written(

@@ -75,7 +75,9 @@ def test_the_merged_model_equals_the_original(
     assert manifest["logits"] == {"tokens": 64, "max_difference": 0.0}
 
 
-def test_shards_from_two_nodes_are_merged(folders: dict[Case, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_shards_from_two_nodes_are_merged(
+    folders: dict[Case, tuple[Path, Path]], tmp_path: Path
+) -> None:
     original, step = folders[THREE]
     first, second = tmp_path / "node0", tmp_path / "node1" / "actor"
     shutil.copytree(step / "actor", first)
@@ -89,14 +91,20 @@ def test_shards_from_two_nodes_are_merged(folders: dict[Case, tuple[Path, Path]]
         tensors = load_file(path)
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 40_000
     shutil.copy2(first / "model_world_size_3_rank_0.pt", second)
-    with pytest.raises(CheckpointError, match=r"rank 0 has two files, \S+rank_0\.pt and \S+rank_0\.pt; keep"):
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 has two files, \S+rank_0\.pt and \S+rank_0\.pt; keep"
+    ):
         merge_checkpoint([second, first], tmp_path / "again")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"empty has no model_world_size_W_rank_R\.pt, unlike the other"):
+    with pytest.raises(
+        CheckpointError, match=r"empty has no model_world_size_W_rank_R\.pt, unlike the other"
+    ):
         merge_checkpoint([first, tmp_path / "empty"], tmp_path / "again")
 
 
-def test_one_complete_replica_is_enough(folders: dict[Case, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_one_complete_replica_is_enough(
+    folders: dict[Case, tuple[Path, Path]], tmp_path: Path
+) -> None:
     original, step = folders[HYBRID]
     shutil.copytree(step, tmp_path / "step")
     (tmp_path / "step" / "actor" / "model_world_size_4_rank_1.pt").unlink()
@@ -189,15 +197,22 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
             lambda actor: _shard(actor).unlink(),
             r"shard model_world_size_3_rank_1\.pt of 3 is missing in \S+/actor; cop",
         ),
-        (_truncate, r"rank_1\.pt is not a complete torch\.save archive \(File is not a zip file\); copy it again"),
+        (
+            _truncate,
+            r"rank_1\.pt is not a complete torch\.save archive \(File is not a zip file\); copy it again",
+        ),
         (
             _rewrite(zipfile.ZIP_DEFLATED),
             r"rank_1\.pt has compressed or oversized records \([\d,]+ bytes in [\d,]+\), which torch",
         ),
-        (_flip_value, r"rank_1\.pt is damaged or from another checkpoint: bytes [\d,]+ to [\d,]+ do not match"),
+        (
+            _flip_value,
+            r"rank_1\.pt is damaged or from another checkpoint: bytes [\d,]+ to [\d,]+ do not match",
+        ),
         (
             lambda actor: (
-                _shard(actor).rename(actor.parent / "s") and _shard(actor).symlink_to(actor.parent / "s")
+                _shard(actor).rename(actor.parent / "s")
+                and _shard(actor).symlink_to(actor.parent / "s")
             ),
             r"rank_1\.pt is a symbolic link, which is not followed; copy the target file",
         ),
@@ -219,7 +234,10 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
             _change(_poison),
             r"rank_1\.pt is refused: it contains more than tensors, and loading it could run code \(.*o",
         ),
-        (_edit("fsdp_config.json", world_size=8), r"fsdp_config\.json says 8 ranks, the shard names say 3"),
+        (
+            _edit("fsdp_config.json", world_size=8),
+            r"fsdp_config\.json says 8 ranks, the shard names say 3",
+        ),
         (
             _edit("huggingface/config.json", vocab_size=9),
             r"\S+weight in \S+ has shape \(\d+, 64\), but Qwen3Moe\S+ needs \(9, 64",
@@ -233,14 +251,20 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
             r"names the architecture 'Foo', which transformers",
         ),
         *(
-            (_edit("huggingface/config.json", architectures=names), r"config\.json in \S+ names the architecture ")
+            (
+                _edit("huggingface/config.json", architectures=names),
+                r"config\.json in \S+ names the architecture ",
+            )
             for names in ("", [3], 3, {}, ["AutoConfig"])
         ),
         (
             _edit("huggingface/config.json", architectures=["GPT2LMHeadModel"]),
             r"does not describe a GPT2LMHeadModel",
         ),
-        (_edit("huggingface/config.json", hidden_size="x"), r"config\.json in \S+ cannot be read by transformers"),
+        (
+            _edit("huggingface/config.json", hidden_size="x"),
+            r"config\.json in \S+ cannot be read by transformers",
+        ),
         (
             lambda actor: (actor / "huggingface" / "config.json").write_text("{"),
             r"config\.json in \S+ cannot be read",
@@ -266,7 +290,9 @@ def test_a_damaged_checkpoint_is_reported_before_anything_is_written(
     assert {path.name for path in tmp_path.iterdir()} <= {"actor", "s"}
 
 
-def test_tied_tensors_that_differ_are_refused(folders: dict[Case, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_tied_tensors_that_differ_are_refused(
+    folders: dict[Case, tuple[Path, Path]], tmp_path: Path
+) -> None:
     shutil.copytree(folders[HYBRID][1], tmp_path / "step")
     shard = tmp_path / "step" / "actor" / "model_world_size_4_rank_1.pt"
     state = torch.load(shard, weights_only=True)
@@ -274,12 +300,15 @@ def test_tied_tensors_that_differ_are_refused(folders: dict[Case, tuple[Path, Pa
     state["lm_head.weight"] = DTensor(head.to_local() + 1, head._spec, requires_grad=False)
     torch.save(state, shard)
     with pytest.raises(
-        CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight in \S+ differ, although"
+        CheckpointError,
+        match=r"lm_head\.weight and model\.embed_tokens\.weight in \S+ differ, although",
     ):
         merge_checkpoint([tmp_path / "step"], tmp_path / "merged")
 
 
-def test_shards_of_two_steps_are_refused(folders: dict[Case, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_shards_of_two_steps_are_refused(
+    folders: dict[Case, tuple[Path, Path]], tmp_path: Path
+) -> None:
     _, step = folders[THREE]
     shutil.copytree(step / "actor", tmp_path / "a" / "global_step_3" / "actor")
     other = tmp_path / "b" / "global_step_4" / "actor"
@@ -300,10 +329,14 @@ def test_index_and_config_match_what_transformers_writes(
     merge_checkpoint([step], tmp_path / "merged", "bfloat16", max_shard_bytes=40_000)
     model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "saved", max_shard_size=40_000)
-    ours, theirs = (json.loads((tmp_path / name / INDEX_FILE).read_text()) for name in ("merged", "saved"))
+    ours, theirs = (
+        json.loads((tmp_path / name / INDEX_FILE).read_text()) for name in ("merged", "saved")
+    )
     assert ours["metadata"] == theirs["metadata"]
     assert ours["weight_map"].keys() == theirs["weight_map"].keys()
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("merged", "saved")]
+    configs = [
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("merged", "saved")
+    ]
     assert configs[0] == configs[1]
     for name in ("merged", "saved"):
         for path in (tmp_path / name).glob("*.safetensors"):

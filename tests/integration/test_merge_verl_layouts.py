@@ -76,7 +76,9 @@ def placed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_placement_is_read_exactly_once(placed: Path) -> None:
     source = VerlSource(find_shards([placed / "good"]))
     whole = torch.arange(15.0).reshape(5, 3)
-    assert {name: [block.num_bytes for block in source.blocks(name)] for name in source.tensors} == {
+    assert {
+        name: [block.num_bytes for block in source.blocks(name)] for name in source.tensors
+    } == {
         "rows": [36, 24],  # ceil(5 / 2) = 3 rows of 3 x 4 bytes, and 2
         "single": [12],  # the second rank has none
         "same": [60],
@@ -157,20 +159,29 @@ def _write_rows(actor: Path, state: dict[str, torch.Tensor]) -> None:
         for name, tensor in state.items():
             parts = [*tensor.chunk(2), tensor[:0]]
             shards[name] = DTensor.from_local(
-                parts[rank].clone(), mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
+                parts[rank].clone(),
+                mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
             )
         torch.save(shards, actor / f"model_world_size_2_rank_{rank}.pt")
         torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("transformers_version", [4, 5])
-def test_fused_experts_keep_names_and_layout_of_published_files(tmp_path: Path, transformers_version: int) -> None:
+def test_fused_experts_keep_names_and_layout_of_published_files(
+    tmp_path: Path, transformers_version: int
+) -> None:
     """transformers 4 uses the file layout in memory, [E, H, 2I] and [E, I, H]; transformers 5 transposes it."""
     model = _vision_moe()
     model.config.save_pretrained(tmp_path / "actor" / "huggingface")
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     published = {
-        name: tensor.transpose(1, 2).contiguous() if name.endswith(("gate_up_proj", "down_proj")) else tensor
+        name: tensor.transpose(1, 2).contiguous()
+        if name.endswith(("gate_up_proj", "down_proj"))
+        else tensor
         for name, tensor in state.items()
     }
     _write_rows(tmp_path / "actor", state if transformers_version == 5 else published)

@@ -54,19 +54,26 @@ def _searched(rank: int, config: Config, batch: Batch) -> dict[str, Any]:
         weight.to_local()[0, 0] = float("nan")
     found["weight"] = policy.update(share, totals)
     policy._searches_left = MAX_SEARCHES
-    found["searches"] = [policy.update(share, totals).fault is not None for _ in range(MAX_SEARCHES + 1)]
+    found["searches"] = [
+        policy.update(share, totals).fault is not None for _ in range(MAX_SEARCHES + 1)
+    ]
     return found
 
 
 def test_the_nan_guard_names_module_rank_and_micro_batch(tmp_path: Path) -> None:
     train = {"num_ranks": 2}
-    config = make_config(build_tiny(tmp_path / "model", "qwen3"), train=train, rollout={"group_size": 4})
+    config = make_config(
+        build_tiny(tmp_path / "model", "qwen3"), train=train, rollout={"group_size": 4}
+    )
     ranks = run_ranks(2, _searched, config, random_batch(6, 4, seed=1))
     for found in ranks:
         assert (found["sound"].is_skipped, found["sound"].fault) == (False, None)
         assert all(found[name].is_skipped for name in ("forward", "backward", "weight"))
         assert found["searches"] == [True] * MAX_SEARCHES + [False]
-    faults = {name: [str(found[name].fault) for found in ranks] for name in ("forward", "backward", "weight")}
+    faults = {
+        name: [str(found[name].fault) for found in ranks]
+        for name in ("forward", "backward", "weight")
+    }
     # The other rank's numbers are sound until gradients are summed: the lower order is where it began.
     assert [found["forward"].fault.order for found in ranks] == [3, 0]
     assert faults["forward"][1] == "the output of model.layers.1.mlp.act_fn (rank 1, micro-batch 0)"

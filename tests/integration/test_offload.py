@@ -55,15 +55,19 @@ def _move_away(rank: int, path: Path, num_ranks: int) -> dict[str, bool]:
     return {
         "weights are away": all(parameter.to_local().is_meta for parameter in model.parameters()),
         "buffers are away": all(buffer.is_meta for buffer in model.buffers()),
-        "weights are the optimizer's": set(map(id, model.parameters())) == set(map(id, optimizer.state)),
+        "weights are the optimizer's": set(map(id, model.parameters()))
+        == set(map(id, optimizer.state)),
         "moments are away": all(moment.to_local().is_meta for _, moment in moments),
         "moments are shards": all(
             isinstance(moment, DTensor) and moment.placements == parameter.placements
             for parameter, moment in moments
         ),
         "step counts stay": all(state["step"].device == CPU for state in optimizer.state.values()),
-        "same objects": all(parameters[name] is parameter for name, parameter in model.named_parameters()),
-        "shapes stay": {name: parameter.to_local().shape for name, parameter in parameters.items()} == shapes,
+        "same objects": all(
+            parameters[name] is parameter for name, parameter in model.named_parameters()
+        ),
+        "shapes stay": {name: parameter.to_local().shape for name, parameter in parameters.items()}
+        == shapes,
         "every parameter has moments": len(moments) == 2 * len(parameters),
     }
 
@@ -75,7 +79,9 @@ def _updated(rank: int, config: Config) -> tuple[Update, dict[str, torch.Tensor]
     update = policy.update(shares[rank], LossTotals.of(batch, config.train.num_ranks))
     parameters: list[Any] = list(policy.model.named_parameters())
     gradients = {name: parameter.grad.to_local() for name, parameter in parameters}
-    return update, gradients | {f"{name} after": parameter.to_local() for name, parameter in parameters}
+    return update, gradients | {
+        f"{name} after": parameter.to_local() for name, parameter in parameters
+    }
 
 
 def _updated_elsewhere(rank: int, config: Config) -> Any:
@@ -114,8 +120,12 @@ def test_offloaded_activations_give_the_same_gradients_bit_for_bit(tmp_path: Pat
     for (update, values), same, (others, shapes) in zip(plain, on_host, elsewhere, strict=True):
         for other_update, other_values in (same, others):
             assert other_update == update
-            assert [name for name in values if not torch.equal(values[name], other_values[name])] == []
-        inputs = [shape for shape in shapes if len(shape) == 3 and shape[::2] == (1, model.hidden_size)]
+            assert [
+                name for name in values if not torch.equal(values[name], other_values[name])
+            ] == []
+        inputs = [
+            shape for shape in shapes if len(shape) == 3 and shape[::2] == (1, model.hidden_size)
+        ]
         assert len(inputs) >= 2 * model.num_hidden_layers
         assert not [shape for shape in shapes if model.vocab_size in shape]
 
@@ -133,7 +143,9 @@ def _two_updates(rank: int, config: Config) -> Any:
     updates.append(policy.update(shares[rank], totals))
     parameters: list[Any] = list(policy.model.named_parameters())
     states = [fsdp for fsdp in policy.model.modules() if isinstance(fsdp, FSDPModule)]
-    policies = {type(one._get_fsdp_state()._fsdp_param_group.offload_policy).__name__ for one in states}
+    policies = {
+        type(one._get_fsdp_state()._fsdp_param_group.offload_policy).__name__ for one in states
+    }
     return updates, {name: parameter.to_local() for name, parameter in parameters}, policies
 
 
@@ -153,7 +165,9 @@ def test_offloaded_shards_train_to_the_same_bits(tmp_path: Path) -> None:
         )
         for is_offloaded in (False, True)
     }
-    for (updates, values, plain), (others, other_values, offloading) in zip(*results.values(), strict=True):
+    for (updates, values, plain), (others, other_values, offloading) in zip(
+        *results.values(), strict=True
+    ):
         assert others == updates
         assert [name for name in values if not torch.equal(values[name], other_values[name])] == []
         assert (plain, offloading) == ({"OffloadPolicy"}, {"CPUOffloadPolicy"})
@@ -205,7 +219,10 @@ def _step_with_offloading(rank: int, config: Config, is_offloaded: bool) -> dict
     policy.save(folder, asynchronous=False)
     if is_offloaded:
         policy.offload([WEIGHTS])
-        transfers.is_late, joined = False, transfers.num_joined  # what follows on the stream is in order
+        transfers.is_late, joined = (
+            False,
+            transfers.num_joined,
+        )  # what follows on the stream is in order
         policy.onload([WEIGHTS])
         assert transfers.num_joined > joined
         transfers.is_late = True
@@ -221,7 +238,8 @@ def _step_with_offloading(rank: int, config: Config, is_offloaded: bool) -> dict
         for name, parameter in one.model.named_parameters():
             shards: dict[str, Any] = {"weight": parameter, **one.optimizer.state[parameter]}
             found |= {
-                f"{number} {name} {kind}": getattr(shard, "_local_tensor", shard) for kind, shard in shards.items()
+                f"{number} {name} {kind}": getattr(shard, "_local_tensor", shard)
+                for kind, shard in shards.items()
             }
     return {**found, "updates": updates}
 
@@ -234,7 +252,9 @@ def test_background_copies_are_never_read_early(tmp_path: Path) -> None:
         train={"num_ranks": 2, "train_prompts": 2, "mini_prompts": 2},
         store={"path": str(tmp_path / "saved")},
     )
-    plain, offloaded = (run_ranks(2, _step_with_offloading, config, is_on) for is_on in (False, True))
+    plain, offloaded = (
+        run_ranks(2, _step_with_offloading, config, is_on) for is_on in (False, True)
+    )
     for one, other in zip(plain, offloaded, strict=True):
         assert one.pop("updates") == other.pop("updates")
         assert [name for name in one if not torch.equal(one[name], other[name])] == []

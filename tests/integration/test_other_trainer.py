@@ -37,8 +37,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("other"))
 
 
-def test_a_trainer_is_followed_and_its_last_checkpoint_returned(place: Path, tmp_path: Path) -> None:
-    config, files = config_of(place, tmp_path, train={**TRAIN, "total_steps": 5}), inputs(place, tmp_path / "t")
+def test_a_trainer_is_followed_and_its_last_checkpoint_returned(
+    place: Path, tmp_path: Path
+) -> None:
+    config, files = (
+        config_of(place, tmp_path, train={**TRAIN, "total_steps": 5}),
+        inputs(place, tmp_path / "t"),
+    )
     seen: dict[int, dict[str, float]] = {}
     lines: list[str] = []
     result = train_with_other(config, files, seen.__setitem__, lines.append)
@@ -51,7 +56,9 @@ def test_a_trainer_is_followed_and_its_last_checkpoint_returned(place: Path, tmp
     assert not any("TaskRunner" in line for line in lines)
     assert "Training Progress: 5/5" in lines
     # Only the last one: nothing needs step 2 or 4.
-    assert [path.name for path in (files.output / "checkpoints").glob("global_step_*")] == ["global_step_5"]
+    assert [path.name for path in (files.output / "checkpoints").glob("global_step_*")] == [
+        "global_step_5"
+    ]
     assert {TRAIN_ROWS, HELD_OUT_ROWS, "command.sh", LOG_FILE, "reward_for_verl.py"} <= {
         path.name for path in files.folder.iterdir()
     }
@@ -64,7 +71,9 @@ def test_a_trainer_is_followed_and_its_last_checkpoint_returned(place: Path, tmp
     assert "Found checkpoint: global_step_5" in (files.folder / LOG_FILE).read_text()
 
 
-def test_a_crash_shows_its_traceback_and_the_next_attempt_resumes(place: Path, tmp_path: Path) -> None:
+def test_a_crash_shows_its_traceback_and_the_next_attempt_resumes(
+    place: Path, tmp_path: Path
+) -> None:
     config, files = config_of(place, tmp_path, "light crash:4"), inputs(place, tmp_path / "t")
     with pytest.raises(
         ChildProcessFailed, match=r"verl ended with exit code 1(?s:.*)NCCL error in step 4"
@@ -86,7 +95,8 @@ def test_a_configuration_error_is_not_retried(place: Path, tmp_path: Path) -> No
 
 def test_a_trainer_that_ends_early_fails_the_stage(place: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"verl ended with exit code 0, but its last checkpoint is from step 2, b"
+        CheckpointError,
+        match=r"verl ended with exit code 0, but its last checkpoint is from step 2, b",
     ):
         train_with_other(config_of(place, tmp_path, "light quit:4"), inputs(place, tmp_path / "t"))
 
@@ -94,7 +104,9 @@ def test_a_trainer_that_ends_early_fails_the_stage(place: Path, tmp_path: Path) 
 def test_resume_never_moves_the_earlier_training_aside(place: Path, tmp_path: Path) -> None:
     files = inputs(place, tmp_path / "t")
     train_with_other(config_of(place, tmp_path), files)
-    train_with_other(config_of(place, tmp_path, checkpoint={"save_every": 2, "resume": "never"}), files)
+    train_with_other(
+        config_of(place, tmp_path, checkpoint={"save_every": 2, "resume": "never"}), files
+    )
     [aside] = files.output.glob("superseded-*")
     assert (aside / "checkpoints/global_step_6").is_dir()
     assert steps(aside) == steps(files.output) == [1, 2, 3, 4, 5, 6]
@@ -112,7 +124,10 @@ def test_checkpoints_of_another_training_are_not_resumed(place: Path, tmp_path: 
     with pytest.raises(CheckpointError, match=r"external\.overrides \[\] -> \['\+a=b'\]"):
         train_with_other(overridden, files)
     allowed = {"save_every": 2, "allow_changed": ["train.learning_rate"]}
-    assert train_with_other(config_of(place, tmp_path, train=slower, checkpoint=allowed), files).step == 8
+    assert (
+        train_with_other(config_of(place, tmp_path, train=slower, checkpoint=allowed), files).step
+        == 8
+    )
     assert train_with_other(config_of(place, tmp_path, train=slower), files).step == 8
 
 
@@ -120,7 +135,9 @@ def test_checkpoints_of_our_own_trainer_are_not_overwritten(place: Path, tmp_pat
     files = inputs(place, tmp_path / "t")
     (files.output / "checkpoints/step_000004").mkdir(parents=True)
     (files.output / "metrics.jsonl").write_text("kept\n")
-    with pytest.raises(CheckpointError, match=r"has 1 checkpoints of our own trainer, the newest step_000004"):
+    with pytest.raises(
+        CheckpointError, match=r"has 1 checkpoints of our own trainer, the newest step_000004"
+    ):
         train_with_other(config_of(place, tmp_path), files)
     assert (files.output / "metrics.jsonl").read_text() == "kept\n"
 
@@ -134,8 +151,12 @@ def test_only_steps_to_keep_are_kept(place: Path, tmp_path: Path) -> None:
         seen.append({path.name for path in (files.output / "checkpoints").glob("global_step_*")})
 
     train_with_other(config_of(place, tmp_path, checkpoint=given), files, look)
-    assert {path.name for path in (files.output / "checkpoints").glob("*_step_*/actor/*.pt")} != set()
-    assert {path.parents[1].name for path in (files.output / "checkpoints").glob("*/actor/*.pt")} == {
+    assert {
+        path.name for path in (files.output / "checkpoints").glob("*_step_*/actor/*.pt")
+    } != set()
+    assert {
+        path.parents[1].name for path in (files.output / "checkpoints").glob("*/actor/*.pt")
+    } == {
         "global_step_2",
         "global_step_6",
     }
@@ -152,7 +173,9 @@ def test_a_time_limit_stops_a_hanging_trainer(place: Path, tmp_path: Path) -> No
 
     threading.Thread(target=expire_once_it_hangs).start()
     with (
-        pytest.raises(StageTimedOut, match=r"flow\.time_limits\.train_policy_hours=0\.1: stopped after 6 min"),
+        pytest.raises(
+            StageTimedOut, match=r"flow\.time_limits\.train_policy_hours=0\.1: stopped after 6 min"
+        ),
         time_limit(0.1, "flow.time_limits.train_policy_hours", "run it again"),
     ):
         train_with_other(config_of(place, tmp_path, "light hang:4"), files)
@@ -169,7 +192,9 @@ def below(pid: int) -> list[psutil.Process]:
 def commands_below(pid: int) -> list[str]:
     commands = []
     for process in below(pid):
-        with contextlib.suppress(psutil.NoSuchProcess):  # also of a zombie, which has no command any more
+        with contextlib.suppress(
+            psutil.NoSuchProcess
+        ):  # also of a zombie, which has no command any more
             commands.append(" ".join(process.cmdline()))
     return commands
 
@@ -177,7 +202,16 @@ def commands_below(pid: int) -> list[str]:
 def test_sigterm_stops_the_trainer_and_names_the_checkpoint(place: Path, tmp_path: Path) -> None:
     config, files = tmp_path / "recipe.yaml", inputs(place, tmp_path / "t")
     config.write_text(config_of(place, tmp_path, "light hang:5").model_dump_json())
-    words = ["--data", files.data, "--model", files.model, "--output", files.output, "--held-out", files.held_out]
+    words = [
+        "--data",
+        files.data,
+        "--model",
+        files.model,
+        "--output",
+        files.output,
+        "--held-out",
+        files.held_out,
+    ]
     command = [sys.executable, "-m", "flows.cli", "train", str(config), *map(str, words)]
     with (tmp_path / "log").open("wb") as log:
         run = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
@@ -195,7 +229,8 @@ def test_sigterm_stops_the_trainer_and_names_the_checkpoint(place: Path, tmp_pat
     assert children
     assert not [child for child in children if child.is_running()], said
     assert re.search(
-        r"TrainingStopped: training was stopped; its newest checkpoint is \S+/global_step_4 of 6 steps", said
+        r"TrainingStopped: training was stopped; its newest checkpoint is \S+/global_step_4 of 6 steps",
+        said,
     )
     assert "training step 4/6: score 0.000, length 12 tokens, 0.1 s" in said
     assert not (files.output / "checkpoints/lock").exists()
@@ -205,12 +240,18 @@ def test_errors_are_reported_before_the_trainer_starts(place: Path, tmp_path: Pa
     def refused(**external: Any) -> str:
         given = {"python": sys.executable, "env": {"PYTHONPATH": str(place / "site")}, **external}
         with pytest.raises(ConfigError) as caught:
-            train_with_other(config_of(place, tmp_path, external=given), inputs(place, tmp_path / "t"))
+            train_with_other(
+                config_of(place, tmp_path, external=given), inputs(place, tmp_path / "t")
+            )
         return str(caught.value)
 
     assert "external.python is not set: name the interpreter" in refused(python=None)
-    assert "external.python=nowhere/python is not a program here" in refused(python="nowhere/python")
-    assert f"does not have verl: {sys.executable} -m pip install verl==0.9.1" in refused(version="0.9.1", env={})
+    assert "external.python=nowhere/python is not a program here" in refused(
+        python="nowhere/python"
+    )
+    assert f"does not have verl: {sys.executable} -m pip install verl==0.9.1" in refused(
+        version="0.9.1", env={}
+    )
     assert "has verl 0.9.1, but external.version=0.7.0" in refused(version="0.7.0")
     assert "train.total_steps" not in refused(overrides=["++trainer.total_training_steps=9"])
     assert "external.overrides sets trainer.total_training_steps=9 (the recipe sets 6)" in refused(
@@ -221,12 +262,20 @@ def test_errors_are_reported_before_the_trainer_starts(place: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match=r"external\.env\.HTTPS_PROXY is a secret"):
         config_of(place, tmp_path, external={"env": {"HTTPS_PROXY": "http://me:word@example.org"}})
     with pytest.raises(ConfigError, match=r"external\.env would be ignored by train\.backend=own"):
-        config_of(place, tmp_path, train={**TRAIN, "backend": "own", "device": "cpu"}, external={"python": "p"})
+        config_of(
+            place,
+            tmp_path,
+            train={**TRAIN, "backend": "own", "device": "cpu"},
+            external={"python": "p"},
+        )
 
 
 def test_an_override_with_the_same_value_is_accepted(place: Path, tmp_path: Path) -> None:
     overrides = ["trainer.total_training_steps=6", "+actor_rollout_ref.model.use_liger=True"]
-    given = {"python": sys.executable, "env": {"PYTHONPATH": str(place / "site"), "STAND_IN": "light"}}
+    given = {
+        "python": sys.executable,
+        "env": {"PYTHONPATH": str(place / "site"), "STAND_IN": "light"},
+    }
     config = config_of(place, tmp_path, external={**given, "overrides": overrides})
     files = inputs(place, tmp_path / "t")
     assert train_with_other(config, files).step == 6
@@ -238,7 +287,11 @@ def test_the_trainer_versions_are_in_the_key(place: Path, tmp_path: Path) -> Non
     config = config_of(
         place,
         tmp_path,
-        external={"python": sys.executable, "version": None, "env": {"PYTHONPATH": str(tmp_path / "newer")}},
+        external={
+            "python": sys.executable,
+            "version": None,
+            "env": {"PYTHONPATH": str(tmp_path / "newer")},
+        },
     )
     assert trainer_versions(config) == {"verl": "0.9.2"}
     env = {**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null"}
@@ -265,7 +318,9 @@ if words[1] == "submit":
 """
 
 
-def test_a_job_of_a_cluster_is_followed_and_stopped_with_the_stage(place: Path, tmp_path: Path) -> None:
+def test_a_job_of_a_cluster_is_followed_and_stopped_with_the_stage(
+    place: Path, tmp_path: Path
+) -> None:
     log, files = tmp_path / "asked", inputs(place, tmp_path / "t")
     (tmp_path / "bin").mkdir()
     for name, text in {
@@ -277,7 +332,11 @@ def test_a_job_of_a_cluster_is_followed_and_stopped_with_the_stage(place: Path, 
 
     def config(orders: str) -> Config:
         env = {"PYTHONPATH": str(place / "site"), "STAND_IN": orders}
-        external = {"python": str(tmp_path / "bin/python"), "env": env, "job_server": "http://head:8265"}
+        external = {
+            "python": str(tmp_path / "bin/python"),
+            "env": env,
+            "job_server": "http://head:8265",
+        }
         return config_of(place, tmp_path, external=external)
 
     with pytest.raises(ChildProcessFailed, match="NCCL error in step 4"):
@@ -287,12 +346,16 @@ def test_a_job_of_a_cluster_is_followed_and_stopped_with_the_stage(place: Path, 
     assert submitted
     assert re.fullmatch(r"job stop --address http://head:8265 dapo-\w+", asked[1])
     assert train_with_other(config("light"), files).step == 6
-    assert len(log.read_text().splitlines()) == 4  # the job that failed is stopped again, lest it still runs
+    assert (
+        len(log.read_text().splitlines()) == 4
+    )  # the job that failed is stopped again, lest it still runs
     assert not (files.folder / "job.json").exists()
     assert steps(files.output) == [1, 2, 3, 4, 5, 6]
 
 
-def test_mindspeed_starts_in_its_checkout_and_resumes_from_its_weights(place: Path, tmp_path: Path) -> None:
+def test_mindspeed_starts_in_its_checkout_and_resumes_from_its_weights(
+    place: Path, tmp_path: Path
+) -> None:
     install_mindspeed(tmp_path / "checkout")
 
     def config(orders: str, resume: str = "auto") -> Config:
@@ -305,7 +368,9 @@ def test_mindspeed_starts_in_its_checkout_and_resumes_from_its_weights(place: Pa
         train = {**TRAIN, "backend": "mindspeed-rl", "device": "npu", "total_steps": 6}
         rollout = {"max_response_tokens": 32, "group_size": 4, "memory_utilization": 0.5}
         checkpoint = {"save_every": 2, "resume": resume}
-        return config_of(place, tmp_path, train=train, external=external, rollout=rollout, checkpoint=checkpoint)
+        return config_of(
+            place, tmp_path, train=train, external=external, rollout=rollout, checkpoint=checkpoint
+        )
 
     files, seen = inputs(place, tmp_path / "t"), dict[int, dict[str, float]]()
     with pytest.raises(ChildProcessFailed, match="NCCL error in step 4"):

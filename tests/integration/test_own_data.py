@@ -34,8 +34,13 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return len(solution_str) % 2
 """
-SHORT = ["custom_reward.path=reward.py", "train.total_steps=1", "rollout.max_response_tokens=32",
-         "reward.overlong.buffer_tokens=8", "evaluate.max_response_tokens=32"]  # fmt: skip
+SHORT = [
+    "custom_reward.path=reward.py",
+    "train.total_steps=1",
+    "rollout.max_response_tokens=32",
+    "reward.overlong.buffer_tokens=8",
+    "evaluate.max_response_tokens=32",
+]
 pytestmark = pytest.mark.timeout(900)  # on two busy cores
 
 
@@ -52,14 +57,21 @@ def rows_of(path: str) -> Any:
     if file.suffix == ".parquet":
         return pq.read_table(file).slice(0, NUM_ROWS).to_pylist()
     text = file.read_text(encoding="utf-8")
-    rows = json.loads(text) if file.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+    rows = (
+        json.loads(text)
+        if file.suffix == ".json"
+        else [json.loads(line) for line in text.splitlines()]
+    )
     return rows[:NUM_ROWS]
 
 
 def write_gsm8k(path: Path) -> None:
     """Questions and answers as a spreadsheet exports them."""
     found = rows_of("gsm8k/train.jsonl")
-    rows = [(f"Tom has {n} apples and buys {n + 1}. How many has he?", str(2 * n + 1)) for n in range(NUM_ROWS)]
+    rows = [
+        (f"Tom has {n} apples and buys {n + 1}. How many has he?", str(2 * n + 1))
+        for n in range(NUM_ROWS)
+    ]
     if found is not None:
         rows = [(row["question"], row["answer"].rpartition("#### ")[2]) for row in found]
     with path.open("w", encoding="utf-8", newline="") as output:
@@ -77,7 +89,9 @@ def write_dapo_math(path: Path) -> None:
         }
         for n in range(NUM_ROWS)
     ]
-    pq.write_table(pa.Table.from_pylist(rows_of("dapo_math_17k/sample_original_schema.parquet") or made), path)
+    pq.write_table(
+        pa.Table.from_pylist(rows_of("dapo_math_17k/sample_original_schema.parquet") or made), path
+    )
 
 
 def write_choices(path: Path) -> None:
@@ -97,7 +111,9 @@ def typed(line: str, folder: Path, *more: str) -> str:
     """The output of a command, which must succeed."""
     words = [sys.executable, "-m", "flows.cli", *shlex.split(line)[1:], *more]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=800
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -110,7 +126,9 @@ def commands() -> list[str]:
     return commands
 
 
-def test_the_three_readme_commands_lead_from_files_to_a_report(commands: list[str], tmp_path: Path) -> None:
+def test_the_three_readme_commands_lead_from_files_to_a_report(
+    commands: list[str], tmp_path: Path
+) -> None:
     build_tiny(tmp_path / "models/Qwen3-0.6B", "qwen3", positions=4096)
     write_gsm8k(tmp_path / "questions.csv")
     (tmp_path / "reward.py").write_text(REWARD)

@@ -44,7 +44,10 @@ def prefect_page() -> Iterator[list[dict[str, Any]]]:
     handler.addFilter(with_run)
     set_api_log_sink(sent.append)
     ours = logging.getLogger("tasks")
-    before, ours.handlers = ours.handlers, [handler]  # a flow that was imported has left one already
+    before, ours.handlers = (
+        ours.handlers,
+        [handler],
+    )  # a flow that was imported has left one already
     try:
         yield sent
     finally:
@@ -70,9 +73,7 @@ def test_lines_over_the_limit_are_omitted_only_from_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="tasks")
-    code = (
-        "for i in range(9): print('line', i)\nprint('WARNING: hot')\nprint('step:1 - a:2')\nprint('ValueError: x')"
-    )
+    code = "for i in range(9): print('line', i)\nprint('WARNING: hot')\nprint('step:1 - a:2')\nprint('ValueError: x')"
     heard: list[str] = []
     with prefect_page() as page:
         run = talk(tmp_path, monkeypatch, code, on_line=heard.append)
@@ -82,12 +83,20 @@ def test_lines_over_the_limit_are_omitted_only_from_the_page(
     every = [f"line {i}" for i in range(9)] + ["WARNING: hot", "step:1 - a:2", "ValueError: x"]
     assert heard == every
     assert link.read_text().splitlines() == 2 * every
-    note = f"... 6 lines omitted in this minute; all are in {run.store.log_path(KEY.stage, KEY.key)}"
+    note = (
+        f"... 6 lines omitted in this minute; all are in {run.store.log_path(KEY.stage, KEY.key)}"
+    )
     shown = ["line 0", "line 1", "line 2", "WARNING: hot", "ValueError: x", note]
-    assert [log["message"] for log in page if log["name"].startswith("tasks.execution.command")] == 2 * shown
-    on_terminal = [record.getMessage() for record in caplog.records if record.name == "tasks.execution.command"]
+    assert [
+        log["message"] for log in page if log["name"].startswith("tasks.execution.command")
+    ] == 2 * shown
+    on_terminal = [
+        record.getMessage() for record in caplog.records if record.name == "tasks.execution.command"
+    ]
     assert on_terminal == 2 * [line for line in every if not line.startswith("step:")]
-    assert {record.name for record in caplog.records if record.getMessage() == note} <= set(QUIET_LOGGERS)
+    assert {record.name for record in caplog.records if record.getMessage() == note} <= set(
+        QUIET_LOGGERS
+    )
 
 
 def test_each_minute_has_its_own_lines(caplog: pytest.LogCaptureFixture) -> None:
@@ -102,7 +111,9 @@ def test_each_minute_has_its_own_lines(caplog: pytest.LogCaptureFixture) -> None
     assert [page.admits("c") for _ in range(3)] == [True, True, False]
     page.close_minute()
     page.close_minute()
-    assert caplog.messages == [f"... {n} lines omitted in this minute; all are in x.log" for n in (3, 1)]
+    assert caplog.messages == [
+        f"... {n} lines omitted in this minute; all are in x.log" for n in (3, 1)
+    ]
 
 
 def test_warnings_have_their_own_limit(caplog: pytest.LogCaptureFixture) -> None:

@@ -46,7 +46,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-def _config(model_path: Path, train: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+def _config(
+    model_path: Path, train: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> Config:
     sections = {"rollout": {"temperature": TEMPERATURE, "group_size": 4}, **sections}
     return make_config(model_path, train=TRAIN | (train or {}), **sections)
 
@@ -83,14 +85,20 @@ def _update(rank: int, config: Config, batch: Batch, max_tokens: int) -> dict[st
 def _expected(config: Config, batch: Batch) -> dict[str, Any]:
     """Run the same update in one process without FSDP: one sequence at a time, full logits."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.train.learning_rate, weight_decay=0.0
+    )
     log_probs, entropy = (torch.zeros(batch.response_mask.shape) for _ in range(2))
     for row in range(batch.num_responses):
         start, count = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
         ids = batch.token_ids[row, : start + count]
         logits = model(input_ids=ids.unsqueeze(0)).logits[0, start - 1 : -1] / TEMPERATURE
-        log_probs[row, :count] = logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)
-        entropy[row, :count] = torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
+        log_probs[row, :count] = (
+            logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)
+        )
+        entropy[row, :count] = torch.distributions.Categorical(
+            logits=logits, validate_args=False
+        ).entropy()
     totals = LossTotals.of(batch)
     tokens = LossTokens(
         old_log_probs=batch.old_log_probs,
@@ -115,17 +123,27 @@ def _expected(config: Config, batch: Batch) -> dict[str, Any]:
 
 
 def _file_weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
+    return {
+        name: weight
+        for path in folder.glob("*.safetensors")
+        for name, weight in load_file(path).items()
+    }
 
 
 def _require_equal(ranks: list[dict[str, Any]], expected: dict[str, Any], batch: Batch) -> None:
     for rank in ranks:
         width = rank["log_probs"].shape[1]
         for name in ("log_probs", "entropy"):
-            torch.testing.assert_close(rank[name], expected[name][rank["indices"], :width], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                rank[name], expected[name][rank["indices"], :width], rtol=1e-5, atol=1e-5
+            )
         assert rank["update"].grad_norm == pytest.approx(expected["norm"], rel=1e-4)
-    assert sum(rank["update"].sums.pg_loss for rank in ranks) == pytest.approx(expected["pg_loss"], rel=1e-5)
-    assert sum(rank["update"].sums.kl_loss for rank in ranks) == pytest.approx(expected["kl_loss"], rel=1e-5)
+    assert sum(rank["update"].sums.pg_loss for rank in ranks) == pytest.approx(
+        expected["pg_loss"], rel=1e-5
+    )
+    assert sum(rank["update"].sums.kl_loss for rank in ranks) == pytest.approx(
+        expected["kl_loss"], rel=1e-5
+    )
     assert sum(rank["update"].sums.num_tokens for rank in ranks) == int(batch.response_mask.sum())
     weights = ranks[0]["weights"]
     assert set(weights) == set(expected["weights"])
@@ -153,7 +171,9 @@ def _gradients_between(rank: int, config: Config, batch: Batch) -> list[set[type
 
 def test_gradients_are_sharded_after_every_micro_batch(models: dict[str, Path]) -> None:
     """Unreduced gradients would not be in `grad`."""
-    for found in run_ranks(4, _gradients_between, _config(models["qwen3"], {"num_ranks": 4}), _batch()):
+    for found in run_ranks(
+        4, _gradients_between, _config(models["qwen3"], {"num_ranks": 4}), _batch()
+    ):
         assert found == [{DTensor}] * len(found) != []
 
 
@@ -168,9 +188,13 @@ def _anchored_or_not(rank: int, config: Config, batch: Batch, max_tokens: int) -
         if measured is not None:
             known = (measured.log_probs, share.batch.rollout_log_probs, share.batch.response_mask)
             weights = importance_weights(*known, share.batch.is_stale, config.rollout_correction)
-            anchored = replace(share.batch, old_log_probs=measured.log_probs, importance_weights=weights)
+            anchored = replace(
+                share.batch, old_log_probs=measured.log_probs, importance_weights=weights
+            )
             share = replace(share, batch=anchored)
-        update = policy.update(share, LossTotals.of(batch, config.train.num_data_ranks), measures=not is_anchored)
+        update = policy.update(
+            share, LossTotals.of(batch, config.train.num_data_ranks), measures=not is_anchored
+        )
         weights = sent_weights(policy)
         found.append([measured or update.measured, replace(update, measured=None), weights])
     return found
@@ -186,7 +210,12 @@ KL_AND_ENTROPY = {"kl": {"place": "loss", "coefficient": 0.5}, "entropy_coeffici
         ("qwen3", {"num_ranks": 1, "compile": True}, 45, {}),
         ("qwen3", {"num_ranks": 3}, 30, {}),
         ("qwen3", {"num_ranks": 4, "sequence_parallel": 2}, 45, {}),
-        ("qwen3", {"num_ranks": 4, "fsdp_size": 2}, 30, {}),  # several micro-batches, all-reduced after the last
+        (
+            "qwen3",
+            {"num_ranks": 4, "fsdp_size": 2},
+            30,
+            {},
+        ),  # several micro-batches, all-reduced after the last
         ("qwen3", {"num_ranks": 2}, 64, KL_AND_ENTROPY),
         ("qwen3_moe", {"num_ranks": 2}, 64, {}),
         ("qwen3_moe", {"num_ranks": 2, "sequence_parallel": 2}, 64, {}),
@@ -195,25 +224,40 @@ KL_AND_ENTROPY = {"kl": {"place": "loss", "coefficient": 0.5}, "entropy_coeffici
     ],
 )
 def test_an_update_equals_the_plain_single_process_update(
-    models: dict[str, Path], architecture: str, train: dict[str, Any], max_tokens: int, algorithm: dict[str, Any]
+    models: dict[str, Path],
+    architecture: str,
+    train: dict[str, Any],
+    max_tokens: int,
+    algorithm: dict[str, Any],
 ) -> None:
     config, batch = _config(models[architecture], train, algorithm=algorithm), _batch()
     expected = _expected(config, batch)
     assert (expected["kl_loss"] > 0.01) == bool(algorithm)
-    _require_equal(run_ranks(config.train.num_ranks, _update, config, batch, max_tokens), expected, batch)
+    _require_equal(
+        run_ranks(config.train.num_ranks, _update, config, batch, max_tokens), expected, batch
+    )
 
 
 @pytest.mark.parametrize(
     ("architecture", "train", "max_tokens", "algorithm"),
     [
         ("qwen3", {"num_ranks": 2}, 30, {}),  # weights of stale tokens
-        ("qwen3", {"num_ranks": 4, "sequence_parallel": 2}, 45, {"rollout_correction": {"importance": "token"}}),
+        (
+            "qwen3",
+            {"num_ranks": 4, "sequence_parallel": 2},
+            45,
+            {"rollout_correction": {"importance": "token"}},
+        ),
         ("qwen3", {"num_ranks": 1, "gradient_checkpointing": False}, 64, {"compat": "verl"}),
         ("qwen3_moe", {"num_ranks": 2}, 64, KL_AND_ENTROPY),
     ],
 )
 def test_a_single_update_needs_no_anchor_pass(
-    models: dict[str, Path], architecture: str, train: dict[str, Any], max_tokens: int, algorithm: dict[str, Any]
+    models: dict[str, Path],
+    architecture: str,
+    train: dict[str, Any],
+    max_tokens: int,
+    algorithm: dict[str, Any],
 ) -> None:
     """Weights, sums, norm, log-probs and entropy have the same bits as with an anchor pass."""
     config, batch = _config(models[architecture], train, algorithm=algorithm), _batch()
@@ -222,7 +266,9 @@ def test_a_single_update_needs_no_anchor_pass(
     stale = torch.rand(batch.response_mask.shape, generator=draw) < 0.5
     batch = replace(batch, old_log_probs=None, rollout_log_probs=sampled, is_stale=stale)
     losses = set()
-    for anchored, plain in run_ranks(config.train.num_ranks, _anchored_or_not, config, batch, max_tokens):
+    for anchored, plain in run_ranks(
+        config.train.num_ranks, _anchored_or_not, config, batch, max_tokens
+    ):
         for before, own in zip(anchored[0], plain[0], strict=True):
             assert torch.equal(before, own)
             assert before.abs().max() > 1
@@ -246,7 +292,9 @@ def test_a_rank_without_work_does_not_change_the_gradient(
     shares, _ = split_batch(batch, num_ranks, max_tokens)
     assert any(len(indices) == 0 for share in shares for indices in share.micro_batches)
     config = _config(models["qwen3"], {"num_ranks": num_ranks})
-    _require_equal(run_ranks(num_ranks, _update, config, batch, max_tokens), _expected(config, batch), batch)
+    _require_equal(
+        run_ranks(num_ranks, _update, config, batch, max_tokens), _expected(config, batch), batch
+    )
 
 
 def test_bfloat16_gives_the_same_within_its_precision(models: dict[str, Path]) -> None:
@@ -255,9 +303,13 @@ def test_bfloat16_gives_the_same_within_its_precision(models: dict[str, Path]) -
     expected = _expected(config, batch)
     rank, _ = run_ranks(2, _update, config, batch, 64)
     difference = (rank["log_probs"] - expected["log_probs"][rank["indices"]]).abs()
-    assert 1e-4 < difference.mean() < 0.02  # bfloat16 keeps 8 bits: logits of about 5 are within 0.01 or so
+    assert (
+        1e-4 < difference.mean() < 0.02
+    )  # bfloat16 keeps 8 bits: logits of about 5 are within 0.01 or so
     assert rank["update"].grad_norm == pytest.approx(expected["norm"], rel=0.02)
-    assert {weight.dtype for weight in rank["weights"].values()} == {torch.float32}  # the master weights
+    assert {weight.dtype for weight in rank["weights"].values()} == {
+        torch.float32
+    }  # the master weights
 
 
 def _reference_before_and_after(rank: int, config: Config, batch: Batch) -> list[torch.Tensor]:
@@ -271,7 +323,9 @@ def _reference_before_and_after(rank: int, config: Config, batch: Batch) -> list
 
 def test_the_reference_model_does_not_change(models: dict[str, Path]) -> None:
     config = _config(
-        models["llama"], {"num_ranks": 2, "sequence_parallel": 2}, algorithm={"kl": {"place": "loss"}}
+        models["llama"],
+        {"num_ranks": 2, "sequence_parallel": 2},
+        algorithm={"kl": {"place": "loss"}},
     )
     for before, same, after, moved in run_ranks(2, _reference_before_and_after, config, _batch()):
         assert torch.equal(before, after)
@@ -291,7 +345,9 @@ def test_a_non_finite_norm_skips_the_update(models: dict[str, Path]) -> None:
     batch = random_batch(num_groups=2, group_size=2)
     batch = replace(batch, old_log_probs=torch.full_like(batch.rollout_log_probs, -2.0))
     batch.advantages[1] = float("inf")
-    before, after, update = run_ranks(2, _infinite_loss, _config(models["qwen3"], {"num_ranks": 2}), batch)[0]
+    before, after, update = run_ranks(
+        2, _infinite_loss, _config(models["qwen3"], {"num_ranks": 2}), batch
+    )[0]
     assert update.is_skipped
     for name, weight in before.items():
         assert torch.equal(weight, after[name]), name
@@ -315,10 +371,16 @@ def _load(rank: int, config: Config) -> str:
     return str(raised.value)
 
 
-def test_an_unsupported_model_is_refused_at_the_start(models: dict[str, Path], tmp_path: Path) -> None:
-    message = run_ranks(4, _load, _config(models["qwen3"], {"num_ranks": 4, "sequence_parallel": 4}))[0]
+def test_an_unsupported_model_is_refused_at_the_start(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    message = run_ranks(
+        4, _load, _config(models["qwen3"], {"num_ranks": 4, "sequence_parallel": 4})
+    )[0]
     assert "qwen3 has 2 attention heads" in message
     assert "train.sequence_parallel=4" in message
     (tmp_path / "config.json").write_bytes((models["qwen3"] / "config.json").read_bytes())
-    assert "lacks weights (*.safetensors) and a tokenizer" in run_ranks(1, _load, _config(tmp_path))[0]
+    assert (
+        "lacks weights (*.safetensors) and a tokenizer" in run_ranks(1, _load, _config(tmp_path))[0]
+    )
     assert "does not exist; set model.path" in run_ranks(1, _load, _config(tmp_path / "nowhere"))[0]

@@ -88,7 +88,14 @@ def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes
             while tree.poll() is None:
                 time.sleep(0.1)
     """
-    words = [sys.executable, "-c", textwrap.dedent(code), TREE, str(tmp_path / "members"), str(tmp_path / "log")]
+    words = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(code),
+        TREE,
+        str(tmp_path / "members"),
+        str(tmp_path / "log"),
+    ]
     parent = subprocess.Popen(words, stderr=subprocess.PIPE)
     wait_until(lambda: set(read_members(tmp_path)) == TREE_NAMES, "the tree to start")
     return parent
@@ -126,9 +133,13 @@ def test_an_interrupt_ends_the_tree_and_a_second_one_skips_the_grace_period(tmp_
     parent = start_parent(tmp_path, grace_seconds=300.0)
     below = psutil.Process(parent.pid).children(recursive=True)
     parent.send_signal(signal.SIGINT)
-    wait_until(lambda: living(read_members(tmp_path)) == {"stubborn"}, "all but the stubborn to end")
+    wait_until(
+        lambda: living(read_members(tmp_path)) == {"stubborn"}, "all but the stubborn to end"
+    )
     began = time.monotonic()
-    wait_until(lambda: time.monotonic() > began + ECHO_SECONDS + 0.2, "a second interrupt to be one")
+    wait_until(
+        lambda: time.monotonic() > began + ECHO_SECONDS + 0.2, "a second interrupt to be one"
+    )
     parent.send_signal(signal.SIGINT)
     assert b"KeyboardInterrupt" in parent.communicate(timeout=DEADLINE_SECONDS)[1]
     wait_until(lambda: all_gone(below), "all to end")
@@ -167,7 +178,9 @@ INTERRUPTED = """
 
 
 @pytest.mark.parametrize("ends_anyway", [False, True])
-def test_an_interrupt_echo_neither_hurries_the_stop_nor_is_lost(tmp_path: Path, ends_anyway: bool) -> None:
+def test_an_interrupt_echo_neither_hurries_the_stop_nor_is_lost(
+    tmp_path: Path, ends_anyway: bool
+) -> None:
     """It may be an echo of the first, or the first one in a block that is ending anyway."""
     log, may_end = tmp_path / "log", tmp_path / "may_end"
     words = [str(log), json.dumps(python(TIDY, may_end)), *(["block"] if ends_anyway else [])]
@@ -200,7 +213,9 @@ def test_the_error_has_exit_code_last_lines_and_log(tmp_path: Path) -> None:
     with pytest.raises(ChildProcessFailed) as caught:
         run_command(python(code), log_path=tmp_path / "logs" / "train.log", label="train")
     message = str(caught.value)
-    assert message.startswith(f"train ended with exit code 3. Its last lines, from {tmp_path}/logs/train.log:")
+    assert message.startswith(
+        f"train ended with exit code 3. Its last lines, from {tmp_path}/logs/train.log:"
+    )
     shown = [line for line in message.splitlines() if line.startswith("  | ")]
     assert shown == [f"  | line {i}" for i in range(10, 30)]  # 30 lines, the last 20 of them
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
@@ -230,7 +245,9 @@ def test_the_error_reports_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
         (["no-such-program"], r"exit code 127(.|\n)*cannot start 'no-such-program'"),
     ],
 )
-def test_the_error_names_the_signal_or_the_missing_program(tmp_path: Path, command: list[str], words: str) -> None:
+def test_the_error_names_the_signal_or_the_missing_program(
+    tmp_path: Path, command: list[str], words: str
+) -> None:
     with pytest.raises(ChildProcessFailed, match=words):
         run_command(command, log_path=tmp_path / "log", label="train")
 
@@ -262,23 +279,42 @@ def test_lines_are_logged_by_default_and_appended_to_the_file(
     caplog.set_level(logging.INFO, logger="tasks.processes.child")
     for attempt in ("first", "second"):
         run_command(python(f"print('{attempt}')"), log_path=tmp_path / "log", label="stage")
-    logged = [record.getMessage() for record in caplog.records if record.getMessage().startswith("[stage]")]
-    assert logged == ["[stage] first", "[stage] second"]  # the second attempt does not repeat the first one's
+    logged = [
+        record.getMessage()
+        for record in caplog.records
+        if record.getMessage().startswith("[stage]")
+    ]
+    assert logged == [
+        "[stage] first",
+        "[stage] second",
+    ]  # the second attempt does not repeat the first one's
     assert (tmp_path / "log").read_text() == "first\nsecond\n"
 
 
-def test_environment_folder_and_input_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("INHERITED", "ADDED", "TAKEN", "PREFECT_API_KEY", "PREFECT_SERVER_DATABASE_CONNECTION_URL")
+def test_environment_folder_and_input_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = (
+        "INHERITED",
+        "ADDED",
+        "TAKEN",
+        "PREFECT_API_KEY",
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL",
+    )
     for name in names:
         monkeypatch.setenv(name, f"value of {name}")
     code = f"import os, sys; print(*map(os.environ.get, {names}), os.getcwd(), repr(sys.stdin.read()), sep=', ')"
     env = {"ADDED": "too", "TAKEN": None}
-    with background_command(python(code), log_path=tmp_path / "log", label="asker", env=env) as process:
+    with background_command(
+        python(code), log_path=tmp_path / "log", label="asker", env=env
+    ) as process:
         wait_until(lambda: process.poll() is not None, "the end")
         assert process.tail(2) == [f"value of INHERITED, too, None, None, None, {os.getcwd()}, ''"]
 
 
-def test_secrets_printed_by_a_command_are_redacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_printed_by_a_command_are_redacted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
     code = """
         import os, sys, time
@@ -298,7 +334,9 @@ def test_secrets_printed_by_a_command_are_redacted(tmp_path: Path, monkeypatch: 
 def test_an_unusable_log_path_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "log"):
-        with pytest.raises(ChildProcessFailed, match=rf"fetch: its log {path} cannot be opened: ") as caught:
+        with pytest.raises(
+            ChildProcessFailed, match=rf"fetch: its log {path} cannot be opened: "
+        ) as caught:
             run_command(SLEEP, log_path=path, label="fetch")
         assert caught.value.is_lasting
 
@@ -309,10 +347,15 @@ def test_a_command_ignores_only_inherited_ignored_signals(tmp_path: Path) -> Non
     command = ["grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status"]
     run_command(command, log_path=tmp_path / "log", label="asker", on_line=lines.append)
     masks = {name: int(mask, 16) for name, mask in (line.split() for line in lines)}
-    settable = sum(1 << (number - 1) for number in signal.valid_signals())  # glibc keeps 32 and 33 to itself
+    settable = sum(
+        1 << (number - 1) for number in signal.valid_signals()
+    )  # glibc keeps 32 and 33 to itself
     hangup = 1 << (signal.SIGHUP - 1)
     ignored = hangup if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 0
-    assert {name: mask & settable for name, mask in masks.items()} == {"SigBlk:": 0, "SigIgn:": ignored}
+    assert {name: mask & settable for name, mask in masks.items()} == {
+        "SigBlk:": 0,
+        "SigIgn:": ignored,
+    }
 
 
 def test_a_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
@@ -330,13 +373,17 @@ def test_a_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
     assert servers[0].poll() == -signal.SIGTERM
 
 
-def test_a_killed_supervisor_takes_its_command_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_supervisor_takes_its_command_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its folder is removed too, and socket paths fit however long the temporary directory is."""
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     log_path = tmp_path / "log"
-    with background_command(SLEEP, log_path=log_path, label="server", folder_variable="PLACE") as server:
+    with background_command(
+        SLEEP, log_path=log_path, label="server", folder_variable="PLACE"
+    ) as server:
         wait_until(lambda: len(server.tail(1)) == 1, "the command to start")
         command_pid = int(server.tail(1)[0])
         folder = folder_of(command_pid)

@@ -96,12 +96,17 @@ def _listeners(others: set[int]) -> list[Any]:
 def test_it_listens_on_loopback_only(folder: Path, others: set[int]) -> None:
     addresses = {ipaddress.ip_address(listener.ip) for listener in _listeners(others)}
     assert addresses
-    assert all((getattr(address, "ipv4_mapped", None) or address).is_loopback for address in addresses)
+    assert all(
+        (getattr(address, "ipv4_mapped", None) or address).is_loopback for address in addresses
+    )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing: finds the address that others see
         network_address = probe.getsockname()[0]
     port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
-    for host, is_open in (("127.0.0.1", True), (network_address, network_address.startswith("127."))):
+    for host, is_open in (
+        ("127.0.0.1", True),
+        (network_address, network_address.startswith("127.")),
+    ):
         with socket.socket() as client:
             assert (client.connect_ex((host, port)) == 0) == is_open
 
@@ -151,4 +156,6 @@ def test_its_folder_is_private_and_the_token_is_not_leaked(folder: Path) -> None
 def test_a_cluster_without_tokens_is_joined_with_a_warning() -> None:
     output = _result(_start(OPEN_CLUSTER + STRANGER, RAY_AUTH_MODE="disabled"))
     assert "RESULT 42" in output, output
-    assert "is used without a token: anyone who can reach its ports can run code as its user" in output
+    assert (
+        "is used without a token: anyone who can reach its ports can run code as its user" in output
+    )

@@ -58,7 +58,10 @@ def planted(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
         ("config.json", {"model_type": "planted", "auto_map": {"AutoConfig": "planted.Config"}}),
         (
             "tokenizer_config.json",
-            {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": [None, "planted.Tokenizer"]}},
+            {
+                "tokenizer_class": "Tokenizer",
+                "auto_map": {"AutoTokenizer": [None, "planted.Tokenizer"]},
+            },
         ),
     ):
         values = json.loads((folder / name).read_text())
@@ -93,7 +96,9 @@ def test_a_planted_file_does_not_run(planted: Path, marker: Path, loader: str) -
 
 def test_a_planted_file_does_not_run_in_a_server(planted: Path, marker: Path) -> None:
     command = serve_command(planted, resolve_config(settings()).served, port=1)
-    result = subprocess.run(command, input="y\n" * 100, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(
+        command, input="y\n" * 100, capture_output=True, text=True, timeout=300, check=False
+    )
     assert "trust_remote_code" in result.stdout + result.stderr
     assert result.returncode != 0
     assert not marker.exists()
@@ -104,5 +109,7 @@ def test_trust_remote_code_lets_it_run(planted: Path, marker: Path) -> None:
     assert marker.exists()
     marker.unlink()
     assert load_tokenizer(planted, trust_remote_code=True).chat_template
-    config = resolve_config(settings(model={"source": "path", "path": str(planted), "trust_remote_code": True}))
+    config = resolve_config(
+        settings(model={"source": "path", "path": str(planted), "trust_remote_code": True})
+    )
     assert serve_command(planted, config.served, port=1)[-1] == "--trust-remote-code"

@@ -36,13 +36,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("device"))
 
 
-def _trained(rank: int, library: Path, folder: Path, configs: dict[str, Config], batch: Batch) -> Any:
+def _trained(
+    rank: int, library: Path, folder: Path, configs: dict[str, Config], batch: Batch
+) -> Any:
     """Results of two policy steps by device, the CPU first."""
     install(library)  # before any backward pass: autograd counts the devices at the first
     found = {"cpu": _steps(rank, folder, configs["cpu"], batch)}
     torch.distributed.destroy_process_group()
     backends = device_for("npu").backends(configs["npu"].train.offload_shards)
-    torch.distributed.init_process_group(backends, init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        backends, init_method=f"file://{folder}/meet", rank=rank, world_size=2
+    )
     with pytest.raises(RuntimeError, match="CPU tensor beside"):
         torch.ones(2, device="npu").index_select(0, torch.tensor([0]))
     found["npu"] = _steps(rank, folder, configs["npu"], batch)
@@ -74,7 +78,9 @@ def _steps(rank: int, folder: Path, config: Config, batch: Batch) -> dict[str, A
 
 
 @pytest.mark.parametrize("train", [ON_DEVICE, ON_HOST], ids=["on_device", "on_host"])
-def test_the_policy_names_no_device_but_its_own(train: dict[str, Any], library: Path, tmp_path: Path) -> None:
+def test_the_policy_names_no_device_but_its_own(
+    train: dict[str, Any], library: Path, tmp_path: Path
+) -> None:
     model, batch = build_tiny(tmp_path / "model", "qwen3", seed=3), random_batch(6, 3, seed=1)
     batch = replace(batch, ref_log_probs=torch.full(batch.response_mask.shape, -5.5))
     both = {"dtype": "float32", "num_ranks": 2, "learning_rate": 1e-3, "warmup_steps": 0} | train

@@ -23,7 +23,9 @@ from tests.evaluations import evaluation, make_items, no_plots, write_results
 from tests.integration.browser import Browser
 
 ITEMS = [
-    replace(item, level=str(1 + i % 5), subject=("Algebra", "Counting & Probability", "a<b>/c")[i % 3])
+    replace(
+        item, level=str(1 + i % 5), subject=("Algebra", "Counting & Probability", "a<b>/c")[i % 3]
+    )
     for i, item in enumerate(make_items(60))
 ]
 FORMS: dict[str, Callable[[Any], str]] = {
@@ -46,17 +48,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     rng = random.Random(1)
     before, after = (
-        "".join(rng.choices("rwntf", weights, k=60)) for weights in ((9, 8, 3, 2, 1), (16, 5, 1, 1, 0))
+        "".join(rng.choices("rwntf", weights, k=60))
+        for weights in ((9, 8, 3, 2, 1), (16, 5, 1, 1, 0))
     )
-    sides = write_results(folder / "before", before, ITEMS), write_results(folder / "after", after, ITEMS)
+    sides = (
+        write_results(folder / "before", before, ITEMS),
+        write_results(folder / "after", after, ITEMS),
+    )
     rows = sides[1] / "results.jsonl"
     rows.write_text(rows.read_text().replace('"no idea"', json.dumps(LATEX + " no idea")))
     steps = [
-        {"step": n, "critic/score/mean": 0.1 * n, "actor/entropy": 1 / n, "timing_s/step": 2, **TOKENS}
+        {
+            "step": n,
+            "critic/score/mean": 0.1 * n,
+            "actor/entropy": 1 / n,
+            "timing_s/step": 2,
+            **TOKENS,
+        }
         for n in range(1, 9)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    write_suite_report(Models(*sides), folder / "metrics.jsonl", folder / "report", Provenance(title="Pa<ge"))
+    write_suite_report(
+        Models(*sides), folder / "metrics.jsonl", folder / "report", Provenance(title="Pa<ge")
+    )
     write_page(make_history([*sides, folder / "report"]), folder)
     write_suite_pages(folder, dict(zip(("before", "after"), sides, strict=True)))
     return folder
@@ -68,11 +82,18 @@ def write_suite_pages(folder: Path, sides: dict[str, Path]) -> None:
     names = ("first", "second-benchmark")
     for name, suite in suites.items():
         for number, benchmark in enumerate(names):
-            shutil.copytree(sides["after" if (name == "after") == (number == 0) else "before"], suite / benchmark)
+            shutil.copytree(
+                sides["after" if (name == "after") == (number == 0) else "before"],
+                suite / benchmark,
+            )
         write_suite(suite, [Member(benchmark) for benchmark in names], "first")
-    models = Models(suites["before"], suites["after"], {"other": suites["other"]}, {20: suites["other"]}, 40)
+    models = Models(
+        suites["before"], suites["after"], {"other": suites["other"]}, {20: suites["other"]}, 40
+    )
     gates = ("first >= before - 1", "second-benchmark >= other + 5", "first.truncated <= 1")
-    write_suite_report(models, folder / "metrics.jsonl", folder / "suite", Provenance(title="Su<ite"), gates)
+    write_suite_report(
+        models, folder / "metrics.jsonl", folder / "suite", Provenance(title="Su<ite"), gates
+    )
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +112,9 @@ def browser(folder: Path) -> Iterator[Browser]:
 
 def shown_items(browser: Browser, action: str) -> list[dict[str, str]]:
     """Data (id, direction, level, subject) of the listed items after `action` on the form."""
-    browser.evaluate(f"{{ const form = document.getElementById('filter'); form.reset(); {action} }}")
+    browser.evaluate(
+        f"{{ const form = document.getElementById('filter'); form.reset(); {action} }}"
+    )
     browser.evaluate("document.getElementById('filter').dispatchEvent(new Event('input'))")
     browser.evaluate("new Promise(done => setTimeout(done, 300))")
     found = browser.evaluate(f"{ITEM}.map(item => ({{...item.dataset}}))")
@@ -121,17 +144,33 @@ def test_the_page_shows_the_numbers_of_the_json(browser: Browser, report: dict[s
         if form in FORMS:
             assert text == FORMS[form](value), path
         elif form == "count":
-            assert float(text.replace(",", "")) == pytest.approx(value, abs=0.06 if value < 100 else 0.5), path
+            assert float(text.replace(",", "")) == pytest.approx(
+                value, abs=0.06 if value < 100 else 0.5
+            ), path
         else:
             number = float(text.removeprefix("= ").removeprefix("< "))
-            assert (value < number) if "<" in text else number == pytest.approx(value, rel=0.05), path
+            assert (value < number) if "<" in text else number == pytest.approx(value, rel=0.05), (
+                path
+            )
         seen.add(path)
     groups = [f"groups/subject/a<b>~1c/{name}" for name in ("difference", "interval", "p_holm")]
     sides = [
-        f"{side}/{name}" for side in ("before", "after") for name in ("accuracy", "interval", "truncated_rate")
+        f"{side}/{name}"
+        for side in ("before", "after")
+        for name in ("accuracy", "interval", "truncated_rate")
     ]
     parts = [f"gain/{name}/difference" for name in ("format", "content")]
-    assert {"verdict", "difference", "ci95", "p", "mid_p", "graders/ci95", *groups, *sides, *parts} <= seen
+    assert {
+        "verdict",
+        "difference",
+        "ci95",
+        "p",
+        "mid_p",
+        "graders/ci95",
+        *groups,
+        *sides,
+        *parts,
+    } <= seen
     assert len(seen) > 150
 
 
@@ -147,20 +186,30 @@ def test_every_item_shows_the_response_as_written(browser: Browser, report: dict
     assert len(shown_items(browser, "form.elements.direction.value = '';")) == 50  # of 60
     browser.evaluate("document.querySelector('#pager [name=next]').click()")
     assert browser.evaluate(f"{ITEM}.length") == 10
-    assert browser.evaluate("document.getElementById('shown').textContent") == "60 of 60 items, 51 to 60"
+    assert (
+        browser.evaluate("document.getElementById('shown').textContent")
+        == "60 of 60 items, 51 to 60"
+    )
 
 
-def test_formulas_are_drawn_and_cannot_run_scripts(browser: Browser, report: dict[str, Any]) -> None:
+def test_formulas_are_drawn_and_cannot_run_scripts(
+    browser: Browser, report: dict[str, Any]
+) -> None:
     choose = "form.elements.direction.value = ''; form.elements.search.value = 'onerror';"
     [found, *_] = shown_items(browser, choose)
     opened(browser, found["id"])
     body = f"document.querySelector('details.item[data-id=\"{found['id']}\"] .inside')"
-    names = browser.evaluate(f"[...new Set([...{body}.querySelectorAll('*')].map(e => e.localName))]")
+    names = browser.evaluate(
+        f"[...new Set([...{body}.querySelectorAll('*')].map(e => e.localName))]"
+    )
     assert {"math", "mfrac", "msup", "mtext"} <= set(names)
     assert set(names).isdisjoint({"img", "a", "script", "svg", "iframe"})
     fraction = f"{body}.querySelector('mfrac').getBoundingClientRect()"
     assert browser.evaluate(f"{fraction}.height") > 15
-    assert browser.evaluate(f"getComputedStyle({body}.querySelector('.boxed')).borderTopWidth") == "1px"
+    assert (
+        browser.evaluate(f"getComputedStyle({body}.querySelector('.boxed')).borderTopWidth")
+        == "1px"
+    )
     browser.evaluate("document.getElementById('source').click()")
     assert browser.evaluate(f"{fraction}.height") == 0
     assert browser.evaluate(f"{body}.querySelector('annotation').getBoundingClientRect().width") > 5
@@ -171,24 +220,41 @@ def test_formulas_are_drawn_and_cannot_run_scripts(browser: Browser, report: dic
 def test_search_and_filters_combine(browser: Browser, report: dict[str, Any]) -> None:
     flips = report["flips"]["gained"] + report["flips"]["lost"]
     everything = shown_items(browser, "")
-    found = shown_items(browser, "form.elements.search.value = 'IDEA no';")  # every word, in any order and case
-    expected = {f["id"] for f in flips if "no idea" in f["before"]["response"] + f["after"]["response"]}
+    found = shown_items(
+        browser, "form.elements.search.value = 'IDEA no';"
+    )  # every word, in any order and case
+    expected = {
+        f["id"] for f in flips if "no idea" in f["before"]["response"] + f["after"]["response"]
+    }
     assert {item["id"] for item in found} == expected != set()
     assert shown_items(browser, "form.elements.search.value = 'nowhere to be found';") == []
     lost = shown_items(browser, "form.elements.direction.value = 'lost';")
-    assert {item["id"] for item in lost} == {flip["id"] for flip in report["flips"]["lost"]} != set()
-    chosen = shown_items(browser, "form.elements.subject.value = 'a<b>/c'; form.elements.level.value = '3';")
-    assert chosen == [item for item in everything if (item["subject"], item["level"]) == ("a<b>/c", "3")] != []
+    assert (
+        {item["id"] for item in lost} == {flip["id"] for flip in report["flips"]["lost"]} != set()
+    )
+    chosen = shown_items(
+        browser, "form.elements.subject.value = 'a<b>/c'; form.elements.level.value = '3';"
+    )
+    assert (
+        chosen
+        == [item for item in everything if (item["subject"], item["level"]) == ("a<b>/c", "3")]
+        != []
+    )
     failed = shown_items(browser, "form.elements.direction.value = 'failed';")
     assert len(failed) == report["unpaired"]["num_items"] > 0
     assert "HTTP 500: boom" in opened(browser, failed[0]["id"])
     browser.evaluate("document.querySelector('#filter button').click()")
-    assert browser.evaluate(f"new Promise(done => setTimeout(() => done({ITEM}.length), 300))") == len(everything)
+    assert browser.evaluate(
+        f"new Promise(done => setTimeout(() => done({ITEM}.length), 300))"
+    ) == len(everything)
 
 
 def test_ten_thousand_items_open_and_can_be_searched(browser: Browser, folder: Path) -> None:
     items = make_items(10_000, per_level=5000)
-    sides = [evaluation(items, letters * 5000, name) for letters, name in (("wr", "base"), ("rr", "trained"))]
+    sides = [
+        evaluation(items, letters * 5000, name)
+        for letters, name in (("wr", "base"), ("rr", "trained"))
+    ]
     packed = pack_items(*sides)
     few = compare_evaluations(*(evaluation(items[:40], letters * 20) for letters in ("wr", "rr")))
     page = folder / "many.html"
@@ -198,7 +264,10 @@ def test_ten_thousand_items_open_and_can_be_searched(browser: Browser, folder: P
     browser.open(page)
     browser.wait_for("document.documentElement.dataset.items === 'ready'")
     assert time.monotonic() - started < 300
-    assert browser.evaluate("document.getElementById('shown').textContent") == "5000 of 10000 items, 1 to 50"
+    assert (
+        browser.evaluate("document.getElementById('shown').textContent")
+        == "5000 of 10000 items, 1 to 50"
+    )
     browser.evaluate("document.getElementById('filter').elements.search.value = '9998 + 1'")
     browser.evaluate("document.getElementById('filter').dispatchEvent(new Event('input'))")
     browser.wait_for("document.getElementById('shown').textContent === '1 of 10000 items'")
@@ -207,13 +276,25 @@ def test_ten_thousand_items_open_and_can_be_searched(browser: Browser, folder: P
 
 def test_pages_fit_a_phone_in_light_and_dark_mode(browser: Browser, folder: Path) -> None:
     colours = {}
-    for page in ("report/report.html", "history.html", "suite/report.html", "suite/checkpoints.html"):
+    for page in (
+        "report/report.html",
+        "history.html",
+        "suite/report.html",
+        "suite/checkpoints.html",
+    ):
         for scheme in ("light", "dark"):
             browser.resize(380, scheme=scheme)
             browser.open(folder / page)
-            assert browser.evaluate("document.documentElement.scrollWidth") == 380  # no horizontal scrolling
+            assert (
+                browser.evaluate("document.documentElement.scrollWidth") == 380
+            )  # no horizontal scrolling
             # No column is cut off, and tables can be reached by keyboard.
-            assert browser.evaluate(f"{TABLES}.filter(one => one.scrollWidth > one.clientWidth).length") == 0
+            assert (
+                browser.evaluate(
+                    f"{TABLES}.filter(one => one.scrollWidth > one.clientWidth).length"
+                )
+                == 0
+            )
             assert browser.evaluate(f"{TABLES}.every(one => one.tabIndex === 0 && one.ariaLabel)")
             assert browser.evaluate(
                 "[...document.querySelectorAll('svg')].every(drawing => drawing.clientHeight > 90)"
@@ -235,7 +316,9 @@ def test_no_page_logs_errors_or_makes_requests(browser: Browser, folder: Path) -
     browser.open(folder / "history.html")
     assert browser.complaints == []
     assert len(browser.requests) >= 2
-    assert {url for url in browser.requests if not url.startswith((folder.as_uri(), "data:,"))} == set()
+    assert {
+        url for url in browser.requests if not url.startswith((folder.as_uri(), "data:,"))
+    } == set()
 
 
 def test_the_browser_reports_policy_violations(browser: Browser, tmp_path: Path) -> None:

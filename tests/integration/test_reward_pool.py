@@ -121,10 +121,14 @@ def test_a_hanging_call_times_out_once_and_blocks_no_other(
     assert len(scores) == 19
     assert 4.0 <= time.monotonic() - started < 4 * 19  # one time limit, not nineteen
     assert len(pool.pids & before) == 1  # the other process kept running
-    assert f"took longer than reward.timeout_seconds=4; the response ends in '{what}'" in caplog.text
+    assert (
+        f"took longer than reward.timeout_seconds=4; the response ends in '{what}'" in caplog.text
+    )
 
 
-def test_a_failed_call_is_an_error_and_affects_no_other(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_call_is_an_error_and_affects_no_other(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     failures = {
         "exit": "ended its process (exit code 3)",
         "quit": "ended its process (exit code 0)",
@@ -152,7 +156,10 @@ def test_a_failed_call_is_an_error_and_affects_no_other(make: Make, caplog: pyte
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("import nothing_of_this_name\ndef compute_score(**_): ...", "No module named 'nothing_of_this_name'"),
+        (
+            "import nothing_of_this_name\ndef compute_score(**_): ...",
+            "No module named 'nothing_of_this_name'",
+        ),
         ("import os\nos._exit(7)\ndef compute_score(**_): ...", r"ended \(exit code 7\)"),
         ("import time\ntime.sleep(600)\ndef compute_score(**_): ...", r"was not ready within 3 s"),
     ],
@@ -160,16 +167,21 @@ def test_a_failed_call_is_an_error_and_affects_no_other(make: Make, caplog: pyte
 def test_a_file_that_fails_to_load_is_reported_at_start(
     make: Make, monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
-    monkeypatch.setattr(pool_module, "START_SECONDS", 3.0 if "sleep" in source else pool_module.START_SECONDS)
+    monkeypatch.setattr(
+        pool_module, "START_SECONDS", 3.0 if "sleep" in source else pool_module.START_SECONDS
+    )
     with pytest.raises(
-        RewardError, match=rf"(?s)custom_reward\.path=.*mine\.py.*{message}|{message}.*custom_reward\.path="
+        RewardError,
+        match=rf"(?s)custom_reward\.path=.*mine\.py.*{message}|{message}.*custom_reward\.path=",
     ) as caught:
         make(source)
     assert is_lasting(caught.value)
 
 
 def test_a_process_killed_by_the_kernel_at_start_is_worth_a_retry(make: Make) -> None:
-    with pytest.raises(RolloutError, match=r"ended \(exit code -9\).* lower reward\.num_processes=2") as caught:
+    with pytest.raises(
+        RolloutError, match=r"ended \(exit code -9\).* lower reward\.num_processes=2"
+    ) as caught:
         make("import os\nos.kill(os.getpid(), 9)\ndef compute_score(**_): ...", num_processes=2)
     assert not is_lasting(caught.value)
 
@@ -186,7 +198,9 @@ def test_built_in_rules_use_a_process_only_if_they_could_hang(make: Make) -> Non
     pool.submit("choice", request("<think>" + "x" * 900 + "</think>\\boxed{A}", "A", "cflue"))
     pool.submit("bad truth", request("\\boxed{A}", "H", "cflue"))
     pool.submit("geo3k", request("<think>x</think>\\boxed{3}", "3", "hiyouga/geometry3k"))
-    pool.submit("factorial", request("\\boxed{99999999!}", "3", "hiyouga/geometry3k"))  # sympy tries to compute it
+    pool.submit(
+        "factorial", request("\\boxed{99999999!}", "3", "hiyouga/geometry3k")
+    )  # sympy tries to compute it
     scores = drain(pool)
     assert (scores["choice"].verdict, scores["geo3k"].value) == ("right", 1.0)
     assert (scores["bad truth"].verdict, scores["factorial"].verdict) == ("error", "timeout")
@@ -203,7 +217,10 @@ def test_close_ends_the_processes_and_their_children(make: Make, tmp_path: Path)
     pool = make(source, num_processes=1)
     pool.submit("a", request("x", str(tmp_path / "pid")))
     pid = tmp_path / "pid"
-    wait_until(lambda: pool.finished(0.05) == [] and pid.exists() and pid.read_text() != "", "the child's id")
+    wait_until(
+        lambda: pool.finished(0.05) == [] and pid.exists() and pid.read_text() != "",
+        "the child's id",
+    )
     started = [*pool.pids, int(pid.read_text())]
     pool.close()
     wait_until_gone(started)
@@ -223,7 +240,10 @@ def test_busy_and_idle_processes_die_with_their_owner(tmp_path: Path) -> None:
         "time.sleep(3600)\n"
     )
     owner = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[2]
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
     )
     assert owner.stdout is not None
     children = [int(pid) for pid in owner.stdout.readline().split()]

@@ -32,7 +32,9 @@ def _model(family: str, num_heads: int, num_key_heads: int) -> TokenLogProbs:
     window = {"sliding_window": 5} if family == "mistral" else {}
     heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_key_heads}
     config = AutoConfig.for_model(family, **SIZES, **window, **heads)
-    return TokenLogProbs(AutoModelForCausalLM.from_config(config, dtype=torch.float32), chunk_tokens=8)
+    return TokenLogProbs(
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32), chunk_tokens=8
+    )
 
 
 def _whole_and_slice(rank: int, *case: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -45,7 +47,9 @@ def _slice(
     """Return this rank's log-probs and their cells, and gradients summed over the row's ranks."""
     model = _model(family, num_heads, num_key_heads)
     if sequence_parallel > 1:
-        model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.causal_lm.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
     row = pack(batch, torch.device("cpu"), sequence_group(sequence_parallel))
     log_probs, entropy = model.train()(row, 0.7, True)
     weights = batch.old_log_probs.flatten()[row.cells]
@@ -80,7 +84,8 @@ def test_sequence_parallel_ranks_compute_the_same_as_one_rank(
     batch = replace(batch, old_log_probs=weights)
     assert batch.lengths.sum() % sequence_parallel  # so the row is padded
     (whole, *_), ranks = zip(
-        *run_ranks(sequence_parallel, _whole_and_slice, family, num_heads, num_key_heads, batch), strict=True
+        *run_ranks(sequence_parallel, _whole_and_slice, family, num_heads, num_key_heads, batch),
+        strict=True,
     )
     assert {rank["num_tokens"] for rank in ranks} == {-(-whole["num_tokens"] // sequence_parallel)}
     assert torch.equal(torch.cat([rank["cells"] for rank in ranks]), whole["cells"])
@@ -88,4 +93,6 @@ def test_sequence_parallel_ranks_compute_the_same_as_one_rank(
     torch.testing.assert_close(log_probs, whole["log_probs"], rtol=1e-5, atol=1e-5)
     for name, gradient in whole["gradients"].items():
         scale = gradient.abs().max().item()
-        torch.testing.assert_close(ranks[0]["gradients"][name], gradient, rtol=1e-4, atol=1e-5 * scale)
+        torch.testing.assert_close(
+            ranks[0]["gradients"][name], gradient, rtol=1e-4, atol=1e-5 * scale
+        )

@@ -28,7 +28,12 @@ from tasks.serve_model.servers import Server, serve_model
 from tests.tiny_models import build_tiny_qwen3
 
 SETTINGS = ServeConfig(
-    dtype="float32", max_model_len=128, max_num_seqs=8, memory_gigabytes=0.1, eager=True, startup_seconds=240
+    dtype="float32",
+    max_model_len=128,
+    max_num_seqs=8,
+    memory_gigabytes=0.1,
+    eager=True,
+    startup_seconds=240,
 )
 NUM_SERVERS = 2
 NUM_ITEMS = 6
@@ -59,7 +64,12 @@ def socket_folder(pid: int) -> Path | None:
     """The socket folder of a vLLM process; None for others."""
     environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return next(
-        (Path(entry.partition("=")[2]) for entry in environment if entry.startswith(SOCKETS_VARIABLE)), None
+        (
+            Path(entry.partition("=")[2])
+            for entry in environment
+            if entry.startswith(SOCKETS_VARIABLE)
+        ),
+        None,
     )
 
 
@@ -69,7 +79,9 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     model_path = build_tiny_qwen3(folder / "model", seed=9)
     before = supervisor.descendants(os.getpid())
     settings = SETTINGS.model_copy(update={"num_servers": NUM_SERVERS})
-    with serve_model(model_path, settings, folder / "serve.log", name=served_name("0123456789abcdef")) as servers:
+    with serve_model(
+        model_path, settings, folder / "serve.log", name=served_name("0123456789abcdef")
+    ) as servers:
         processes = new_descendants(before)
         folders = set(filter(None, map(socket_folder, processes)))
         yield Serving(servers, model_path, folder / "serve.log", processes, folders)
@@ -83,7 +95,9 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 def client_of(serving: Serving, api_key: str | None = None) -> httpx.Client:
     headers = {"Authorization": f"Bearer {api_key or serving.server.api_key}"}
-    return httpx.Client(base_url=serving.server.base_url, headers=headers, timeout=300, trust_env=False)
+    return httpx.Client(
+        base_url=serving.server.base_url, headers=headers, timeout=300, trust_env=False
+    )
 
 
 def test_each_server_is_healthy_with_its_own_name_and_socket_folder(serving: Serving) -> None:
@@ -142,7 +156,9 @@ def test_greedy_answers_match_the_policy(serving: Serving) -> None:
     response_ids = choice["token_ids"]
     expected = policy_log_probs(serving, prompt_ids + response_ids)[len(prompt_ids) - 1 :]
     assert response_ids == expected.argmax(-1).tolist()
-    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected.max(-1).values.tolist(), abs=1e-3)
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(
+        expected.max(-1).values.tolist(), abs=1e-3
+    )
 
 
 def num_answered(server: Server) -> float:
@@ -151,20 +167,34 @@ def num_answered(server: Server) -> float:
     lines = httpx.get(
         f"{server.base_url}/metrics", headers=headers, timeout=300, trust_env=False
     ).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total"))
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total")
+    )
 
 
 def test_an_evaluation_is_spread_over_the_servers(serving: Serving, tmp_path: Path) -> None:
     items = [
-        Item(f"sum-{number}", ({"role": "user", "content": f"What is {number} + 7?"},), str(number + 7))
+        Item(
+            f"sum-{number}",
+            ({"role": "user", "content": f"What is {number} + 7?"},),
+            str(number + 7),
+        )
         for number in range(NUM_ITEMS)
     ]
     settings = EvaluateConfig(max_response_tokens=MAX_RESPONSE_TOKENS, concurrency=2)
     before = [num_answered(server) for server in serving.servers]
     benchmark = Benchmark(EvaluationSet(tuple(items)), sampling_of(settings, None), tmp_path)
-    [summary] = evaluate_all([benchmark], serving.servers, limits=limits_of(settings), model_digest="digest")
-    assert (summary.n, summary.num_items, summary.request_failed_rate) == (NUM_ITEMS, NUM_ITEMS, 0.0)
-    answered = [num_answered(server) - at for server, at in zip(serving.servers, before, strict=True)]
+    [summary] = evaluate_all(
+        [benchmark], serving.servers, limits=limits_of(settings), model_digest="digest"
+    )
+    assert (summary.n, summary.num_items, summary.request_failed_rate) == (
+        NUM_ITEMS,
+        NUM_ITEMS,
+        0.0,
+    )
+    answered = [
+        num_answered(server) - at for server, at in zip(serving.servers, before, strict=True)
+    ]
     assert sum(answered) >= NUM_ITEMS
     assert min(answered) >= 3  # an answer, and what identifies the weights before and after it
     served = json.loads((tmp_path / "settings.json").read_text())["served"]
@@ -175,7 +205,9 @@ def test_an_evaluation_is_spread_over_the_servers(serving: Serving, tmp_path: Pa
     model: Any = AutoModelForCausalLM.from_pretrained(serving.model_path, dtype=torch.float32)
     for row, item in zip(rows, items, strict=True):
         assert row["id"] == item.id
-        text = tokenizer.apply_chat_template(list(item.prompt), tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            list(item.prompt), tokenize=False, add_generation_prompt=True
+        )
         prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         ids = model.generate(**prompt, max_new_tokens=MAX_RESPONSE_TOKENS, do_sample=False)[0]
         response_ids = ids[prompt.input_ids.shape[1] :]
@@ -187,9 +219,14 @@ def test_an_evaluation_is_spread_over_the_servers(serving: Serving, tmp_path: Pa
 def test_option_log_probs_match_the_policy(serving: Serving, tmp_path: Path) -> None:
     """As in lm-eval: the tokens of the whole text beyond those of the prompt alone."""
     options = ("31", "a hundred and seven", "no")
-    items = [Item(f"sum-{number}", f"{number} + 7 is:\n", options[0], options=options) for number in range(2)]
+    items = [
+        Item(f"sum-{number}", f"{number} + 7 is:\n", options[0], options=options)
+        for number in range(2)
+    ]
     benchmark = Benchmark(
-        EvaluationSet(tuple(items), grader="loglikelihood"), Sampling(max_tokens=MAX_RESPONSE_TOKENS), tmp_path
+        EvaluationSet(tuple(items), grader="loglikelihood"),
+        Sampling(max_tokens=MAX_RESPONSE_TOKENS),
+        tmp_path,
     )
     [summary] = evaluate_all([benchmark], serving.servers)
     tokenizer = AutoTokenizer.from_pretrained(serving.model_path)
@@ -202,7 +239,10 @@ def test_option_log_probs_match_the_policy(serving: Serving, tmp_path: Path) -> 
             ids = tokenizer(f"{start}\n{option}").input_ids
             found = policy_log_probs(serving, ids)[num_tokens - 1 :]
             expected.append(float(found[range(len(found)), ids[num_tokens:]].sum()))
-        assert row["details"] == {"options": list(options), "log_probs": pytest.approx(expected, abs=2e-3)}
+        assert row["details"] == {
+            "options": list(options),
+            "log_probs": pytest.approx(expected, abs=2e-3),
+        }
         assert row["response"] == options[expected.index(max(expected))]
     assert summary.accuracy == sum(row["response"] == options[0] for row in rows) / 2
 
@@ -241,7 +281,10 @@ def test_a_failed_server_start_reports_the_reason(
     model_path = build_tiny_qwen3(tmp_path / "model")
     settings = damage(model_path)
     before = supervisor.descendants(os.getpid())
-    with pytest.raises(ServeError) as caught, serve_model(model_path, settings, tmp_path / "serve.log"):
+    with (
+        pytest.raises(ServeError) as caught,
+        serve_model(model_path, settings, tmp_path / "serve.log"),
+    ):
         pass
     message = str(caught.value)
     assert "vllm serve ended with exit code" in message

@@ -97,14 +97,22 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *behaviours: str) -> list[int]:
 
     def command(model_path: str | Path, settings: ServeConfig, port: int, name: str) -> list[str]:
         ports.append(port)
-        return [sys.executable, "-c", STAND_IN, behaviours[min(len(ports), len(behaviours)) - 1], str(port)]
+        return [
+            sys.executable,
+            "-c",
+            STAND_IN,
+            behaviours[min(len(ports), len(behaviours)) - 1],
+            str(port),
+        ]
 
     monkeypatch.setattr(servers, "serve_command", command)
     return ports
 
 
 def settings(**changes: object) -> ServeConfig:
-    return ServeConfig.model_validate({"num_servers": 3, "max_model_len": 128, "startup_seconds": 600, **changes})
+    return ServeConfig.model_validate(
+        {"num_servers": 3, "max_model_len": 128, "startup_seconds": 600, **changes}
+    )
 
 
 def has_no_listener(server: Server) -> bool:
@@ -126,14 +134,22 @@ def test_all_servers_answer_and_are_gone_after_the_block(
         serve_model(model_path, settings(), tmp_path / "s.log") as running,
     ):
         server = running[0]
-        assert [server.base_url for server in running] == [f"http://127.0.0.1:{port}" for port in ports]
+        assert [server.base_url for server in running] == [
+            f"http://127.0.0.1:{port}" for port in ports
+        ]
         assert len({server.api_key for server in running}) == 1
         assert str(server.api_key) not in server.command
         assert server.command.endswith(str(ports[0]))
         assert served_model_identity([server]) == served_model_identity(running)
         for wrong, message in (
-            (replace(server, model="other"), "/v1/models serves policy, not 'other'; set --model-name"),
-            (replace(server, api_key="guess"), "refuses the key: HTTP 401; VLLM_API_KEY is not the server's"),
+            (
+                replace(server, model="other"),
+                "/v1/models serves policy, not 'other'; set --model-name",
+            ),
+            (
+                replace(server, api_key="guess"),
+                "refuses the key: HTTP 401; VLLM_API_KEY is not the server's",
+            ),
             (replace(server, api_key=""), "refuses the key: HTTP 401; VLLM_API_KEY is not set"),
             (replace(server, base_url="127.0.0.1:1"), "does not answer: .*check --base-url"),
         ):
@@ -141,7 +157,9 @@ def test_all_servers_answer_and_are_gone_after_the_block(
                 served_model_identity([wrong])
         raise EvaluationError("half of them failed")
     assert all(has_no_listener(server) for server in running)
-    with pytest.raises(ServeError, match=r"/v1/models does not answer: .*; start it with dapo serve"):
+    with pytest.raises(
+        ServeError, match=r"/v1/models does not answer: .*; start it with dapo serve"
+    ):
         served_model_identity([server])
     logs = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
     assert logs.keys() == {"s.log", "s-2.log", "s-3.log"}
@@ -153,12 +171,18 @@ def test_all_servers_answer_and_are_gone_after_the_block(
 @pytest.mark.parametrize(
     ("behaviour", "message"),
     [
-        ("refuses", r"^vllm serve 2 of 3 ended with exit code 1; its log is .*s-2\.log\n"
-         r"vLLM reports: vllm: error: unrecognized arguments: --typo\nCorrect serve\.extra_args"),
-        ("breaks", r"^vLLM reports: ValueError: no room\nvllm serve 2 of 3 ended with exit code 1\. Its last "
-         r"lines, from .*s-2\.log:\n(  \| .*\n)+It ended before it was healthy"),
+        (
+            "refuses",
+            r"^vllm serve 2 of 3 ended with exit code 1; its log is .*s-2\.log\n"
+            r"vLLM reports: vllm: error: unrecognized arguments: --typo\nCorrect serve\.extra_args",
+        ),
+        (
+            "breaks",
+            r"^vLLM reports: ValueError: no room\nvllm serve 2 of 3 ended with exit code 1\. Its last "
+            r"lines, from .*s-2\.log:\n(  \| .*\n)+It ended before it was healthy",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_server_that_fails_is_quoted_and_stops_the_others(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path, behaviour: str, message: str
 ) -> None:
@@ -169,7 +193,9 @@ def test_a_server_that_fails_is_quoted_and_stops_the_others(
         serve_model(model_path, settings(), tmp_path / "s.log"),
     ):
         pass
-    assert time.monotonic() - started < 300  # not the 600 s that the first health request would take
+    assert (
+        time.monotonic() - started < 300
+    )  # not the 600 s that the first health request would take
     assert len(ports) == 3  # nothing was started again
     assert ("  |" in str(caught.value)) == (behaviour == "breaks")
 
@@ -199,13 +225,18 @@ def test_an_evaluation_that_failed_with_a_server_reports_it(
 ) -> None:
     stand_in(monkeypatch, "answers", "ends later")
     monkeypatch.setenv("MAY_END", str(tmp_path / "end"))
-    others = supervisor.descendants(os.getpid()).keys()  # of tests before, such as multiprocessing's helpers
+    others = supervisor.descendants(
+        os.getpid()
+    ).keys()  # of tests before, such as multiprocessing's helpers
 
     def evaluate() -> None:
         with serve_model(model_path, settings(num_servers=2), tmp_path / "s.log"):
             (tmp_path / "end").touch()
             # One server and its supervisor are left.
-            wait_until(lambda: len(supervisor.descendants(os.getpid()).keys() - others) == 2, "a server to end")
+            wait_until(
+                lambda: len(supervisor.descendants(os.getpid()).keys() - others) == 2,
+                "a server to end",
+            )
             raise EvaluationError("nobody answers")
 
     message = r"^vllm serve 2 of 2 ended with exit code 3(.|\n)*: nobody answers$"
@@ -259,7 +290,9 @@ def test_a_signal_ends_the_wait_for_servers_whenever_it_comes(
     def start_and_kill(seconds: float) -> None:
         killer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
         killer.start()
-        with serve_model(model_path, settings(num_servers=1, startup_seconds=120), tmp_path / "s.log"):
+        with serve_model(
+            model_path, settings(num_servers=1, startup_seconds=120), tmp_path / "s.log"
+        ):
             pytest.fail("it was healthy")
 
     others = supervisor.descendants(os.getpid()).keys()
@@ -274,7 +307,10 @@ def test_a_signal_ends_the_wait_for_servers_whenever_it_comes(
 
 
 def test_foreground_servers_stop_when_one_ends(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, model_path: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    model_path: Path,
+    tmp_path: Path,
 ) -> None:
     ports = stand_in(monkeypatch, "answers", "ends later")
     monkeypatch.setenv("MAY_END", str(tmp_path / "end"))
@@ -287,7 +323,10 @@ def test_foreground_servers_stop_when_one_ends(
     threading.Thread(target=let_one_end).start()
     environment = {**os.environ, "VLLM_API_KEY": "mine"}
     with pytest.raises(
-        ServeError, match=r"vllm serve 2 of 2 ended with exit code 3(.|\n)*The other servers are stopped"
+        ServeError,
+        match=r"vllm serve 2 of 2 ended with exit code 3(.|\n)*The other servers are stopped",
     ):
-        serve_until_interrupted(model_path, settings(num_servers=2), tmp_path / "s.log", environment)
+        serve_until_interrupted(
+            model_path, settings(num_servers=2), tmp_path / "s.log", environment
+        )
     assert len(ports) == 2

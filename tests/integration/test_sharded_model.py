@@ -43,12 +43,19 @@ def _load(rank: int, path: Path, train: TrainConfig) -> dict[str, Any]:
     """Return the full weights, logits and gradients of the sharded model."""
     model = load_sharded(path, train, CPU, Logits)
     parameters = dict(model.causal_lm.named_parameters())
-    weights = {name: parameter.full_tensor().detach().clone() for name, parameter in parameters.items()}
+    weights = {
+        name: parameter.full_tensor().detach().clone() for name, parameter in parameters.items()
+    }
     logits = model(IDS)
     logits.logsumexp(-1).sum().backward()
     gradients = {name: parameter.grad.full_tensor() for name, parameter in parameters.items()}
     mesh = next(iter(parameters.values())).device_mesh
-    return {"weights": weights, "logits": logits.detach(), "gradients": gradients, "mesh": tuple(mesh.shape)}
+    return {
+        "weights": weights,
+        "logits": logits.detach(),
+        "gradients": gradients,
+        "mesh": tuple(mesh.shape),
+    }
 
 
 def _require_equal(rank: dict[str, Any], path: Path) -> None:
@@ -63,7 +70,9 @@ def _require_equal(rank: dict[str, Any], path: Path) -> None:
         assert rank["weights"][name].dtype == torch.float32
         assert torch.equal(rank["weights"][name], parameter), name
         scale = float(parameter.grad.abs().max())
-        torch.testing.assert_close(rank["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-5 * scale)
+        torch.testing.assert_close(
+            rank["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-5 * scale
+        )
 
 
 def _load_each(rank: int, cases: list[tuple[Path, TrainConfig]]) -> list[dict[str, Any]]:
@@ -113,7 +122,9 @@ def test_sharding_and_replicas_do_not_change_the_model(
     tmp_path: Path, num_ranks: int, fsdp_size: int | None, mesh: tuple[int, ...]
 ) -> None:
     build_tiny(tmp_path, "qwen3_moe", seed=4)
-    ranks = run_ranks(num_ranks, _load, tmp_path, TrainConfig(num_ranks=num_ranks, fsdp_size=fsdp_size))
+    ranks = run_ranks(
+        num_ranks, _load, tmp_path, TrainConfig(num_ranks=num_ranks, fsdp_size=fsdp_size)
+    )
     assert {rank["mesh"] for rank in ranks} == {mesh}
     for rank in ranks:
         _require_equal(rank, tmp_path)
@@ -122,7 +133,9 @@ def test_sharding_and_replicas_do_not_change_the_model(
 def test_a_missing_weight_file_is_refused_with_its_name(tmp_path: Path) -> None:
     _in_bfloat16_files(build_tiny(tmp_path, "qwen3", seed=6))
     (tmp_path / shard_name(2, 2)).unlink()
-    with pytest.raises(ModelError, match=r"lacks 1 of the 2 files .* such as model-00002-of-00002\.safetensors"):
+    with pytest.raises(
+        ModelError, match=r"lacks 1 of the 2 files .* such as model-00002-of-00002\.safetensors"
+    ):
         load_sharded(tmp_path, TrainConfig(), CPU, Logits)
 
 
@@ -135,11 +148,19 @@ class LargestTensor(TorchDispatchMode):
 
     num_bytes = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         aten = torch.ops.aten
-        takes_none = function.is_view or function.overloadpacket in (aten.empty, aten.set_, aten.lift_fresh)
-        if type(result) is torch.Tensor and not result.is_meta and not takes_none:  # a DTensor counts as its shard
+        takes_none = function.is_view or function.overloadpacket in (
+            aten.empty,
+            aten.set_,
+            aten.lift_fresh,
+        )
+        if (
+            type(result) is torch.Tensor and not result.is_meta and not takes_none
+        ):  # a DTensor counts as its shard
             self.num_bytes = max(self.num_bytes, result.nbytes)
         return result
 
@@ -175,7 +196,9 @@ def _change(path: Path, change: Any) -> None:
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Any:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -205,7 +228,9 @@ UP = "model.layers.1.mlp.experts.3.up_proj.weight"
     ],
     ids=["missing", "unexpected", "expert", "shape"],
 )
-def test_files_of_another_model_are_refused(tmp_path: Path, one_rank: None, change: Any, message: str) -> None:
+def test_files_of_another_model_are_refused(
+    tmp_path: Path, one_rank: None, change: Any, message: str
+) -> None:
     build_tiny(tmp_path, "qwen3_moe")
     _change(tmp_path, change)
     with pytest.raises(ModelError, match=message):
@@ -215,7 +240,10 @@ def test_files_of_another_model_are_refused(tmp_path: Path, one_rank: None, chan
 def test_tied_and_computed_tensors_in_the_files_are_ignored(tmp_path: Path, one_rank: None) -> None:
     build_tiny(tmp_path, "llama", tie_word_embeddings=True)
     embedding = load_file(tmp_path / SINGLE_FILE)["model.embed_tokens.weight"]
-    copies = {"lm_head.weight": embedding.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    copies = {
+        "lm_head.weight": embedding.clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16),
+    }
     _change(tmp_path, lambda tensors: tensors.update(copies))
     model: Any = load_sharded(tmp_path, TrainConfig(), CPU, Logits).causal_lm
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -226,7 +254,9 @@ def test_a_reference_model_is_not_trained(tmp_path: Path, one_rank: None) -> Non
     build_tiny(tmp_path, "qwen3_moe", seed=8)
     model = load_sharded(tmp_path, TrainConfig(dtype="bfloat16"), CPU, Logits, trainable=False)
     assert not model.training
-    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == 3  # root and two layers
+    assert (
+        sum(isinstance(module, FSDPModule) for module in model.modules()) == 3
+    )  # root and two layers
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for (name, parameter), (_, other) in zip(
         model.causal_lm.named_parameters(), expected.named_parameters(), strict=True

@@ -26,7 +26,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ArithmeticServer]:
 def evaluate(config: Config, *forced: str) -> Artifact:
     with Run.start(config, "evaluate-model", forced) as run:
         made = produce(run, Outcome(), ("prepare_data", "fetch_model"))
-        artifact: Artifact = chain.evaluate_model.fn(run, *made.values(), "evaluate_before").result()
+        artifact: Artifact = chain.evaluate_model.fn(
+            run, *made.values(), "evaluate_before"
+        ).result()
     return artifact
 
 
@@ -39,7 +41,11 @@ def test_stored_benchmarks_are_reused_and_no_server_starts_if_all_are_stored(
     first = evaluate(config(f"arithmetic, {SAMPLED}"))
     assert len(server.requests) == 8 + 2 * 8
     metrics = first.manifest()["metrics"]
-    assert (metrics["n"], metrics["sampled/n"], metrics["serve_commands"]) == (8, 16, ["vllm serve MODEL"])
+    assert (metrics["n"], metrics["sampled/n"], metrics["serve_commands"]) == (
+        8,
+        16,
+        ["vllm serve MODEL"],
+    )
 
     other = evaluate(config(f"arithmetic, {SAMPLED}", "evaluate.headline=sampled"))
     assert len(server.requests) == 24

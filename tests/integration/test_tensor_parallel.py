@@ -22,7 +22,9 @@ from tests.batches import random_batch
 from tests.integration.test_dead_workers import SCORER, killed_within, take_groups, update
 from tests.trainings import World, config_of
 
-REQUESTS = [GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1"), 1) for number in range(4)]
+REQUESTS = [
+    GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1"), 1) for number in range(4)
+]
 
 
 def _require_sync(cluster: Cluster, turns: Turns, batch: Batch, version: int) -> None:
@@ -40,7 +42,9 @@ def _require_sync(cluster: Cluster, turns: Turns, batch: Batch, version: int) ->
 def test_an_engine_over_two_processes(
     ray_address: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dapo_core.cluster.actors, "PING_SECONDS", 0.5)  # only a ping detects a dead follower
+    monkeypatch.setattr(
+        dapo_core.cluster.actors, "PING_SECONDS", 0.5
+    )  # only a ping detects a dead follower
     (tmp_path / "scorer.py").write_text(SCORER)
     config = config_of(
         train={"ray_address": ray_address, "placement": "colocated"},
@@ -53,13 +57,17 @@ def test_an_engine_over_two_processes(
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(WorkerDied, match=r"^engine part 0 of 1 \(pid .*\) died"))
         cluster = stack.enter_context(start_cluster(config, world.model))
-        assert not [path for path in {*Path("/dev/shm").iterdir()} - shared_memory if "cpushm" in path.name]
+        assert not [
+            path for path in {*Path("/dev/shm").iterdir()} - shared_memory if "cpushm" in path.name
+        ]
         turns = Turns(cluster.policy, cluster.rollouts, config.train)
         _require_sync(cluster, turns, batch, 1)
         for version, is_local in enumerate(
             [[False, False], [True, False]], 2
         ):  # pretend that parts are on another node
-            cluster.weights.connect(is_local, lambda number=version: f"file://{tmp_path}/meet_{number}")
+            cluster.weights.connect(
+                is_local, lambda number=version: f"file://{tmp_path}/meet_{number}"
+            )
             _require_sync(cluster, turns, batch, version)
         cluster.rollouts.submit(REQUESTS)
         groups = []

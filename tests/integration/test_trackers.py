@@ -41,12 +41,22 @@ def track(folder: Path, names: tuple[str, ...]) -> Path:
     config = make_config(train=keys, run={"name": "my run"})
     failures = list[str]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trackers, "CLOSE_SECONDS", 600.0)  # a loaded machine takes a minute to load the clients
-        patch.setattr(trackers._Feed, "_fail", lambda feed, why: failures.append(f"{feed.record.name}: {why}"))
+        patch.setattr(
+            trackers, "CLOSE_SECONDS", 600.0
+        )  # a loaded machine takes a minute to load the clients
+        patch.setattr(
+            trackers._Feed, "_fail", lambda feed, why: failures.append(f"{feed.record.name}: {why}")
+        )
         for is_continued, steps in ((False, (0, 1, 2)), (True, (2, 3, 4))):
             with trackers.tracking(config, output, is_continued) as tracked:
                 for step in steps:
-                    row = {"set": "gsm8k", "prompt": "1 + 1?", "response": RESPONSE, "answer": None, "score": 1.0}
+                    row = {
+                        "set": "gsm8k",
+                        "prompt": "1 + 1?",
+                        "response": RESPONSE,
+                        "answer": None,
+                        "score": 1.0,
+                    }
                     generations_file(output, step).parent.mkdir(parents=True, exist_ok=True)
                     generations_file(output, step).write_text(json.dumps(row) + "\n")
                     tracked.on_step(step, metrics(step))
@@ -67,7 +77,9 @@ def test_tensorboard(tracked: Path) -> None:
 
     events = EventAccumulator(record(tracked, "tensorboard")["path"])
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars(MEAN)] == [(step, step / 8) for step in range(5)]
+    assert [(event.step, event.value) for event in events.Scalars(MEAN)] == [
+        (step, step / 8) for step in range(5)
+    ]
     assert [(event.step, event.value) for event in events.Scalars(RESULT)] == [(4, 61.5)]
     assert "actor/grad_norm" not in events.Tags()["scalars"]
     texts = [tag for tag in events.Tags()["tensors"] if "generations" in tag]
@@ -91,11 +103,15 @@ def test_wandb(tracked: Path) -> None:
                 one = Record.FromString(content)
                 if one.HasField("run"):
                     names.add((one.run.project, one.run.display_name, one.run.run_id))
-                values = {item.key or item.nested_key[0]: item.value_json for item in one.history.item}
+                values = {
+                    item.key or item.nested_key[0]: item.value_json for item in one.history.item
+                }
                 if MEAN in values:
                     history.append((one.history.step.num, json.loads(values[MEAN])))
                     assert "val/generations" in values
-                summary |= {item.key or item.nested_key[0]: item.value_json for item in one.summary.update}
+                summary |= {
+                    item.key or item.nested_key[0]: item.value_json for item in one.summary.update
+                }
     assert names == {("proj", "my run", found["id"])}
     assert history == [(step, step / 8) for step in range(5)]
     assert json.loads(summary[RESULT]) == 61.5
@@ -121,7 +137,9 @@ def test_swanlab(tracked: Path) -> None:
     assert texts == [0, 1, 2, 3, 4]
 
 
-def test_swanlab_on_the_board_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swanlab_on_the_board_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Data that `swanlab watch` requests: each attempt is an experiment of the project."""
     monkeypatch.setenv("SWANLAB_MODE", "local")
     monkeypatch.setenv("SWANLAB_LOG_DIR", str(tmp_path / "board"))

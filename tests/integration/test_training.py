@@ -101,11 +101,21 @@ def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_selected_ranks_trace_selected_steps(run: Run) -> None:
-    traces = {path.name: json.loads(path.read_bytes()) for path in (run.folder / PROFILES).iterdir()}
+    traces = {
+        path.name: json.loads(path.read_bytes()) for path in (run.folder / PROFILES).iterdir()
+    }
     assert set(traces) == {"step_000002_rank_1.json", "step_000003_rank_1.json"}
     for trace in traces.values():
-        spans = Counter(event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
-        assert {"old_log_prob", "forward", "backward", "weight_sync", "save_checkpoint"} <= spans.keys()
+        spans = Counter(
+            event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"
+        )
+        assert {
+            "old_log_prob",
+            "forward",
+            "backward",
+            "weight_sync",
+            "save_checkpoint",
+        } <= spans.keys()
         assert spans["update_actor"] == spans["optimizer"] == OPTIMIZER_STEPS
 
 
@@ -118,7 +128,9 @@ def test_exactly_the_documented_metrics_are_written(run: Run) -> None:
 
 
 def test_phase_times_add_up_to_the_step(run: Run) -> None:
-    phases = [name for name in METRIC_NAMES if name.startswith("timing_s/") and name != "timing_s/step"]
+    phases = [
+        name for name in METRIC_NAMES if name.startswith("timing_s/") and name != "timing_s/step"
+    ]
     shares = []  # of each step's time outside all phases
     for line in run.metrics:
         spent = sum(line[phase] for phase in phases)
@@ -143,7 +155,10 @@ def test_the_metrics_of_a_step_are_consistent(run: Run) -> None:
         went = sum(line[f"sampler/{fate}_tokens"] for fate in fates)
         assert line["perf/generated_tokens"] + carried_in == went
         carried_in = line["sampler/surplus_tokens"]
-        assert sum(line[f"reward/{verdict}_ratio"] for verdict in ("right", "wrong", "no_answer")) == 1.0
+        assert (
+            sum(line[f"reward/{verdict}_ratio"] for verdict in ("right", "wrong", "no_answer"))
+            == 1.0
+        )
         # the anchor is the policy that sampled, except for surplus, which is one step old
         if line["train/num_gen_batches"] == 1.0 and line["step"] == 1:
             assert line["rollout/probs_diff_max"] < 1e-4
@@ -167,17 +182,24 @@ def test_the_latest_checkpoints_are_kept(run: Run) -> None:
 
 
 def test_learning_rate_and_position_follow_the_steps(run: Run) -> None:
-    assert (run.result.steps, run.result.policy_version) == (TOTAL_STEPS, TOTAL_STEPS * OPTIMIZER_STEPS)
+    assert (run.result.steps, run.result.policy_version) == (
+        TOTAL_STEPS,
+        TOTAL_STEPS * OPTIMIZER_STEPS,
+    )
     assert run.result.checkpoint.name == "step_000008"
     # 1/6 of the rate per optimizer step of warm-up: steps 2, 4, 6 end training steps 1 to 3
-    assert [line["actor/lr"] for line in run.metrics] == pytest.approx([2e-3 / 6, 4e-3 / 6, *[1e-3] * 6])
+    assert [line["actor/lr"] for line in run.metrics] == pytest.approx(
+        [2e-3 / 6, 4e-3 / 6, *[1e-3] * 6]
+    )
     drawn = [round(6 * line["train/num_gen_batches"]) for line in run.metrics]
     assert run.positions == [*accumulate(drawn)]
     epochs = [line["training/epoch"] for line in run.metrics]
     assert epochs == pytest.approx([position / NUM_PROBLEMS for position in run.positions])
 
 
-def test_placement_does_not_change_results(run: Run, world: World, ray_address: str, tmp_path: Path) -> None:
+def test_placement_does_not_change_results(
+    run: Run, world: World, ray_address: str, tmp_path: Path
+) -> None:
     """Sequence parallelism, replicated weights and two colocated engines, instead of two sharded ranks."""
     train(
         config_of(
@@ -204,12 +226,17 @@ def test_placement_does_not_change_results(run: Run, world: World, ray_address: 
         for name in METRIC_NAMES:
             if not name.startswith((*NOT_OF_THE_RESULT, "global_seqlen/")):
                 # differences of nearly equal numbers, such as a KL, keep the noise of their terms
-                assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), (line["step"], name)
+                assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), (
+                    line["step"],
+                    name,
+                )
 
 
 def started_since(before: dict[int, str]) -> Callable[[], bool]:
     """Return a check that all descendant processes started since `before` have ended."""
-    started = {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
+    started = {
+        pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before
+    }
     return lambda: all(start_time_of(pid) != at for pid, at in started.items())
 
 
@@ -224,7 +251,10 @@ def test_a_killed_training_ends_with_the_same_bits(
     recipe.write_text(yaml.safe_dump(settings(train=train, rollout=SAMPLING)))
     training = crash.Training(recipe, world.data, world.model, tmp_path / "killed")
     role = chance.choice(["rank", "worker"])  # only one, because each restart of Ray takes a while
-    moments = [crash.Moment(role, 1, chance.uniform(0, 0.2)), crash.Moment("group", 4, chance.uniform(0, 0.2))]
+    moments = [
+        crash.Moment(role, 1, chance.uniform(0, 0.2)),
+        crash.Moment("group", 4, chance.uniform(0, 0.2)),
+    ]
     assert crash.train_through_kills(training, moments) == len(moments)
     log = training.log_path.read_text(errors="replace")
     named = {"rank": "policy rank [01] of 2", "worker": "rollout worker 0 of 1"}[role]
@@ -238,10 +268,14 @@ def test_a_killed_training_ends_with_the_same_bits(
 def test_too_little_signal_fails_with_the_keys_to_change(world: World, tmp_path: Path) -> None:
     """The barely trained model gets every answer wrong."""
     config = config_of(
-        sampler={"dynamic": True, "max_num_gen_batches": 2}, train={"total_steps": 1, "num_ranks": 1}
+        sampler={"dynamic": True, "max_num_gen_batches": 2},
+        train={"total_steps": 1, "num_ranks": 1},
     )
     with (
-        pytest.raises(NotEnoughSignal, match=r"^every response to the 12 prompts was wrong, .*gave 0 of 4 groups"),
+        pytest.raises(
+            NotEnoughSignal,
+            match=r"^every response to the 12 prompts was wrong, .*gave 0 of 4 groups",
+        ),
         without_ray(),
     ):
         train(config, world.data, world.model, tmp_path)
@@ -252,7 +286,9 @@ def test_a_stalled_step_ends_in_time_with_every_process(world: World, tmp_path: 
     """The scorer never answers, and its own time limit is longer."""
     before = supervisor.descendants(os.getpid())
     scorer = tmp_path / "scorer.py"
-    scorer.write_text("import time\n\n\ndef compute_score(*arguments, **named):\n    time.sleep(600)\n")
+    scorer.write_text(
+        "import time\n\n\ndef compute_score(*arguments, **named):\n    time.sleep(600)\n"
+    )
     config = config_of(
         custom_reward={"path": str(scorer)},
         reward={"timeout_seconds": 500.0},
@@ -264,7 +300,9 @@ def test_a_stalled_step_ends_in_time_with_every_process(world: World, tmp_path: 
     message = str(caught.value)
     assert "no group was kept for" in message
     assert "6 groups with" in message
-    assert "6 groups with 0 response tokens" not in message  # they are generated and wait for scores
+    assert (
+        "6 groups with 0 response tokens" not in message
+    )  # they are generated and wait for scores
     assert "No group finished" in message
     wait_until(started_since(before), "every process is gone")
 
@@ -273,7 +311,8 @@ def test_a_worker_error_keeps_its_type_and_ends_every_process(world: World, tmp_
     before = supervisor.descendants(os.getpid())
     config = config_of(rollout={"memory_gigabytes": 1e-6}, train={"total_steps": 1, "num_ranks": 1})
     with pytest.raises(
-        RolloutError, match=r"^one sequence of 120 tokens needs \d+ bytes of cache, but only 1073 are free"
+        RolloutError,
+        match=r"^one sequence of 120 tokens needs \d+ bytes of cache, but only 1073 are free",
     ):
         train(config, world.data, world.model, tmp_path)
     wait_until(started_since(before), "every process is gone")

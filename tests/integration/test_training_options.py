@@ -41,7 +41,9 @@ def start(world: World, request: pytest.FixtureRequest, tmp_path: Path) -> Start
     `scorer` is the source code for custom_reward.path, `name` the output folder.
     """
 
-    def run(scorer: str | None = None, name: str = "run", **changes: dict[str, Any]) -> list[dict[str, float]]:
+    def run(
+        scorer: str | None = None, name: str = "run", **changes: dict[str, Any]
+    ) -> list[dict[str, float]]:
         changes["train"] = {"num_ranks": 1, "total_steps": 1, **changes.get("train", {})}
         is_single = changes["train"]["num_ranks"] == 1
         if not is_single:
@@ -87,10 +89,16 @@ def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
             assert thirds == pytest.approx(round(thirds), abs=1e-5)
         # ratios are 1, so the loss is that of -A: a mean over tokens, times tokens / (responses x constant)
         norm = num_tokens / ((NUM_RESPONSES - num_truncated) * LIMIT)
-        assert line["actor/pg_loss"] == pytest.approx(-line["critic/advantages/mean"] * norm, rel=1e-4, abs=1e-6)
+        assert line["actor/pg_loss"] == pytest.approx(
+            -line["critic/advantages/mean"] * norm, rel=1e-4, abs=1e-6
+        )
     printed = [record.message for record in caplog.records if record.message.startswith("step:")]
     for text, line in zip(printed, lines, strict=True):
-        expected = {name: value for name, value in line.items() if name not in ("wall_time", "policy_version")}
+        expected = {
+            name: value
+            for name, value in line.items()
+            if name not in ("wall_time", "policy_version")
+        }
         assert {name: float(value) for name, value in NAME_VALUE.findall(text)} == expected
 
 
@@ -111,7 +119,9 @@ def test_kl_in_the_reward_with_an_adaptive_coefficient(start: Start) -> None:
     for line in lines:
         assert line["actor/reward_kl_penalty_coeff"] == pytest.approx(coefficient, rel=1e-12)
         penalty = coefficient * line["actor/reward_kl_penalty"]
-        assert line["critic/rewards/mean"] == pytest.approx(line["critic/score/mean"] - penalty, rel=1e-6)
+        assert line["critic/rewards/mean"] == pytest.approx(
+            line["critic/score/mean"] - penalty, rel=1e-6
+        )
         assert line["timing_s/ref"] > 0
         assert "actor/kl_loss" not in line
         error = min(max(line["actor/reward_kl_penalty"] / 0.1 - 1, -0.2), 0.2)
@@ -178,9 +188,13 @@ def test_icepop_with_normalized_weights_and_a_divergence(start: Start) -> None:
     assert line[f"{weights}batch_norm_factor"] == pytest.approx(1 - outside, abs=1e-3)
     assert 0 < line[f"{dropped}masked_fraction"] < 1
     num_tokens = line["perf/trained_response_tokens"]
-    assert num_tokens / line["sampler/kept_tokens"] == pytest.approx(1 - line[f"{dropped}masked_fraction"])
+    assert num_tokens / line["sampler/kept_tokens"] == pytest.approx(
+        1 - line[f"{dropped}masked_fraction"]
+    )
     assert num_tokens > line[f"{dropped}seq_masked_fraction"] > 0
-    assert line["rollout_corr/training_ppl"] == pytest.approx(line["rollout_corr/rollout_ppl"], rel=0.01)
+    assert line["rollout_corr/training_ppl"] == pytest.approx(
+        line["rollout_corr/rollout_ppl"], rel=0.01
+    )
     # a sum over tokens, of which each has a probability far from 0 and 1
     assert line["actor/entropy"] > num_tokens * 0.1
 
@@ -249,7 +263,9 @@ def test_masks_work_with_engine_log_probs_as_the_anchor(start: Start) -> None:
     assert line["timing_s/old_log_prob"] > 0
     dropped = line["rollout_corr/rollout_rs_masked_fraction"]
     assert 0 < dropped < 1
-    assert line["perf/trained_response_tokens"] == pytest.approx((1 - dropped) * line["sampler/kept_tokens"])
+    assert line["perf/trained_response_tokens"] == pytest.approx(
+        (1 - dropped) * line["sampler/kept_tokens"]
+    )
     # of what is left, ratios of policy to engine: near 1 and not 1
     assert 1e-6 < abs(line["actor/ppo_kl"]) < 5e-4
 
@@ -264,14 +280,19 @@ def test_the_grpo_recipe_trains(start: Start) -> None:
         sampler={"dynamic": recipe.sampler.dynamic},
         train={"learning_rate": 1e-2, "warmup_steps": 0},
     )
-    assert (line["sampler/kept_groups"], line["sampler/all_wrong_groups"]) == (4, 0)  # all have acc 0
+    assert (line["sampler/kept_groups"], line["sampler/all_wrong_groups"]) == (
+        4,
+        0,
+    )  # all have acc 0
     assert (line["critic/score/min"], line["critic/score/max"]) == (0, 2)
     assert line["reward/overlong_ratio"] == 0
     assert line["critic/rewards/mean"] == line["critic/score/mean"]
     assert line["response_length/clip_ratio"] > 0  # responses that DAPO would penalise
     assert line["policy_version"] == 2
     assert line["actor/kl_coef"] == 0.001
-    assert line["actor/kl_loss"] > 1e-4  # in the second update the policy differs from the reference
+    assert (
+        line["actor/kl_loss"] > 1e-4
+    )  # in the second update the policy differs from the reference
     assert line["actor/ppo_kl"] > 1e-4  # and from its anchor
     assert line["actor/pg_clipfrac"] > 0
 
@@ -284,7 +305,12 @@ def test_equal_rewards_give_only_the_entropy_gradient(start: Start) -> None:
         train={**ONE_UPDATE, "total_steps": 2},
     )
     for line in (first, second):
-        assert line["critic/advantages/min"] == line["critic/advantages/max"] == line["actor/pg_loss"] == 0
+        assert (
+            line["critic/advantages/min"]
+            == line["critic/advantages/max"]
+            == line["actor/pg_loss"]
+            == 0
+        )
         assert line["actor/grad_norm"] > 0.01
     assert second["actor/entropy"] > first["actor/entropy"] + 0.01
 
@@ -309,7 +335,9 @@ def test_compat_verl_trains_on_rounding_noise_on_two_ranks(start: Start) -> None
 
 
 def test_a_skipped_step_advances_the_data_but_not_the_policy(start: Start, tmp_path: Path) -> None:
-    (line,) = start(sampler={"dynamic": True, "max_num_gen_batches": 1, "on_exhausted": "skip_step"})
+    (line,) = start(
+        sampler={"dynamic": True, "max_num_gen_batches": 1, "on_exhausted": "skip_step"}
+    )
     assert (line["sampler/all_wrong_groups"], line["sampler/kept_groups"]) == (6, 0)
     assert line["policy_version"] == 0
     assert line["perf/throughput"] == 0

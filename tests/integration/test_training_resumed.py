@@ -84,8 +84,18 @@ class Begun:
             },
             **changes,
         }
-        sections["checkpoint"] = {"save_every": 3, "keep_last": 1, "keep_best": 1, **changes.get("checkpoint", {})}
-        train = {"total_steps": 4, "learning_rate": 2e-2, "num_ranks": 1, "trackers": ["tensorboard"]}
+        sections["checkpoint"] = {
+            "save_every": 3,
+            "keep_last": 1,
+            "keep_best": 1,
+            **changes.get("checkpoint", {}),
+        }
+        train = {
+            "total_steps": 4,
+            "learning_rate": 2e-2,
+            "num_ranks": 1,
+            "trackers": ["tensorboard"],
+        }
         train["tracker_folder"] = str(self.scorer.with_name("trackers"))
         sections["train"] = {**train, **changes.get("train", {})}
         return config_of(**sections)
@@ -102,7 +112,9 @@ def begun(world: World, tmp_path_factory: pytest.TempPathFactory) -> Begun:
         begun.validated[step] = metrics["validation/accuracy"]
 
     with without_ray():
-        train(begun.config(), world.data, world.model, begun.output, record, held_out_path=world.data)
+        train(
+            begun.config(), world.data, world.model, begun.output, record, held_out_path=world.data
+        )
     return begun
 
 
@@ -112,7 +124,11 @@ def test_validation_decides_which_checkpoint_is_kept(begun: Begun) -> None:
     for line in lines:
         mean, accuracy = line["val-core/arithmetic/acc/mean@2"], line["validation/accuracy"]
         assert mean == accuracy == begun.validated[line["step"]]
-        assert line["val-aux/arithmetic/acc/worst@2/mean"] < mean < line["val-core/arithmetic/acc/best@2/mean"]
+        assert (
+            line["val-aux/arithmetic/acc/worst@2/mean"]
+            < mean
+            < line["val-core/arithmetic/acc/best@2/mean"]
+        )
         assert line["validation/num_prompts"] == 20
         assert 0 < line["timing_s/testing"] < line.get("timing_s/step", FAR)
         shown = read_json_lines(generations_file(begun.output, line["step"]))
@@ -122,7 +138,9 @@ def test_validation_decides_which_checkpoint_is_kept(begun: Begun) -> None:
     assert len(set(begun.validated.values())) > 1, "different weights answer differently"
     best = max(begun.validated, key=lambda step: (begun.validated[step], -step))
     folder = begun.output / "checkpoints"
-    assert [path.name for path in checkpoint_folders(folder)] == sorted({f"step_{best:06d}", "step_000004"})
+    assert [path.name for path in checkpoint_folders(folder)] == sorted(
+        {f"step_{best:06d}", "step_000004"}
+    )
     (kept,) = best_checkpoints(folder)
     assert kept == folder / f"step_{best:06d}"
     assert read_state_without_groups(kept).metrics["validation/accuracy"] == begun.validated[best]
@@ -150,20 +168,30 @@ def test_a_training_can_start_from_another_ones_checkpoint_with_allowed_changes(
     begun: Begun, world: World, ray_address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On two ranks instead of one, at another rate; other changes are refused before anything starts."""
-    changed: dict[str, Any] = {"num_ranks": 2, "learning_rate": 1e-2, "total_steps": 5, "ray_address": ray_address}
+    changed: dict[str, Any] = {
+        "num_ranks": 2,
+        "learning_rate": 1e-2,
+        "total_steps": 5,
+        "ray_address": ray_address,
+    }
     resume = {"resume": str(begun.output)}
 
     def go(allowed: list[str], **train_changes: Any) -> None:
-        config = begun.config(train=changed | train_changes, checkpoint={**resume, "allow_changed": allowed})
+        config = begun.config(
+            train=changed | train_changes, checkpoint={**resume, "allow_changed": allowed}
+        )
         train(config, world.data, world.model, tmp_path / "other", held_out_path=world.data)
 
     with pytest.raises(
-        CheckpointError, match=r"\(train\.learning_rate 0\.02 -> 0\.01\).*allow_changed=\[train\.learn"
+        CheckpointError,
+        match=r"\(train\.learning_rate 0\.02 -> 0\.01\).*allow_changed=\[train\.learn",
     ):
         go([])
     with pytest.raises(CheckpointError, match=r"\(train\.mini_prompts 2 -> 4\)"):
         go(["train.learning_rate"], mini_prompts=4)
-    with pytest.raises(ConfigError, match=r"train\.learning_rat, .*did you mean train\.learning_rate"):
+    with pytest.raises(
+        ConfigError, match=r"train\.learning_rat, .*did you mean train\.learning_rate"
+    ):
         go(["train.learning_rat"])
     assert not (tmp_path / "other" / METRICS_FILE).exists()
     go(["train.learning_rate"])
@@ -171,7 +199,9 @@ def test_a_training_can_start_from_another_ones_checkpoint_with_allowed_changes(
     lines = read_json_lines(tmp_path / "other" / METRICS_FILE)
     assert [line["step"] for line in lines] == [4, 5]  # the step it begins with is reported, too
     assert lines[0]["actor/lr"] == pytest.approx(2e-2)
-    assert lines[1]["actor/lr"] == pytest.approx(1e-2)  # 10 optimizer steps are past the warm-up of 6
+    assert lines[1]["actor/lr"] == pytest.approx(
+        1e-2
+    )  # 10 optimizer steps are past the warm-up of 6
     before = read_state(begun.output / "checkpoints" / "step_000004")
     after = latest_checkpoint(tmp_path / "other" / "checkpoints")
     assert after is not None
@@ -180,12 +210,18 @@ def test_a_training_can_start_from_another_ones_checkpoint_with_allowed_changes(
     assert read_state(after).identity["train.learning_rate"] == 1e-2
 
 
-def test_validation_without_a_held_out_set_is_refused(begun: Begun, world: World, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"validation\.every=1 needs a held-out set; pass one with --held-out"):
+def test_validation_without_a_held_out_set_is_refused(
+    begun: Begun, world: World, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"validation\.every=1 needs a held-out set; pass one with --held-out"
+    ):
         train(begun.config(), world.data, world.model, tmp_path)
 
 
-def stopped_by(number: signal.Signals, step: int, begun: Begun, world: World, output: Path) -> TrainingStopped:
+def stopped_by(
+    number: signal.Signals, step: int, begun: Begun, world: World, output: Path
+) -> TrainingStopped:
     """Return the error of a training that gets this signal in the draw after the step."""
     held = begun.hold(output, step)
 
@@ -196,13 +232,23 @@ def stopped_by(number: signal.Signals, step: int, begun: Begun, world: World, ou
     sender = threading.Thread(target=send)
     sender.start()
     with pytest.raises(TrainingStopped) as caught, without_ray():
-        train(begun.config(checkpoint=SELDOM), world.data, world.model, output, held_out_path=world.data)
+        train(
+            begun.config(checkpoint=SELDOM),
+            world.data,
+            world.model,
+            output,
+            held_out_path=world.data,
+        )
     sender.join()
     return caught.value
 
 
 def test_a_stopped_and_resumed_training_ends_with_the_same_bits(
-    begun: Begun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    begun: Begun,
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Only the last step is due to be saved: each stop leaves the checkpoint that the next one continues from.
 
@@ -224,9 +270,17 @@ def test_a_stopped_and_resumed_training_ends_with_the_same_bits(
         assert latest_checkpoint(checkpoints) == checkpoints / f"step_{step:06d}"
     begun.let_go()
     with without_ray():
-        train(begun.config(checkpoint=SELDOM), world.data, world.model, output, held_out_path=world.data)
+        train(
+            begun.config(checkpoint=SELDOM),
+            world.data,
+            world.model,
+            output,
+            held_out_path=world.data,
+        )
     assert importlib.import_module("crash").differences(begun.output, output) == []
-    assert tracked_steps(output) == tracked_steps(begun.output) == [0, 1, 2, 3, 4], "each once, in one run"
+    assert tracked_steps(output) == tracked_steps(begun.output) == [0, 1, 2, 3, 4], (
+        "each once, in one run"
+    )
 
 
 def tracked_steps(output: Path) -> list[int]:
@@ -234,7 +288,11 @@ def tracked_steps(output: Path) -> list[int]:
     assert (tracked["last_step"], tracked["num_failed"]) == (4, 0)
     events = EventAccumulator(tracked["path"])
     events.Reload()
-    lines = {line["step"]: line["validation/accuracy"] for line in read_json_lines(output / METRICS_FILE)}
+    lines = {
+        line["step"]: line["validation/accuracy"] for line in read_json_lines(output / METRICS_FILE)
+    }
     scalars = events.Scalars("validation/accuracy")
-    assert [event.value for event in scalars] == pytest.approx([lines[event.step] for event in scalars])
+    assert [event.value for event in scalars] == pytest.approx(
+        [lines[event.step] for event in scalars]
+    )
     return [event.step for event in scalars]

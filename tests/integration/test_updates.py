@@ -62,12 +62,18 @@ def _learned(rank: int, config: Config, batch: Batch) -> dict[str, Any]:
         }
 
 
-def _plain(config: Config, batch: Batch, old: torch.Tensor) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _plain(
+    config: Config, batch: Batch, old: torch.Tensor
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return losses and weights of a plain loop over passes and mini-batches, with hand-computed rates."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.7, 0.9), eps=1e-3, weight_decay=0.3)
     losses = []
-    second = random_order(4, config.run.seed, STEP, 1).tolist() if config.train.shuffle_passes else [0, 1, 2, 3]
+    second = (
+        random_order(4, config.run.seed, STEP, 1).tolist()
+        if config.train.shuffle_passes
+        else [0, 1, 2, 3]
+    )
     for rate, groups in zip(RATES, ([0, 1], [2, 3], second[:2], second[2:]), strict=True):
         rows = [3 * group + sibling for group in groups for sibling in range(3)]
         mini = replace(batch, old_log_probs=old).select(rows)
@@ -76,7 +82,9 @@ def _plain(config: Config, batch: Batch, old: torch.Tensor) -> tuple[list[float]
             start, count = int(mini.prompt_lengths[row]), int(mini.response_lengths[row])
             ids = mini.token_ids[row, : start + count]
             logits = model(input_ids=ids.unsqueeze(0)).logits[0, start - 1 : -1]
-            log_probs[row, :count] = logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)
+            log_probs[row, :count] = (
+                logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)
+            )
         tokens = LossTokens(
             old_log_probs=mini.old_log_probs,
             advantages=mini.advantages.unsqueeze(-1).expand(mini.response_mask.shape),
@@ -98,7 +106,9 @@ def _plain(config: Config, batch: Batch, old: torch.Tensor) -> tuple[list[float]
 def test_several_passes_equal_a_plain_loop(tmp_path: Path, shuffle: bool) -> None:
     """The anchor of both passes is the policy before the first update."""
     path = build_tiny(tmp_path / "model", "qwen3", seed=3)
-    config = make_config(path, train={**TRAIN, "shuffle_passes": shuffle}, rollout={"group_size": 3})
+    config = make_config(
+        path, train={**TRAIN, "shuffle_passes": shuffle}, rollout={"group_size": 3}
+    )
     assert config.scores_before_updates
     batch = random_batch(num_groups=4, group_size=3, seed=1)
     (learned,) = run_ranks(1, _learned, config, batch)
@@ -124,7 +134,11 @@ def test_an_extended_training_continues_its_schedule(world: World, tmp_path: Pat
     whole = run("whole", 3)
     run("parts", 1)
     lines = run("parts", 3)
-    assert [line["policy_version"] for line in lines] == [4, 8, 12]  # 2 passes of 2 mini-batches a step
+    assert [line["policy_version"] for line in lines] == [
+        4,
+        8,
+        12,
+    ]  # 2 passes of 2 mini-batches a step
     # updates 4, 8 and 12 of warm-up 2 and end 10: 1 - 2/8, 1 - 6/8, 0
     assert [line["actor/lr"] for line in lines] == pytest.approx([0.75e-3, 0.25e-3, 0.0])
     names = (
@@ -167,11 +181,18 @@ def _refreshed(rank: int, config: Config, batch: Batch, folder: str) -> dict[str
 
 
 def test_another_reference_model_is_refreshed_and_saved(tmp_path: Path) -> None:
-    path, other = (build_tiny(tmp_path / name, "qwen3", seed=seed) for name, seed in (("policy", 3), ("other", 4)))
+    path, other = (
+        build_tiny(tmp_path / name, "qwen3", seed=seed)
+        for name, seed in (("policy", 3), ("other", 4))
+    )
     kl = {"place": "loss", "reference_path": str(other), "refresh_every": 2}
-    config = make_config(path, train={**TRAIN, "num_ranks": 2}, rollout={"group_size": 3}, algorithm={"kl": kl})
+    config = make_config(
+        path, train={**TRAIN, "num_ranks": 2}, rollout={"group_size": 3}, algorithm={"kl": kl}
+    )
     batch = random_batch(num_groups=4, group_size=3, seed=1)
-    batch = replace(batch, old_log_probs=batch.rollout_log_probs, ref_log_probs=batch.rollout_log_probs)
+    batch = replace(
+        batch, old_log_probs=batch.rollout_log_probs, ref_log_probs=batch.rollout_log_probs
+    )
     for name in ("begun", "refreshed", "never"):
         (tmp_path / name).mkdir()
     plain = torch.zeros(batch.response_mask.shape)
@@ -184,7 +205,9 @@ def test_another_reference_model_is_refreshed_and_saved(tmp_path: Path) -> None:
         plain[row, :count] = logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)
     for rank in run_ranks(2, _refreshed, config, batch, str(tmp_path)):
         width = rank["begun"].shape[1]
-        torch.testing.assert_close(rank["begun"], plain[rank["indices"], :width], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            rank["begun"], plain[rank["indices"], :width], rtol=1e-5, atol=1e-5
+        )
         assert (rank["begun"] - rank["policy"]).abs().max() > 0.1
         assert torch.equal(rank["refreshed"], rank["policy"])  # of before the update
         assert torch.equal(rank["loaded begun"], rank["begun"])
@@ -205,13 +228,15 @@ def test_a_reference_with_other_sizes_is_refused(tmp_path: Path) -> None:
     other = build_tiny(tmp_path / "other", "qwen3", seed=3, intermediate_size=32)
     config = make_config(path, algorithm={"kl": {"place": "loss", "reference_path": str(other)}})
     with pytest.raises(
-        Exception, match=r"other does not match the policy's architecture .* algorithm\.kl\.reference_pa"
+        Exception,
+        match=r"other does not match the policy's architecture .* algorithm\.kl\.reference_pa",
     ):
         run_ranks(1, _loaded, config)
 
 
 @pytest.mark.parametrize(
-    ("skipped", "resumed_after", "placement"), [(0, 3, "separate"), (2, 2, "separate"), (2, 2, "colocated")]
+    ("skipped", "resumed_after", "placement"),
+    [(0, 3, "separate"), (2, 2, "separate"), (2, 2, "colocated")],
 )
 def test_a_refreshed_reference_survives_a_resume(
     world: World, tmp_path: Path, skipped: int, resumed_after: int, placement: str
@@ -235,7 +260,12 @@ def test_a_refreshed_reference_survives_a_resume(
 
     def run(name: str, total_steps: int) -> list[dict[str, float]]:
         kl = {"place": "loss", "coefficient": 0.5, "refresh_every": 2}
-        keys = {"num_ranks": 1, "total_steps": total_steps, "mini_prompts": 4, "learning_rate": 1e-2}
+        keys = {
+            "num_ranks": 1,
+            "total_steps": total_steps,
+            "mini_prompts": 4,
+            "learning_rate": 1e-2,
+        }
         draw = {"gen_prompts": 4, "max_num_gen_batches": 1, "on_exhausted": "train_partial"}
         config = config_of(
             algorithm={"kl": kl},
@@ -248,9 +278,13 @@ def test_a_refreshed_reference_survives_a_resume(
         return read_json_lines(tmp_path / name / METRICS_FILE)
 
     whole = run("whole", 4)
-    assert [line["step"] for line in whole if "actor/kl_loss" not in line] == [skipped][: bool(skipped)]
+    assert [line["step"] for line in whole if "actor/kl_loss" not in line] == [skipped][
+        : bool(skipped)
+    ]
     trained = [line for line in whole if "actor/kl_loss" in line]
-    assert [line["step"] for line in trained if line["actor/kl_loss"] > 1e-4] == [2, 4][bool(skipped) :]
+    assert [line["step"] for line in trained if line["actor/kl_loss"] > 1e-4] == [2, 4][
+        bool(skipped) :
+    ]
     run("parts", resumed_after)
     lines = run("parts", 4)
     for name in ("actor/kl_loss", "actor/pg_loss", "actor/grad_norm"):

@@ -20,7 +20,13 @@ from tests.tiny_models import build_tiny
 from tests.unit.test_interop_render import row
 from tests.verl_composed import CONFIGS, GOLDEN, NEWEST, OLDER, RECIPES, checked_by_verl, jobs_of
 
-ALGORITHM = ("algorithm.", "sampler.dynamic", "reward.overlong", "rollout.group_size", "train.learning_rate")
+ALGORITHM = (
+    "algorithm.",
+    "sampler.dynamic",
+    "reward.overlong",
+    "rollout.group_size",
+    "train.learning_rate",
+)
 
 
 CALLS = [
@@ -30,12 +36,19 @@ CALLS = [
         "ground_truth": "34",
         "extra_info": {"index": "a-0"},
     },
-    {"data_source": "openai/gsm8k", "solution_str": "#### 1", "ground_truth": "34", "extra_info": None},
+    {
+        "data_source": "openai/gsm8k",
+        "solution_str": "#### 1",
+        "ground_truth": "34",
+        "extra_info": None,
+    },
 ]
 
 
 @pytest.fixture(scope="module", params=[NEWEST, OLDER])
-def composed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def composed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     version: str = request.param
     folder = tmp_path_factory.mktemp("launch")
     jobs = jobs_of(version, tmp_path_factory.mktemp("source"))
@@ -50,8 +63,11 @@ def composed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         (folder / name).write_text(text, encoding="utf-8")
     tokenizer = str(build_tiny(folder / "tiny", "qwen3"))
     asked = {
-        "config_name": "ppo_trainer", "overrides": list(launch.overrides), "calls": CALLS, "tokenizer": tokenizer,
-    }  # fmt: skip
+        "config_name": "ppo_trainer",
+        "overrides": list(launch.overrides),
+        "calls": CALLS,
+        "tokenizer": tokenizer,
+    }
     return {"version": version, "results": checked_by_verl(version, jobs, asked)}
 
 
@@ -66,7 +82,9 @@ def test_verl_loads_the_reward_file_and_the_rows(composed: dict[str, Any]) -> No
 
 
 def test_what_verl_composed_is_the_recipe_again(composed: dict[str, Any]) -> None:
-    for name in (name for name in RECIPES if not name.startswith("verl_")):  # those have overrides of their own
+    for name in (
+        name for name in RECIPES if not name.startswith("verl_")
+    ):  # those have overrides of their own
         ours = by_name(load_config(CONFIGS / f"{name}.yaml").model_dump(mode="json"))
         changed = composed["results"][name]["changed"]
         settings = [Setting(key, value, "composed by verl") for key, value in changed.items()]
@@ -81,7 +99,9 @@ def test_what_verl_composed_is_the_recipe_again(composed: dict[str, Any]) -> Non
 
 
 def test_every_recipe_is_composed_and_passes_verls_checks(composed: dict[str, Any]) -> None:
-    errors = {name: result["error"] for name, result in composed["results"].items() if "error" in result}
+    errors = {
+        name: result["error"] for name, result in composed["results"].items() if "error" in result
+    }
     assert "optimm" in errors.pop("misspelt")  # verl's configuration has been asked
     assert errors == {}
     assert composed["results"].keys() == {"misspelt", *RECIPES}
@@ -100,7 +120,9 @@ def test_keys_that_a_recipe_sets_arrive_in_both_versions(composed: dict[str, Any
     assert changed["actor_rollout_ref.actor.ulysses_sequence_parallel_size"] == 8
     assert changed["algorithm.filter_groups.enable"] is True
     is_old = composed["version"] == OLDER
-    prefix = "reward_model.overlong_buffer" if is_old else "reward.reward_kwargs.overlong_buffer_cfg"
+    prefix = (
+        "reward_model.overlong_buffer" if is_old else "reward.reward_kwargs.overlong_buffer_cfg"
+    )
     assert changed[f"{prefix}.len"] == 4096
     path = "custom_reward_function.path" if is_old else "reward.custom_reward_function.path"
     assert changed[path] == "/places/reward_for_verl.py"

@@ -26,7 +26,9 @@ with StopRequest(), connected_to_ray(TrainConfig(ray_address=sys.argv[1]), num_c
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_training_that_waits_for_resources(ray_address: str, number: signal.Signals) -> None:
+def test_a_signal_ends_a_training_that_waits_for_resources(
+    ray_address: str, number: signal.Signals
+) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-c", WAIT, ray_address]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)

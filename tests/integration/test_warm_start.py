@@ -26,7 +26,9 @@ def train_rows() -> list[Row]:
 
 
 @pytest.fixture(scope="module")
-def built(train_rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def built(
+    train_rows: list[Row], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("model")
     return folder, build_model(train_rows, folder, _RECIPE, seed=0)
 
@@ -67,9 +69,19 @@ def test_the_same_seed_gives_the_same_model(
 
 
 @pytest.mark.parametrize(
-    "text", ["47 + 85 = ?", "", "  two\t tabs\n\n", "Größe: 12½ €, 漢字 🙂", "<|im_end|>1<|im_start|>", "\x00\x7f"]
+    "text",
+    [
+        "47 + 85 = ?",
+        "",
+        "  two\t tabs\n\n",
+        "Größe: 12½ €, 漢字 🙂",
+        "<|im_end|>1<|im_start|>",
+        "\x00\x7f",
+    ],
 )
-def test_any_text_round_trips_through_the_tokenizer(built: tuple[Path, dict[str, Any]], text: str) -> None:
+def test_any_text_round_trips_through_the_tokenizer(
+    built: tuple[Path, dict[str, Any]], text: str
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(built[0])
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -81,7 +93,14 @@ def test_the_folder_has_float32_weights_digit_tokens_and_a_chat_template(
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     assert sum(tensor.numel() for tensor in tensors.values()) == built[1]["parameters"]
     tokenizer = AutoTokenizer.from_pretrained(built[0])
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("123=45")) == ["1", "2", "3", "=", "4", "5"]
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("123=45")) == [
+        "1",
+        "2",
+        "3",
+        "=",
+        "4",
+        "5",
+    ]
     assert len(tokenizer) <= json.loads((built[0] / "config.json").read_text())["vocab_size"]
     messages = [{"role": "user", "content": "1 + 2 = ?"}]
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
@@ -97,10 +116,14 @@ def test_the_end_token_stops_generation(
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     # The end token outweighs every other at the first step, so nothing may follow it.
     model.lm_head.register_forward_hook(
-        lambda module, inputs, logits: logits.index_fill(-1, torch.tensor([tokenizer.eos_token_id]), 1e4)
+        lambda module, inputs, logits: logits.index_fill(
+            -1, torch.tensor([tokenizer.eos_token_id]), 1e4
+        )
     )
     input_ids = torch.tensor([tokenizer.encode("1 + 2 = ?")])
-    generated = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=20)
+    generated = model.generate(
+        input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=20
+    )
     assert generated[0, input_ids.shape[1] :].tolist() == [tokenizer.eos_token_id]
 
 
@@ -109,7 +132,9 @@ def test_rows_without_solutions_are_skipped_and_no_others_is_refused(
 ) -> None:
     """In a mixture that was read from parquet, every row has the columns of all."""
     foreign = {**train_rows[0], "extra_info": {"index": 0, "operands": None}}
-    with pytest.raises(ModelError, match=r"none of 2 training rows is a generated.*set data.train=arithmetic"):
+    with pytest.raises(
+        ModelError, match=r"none of 2 training rows is a generated.*set data.train=arithmetic"
+    ):
         build_model([foreign, {**foreign, "extra_info": None}], tmp_path, _RECIPE, seed=0)
     short = _RECIPE.model_copy(update={"num_steps": 2})
     assert build_model([*train_rows[:2], foreign], tmp_path, short, seed=0)["steps"] == 2

@@ -54,17 +54,25 @@ class InProcess:
             sending = executor.submit(self.rank.send_weights)
             self.worker.receive_weights(policy_version)
             sent = merge_checksums([sending.result()])
-        require_arrived(plan, sent, {"rollout worker 0 of 1": self.worker.loaded_weights()}, policy_version)
+        require_arrived(
+            plan, sent, {"rollout worker 0 of 1": self.worker.loaded_weights()}, policy_version
+        )
 
-    def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
+    def log_probs(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[list[float]]]:
         """Return the log-probs of the one engine."""
         return [self.worker.log_probs(sequences)]
 
 
 @pytest.fixture(scope="module", params=[("qwen3", True), ("qwen3", False)], ids=["tied", "untied"])
-def shared_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def shared_cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("sync")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+    )
     cluster = _start(folder / "model", "vllm", *request.param)
     yield cluster
     cluster.rollouts.worker.close()
@@ -83,7 +91,9 @@ def _start(path: Path, engine_name: str, architecture: Architecture, is_tied: bo
     )
     policy = SimpleNamespace(
         rank=rank,
-        log_probs=lambda batch, temperature: rank.log_probs(split_batch(batch, 1, 4096)[0][0], temperature),
+        log_probs=lambda batch, temperature: rank.log_probs(
+            split_batch(batch, 1, 4096)[0][0], temperature
+        ),
     )
     both = InProcess(rank, worker)
     return SimpleNamespace(policy=policy, rollouts=both, weights=both)
@@ -136,7 +146,9 @@ def _engine_log_probs(cluster: Any) -> torch.Tensor:
     """Return the engine's log-probs of the first probe response."""
     start, count = int(PROBE.prompt_lengths[0]), int(PROBE.response_lengths[0])
     ids = PROBE.token_ids[0].tolist()
-    return torch.tensor(cluster.rollouts.log_probs([(ids[:start], ids[start : start + count])])[0][0])
+    return torch.tensor(
+        cluster.rollouts.log_probs([(ids[:start], ids[start : start + count])])[0][0]
+    )
 
 
 def _difference(cluster: Any) -> float:
@@ -164,10 +176,15 @@ def _require_every_weight_arrives(cluster: Any, is_tied: bool) -> None:
 @pytest.mark.parametrize("shared_cluster", [("qwen3_moe", True)], indirect=True, ids=["experts"])
 def test_experts_reach_vllm(shared_cluster: Any) -> None:
     _require_every_weight_arrives(shared_cluster, is_tied=True)
-    assert "model.layers.1.mlp.experts.4.up_proj.weight" in shared_cluster.policy.rank.weight_plan().tensors
+    assert (
+        "model.layers.1.mlp.experts.4.up_proj.weight"
+        in shared_cluster.policy.rank.weight_plan().tensors
+    )
 
 
-def _sync_into_transformers(rank: int, path: Path, architecture: Architecture, is_tied: bool) -> None:
+def _sync_into_transformers(
+    rank: int, path: Path, architecture: Architecture, is_tied: bool
+) -> None:
     _require_every_weight_arrives(_start(path, "hf", architecture, is_tied), is_tied)
 
 
@@ -235,12 +252,15 @@ def _no_copy(outbox: Any, number: int) -> Any:
     return other
 
 
-def test_a_bucket_sent_twice_is_detected(small_buckets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_sent_twice_is_detected(
+    small_buckets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _multiply(small_buckets, "model.norm.weight", 1.01)
     outbox = small_buckets.policy.rank.outbox
     monkeypatch.setattr(outbox, "slot", _no_copy(outbox, 3))
     with pytest.raises(
-        RolloutError, match=r"^rollout worker 0 of 1 loaded different bytes than the policy ranks sent"
+        RolloutError,
+        match=r"^rollout worker 0 of 1 loaded different bytes than the policy ranks sent",
     ):
         small_buckets.weights.send(4)
 
@@ -259,7 +279,9 @@ def test_a_skipped_tensor_is_detected(small_buckets: Any, monkeypatch: pytest.Mo
     original = Delivery.__iter__
     with monkeypatch.context() as patch:
         patch.setattr(Delivery, "__iter__", skip)
-        with pytest.raises(RolloutError, match=r"1 of \d+ tensors are missing: model\.norm\.weight"):
+        with pytest.raises(
+            RolloutError, match=r"1 of \d+ tensors are missing: model\.norm\.weight"
+        ):
             small_buckets.weights.send(4)
     small_buckets.weights.send(5)
     del loaded().checksums[norm]
@@ -268,5 +290,7 @@ def test_a_skipped_tensor_is_detected(small_buckets: Any, monkeypatch: pytest.Mo
     with pytest.raises(RolloutError, match=r"did not load 1 \(model\.norm\.weight\) of"):
         require_arrived(plan, sent, {"rollout worker 0 of 1": loaded()}, 5)
     del sent[norm]
-    with pytest.raises(RolloutError, match=r"the policy ranks did not send 1 \(model\.norm\.weight\) of"):
+    with pytest.raises(
+        RolloutError, match=r"the policy ranks did not send 1 \(model\.norm\.weight\) of"
+    ):
         require_arrived(plan, sent, {}, 5)

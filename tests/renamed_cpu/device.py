@@ -21,7 +21,15 @@ def build(folder: Path) -> Path:
     """The shared library of device.cpp, in the folder; takes about 15 s."""
     home = Path(torch.__file__).parent
     library = folder / "renamed_cpu.so"
-    options = ["-O0", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{home / 'include'}", f"-L{home / 'lib'}"]
+    options = [
+        "-O0",
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        "-w",
+        f"-I{home / 'include'}",
+        f"-L{home / 'lib'}",
+    ]
     libraries = ["-ltorch_cpu", "-lc10", f"-Wl,-rpath,{home / 'lib'}"]
     subprocess.run(["g++", *options, str(SOURCE), "-o", str(library), *libraries], check=True)
     return library
@@ -59,7 +67,9 @@ def _torch_npu() -> types.ModuleType:
         first, second = input.chunk(2, -1)
         return input * r1 + torch.cat([-second, first], -1) * r2
 
-    module.__dict__.update(npu_rms_norm=npu_rms_norm, npu_swiglu=npu_swiglu, npu_rotary_mul=npu_rotary_mul)
+    module.__dict__.update(
+        npu_rms_norm=npu_rms_norm, npu_swiglu=npu_swiglu, npu_rotary_mul=npu_rotary_mul
+    )
     return module
 
 

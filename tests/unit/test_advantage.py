@@ -37,7 +37,12 @@ def test_one_right_of_sixteen_gives_the_papers_advantages() -> None:
 
 @pytest.mark.parametrize(
     "rewards",
-    [np.full(8, -1.3, dtype=np.float32), np.array([0.1] * 3), np.array([1.0] * 16), np.array([0.7])],
+    [
+        np.full(8, -1.3, dtype=np.float32),
+        np.array([0.1] * 3),
+        np.array([1.0] * 16),
+        np.array([0.7]),
+    ],
     ids=["eight float32 -1.3", "three 0.1", "all right", "group of one"],
 )
 @pytest.mark.parametrize("normalize_by_std", [True, False])
@@ -46,7 +51,9 @@ def test_a_group_with_equal_rewards_or_one_response_gets_exactly_zero(
     rewards: np.ndarray, normalize_by_std: bool, baseline: str
 ) -> None:
     algorithm = _algorithm(normalize_by_std=normalize_by_std, baseline=baseline)
-    assert group_advantages(rewards, _one_group(rewards), algorithm).tolist() == [0.0] * len(rewards)
+    assert group_advantages(rewards, _one_group(rewards), algorithm).tolist() == [0.0] * len(
+        rewards
+    )
 
 
 # rewards 1, 0, -1, -2: mean -0.5, deviations 1.5, 0.5, -0.5, -1.5; leave-one-out 4 / 3 of them, for the first
@@ -85,7 +92,9 @@ def test_compat_verl_gives_a_group_of_one_its_reward(baseline: str) -> None:
     algorithm = _algorithm(compat="verl", baseline=baseline)
     advantages = group_advantages(rewards, group_ids, algorithm)
     assert float(advantages[1]) == pytest.approx(0.7 / (1 + 1e-6), abs=1e-7)  # mean 0, std 1
-    raw = group_advantages(rewards, group_ids, algorithm.model_copy(update={"normalize_by_std": False}))
+    raw = group_advantages(
+        rewards, group_ids, algorithm.model_copy(update={"normalize_by_std": False})
+    )
     assert float(raw[1]) == pytest.approx(0.7, abs=1e-7)
 
 
@@ -93,9 +102,14 @@ def test_advantages_do_not_depend_on_row_order() -> None:
     # group 3: 1, -1 -> mean 0, std sqrt(2); group 7: 5, 3 -> mean 4, std sqrt(2): 1 / 1.4142146 = 0.7071063
     rewards, group_ids = np.array([1.0, 5.0, -1.0, 3.0]), np.array([3, 7, 3, 7])
     advantages = group_advantages(rewards, group_ids, DAPO)
-    assert advantages.tolist() == pytest.approx([0.7071063, 0.7071063, -0.7071063, -0.7071063], abs=1e-7)
+    assert advantages.tolist() == pytest.approx(
+        [0.7071063, 0.7071063, -0.7071063, -0.7071063], abs=1e-7
+    )
     order = np.array([2, 3, 0, 1])
-    assert group_advantages(rewards[order], group_ids[order], DAPO).tolist() == advantages[order].tolist()
+    assert (
+        group_advantages(rewards[order], group_ids[order], DAPO).tolist()
+        == advantages[order].tolist()
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -106,10 +120,13 @@ def test_non_finite_rewards_are_refused_and_counted(bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("baseline", "compat"), [("group-mean", "none"), ("leave-one-out", "none"), ("group-mean", "verl")]
+    ("baseline", "compat"),
+    [("group-mean", "none"), ("leave-one-out", "none"), ("group-mean", "verl")],
 )
 @pytest.mark.parametrize("normalize_by_std", [True, False])
-def test_uncounted_responses_do_not_affect_siblings(baseline: str, compat: str, normalize_by_std: bool) -> None:
+def test_uncounted_responses_do_not_affect_siblings(
+    baseline: str, compat: str, normalize_by_std: bool
+) -> None:
     algorithm = _algorithm(baseline=baseline, compat=compat, normalize_by_std=normalize_by_std)
     # 1, -1, -1 and their mean -1/3 for the one without a score: as a fourth sibling it would leave the mean alone,
     # but make the std sqrt(8/9) instead of sqrt(4/3), and the leave-one-out baseline of the first -7/9, not -1
@@ -117,8 +134,14 @@ def test_uncounted_responses_do_not_affect_siblings(baseline: str, compat: str, 
     counts = np.array([True, True, False, True])
     advantages = group_advantages(rewards, _one_group(rewards), algorithm, counts)
     assert advantages[2] == 0
-    assert advantages[counts].tolist() == group_advantages(rewards[counts], np.zeros(3, int), algorithm).tolist()
-    assert group_advantages(rewards, _one_group(rewards), algorithm, ~np.isfinite(rewards)).tolist() == [0.0] * 4
+    assert (
+        advantages[counts].tolist()
+        == group_advantages(rewards[counts], np.zeros(3, int), algorithm).tolist()
+    )
+    assert (
+        group_advantages(rewards, _one_group(rewards), algorithm, ~np.isfinite(rewards)).tolist()
+        == [0.0] * 4
+    )
 
 
 def test_unscored_responses_are_left_out_of_their_group() -> None:

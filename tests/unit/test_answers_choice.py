@@ -21,62 +21,108 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # Options -> responses that name them.
 FORMS = {
     "A": (
-        "\\boxed{A}", "$\\boxed{A}$", "\\boxed {A}", "\\boxed{ A }", "\\boxed{\\text{A}}",
-        "\\boxed{\\textbf{A}}", "\\boxed{\\mathrm{\\textbf{A}}}", "\\fbox{A}", "\\boxed{(A)}", "\\boxed{**A**}",
-        "\\boxed{Option A}", "\\boxed{选项A}", "\\boxed{A. 货币市场}", "\\boxed{A: Bonds}", "\\boxed{A.}",
+        "\\boxed{A}",
+        "$\\boxed{A}$",
+        "\\boxed {A}",
+        "\\boxed{ A }",
+        "\\boxed{\\text{A}}",
+        "\\boxed{\\textbf{A}}",
+        "\\boxed{\\mathrm{\\textbf{A}}}",
+        "\\fbox{A}",
+        "\\boxed{(A)}",
+        "\\boxed{**A**}",
+        "\\boxed{Option A}",
+        "\\boxed{选项A}",
+        "\\boxed{A. 货币市场}",
+        "\\boxed{A: Bonds}",
+        "\\boxed{A.}",
         "\\boxed{Ａ}",  # full width
-        "\\boxed{A}" + "x" * 400, "Answer: A", "答案：A", "**A**", "(A)",
+        "\\boxed{A}" + "x" * 400,
+        "Answer: A",
+        "答案：A",
+        "**A**",
+        "(A)",
     ),
     "AC": (
-        "\\boxed{AC}", "\\boxed{CA}", "\\boxed{AAC}", "\\boxed{A,C}", "\\boxed{A, C}", "\\boxed{A、C}",
-        "\\boxed{A和C}", "\\boxed{A and C}", "\\boxed{\\text{A 和 C}}", "\\boxed{A}\\boxed{C}",
-        "answer is A, C", "**Answer: A and C**", "正确答案：ＡＣ", "答案是A和C两项", "A, C",
+        "\\boxed{AC}",
+        "\\boxed{CA}",
+        "\\boxed{AAC}",
+        "\\boxed{A,C}",
+        "\\boxed{A, C}",
+        "\\boxed{A、C}",
+        "\\boxed{A和C}",
+        "\\boxed{A and C}",
+        "\\boxed{\\text{A 和 C}}",
+        "\\boxed{A}\\boxed{C}",
+        "answer is A, C",
+        "**Answer: A and C**",
+        "正确答案：ＡＣ",
+        "答案是A和C两项",
+        "A, C",
     ),
-    "ABC": (
-        "\\boxed{C}\\boxed{A}、\\boxed{B}。",
-    ),
+    "ABC": ("\\boxed{C}\\boxed{A}、\\boxed{B}。",),
     "AB": (
         "\\boxed{A} or \\boxed{B}",  # hedging counts as both
         "\\boxed{A" + " " * 30 + "}\\boxed{B}",
     ),
     "B": (
-        "\\boxed{A} is tempting, but \\boxed{B}", "不是\\boxed{A}而是\\boxed{B}",
-        "\\boxed{A}\n再想一想，应为 \\boxed{B}", "<think>\\boxed{A}</think>\\boxed{B}",
-        "<answer>A</answer> no, <answer>B</answer>", "\\boxed{A}<answer>\\boxed{B}</answer>\\boxed{C}",
-        "Answer: B. Bonds", "Answer: (B) Bonds", "Answer: \\boxed{B}",
+        "\\boxed{A} is tempting, but \\boxed{B}",
+        "不是\\boxed{A}而是\\boxed{B}",
+        "\\boxed{A}\n再想一想，应为 \\boxed{B}",
+        "<think>\\boxed{A}</think>\\boxed{B}",
+        "<answer>A</answer> no, <answer>B</answer>",
+        "\\boxed{A}<answer>\\boxed{B}</answer>\\boxed{C}",
+        "Answer: B. Bonds",
+        "Answer: (B) Bonds",
+        "Answer: \\boxed{B}",
     ),
     "C": (
-        "\\boxed{A}</think>\\boxed{B}</think>\\boxed{C}", "The answer is (C)",
+        "\\boxed{A}</think>\\boxed{B}</think>\\boxed{C}",
+        "The answer is (C)",
         "Answer: C\nI am sure the answer is good",
     ),
-    "AD": (
-        "<think>x</think><answer>答案选项为\\boxed{A}、\\boxed{D}。</answer>",
-    ),
+    "AD": ("<think>x</think><answer>答案选项为\\boxed{A}、\\boxed{D}。</answer>",),
     "D": (
-        "**Answer:** **D**", "Answer: C\nAnswer: D",
+        "**Answer:** **D**",
+        "Answer: C\nAnswer: D",
     ),
-    "ABD": (
-        "答案选项为A、B、D。",
-    ),
-    "BD": (
-        "<think>\\boxed{A}</think>答案：BD",
-    ),
-    "G": (
-        "G",
-    ),
+    "ABD": ("答案选项为A、B、D。",),
+    "BD": ("<think>\\boxed{A}</think>答案：BD",),
+    "G": ("G",),
     "": (
-        "", "no idea\nat all", "I choose A", "\\boxed{A股}", "答案：A股", "A股上涨", "\\boxed{A bank}",
-        "Answer: A bank lends.", "Answer: A-level", "Answer: Banana", "\\boxed{a}",  # options are capitals
-        "Answer: b", "\\boxed{H}", "\\boxed{AH}", "\\boxed{A1}", "\\boxed{4}", "\\boxed{}",
-        "\\boxed{A}\\boxed{none}", "\\boxed{A", "\\boxed{A} \\boxed{B",  # cut off
-        "A\n\nB", "<think>\\boxed{A}", "\\boxed{A}<answer></answer>", "{{}}}\\}{",
+        "",
+        "no idea\nat all",
+        "I choose A",
+        "\\boxed{A股}",
+        "答案：A股",
+        "A股上涨",
+        "\\boxed{A bank}",
+        "Answer: A bank lends.",
+        "Answer: A-level",
+        "Answer: Banana",
+        "\\boxed{a}",  # options are capitals
+        "Answer: b",
+        "\\boxed{H}",
+        "\\boxed{AH}",
+        "\\boxed{A1}",
+        "\\boxed{4}",
+        "\\boxed{}",
+        "\\boxed{A}\\boxed{none}",
+        "\\boxed{A",
+        "\\boxed{A} \\boxed{B",  # cut off
+        "A\n\nB",
+        "<think>\\boxed{A}",
+        "\\boxed{A}<answer></answer>",
+        "{{}}}\\}{",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def finance_reward() -> Callable[..., dict[str, Any]]:
-    spec = importlib.util.spec_from_file_location("finance_choice", CONFIGS / "rewards" / "finance_choice.py")
+    spec = importlib.util.spec_from_file_location(
+        "finance_choice", CONFIGS / "rewards" / "finance_choice.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -98,7 +144,11 @@ def test_training_and_evaluation_use_the_same_rule(
         score = score_choice(response, gold)
         own = finance_reward("cflue", response, gold)
         verdict = "right" if is_right else "wrong" if options else "no_answer"
-        assert (graded.verdict, graded.answer or "") == (score.verdict, score.answer or "") == (verdict, options)
+        assert (
+            (graded.verdict, graded.answer or "")
+            == (score.verdict, score.answer or "")
+            == (verdict, options)
+        )
         assert score.value == own["score"] == (1.0 if is_right else -1.0)
         assert (score.acc, own["pred"]) == (own["acc"], options)
 
@@ -120,8 +170,20 @@ def test_hostile_text_never_raises(text: str) -> None:
 
 @pytest.mark.slow
 def test_a_long_hostile_response_takes_linear_time() -> None:
-    for piece in ("\\boxed{", "\\text{", "{", "}", "\\boxed{A}", "\\boxed ", "answer", "answer:", "A, ", " ",
-                  "<answer>", "<think>"):  # fmt: skip
+    for piece in (
+        "\\boxed{",
+        "\\text{",
+        "{",
+        "}",
+        "\\boxed{A}",
+        "\\boxed ",
+        "answer",
+        "answer:",
+        "A, ",
+        " ",
+        "<answer>",
+        "<think>",
+    ):
         started = time.process_time()
         score_choice(piece * (80_000 // len(piece)), "A")
         assert time.process_time() - started < 2.0, piece

@@ -15,7 +15,10 @@ from eval.answers.extraction import extract_answer, find_answer
         (r"so \boxed{42}.", "42"),
         (r"first \boxed{1}, so finally \boxed{2}", "2"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{\left\{ 1, 2 \right.}", r"\left\{ 1, 2 \right."),  # an escaped brace opens nothing
+        (
+            r"\boxed{\left\{ 1, 2 \right.}",
+            r"\left\{ 1, 2 \right.",
+        ),  # an escaped brace opens nothing
         (r"\boxed{x = \boxed{5}}", "5"),
         (r"\boxed {7}", "7"),
         (r"\boxed 7.", "7"),
@@ -53,7 +56,10 @@ from eval.answers.extraction import extract_answer, find_answer
         ("thoughts \\boxed{1}</think>\\boxed{2}", "2"),
         ("<think>still", None),
         ("<think>a</think> again <think>\\boxed{3}", None),
-        ("\\boxed{1}<|im_end|>\n<|im_start|>user\nAnd 2+2? \\boxed{4}", "1"),  # the next turn is made up
+        (
+            "\\boxed{1}<|im_end|>\n<|im_start|>user\nAnd 2+2? \\boxed{4}",
+            "1",
+        ),  # the next turn is made up
         ("13", "13"),
         ("$\\frac{1}{2}$", r"\frac{1}{2}"),
         ("C", "C"),
@@ -67,7 +73,10 @@ from eval.answers.extraction import extract_answer, find_answer
         ("最终答案：最大的$n$是34。", "34"),
         ("Final Answer: The largest $n$ is not 34.", "not 34"),
         ("Final Answer: $n$ is at least 34.", "at least 34"),
-        ("Final Answer: The smallest is 12 and the largest is 34.", "The smallest is 12 and the largest is 34"),
+        (
+            "Final Answer: The smallest is 12 and the largest is 34.",
+            "The smallest is 12 and the largest is 34",
+        ),
         ("\\boxed{5}</s>", "5"),
         ("</s>\\boxed{5}</s>\\boxed{6}", "5"),
         ("not <s>4</s> but \\boxed{5}", "5"),
@@ -83,15 +92,26 @@ def test_the_final_answer_is_extracted(text: str, answer: str | None) -> None:
 
 
 def test_a_formula_in_a_sentence_is_a_reading_unless_the_sentence_states_another_value() -> None:
-    assert "\\frac12" in find_answer("The answer is that the probability is $\\frac12$ here.").answers
+    assert (
+        "\\frac12" in find_answer("The answer is that the probability is $\\frac12$ here.").answers
+    )
     found = find_answer("Final Answer: The number of primes below $34$ is 11.").answers
     assert (found[0], "34" in found) == ("11", False)
 
 
 def test_hostile_text_is_read_in_linear_time() -> None:
     nowhere = ("\\boxed{" * 20_000, "{" * 100_000, "Answer:" + " " * 200_000)
-    for text in (*nowhere, "\\" * 50_001, "Answer" * 20_000, "answer is" * 20_000, "#" * 200_000, "$" * 200_000,
-                 "<think>" * 20_000, "a}" + " " * 50_000 + "x", "The answer is" + " " * 50_000):  # fmt: skip
+    for text in (
+        *nowhere,
+        "\\" * 50_001,
+        "Answer" * 20_000,
+        "answer is" * 20_000,
+        "#" * 200_000,
+        "$" * 200_000,
+        "<think>" * 20_000,
+        "a}" + " " * 50_000 + "x",
+        "The answer is" + " " * 50_000,
+    ):
         start = time.process_time()
         find_answer(text)
         assert time.process_time() - start < 1.0, text[:20]

@@ -19,10 +19,20 @@ from eval.problems.registry import load_set
 TABLE = Path(__file__).resolve().parents[1] / "answers" / "pairs.tsv"
 # Only predictions may omit a base or brackets, or add an option's text.
 ONE_WAY = {
-    "52 | 52_8", "52_8 | 52", "6, 31, -1 | (6,31,-1)", "(6, 31, -1) | 6, 31, -1", "(1,-2) | 1,-2",
-    r"\text{(C) } 12 | \text{(C)}", r"(C)\ 12 | \text{(C)}", r"选C | \text{C}", r"\text{C: }5 | \text{(C)}",
-    r"c | \text{(C)}", r"\text{E} | e", r"3:30 | 3:30\text{ PM}", "4:30 p.m. | 4:30",
-}  # fmt: skip
+    "52 | 52_8",
+    "52_8 | 52",
+    "6, 31, -1 | (6,31,-1)",
+    "(6, 31, -1) | 6, 31, -1",
+    "(1,-2) | 1,-2",
+    r"\text{(C) } 12 | \text{(C)}",
+    r"(C)\ 12 | \text{(C)}",
+    r"选C | \text{C}",
+    r"\text{C: }5 | \text{(C)}",
+    r"c | \text{(C)}",
+    r"\text{E} | e",
+    r"3:30 | 3:30\text{ PM}",
+    "4:30 p.m. | 4:30",
+}
 
 
 class Pair(NamedTuple):
@@ -52,7 +62,9 @@ def test_the_table_covers_all_kinds_of_answers() -> None:
 def test_every_pair_of_the_table_gets_its_label() -> None:
     wrong = []
     for pair in read_table():
-        graded = grade(f"Therefore the answer is $\\boxed{{{pair.prediction}}}$.", "stop", pair.gold)
+        graded = grade(
+            f"Therefore the answer is $\\boxed{{{pair.prediction}}}$.", "stop", pair.gold
+        )
         if graded.verdict != ("right" if pair.label == "1" else "wrong"):
             wrong.append(pair)
     assert wrong == []
@@ -65,11 +77,36 @@ def test_equality_is_symmetric_and_reflexive() -> None:
 
 
 def test_different_gold_answers_of_the_table_are_different() -> None:
-    golds = ["42", "1234", r"\frac{1}{2}", r"\sqrt{2}", r"2\sqrt{3}", r"\pi", "(3,4)", "1,-2", r"\{1,2\}", "(0,1)",
-             r"(2,\infty)", r"(0,9)\cup(9,36)", "y=2x+3", r"(a+5)(b+2)", r"\cot x", "6-5i", r"\text{Evelyn}",
-             r"\text{(C)}", r"3:30\text{ PM}", "52_8", r"1 \pm \sqrt{19}", r"\emptyset", r"x \leq 5",
-             r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "2^{1009}", "4.5e33", r"15\text{ cm}^2",
-             r"30\%"]  # fmt: skip
+    golds = [
+        "42",
+        "1234",
+        r"\frac{1}{2}",
+        r"\sqrt{2}",
+        r"2\sqrt{3}",
+        r"\pi",
+        "(3,4)",
+        "1,-2",
+        r"\{1,2\}",
+        "(0,1)",
+        r"(2,\infty)",
+        r"(0,9)\cup(9,36)",
+        "y=2x+3",
+        r"(a+5)(b+2)",
+        r"\cot x",
+        "6-5i",
+        r"\text{Evelyn}",
+        r"\text{(C)}",
+        r"3:30\text{ PM}",
+        "52_8",
+        r"1 \pm \sqrt{19}",
+        r"\emptyset",
+        r"x \leq 5",
+        r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+        "2^{1009}",
+        "4.5e33",
+        r"15\text{ cm}^2",
+        r"30\%",
+    ]
     assert [(a, b) for a in golds for b in golds if a != b and is_equal_exact(a, b)] == []
 
 
@@ -79,20 +116,36 @@ def test_different_gold_answers_of_the_table_are_different() -> None:
     [
         ("1,2", "12", True),  # a comma between digits is dropped
         (r"3 \cdot 4", "34", True),  # \cdot is dropped
-        ("0.5", r"\frac12", False), (r"\sqrt{12}", r"2\sqrt3", False),  # no numbers, no algebra
-        (r"\frac12", r"\dfrac{1}{2}", True), ("1/2", r"\frac{1}{2}", True),
+        ("0.5", r"\frac12", False),
+        (r"\sqrt{12}", r"2\sqrt3", False),  # no numbers, no algebra
+        (r"\frac12", r"\dfrac{1}{2}", True),
+        ("1/2", r"\frac{1}{2}", True),
         ("x/2", r"\frac{x}{2}", False),  # int("x") raises there, so this step is lost
         (r"x/2\text{ cm}", "x/2", True),  # normalising alone drops "cm" and the empty \text
         (r"x/2\text{ mm}", "x/2", False),  # but not "mm"
-        (r"5 \text{ and } \frac{1}{2}", "5", True),  # from the first \text{ to a last brace is a unit
-        (r"\text{Evelyn}", "Evelyn", True), (r"\text{(C)}", "C", True), (r"\text{C}", r"\text{(C)}", True),
+        (
+            r"5 \text{ and } \frac{1}{2}",
+            "5",
+            True,
+        ),  # from the first \text{ to a last brace is a unit
+        (r"\text{Evelyn}", "Evelyn", True),
+        (r"\text{(C)}", "C", True),
+        (r"\text{C}", r"\text{(C)}", True),
         ("(C)", r"\text{(C)}", False),  # parentheses are dropped only with \text
-        (r"36^\circ", "36", True), (r"\$32,\!348", "32348", True), (r"2.00", "2", True),
-        ("x=5", "5", True), ("xyz=5", "5", False),  # a name of at most two characters
-        (r"\mbox{ cm}15", "15", True), ("3j", "3i", True), (r"(-\infty, 2]", r"(-inf,2]", True),
-        ("square 5", "5", True), ("42", "43", False), ("2,1", "1,2", False), ("", "0", False),
+        (r"36^\circ", "36", True),
+        (r"\$32,\!348", "32348", True),
+        (r"2.00", "2", True),
+        ("x=5", "5", True),
+        ("xyz=5", "5", False),  # a name of at most two characters
+        (r"\mbox{ cm}15", "15", True),
+        ("3j", "3i", True),
+        (r"(-\infty, 2]", r"(-inf,2]", True),
+        ("square 5", "5", True),
+        ("42", "43", False),
+        ("2,1", "1,2", False),
+        ("", "0", False),
     ],
-)  # fmt: skip
+)
 def test_aisbench_equality(answer: str, gold: str, is_equal: bool) -> None:
     assert is_equal_aisbench(answer, gold) is is_equal
 
@@ -133,7 +186,12 @@ def test_aisbench_strips_thinking_from_chat_responses_only() -> None:
 
 def test_the_two_rules_disagree_where_one_is_wrong() -> None:
     for response, finish_reason, gold, expected in (
-        (r"\boxed{7} but wait", "length", "7", ("truncated", True, False)),  # AISBench ignores how it ended
+        (
+            r"\boxed{7} but wait",
+            "length",
+            "7",
+            ("truncated", True, False),
+        ),  # AISBench ignores how it ended
         (r"\fbox{7}", "stop", "7", ("right", True, True)),
         (r"\boxed{1,2}", "stop", "12", ("wrong", True, False)),
         (r"\boxed{0.5}", "stop", r"\frac{1}{2}", ("right", False, False)),
@@ -149,7 +207,20 @@ def test_plus_minus_inside_an_equation_does_not_raise() -> None:
 def test_numbers_are_parsed_exactly_and_other_text_is_not() -> None:
     assert parse_number("0.1") == Fraction(1, 10)
     assert parse_number("1,234,567.5") == Fraction(2469135, 2)
-    nothing = ("1,2", "1/2", "9^9", "x", "", ".", "1e5", "9" * 5000, "4 2", "1 3/4", "2, 500", "1234,567")
+    nothing = (
+        "1,2",
+        "1/2",
+        "9^9",
+        "x",
+        "",
+        ".",
+        "1e5",
+        "9" * 5000,
+        "4 2",
+        "1 3/4",
+        "2, 500",
+        "1234,567",
+    )
     assert [parse_number(text) for text in nothing] == [None] * len(nothing)
 
 
@@ -170,16 +241,36 @@ def test_numbers_are_parsed_exactly_and_other_text_is_not() -> None:
         ("<think>so \\boxed{7}", None, "truncated", "7"),
         (r"\boxed{7", "stop", "no_answer", "7"),
         (r"\boxed{7", None, "truncated", "7"),
-        (r"\boxed{7}. Let me double check this by putting it into the equation: 7 +", None, "truncated", "7"),
-        (r"\boxed{7}. Let me double check this by putting it into the equation: 7 + 1 = 8.", None, "right", "7"),
+        (
+            r"\boxed{7}. Let me double check this by putting it into the equation: 7 +",
+            None,
+            "truncated",
+            "7",
+        ),
+        (
+            r"\boxed{7}. Let me double check this by putting it into the equation: 7 + 1 = 8.",
+            None,
+            "right",
+            "7",
+        ),
         (r"\boxed{7} square units", None, "right", "7"),
         (r"\boxed{2} or \boxed{7}", "stop", "wrong", "7"),  # one answer too many
         (r"\boxed{7}, that is $\boxed{\frac{14}{2}}$", "stop", "right", "7"),
         (None, None, "request_failed", "7"),
         # Several boxes are a list of answers.
         (r"$x = \boxed{-2}$ or $x = \boxed{1}$.", "stop", "right", "-2,1"),
-        (r"First case: \boxed{1}. In the second case we get another root, \boxed{-2}.", "stop", "right", "-2,1"),
-        (r"First case: \boxed{1}. In the second case we get another root, \boxed{3}.", "stop", "wrong", "-2,1"),
+        (
+            r"First case: \boxed{1}. In the second case we get another root, \boxed{-2}.",
+            "stop",
+            "right",
+            "-2,1",
+        ),
+        (
+            r"First case: \boxed{1}. In the second case we get another root, \boxed{3}.",
+            "stop",
+            "wrong",
+            "-2,1",
+        ),
         (r"\boxed{1}", "stop", "wrong", "-2,1"),
     ],
 )
@@ -189,21 +280,34 @@ def test_finish_reason_and_answer_give_the_verdict(
     assert grade(response, finish_reason, gold).verdict == verdict
 
 
-@pytest.mark.skipif("DAPO_TEST_DATA" not in os.environ, reason="the real benchmark files are not on every machine")
+@pytest.mark.skipif(
+    "DAPO_TEST_DATA" not in os.environ, reason="the real benchmark files are not on every machine"
+)
 def test_gold_solutions_of_real_benchmarks_grade_right() -> None:
     data = Path(os.environ["DAPO_TEST_DATA"])
     path = data / "math500" / "test.jsonl"
-    solutions = [json.loads(line)["solution"] for line in path.read_text(encoding="utf-8").splitlines()]
+    solutions = [
+        json.loads(line)["solution"] for line in path.read_text(encoding="utf-8").splitlines()
+    ]
     items = load_set(path, "math500").items
     grades = [grade(s, "stop", item.gold) for s, item in zip(solutions, items, strict=True)]
     counts = Counter((g.verdict, g.aisbench_right, g.aisbench_raises) for g in grades)
     assert counts == {("right", True, False): 500}
-    golds = {"aime24": "answer", "aime25": "answer", "amc23": "answer", "olympiadbench": "final_answer"}
+    golds = {
+        "aime24": "answer",
+        "aime25": "answer",
+        "amc23": "answer",
+        "olympiadbench": "final_answer",
+    }
     wrong = []
     for name, column in golds.items():
         for line in (data / name / "test.jsonl").read_text(encoding="utf-8").splitlines():
             gold = json.loads(line)[column]
             for one in gold if isinstance(gold, list) else [str(gold)]:
                 spaced = one.replace("frac", "dfrac").replace(",", ", ")
-                wrong += [] if grade(f"\\boxed{{{spaced}}}", "stop", one).verdict == "right" else [(name, one)]
+                wrong += (
+                    []
+                    if grade(f"\\boxed{{{spaced}}}", "stop", one).verdict == "right"
+                    else [(name, one)]
+                )
     assert wrong == []

@@ -69,11 +69,22 @@ def test_hostile_text_is_graded_quickly_and_never_right(grader: MathGrader, name
 
 
 def test_grading_in_a_process_and_in_place_agree(grader: MathGrader) -> None:
-    rows = [(r"\boxed{2\sqrt3}", r"\sqrt{12}"), (r"\boxed{2,1}", "1,2"), ("no", "1"), (r"\boxed{1.41}", r"\sqrt2"),
-            ("\\boxed{\x00\\frac{1}{2}}", "0.5")]  # fmt: skip
+    rows = [
+        (r"\boxed{2\sqrt3}", r"\sqrt{12}"),
+        (r"\boxed{2,1}", "1,2"),
+        ("no", "1"),
+        (r"\boxed{1.41}", r"\sqrt2"),
+        ("\\boxed{\x00\\frac{1}{2}}", "0.5"),
+    ]
     grades = [grader.grade(response, "stop", gold) for response, gold in rows]
     assert grades == [grade(response, "stop", gold) for response, gold in rows]
-    assert [graded.verdict for graded in grades] == ["right", "right", "no_answer", "wrong", "right"]
+    assert [graded.verdict for graded in grades] == [
+        "right",
+        "right",
+        "no_answer",
+        "wrong",
+        "right",
+    ]
 
 
 @pytest.mark.slow
@@ -100,14 +111,24 @@ def test_a_row_that_exceeds_a_limit_is_wrong_and_counted() -> None:
 
 @pytest.mark.slow
 def test_quick_grades_need_no_process_and_equal_full_ones() -> None:
-    responses = [*HOSTILE.values(), r"\boxed{42}", r"\boxed{41}", "no answer", r"\boxed{\frac{84}{2}}"]
+    responses = [
+        *HOSTILE.values(),
+        r"\boxed{42}",
+        r"\boxed{41}",
+        "no answer",
+        r"\boxed{\frac{84}{2}}",
+    ]
     with MathGrader() as grader:
         item = Item("a", "", "42")
         quick = [grader.grade_quickly(response, "stop", item, True) for response in responses]
         assert grader._pool.pids == set()
         assert quick[-4:-1] == [grade(response, "stop", "42") for response in responses[-4:-1]]
         assert quick[-1] is None
-        decided = [(quickly, text) for quickly, text in zip(quick, responses, strict=True) if quickly is not None]
+        decided = [
+            (quickly, text)
+            for quickly, text in zip(quick, responses, strict=True)
+            if quickly is not None
+        ]
         assert all(quickly == grader.grade(text, "stop", "42", True) for quickly, text in decided)
         assert grader._pool.pids == set()
 
@@ -118,16 +139,23 @@ def test_threads_share_one_process_that_starts_on_demand_and_ends_with_the_grade
             expected = "wrong" if answer == "41" else "right"
             assert grader.grade(f"\\boxed{{{answer}}}", "stop", gold).verdict == expected
         assert grader._pool.pids == set()
-        rows = [(f"\\boxed{{\\sqrt{{{4 * n + 8}}}}}", f"2\\sqrt{{{n + 2}}}") for n in range(80)]  # sqrt(4 (n + 2))
+        rows = [
+            (f"\\boxed{{\\sqrt{{{4 * n + 8}}}}}", f"2\\sqrt{{{n + 2}}}") for n in range(80)
+        ]  # sqrt(4 (n + 2))
         with ThreadPoolExecutor(4) as threads:
-            verdicts = list(threads.map(lambda row: grader.grade(row[0], "stop", row[1]).verdict, rows))
+            verdicts = list(
+                threads.map(lambda row: grader.grade(row[0], "stop", row[1]).verdict, rows)
+            )
         [pid] = grader._pool.pids
     assert verdicts == ["right"] * 80
     assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_too_low_memory_limit_is_reported_and_exceeding_it_fails_the_call() -> None:
-    with MathGrader(memory_bytes=1 << 20) as grader, pytest.raises(EvaluationError, match="1,048,576 bytes"):
+    with (
+        MathGrader(memory_bytes=1 << 20) as grader,
+        pytest.raises(EvaluationError, match="1,048,576 bytes"),
+    ):
         grader.grade(r"\boxed{\sqrt{8}}", "stop", r"2\sqrt2")
     pool = Pool("builtins:eval", ("bytearray",), timeout_seconds=60.0, memory_bytes=1 << 30)
     assert pool.submit(1 << 20).exception() is not None  # a bytearray is not JSON

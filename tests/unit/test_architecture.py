@@ -23,7 +23,16 @@ ROOT = Path(__file__).resolve().parents[2]
 OWN = ("flows", "tasks", "dapo_core", "eval", "downloads", "interop", "durable.py", "redaction.py")
 OWN_MODULES = {name.removesuffix(".py") for name in OWN}
 MAY_IMPORT = {
-    "flows": {"flows", "tasks", "dapo_core", "eval", "downloads", "interop", "durable", "redaction"},
+    "flows": {
+        "flows",
+        "tasks",
+        "dapo_core",
+        "eval",
+        "downloads",
+        "interop",
+        "durable",
+        "redaction",
+    },
     "tasks": {"tasks", "dapo_core", "eval", "downloads", "interop", "durable", "redaction"},
     "dapo_core": {"dapo_core", "eval", "interop", "durable", "redaction"},
     "eval": {"eval", "downloads", "interop", "durable", "redaction"},
@@ -51,13 +60,17 @@ REGISTRY = re.compile(
 @cache
 def tracked() -> tuple[str, ...]:
     """Every file in git's index that is there."""
-    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    listing = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     names = listing.splitlines()
     return tuple(sorted(name for name in names if (ROOT / name).is_file()))
 
 
 def sources(*folders: str) -> list[str]:
-    return [name for name in tracked() if name.endswith(".py") and name.partition("/")[0] in folders]
+    return [
+        name for name in tracked() if name.endswith(".py") and name.partition("/")[0] in folders
+    ]
 
 
 def roots(name: str) -> set[str]:
@@ -76,16 +89,25 @@ def depth(node: ast.AST, is_elif: bool = False) -> int:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             continue
-        follows_else = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
+        follows_else = (
+            isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
+        )
         deepest = max(deepest, depth(child, follows_else))
     return deepest + (isinstance(node, NESTING) and not is_elif)
 
 
 def child_modules(code: str) -> set[str]:
     """Top-level modules loaded by a fresh interpreter that ran `code`."""
-    script = f"{code}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    script = (
+        f"{code}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     return set(done.stdout.splitlines()[-1].split())
 
@@ -95,14 +117,18 @@ def test_the_rules_see_the_code() -> None:
     assert "ray" in roots("dapo_core/cluster/start.py")
     assert "torch_npu" in roots("dapo_core/device.py")
     assert "prefect" in roots("flows/recipe_flow.py")
-    nested = ast.parse("def f():\n if a:\n  for b in c:\n   pass\n elif d:\n  with e:\n   while g:\n    pass")
+    nested = ast.parse(
+        "def f():\n if a:\n  for b in c:\n   pass\n elif d:\n  with e:\n   while g:\n    pass"
+    )
     assert depth(nested.body[0]) == 3  # elif counts as its if; with, while below it
 
 
 @pytest.mark.parametrize("package", OWN)
 def test_import_direction(package: str) -> None:
     wrong = {
-        name: found for name in sources(package) if (found := roots(name) & OWN_MODULES - MAY_IMPORT[package])
+        name: found
+        for name in sources(package)
+        if (found := roots(name) & OWN_MODULES - MAY_IMPORT[package])
     }
     assert not wrong
 
@@ -131,15 +157,24 @@ def circles(graph: Mapping[str, set[str]]) -> set[tuple[str, ...]]:
 def test_no_rooms_import_each_other() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {("b", "c")}
     graph: dict[str, set[str]] = {room(name): set() for name in sources(*OWN)}
-    imports = {(room(name), room(other)) for name in sources(*OWN) for other in files_imported(name)}
+    imports = {
+        (room(name), room(other)) for name in sources(*OWN) for other in files_imported(name)
+    }
     for importer, imported_room in imports:
         graph[importer] |= {imported_room} - {importer}
     assert circles(graph) == set()
 
 
 def test_the_core_takes_nothing_of_eval_but_answers_and_problems() -> None:
-    taken = {module for name in sources("dapo_core") for module in modules_of(name) if module.startswith("eval")}
-    assert {module for module in taken if not module.startswith(("eval.answers.", "eval.problems."))} == set()
+    taken = {
+        module
+        for name in sources("dapo_core")
+        for module in modules_of(name)
+        if module.startswith("eval")
+    }
+    assert {
+        module for module in taken if not module.startswith(("eval.answers.", "eval.problems."))
+    } == set()
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
@@ -150,7 +185,9 @@ def test_library_stays_in_its_place(library: str) -> None:
 
 def test_torch_npu_is_imported_by_name_only() -> None:
     for name in sources(*OWN):
-        assert not re.search(r"^\s*(import|from) torch_npu", (ROOT / name).read_text(), re.MULTILINE), name
+        assert not re.search(
+            r"^\s*(import|from) torch_npu", (ROOT / name).read_text(), re.MULTILINE
+        ), name
 
 
 def test_file_lengths() -> None:
@@ -173,7 +210,9 @@ def test_function_shapes(package: str) -> None:
             parameters = count + (given.vararg is not None) + (given.kwarg is not None)
             nesting = max((depth(node) for node in function.body), default=0)
             if lines > MAX_FUNCTION_LINES or parameters > MAX_PARAMETERS or nesting > MAX_NESTING:
-                wrong.append(f"{name}:{function.lineno} {function.name}: {lines=} {parameters=} {nesting=}")
+                wrong.append(
+                    f"{name}:{function.lineno} {function.name}: {lines=} {parameters=} {nesting=}"
+                )
     assert wrong == []
 
 
@@ -183,7 +222,11 @@ def test_no_module_for_odds_and_ends() -> None:
 
 
 def test_no_machine_path_or_registry_in_tracked_files() -> None:
-    for line in ("path: /work/main", 'open("/root/.cache")', "--index-url https://pypi.example.org/simple"):
+    for line in (
+        "path: /work/main",
+        'open("/root/.cache")',
+        "--index-url https://pypi.example.org/simple",
+    ):
         assert PLACES.search(line) or REGISTRY.search(line)
     for line in (
         "--index-url https://download.pytorch.org/whl/cpu",
@@ -233,15 +276,24 @@ def test_the_process_of_a_run_loads_no_framework() -> None:
 
 def test_help_loads_nothing_heavy_and_is_quick() -> None:
     ask = "import sys\nfrom flows.cli import main\nsys.argv = ['dapo', '--help']\n"
-    loaded = child_modules(f"{ask}try:\n    main()\nexcept SystemExit as end:\n    assert not end.code")
+    loaded = child_modules(
+        f"{ask}try:\n    main()\nexcept SystemExit as end:\n    assert not end.code"
+    )
     assert "flows" in loaded
     assert loaded.isdisjoint(HEAVY)
     seconds = []
     for _ in range(2):
         before = os.times()
-        subprocess.run([sys.executable, "-c", f"{ask}main()"], cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-c", f"{ask}main()"], cwd=ROOT, check=True, capture_output=True
+        )
         after = os.times()
-        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        seconds.append(
+            after.children_user
+            + after.children_system
+            - before.children_user
+            - before.children_system
+        )
     assert min(seconds) < 0.5
 
 

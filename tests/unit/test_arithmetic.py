@@ -58,7 +58,9 @@ def test_parquet_has_the_dapo_math_17k_schema(tmp_path: Path) -> None:
     write_parquet(train_rows, tmp_path / "train.parquet")
     table = pq.read_table(tmp_path / "train.parquet")
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    assert table.schema.field("data_source").type == table.schema.field("ability").type == pa.string()
+    assert (
+        table.schema.field("data_source").type == table.schema.field("ability").type == pa.string()
+    )
     assert table.schema.field("prompt").type.value_type == message
     assert table.schema.field("reward_model").type == pa.struct(
         [("ground_truth", pa.string()), ("style", pa.string())]
@@ -73,7 +75,9 @@ def test_subjects_and_levels_have_equal_shares() -> None:
     for subject in arithmetic.SUBJECTS:
         for level in range(1, 6):
             kind = (subject, level)
-            assert [(r["extra_info"]["subject"], r["extra_info"]["level"]) for r in eval_rows].count(kind) == 30
+            assert [
+                (r["extra_info"]["subject"], r["extra_info"]["level"]) for r in eval_rows
+            ].count(kind) == 30
 
 
 def test_ground_truth_follows_from_the_text() -> None:
@@ -84,7 +88,9 @@ def test_ground_truth_follows_from_the_text() -> None:
         assert (match is not None) == (row["extra_info"]["form"] == "plain")
         if match:
             first, sign, second, third = match.groups()
-            value = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[sign](int(first), int(second))
+            value = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[sign](
+                int(first), int(second)
+            )
             assert row["reward_model"]["ground_truth"] == str(value - int(third or 0))
             num_checked += 1
     # Half of 2000 is plain, standard deviation sqrt(2000 / 4) = 22; four of them.
@@ -134,7 +140,10 @@ def test_solutions_match_hand_worked_examples() -> None:
     # 78 * 3: 8*3 = 24 carries 2; 7*3+2 = 23.
     assert arithmetic.worked_solution("multiplication", (78, 3)) == "8*3=24\n7*3+2=23\n\\boxed{234}"
     # 9 + 4 - 6: 13, then 13-6 = 7 with the ten borrowed: 1-0-1 = 0.
-    assert arithmetic.worked_solution("two_step", (9, 4, 6)) == "9+4=13\n13\n13-6=7\n1-0-1=0\n\\boxed{7}"
+    assert (
+        arithmetic.worked_solution("two_step", (9, 4, 6))
+        == "9+4=13\n13\n13-6=7\n1-0-1=0\n\\boxed{7}"
+    )
     # Quick: 9 + 4 - 6 = 7, in one go.
     assert arithmetic.quick_solution("two_step", (9, 4, 6)) == "9+4-6=7\n\\boxed{7}"
     assert arithmetic.quick_solution("multiplication", (78, 3)) == "78*3=234\n\\boxed{234}"
@@ -143,7 +152,8 @@ def test_solutions_match_hand_worked_examples() -> None:
 def test_an_exhausted_or_invalid_level_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arithmetic, "MAX_DRAWS_PER_PROBLEM", 100)
     with pytest.raises(
-        DataError, match=r"of level 1 after \d+ rows.*lower data.arithmetic.num_train or data.arithmetic.num_eval"
+        DataError,
+        match=r"of level 1 after \d+ rows.*lower data.arithmetic.num_train or data.arithmetic.num_eval",
     ):
         arithmetic.generate_problems(0, 40_000, 1, seed=0)
     with pytest.raises(DataError, match=r"max_level=6 is out of range; set it to 1 to 5"):

@@ -35,7 +35,9 @@ PARTS = StageKey(
 class Builder:
     """A real build that counts its runs."""
 
-    def __init__(self, files: Mapping[str, bytes] | None = None, metrics: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, files: Mapping[str, bytes] | None = None, metrics: Mapping[str, Any] | None = None
+    ) -> None:
         self.files = files or {"weights.bin": b"0123456789", "sub/tokens.txt": b"a b c"}
         self.metrics = metrics or {"loss": 0.5}
         self.num_runs = 0
@@ -60,7 +62,9 @@ def names(store: ArtifactStore) -> list[str]:
 
 def test_the_key_is_the_sha256_of_its_canonical_json() -> None:
     text = (
-        '{"code_digest":"' + "c" * 64 + '","config":{"loss":{"clip_high":0.28,"clip_low":0.2},"steps":3},'
+        '{"code_digest":"'
+        + "c" * 64
+        + '","config":{"loss":{"clip_high":0.28,"clip_low":0.2},"steps":3},'
         '"inputs":{"data":"' + "b" * 64 + '","model":"' + "a" * 64 + '"},'
         '"stage":"train","versions":{"torch":"2.13.0"}}'
     )
@@ -100,7 +104,11 @@ def test_the_manifest_records_files_key_parts_times_and_metrics(store: ArtifactS
         {"path": "sub/tokens.txt", "size": 5, "sha256": hashlib.sha256(b"a b c").hexdigest()},
         {"path": "weights.bin", "size": 10, "sha256": hashlib.sha256(b"0123456789").hexdigest()},
     ]
-    assert (manifest["stage"], manifest["key"], manifest["digest"]) == ("train", PARTS.key, made.digest)
+    assert (manifest["stage"], manifest["key"], manifest["digest"]) == (
+        "train",
+        PARTS.key,
+        made.digest,
+    )
     assert (manifest["config"], manifest["inputs"]) == (PARTS.config, PARTS.inputs)
     assert (manifest["code_digest"], manifest["versions"]) == (PARTS.code_digest, PARTS.versions)
     assert manifest["metrics"] == {"loss": 0.5, "steps": 3}
@@ -117,7 +125,9 @@ def test_the_digest_depends_only_on_the_content(tmp_path: Path) -> None:
         ["sub/tokens.txt", 5, hashlib.sha256(b"a b c").hexdigest()],
         ["weights.bin", 10, hashlib.sha256(b"0123456789").hexdigest()],
     ]
-    assert first.digest == hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+    assert (
+        first.digest == hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+    )
     assert second.digest == first.digest
     assert renamed.digest != first.digest
 
@@ -144,10 +154,22 @@ def link(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (flip_one_byte, r"weights\.bin has sha256 \w{64}, the manifest says 84d89877f0d4041efb6bf91a16f0248f"),
-        (lambda made: os.truncate(made / "weights.bin", 9), r"weights\.bin has 9 bytes, the manifest says 10"),
-        (lambda made: (made / "sub/tokens.txt").unlink(), r"sub/tokens\.txt is missing \(1 of 2 files\)"),
-        (lambda made: (made / "stray.bin").touch(), r"stray\.bin is not in the manifest \(1 such files\)"),
+        (
+            flip_one_byte,
+            r"weights\.bin has sha256 \w{64}, the manifest says 84d89877f0d4041efb6bf91a16f0248f",
+        ),
+        (
+            lambda made: os.truncate(made / "weights.bin", 9),
+            r"weights\.bin has 9 bytes, the manifest says 10",
+        ),
+        (
+            lambda made: (made / "sub/tokens.txt").unlink(),
+            r"sub/tokens\.txt is missing \(1 of 2 files\)",
+        ),
+        (
+            lambda made: (made / "stray.bin").touch(),
+            r"stray\.bin is not in the manifest \(1 such files\)",
+        ),
         (lambda made: (made / "manifest.json").unlink(), r"manifest\.json is missing"),
         (lambda made: os.truncate(made / "manifest.json", 40), r"manifest\.json is not a manifest"),
         (edit_manifest, r"manifest\.json belongs to another artifact or was edited"),
@@ -155,7 +177,10 @@ def link(directory: Path) -> None:
     ],
 )
 def test_a_damaged_artifact_is_reported_kept_and_rebuilt(
-    store: ArtifactStore, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], reason: str
+    store: ArtifactStore,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+    reason: str,
 ) -> None:
     build = Builder()
     made, _ = store.produce(PARTS, build)
@@ -194,7 +219,10 @@ def test_verified_files_are_not_hashed_again_until_they_change(
     age(made)
     hashed.clear()
     assert store.lookup("train", PARTS.key) == made
-    assert sorted(hashed) == ["tokens.txt", "weights.bin"]  # too recent to be trusted when published
+    assert sorted(hashed) == [
+        "tokens.txt",
+        "weights.bin",
+    ]  # too recent to be trusted when published
     hashed.clear()
     assert store.lookup("train", PARTS.key) == made
     assert hashed == []
@@ -251,7 +279,9 @@ def test_a_resumable_build_continues_the_failed_attempt(store: ArtifactStore) ->
     steps: list[int] = []
     with pytest.raises(InterruptedError):
         store.produce(PARTS, train(True, steps), resumable=True)
-    assert store.unfinished("train", PARTS.key) == store.key_folder("train", PARTS.key) / "1.partial"
+    assert (
+        store.unfinished("train", PARTS.key) == store.key_folder("train", PARTS.key) / "1.partial"
+    )
     made, was_cached = store.produce(PARTS, train(False, steps), resumable=True)
     assert (was_cached, steps, names(store)) == (False, [0, 2], ["1"])
     assert (Path(made.path) / "checkpoint").read_text() == "4"
@@ -276,7 +306,9 @@ def test_a_forced_build_keeps_the_old_artifact(store: ArtifactStore) -> None:
 
 def test_a_failed_forced_build_keeps_the_hit_and_resumes_when_forced(store: ArtifactStore) -> None:
     steps: list[int] = []
-    old, _ = store.produce(PARTS, train(False, steps), resumable=True, force=True)  # as without force
+    old, _ = store.produce(
+        PARTS, train(False, steps), resumable=True, force=True
+    )  # as without force
     with pytest.raises(InterruptedError):
         store.produce(PARTS, train(True, steps), resumable=True, force=True)
     assert store.produce(PARTS, train(False, steps), resumable=True) == (old, True)
@@ -288,11 +320,20 @@ def test_a_failed_forced_build_keeps_the_hit_and_resumes_when_forced(store: Arti
 @pytest.mark.parametrize(
     ("write", "said"),
     [
-        (lambda work: (work / "model").symlink_to("/etc"), r"model is neither .*only copies or hard links"),
-        (lambda work: (work / "manifest.json").touch(), r"stage train wrote .*a name reserved for the store"),
-        (lambda work: (work / "a\nb").touch(), r"a\\nb' has a line break or another control character"),
+        (
+            lambda work: (work / "model").symlink_to("/etc"),
+            r"model is neither .*only copies or hard links",
+        ),
+        (
+            lambda work: (work / "manifest.json").touch(),
+            r"stage train wrote .*a name reserved for the store",
+        ),
+        (
+            lambda work: (work / "a\nb").touch(),
+            r"a\\nb' has a line break or another control character",
+        ),
     ],
-)  # fmt: skip
+)
 def test_links_reserved_names_and_control_characters_are_refused(
     store: ArtifactStore, write: Callable[[Path], None], said: str
 ) -> None:
@@ -300,10 +341,14 @@ def test_links_reserved_names_and_control_characters_are_refused(
         store.produce(PARTS, lambda work: {"wrote": write(work)})
 
 
-def test_manifests_contain_no_secrets(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifests_contain_no_secrets(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "sk-very-secret")
     parts = replace(PARTS, config={"serve": {"extra_args": ("--header", "Bearer sk-very-secret")}})
-    made, _ = store.produce(parts, Builder(metrics={"commands": ["curl -H sk-very-secret"], "n": 1}))
+    made, _ = store.produce(
+        parts, Builder(metrics={"commands": ["curl -H sk-very-secret"], "n": 1})
+    )
     manifest = made.manifest()
     assert manifest["config"] == {"serve": {"extra_args": ["--header", "Bearer [redacted]"]}}
     assert manifest["metrics"] == {"commands": ["curl -H [redacted]"], "n": 1}
@@ -327,7 +372,9 @@ def test_digests_taken_while_writing_are_verified_on_the_next_use(
     )
     sha256 = hashlib.sha256(b"{}").hexdigest()
     blake3 = digest_of([content_part(b"0123456789")])
-    monkeypatch.setattr(artifact_module, "hash_file", lambda path, algorithm: pytest.fail(f"{path} was read"))
+    monkeypatch.setattr(
+        artifact_module, "hash_file", lambda path, algorithm: pytest.fail(f"{path} was read")
+    )
     digests = {WEIGHTS: f"blake3:{blake3}", "config.json": f"sha256:{sha256}"}
     made, _ = store.produce(PARTS, lambda work: write_with_digests(work, digests))
     monkeypatch.undo()
@@ -375,7 +422,9 @@ def test_a_store_path_below_a_file_is_refused_before_building(tmp_path: Path) ->
     assert build.num_runs == 0
 
 
-def test_unrelated_errors_are_not_turned_into_store_errors(store: ArtifactStore, tmp_path: Path) -> None:
+def test_unrelated_errors_are_not_turned_into_store_errors(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
     def read_missing(work: Path) -> Mapping[str, Any]:
         return {"text": (work / "missing").read_text()}
 

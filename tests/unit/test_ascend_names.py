@@ -23,7 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "dapo_core").rglob("*.py"))}
 NEWEST = sets()["npu-newest"].packages
 WORKER = ("vllm_ascend/worker/worker.py", "vllm/v1/worker/worker_base.py")
-SAMPLED = ("vllm_ascend/sample/sampler.py", "vllm/v1/sample/sampler.py", "vllm/v1/sample/ops/topk_topp_sampler.py")
+SAMPLED = (
+    "vllm_ascend/sample/sampler.py",
+    "vllm/v1/sample/sampler.py",
+    "vllm/v1/sample/ops/topk_topp_sampler.py",
+)
 RUNNER = ("vllm_ascend/worker/model_runner_v1.py", "vllm/v1/worker/gpu_model_runner.py")
 CPU_ONLY = {"reload_weights"}  # vLLM up to 0.23 has no other way on CPUs
 
@@ -50,7 +54,11 @@ def uses(tree: ast.AST, roots: set[str], file: str = "") -> Iterator[Use]:
                 if name != text and "(" not in name:
                     call = calls.get(id(node))
                     positional = len(call.args) if call else 0
-                    keywords = frozenset(word.arg for word in call.keywords if word.arg) if call else frozenset()
+                    keywords = (
+                        frozenset(word.arg for word in call.keywords if word.arg)
+                        if call
+                        else frozenset()
+                    )
                     yield Use(name, f"{file}:{node.lineno}", positional, keywords)
 
 
@@ -58,13 +66,21 @@ def device_modules(tree: ast.AST) -> set[str]:
     """Expressions for torch's device module: calls of Device.module(), and the names they are assigned to."""
     found = set()
     for node in ast.walk(tree):
-        targets = {ast.Assign: "targets", ast.AnnAssign: "target", ast.NamedExpr: "target"}.get(type(node))
+        targets = {ast.Assign: "targets", ast.AnnAssign: "target", ast.NamedExpr: "target"}.get(
+            type(node)
+        )
         value = node if isinstance(node, ast.Call) else getattr(node, "value", None)
-        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "module":
+        if (
+            isinstance(value, ast.Call)
+            and isinstance(value.func, ast.Attribute)
+            and value.func.attr == "module"
+        ):
             found.add(ast.unparse(value))
             if targets:
                 names = getattr(node, targets)
-                found |= {ast.unparse(name) for name in (names if isinstance(names, list) else [names])}
+                found |= {
+                    ast.unparse(name) for name in (names if isinstance(names, list) else [names])
+                }
     return found
 
 
@@ -97,7 +113,9 @@ class Wheels:
             return True
         module, _, name = dotted.rpartition(".")
         folder = module.replace(".", "/")
-        file = next((each for each in (f"{folder}.py", f"{folder}/__init__.py") if each in self.files), None)
+        file = next(
+            (each for each in (f"{folder}.py", f"{folder}/__init__.py") if each in self.files), None
+        )
         return file is not None and name in self.names(file)
 
     def names(self, file: str) -> set[str]:
@@ -110,14 +128,20 @@ class Wheels:
                 folder = file.split("/")[: -node.level] if node.level else []
                 path = "/".join([*folder, *(node.module or "").split(".")])
                 found |= self.names(
-                    next(each for each in (f"{path}.py", f"{path}/__init__.py") if each in self.files)
+                    next(
+                        each for each in (f"{path}.py", f"{path}/__init__.py") if each in self.files
+                    )
                 )
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 found |= {each.asname or each.name for each in node.names}
             elif isinstance(node, ast.Assign):
                 found |= {ast.unparse(target) for target in node.targets}
                 if ast.unparse(node.targets[0]) in ("__all__", "MODULE_ATTRS"):
-                    found |= {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+                    found |= {
+                        each.value
+                        for each in ast.walk(node.value)
+                        if isinstance(each, ast.Constant)
+                    }
             elif isinstance(node, ast.AnnAssign):
                 found.add(ast.unparse(node.target))
         return found
@@ -143,13 +167,17 @@ def vllm() -> Wheels:
 def test_device_functions_exist_in_torch_npu(torch_npu: Wheels) -> None:
     asked = in_sources(device_modules)
 
-    assert {"mem_get_info", "is_available", "current_stream", "empty_cache"} <= {use.name for use in asked}
+    assert {"mem_get_info", "is_available", "current_stream", "empty_cache"} <= {
+        use.name for use in asked
+    }
     assert [use for use in asked if not torch_npu.has(f"torch_npu.npu.{use.name}")] == []
     assert not torch_npu.has("torch_npu.npu.memory_of_the_moon")
 
 
 @pytest.mark.slow
-def test_functions_called_by_name_exist_in_torch_npu_with_these_arguments(torch_npu: Wheels) -> None:
+def test_functions_called_by_name_exist_in_torch_npu_with_these_arguments(
+    torch_npu: Wheels,
+) -> None:
     called = in_sources({"torch_npu"})
     library = torch_npu.files["torch_npu/lib/libtorch_npu.so"].read("torch_npu/lib/libtorch_npu.so")
     for use in called:
@@ -157,12 +185,15 @@ def test_functions_called_by_name_exist_in_torch_npu_with_these_arguments(torch_
             assert torch_npu.has(f"torch_npu.{use.name}"), use
             continue
         # operators are registered in C++ by schema
-        name = use.name.encode()  # first in the pattern: a literal prefix is searched ten times as fast
+        name = (
+            use.name.encode()
+        )  # first in the pattern: a literal prefix is searched ten times as fast
         arguments = rb"\(([^)\0]*(?:\([^)\0]*\)[^)\0]*)*)\) ->"
         schemas = re.findall(name + rb"(?<![\w.:]" + name + rb")" + arguments, library)
         assert schemas, use
         parameters = [
-            part.split("=")[0].split()[-1] for part in re.split(r", (?![^\[(]*[\])])", schemas[0].decode())
+            part.split("=")[0].split()[-1]
+            for part in re.split(r", (?![^\[(]*[\])])", schemas[0].decode())
         ]
         assert use.num_positional <= len(parameters), (use, schemas)
         assert use.keywords <= set(parameters), (use, schemas)
@@ -174,7 +205,8 @@ def test_imported_names_exist_in_vllm(vllm: Wheels) -> None:
         f"{node.module}.{name.name}"
         for tree in SOURCES.values()
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("vllm", "vllm_ascend")
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").split(".")[0] in ("vllm", "vllm_ascend")
         for name in node.names
     ]
 
@@ -186,7 +218,9 @@ def test_imported_names_exist_in_vllm(vllm: Wheels) -> None:
 @pytest.mark.slow
 def test_methods_of_the_engine_worker_and_sampler_exist_in_vllm(vllm: Wheels) -> None:
     of_engine = {
-        path: tree for path, tree in SOURCES.items() if path.name in ("vllm_engine.py", "vllm_transfer.py")
+        path: tree
+        for path, tree in SOURCES.items()
+        if path.name in ("vllm_engine.py", "vllm_transfer.py")
     }
     methods = vllm.attributes("vllm/v1/engine/llm_engine.py")
     on_workers, of_worker = set(), set()
@@ -196,7 +230,9 @@ def test_methods_of_the_engine_worker_and_sampler_exist_in_vllm(vllm: Wheels) ->
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("collective_rpc"):
                 on_workers |= {each.value for each in node.args if isinstance(each, ast.Constant)}
-            if isinstance(node, ast.FunctionDef) and "worker" in {each.arg for each in node.args.args}:
+            if isinstance(node, ast.FunctionDef) and "worker" in {
+                each.arg for each in node.args.args
+            }:
                 of_worker |= {use.name for use in uses(node, {"worker"})}
                 of_worker |= {each.args[1].value for each in ast.walk(node) if is_getattr(each)}
     assert {"start_weight_update", "update_weights", "finish_weight_update"} <= on_workers

@@ -42,7 +42,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_page_has_all_commands_in_order() -> None:
     verbs = [" ".join(word for word in _words(line)[:2] if word.isalpha()) for line in COMMANDS]
     assert [verb.split()[-1] for verb in verbs] == [
-        *("doctor", "env", "plan", "up", "status", "render", "render", "render", "doctor", "run", "runs", "down")
+        "doctor",
+        "env",
+        "plan",
+        "up",
+        "status",
+        "render",
+        "render",
+        "render",
+        "doctor",
+        "run",
+        "runs",
+        "down",
     ]
 
 
@@ -72,7 +83,9 @@ def test_the_scripts_export_the_page_s_variables(folder: Path) -> None:
         done = CliRunner().invoke(app, _words(line))
         assert done.exit_code == 0, done.output
     for path in ("start/node1.sh", "start/node4.sh", "job/dapo_qwen3_32b_math.sbatch"):
-        found = [line.strip() for line in (folder / path).read_text().splitlines() if "export " in line]
+        found = [
+            line.strip() for line in (folder / path).read_text().splitlines() if "export " in line
+        ]
         assert [line for line in found if line in listed] == listed, path
     *_, pods = yaml.safe_load_all((folder / "pods/dapo-qwen3-32b-math.yaml").read_text())
     assert pods["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 3
@@ -80,11 +93,18 @@ def test_the_scripts_export_the_page_s_variables(folder: Path) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_the_linter_exports_the_same_variables() -> None:
-    names = {line.removeprefix("export ").partition("=")[0] for line in LINES if line.startswith("export ")}
+    names = {
+        line.removeprefix("export ").partition("=")[0]
+        for line in LINES
+        if line.startswith("export ")
+    }
     overrides = ["--set", "train.ray_address=node1:6379", "--export"]
-    done = CliRunner().invoke(app, ["doctor", "env", RECIPE, *overrides], env={name: None for name in names})
+    done = CliRunner().invoke(
+        app, ["doctor", "env", RECIPE, *overrides], env={name: None for name in names}
+    )
     asked = {
-        re.split(r"[=:]", line.removeprefix("export ").removeprefix("# "))[0] for line in done.output.splitlines()
+        re.split(r"[=:]", line.removeprefix("export ").removeprefix("# "))[0]
+        for line in done.output.splitlines()
     }
     assert asked - {"ulimit -n"} <= names
 
@@ -98,8 +118,11 @@ def test_metrics_exist() -> None:
     table = PAGE.partition("| metric |")[2].partition("\n\n")[0]
     sources = subprocess.run(
         ["git", "grep", "-hoE", r"[a-z_]+/[a-z_/]+", "--", "dapo_core", "tests/unit"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    ).stdout.split()  # fmt: skip
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
     names = {
         name
         for cell in re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)

@@ -17,7 +17,9 @@ def test_workload_counts_matrices_and_causal_attention() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 3000), max_size=60), st.integers(1, 9))
-def test_balancing_assigns_every_index_to_exactly_one_rank(costs: list[int], num_ranks: int) -> None:
+def test_balancing_assigns_every_index_to_exactly_one_rank(
+    costs: list[int], num_ranks: int
+) -> None:
     parts = balance_over_ranks(np.array(costs, dtype=np.float64), num_ranks)
     assert len(parts) == num_ranks
     assert sorted(index for part in parts for index in part.tolist()) == list(range(len(costs)))
@@ -32,7 +34,9 @@ def test_a_large_batch_is_balanced_evenly(shape: str) -> None:
     lengths = {
         "uniform": draw.integers(50, 20_000, size=16_384),
         "lognormal": draw.lognormal(7.5, 1.0, size=16_384).clip(20, 22_528).astype(np.int64),
-        "one in ten at the limit": np.where(draw.random(16_384) < 0.1, 20_480, draw.integers(200, 3000, 16_384)),
+        "one in ten at the limit": np.where(
+            draw.random(16_384) < 0.1, 20_480, draw.integers(200, 3000, 16_384)
+        ),
     }[shape]
     costs = workload(lengths, 4096)
     loads = np.array([costs[part].sum() for part in balance_over_ranks(costs, 64)])
@@ -40,7 +44,9 @@ def test_a_large_batch_is_balanced_evenly(shape: str) -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 300), st.integers(1, 9))
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 300), st.integers(1, 9)
+)
 def test_micro_batches_contain_every_sequence_once_within_the_limit(
     lengths: list[int], max_tokens: int, at_least: int
 ) -> None:
@@ -65,4 +71,7 @@ def test_micro_batches_are_few_and_balanced() -> None:
     lengths = np.array([6, 4, 4, 3, 3])
     # 20 tokens fit two sets of 10: best fit 6 + 4 | 4 + 3 + 3. To the cheaper they would not: 6 | 4 + 4, then 3 to
     # 6 (9 tokens), and no set has room for the last 3
-    assert [part.tolist() for part in micro_batches(lengths, workload(lengths, 1), 10)] == [[0, 1], [2, 3, 4]]
+    assert [part.tolist() for part in micro_batches(lengths, workload(lengths, 1), 10)] == [
+        [0, 1],
+        [2, 3, 4],
+    ]

@@ -33,13 +33,20 @@ def _rollout(response_ids: list[int], finish_reason: FinishReason = "stop") -> R
 
 def _groups() -> list[Group]:
     return [
-        Group(0, Prompt(0, (5, 6), "arithmetic", "1"), [_rollout([7, 8, 2]), _rollout([9, 9, 9, 9], "length")]),
+        Group(
+            0,
+            Prompt(0, (5, 6), "arithmetic", "1"),
+            [_rollout([7, 8, 2]), _rollout([9, 9, 9, 9], "length")],
+        ),
         Group(1, Prompt(1, (3, 3, 3), "arithmetic", "1"), [_rollout([4]), _rollout([], "abort")]),
     ]
 
 
 def test_layout_matches_the_documented_example() -> None:
-    batch = replace(build_batch(_groups(), mask_truncated=False), advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]))
+    batch = replace(
+        build_batch(_groups(), mask_truncated=False),
+        advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]),
+    )
     # the widest row is 2 + 4 = 6 tokens, the longest response 4
     assert batch.token_ids.tolist() == [
         [5, 6, 7, 8, 2, 0],
@@ -49,7 +56,12 @@ def test_layout_matches_the_documented_example() -> None:
     ]
     assert batch.prompt_lengths.tolist() == [2, 2, 3, 3]
     assert batch.response_lengths.tolist() == [3, 4, 1, 0]
-    assert batch.response_mask.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
+    assert batch.response_mask.int().tolist() == [
+        [1, 1, 1, 0],
+        [1, 1, 1, 1],
+        [1, 0, 0, 0],
+        [0, 0, 0, 0],
+    ]
     assert batch.rollout_log_probs.tolist() == [
         [-0.5, -1.0, -1.5, 0.0],
         [-0.5, -1.0, -1.5, -2.0],
@@ -65,12 +77,20 @@ def test_layout_matches_the_documented_example() -> None:
 
 def test_mask_truncated_excludes_truncated_responses_from_the_loss() -> None:
     batch = build_batch(_groups(), mask_truncated=True)
-    assert batch.response_mask.int().tolist() == [[1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    assert batch.response_mask.int().tolist() == [
+        [1, 1, 1, 0],
+        [0, 0, 0, 0],
+        [1, 0, 0, 0],
+        [0, 0, 0, 0],
+    ]
     assert LossTotals.of(batch) == LossTotals(4, 2)
 
 
 def test_select_orders_and_trims() -> None:
-    batch = replace(build_batch(_groups(), mask_truncated=False), advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]))
+    batch = replace(
+        build_batch(_groups(), mask_truncated=False),
+        advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]),
+    )
     values = torch.arange(16.0).view(4, 4)
     later = {"old_log_probs": batch.rollout_log_probs * 2, "ref_log_probs": values}
     chosen = replace(batch, **later, importance_weights=values + 100).select([2, 0])
@@ -98,7 +118,9 @@ def test_a_sequence_longer_than_a_micro_batch_is_refused_with_the_key() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.integers(22, 90), st.integers(0, 50))
+@given(
+    st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.integers(22, 90), st.integers(0, 50)
+)
 def test_ranks_get_equally_many_micro_batches_and_every_response_once(
     num_groups: int, group_size: int, num_ranks: int, max_tokens: int, seed: int
 ) -> None:
@@ -112,7 +134,10 @@ def test_ranks_get_equally_many_micro_batches_and_every_response_once(
         assert held == list(range(len(rows)))
         for local, row in enumerate(rows):
             length = batch.lengths[row]
-            assert share.batch.token_ids[local, :length].tolist() == batch.token_ids[row, :length].tolist()
+            assert (
+                share.batch.token_ids[local, :length].tolist()
+                == batch.token_ids[row, :length].tolist()
+            )
         for part in (part for part in share.micro_batches if len(part)):
             assert share.batch.lengths[part].sum() <= max_tokens
 
@@ -122,8 +147,12 @@ def test_ranks_without_responses_still_take_part() -> None:
     shares, indices = split_batch(batch, 5, 4096)
     assert [len(rows) for rows in indices].count(1) == 2
     assert [len(rows) for rows in indices].count(0) == 3
-    assert [sum(len(part) for part in share.micro_batches) for share in shares] == [len(rows) for rows in indices]
-    assert all(share.batch.num_responses == 1 for share in shares)  # something to run the forward pass on
+    assert [sum(len(part) for part in share.micro_batches) for share in shares] == [
+        len(rows) for rows in indices
+    ]
+    assert all(
+        share.batch.num_responses == 1 for share in shares
+    )  # something to run the forward pass on
 
 
 def test_unscored_responses_are_masked() -> None:
@@ -137,7 +166,9 @@ def test_unscored_responses_are_masked() -> None:
 
 def test_mini_batches_are_not_ordered_by_finishing_time() -> None:
     """A mini-batch of the shortest responses would weight their tokens more than those of long ones."""
-    as_finished = [make_group([1.0, -1.0], number, num_response_tokens=number + 1) for number in range(64)]
+    as_finished = [
+        make_group([1.0, -1.0], number, num_response_tokens=number + 1) for number in range(64)
+    ]
     groups = shuffled(as_finished, seed=3, step=1)
     assert sorted(group.prompt.index for group in groups) == list(range(64))
     tokens = np.array([group.num_response_tokens for group in groups]).reshape(4, 16).sum(axis=1)
@@ -161,7 +192,9 @@ def test_mini_batches_keep_groups_whole() -> None:
     batch = random_batch(num_groups=5, group_size=2)
     rows = mini_batches(batch, 2, [3, 0, 4, 1, 2])
     assert [each.tolist() for each in rows] == [[6, 7, 0, 1], [8, 9, 2, 3], [4, 5]]
-    assert random_order(64, 3, 1, 1).tolist() != random_order(64, 3, 1, 2).tolist() != list(range(64))
+    assert (
+        random_order(64, 3, 1, 1).tolist() != random_order(64, 3, 1, 2).tolist() != list(range(64))
+    )
     assert random_order(64, 3, 1, 1).tolist() == random_order(64, 3, 1, 1).tolist()
 
 

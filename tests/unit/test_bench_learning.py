@@ -71,18 +71,27 @@ def test_the_page_shows_figures_and_a_verdict_per_comparison(page: ModuleType) -
     text = page.render(
         outcomes(page, accuracies)[::-1], "bench/learning.py"
     )  # the order in which they end does not matter
-    assert "| full recipe | 70.0 (60.0..80.0) |  | 3.000 (3.000..3.000) |" in text  # mean of 1, 2, 3, 4, 5
+    assert (
+        "| full recipe | 70.0 (60.0..80.0) |  | 3.000 (3.000..3.000) |" in text
+    )  # mean of 1, 2, 3, 4, 5
     assert "| 12,346 (12,346..12,346) |" in text
     assert "| without token-mean | 66.0 (57.0..75.0) | -4.0 [-6.5, -1.5] |" in text
-    assert re.search(r"\*\*Clip-higher\*\* .*: \+0\.0 points without it, \*\*within noise\*\*", text)
-    assert re.search(r"\*\*Token-mean\*\* .*: -4\.0 points without it, \*\*worse\*\* .*\(-6\.5 to -1\.5\)", text)
+    assert re.search(
+        r"\*\*Clip-higher\*\* .*: \+0\.0 points without it, \*\*within noise\*\*", text
+    )
+    assert re.search(
+        r"\*\*Token-mean\*\* .*: -4\.0 points without it, \*\*worse\*\* .*\(-6\.5 to -1\.5\)", text
+    )
     assert "Before training: 40.0 (30.0..50.0) %" in text
     assert "about 10 of 100 such pages" in text  # 1 - 0.95^2 = 0.0975
 
 
 @pytest.mark.slow
 def test_the_plot_is_drawn(page: ModuleType, tmp_path: Path) -> None:
-    page.draw(outcomes(page, {None: [0.3], "full": [0.6], "dynamic-sampling": [0.5]}), tmp_path / "plot.png")
+    page.draw(
+        outcomes(page, {None: [0.3], "full": [0.6], "dynamic-sampling": [0.5]}),
+        tmp_path / "plot.png",
+    )
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -40,7 +40,9 @@ def test_an_unresponsive_server_counts_as_not_cancelled(
         if answers == "nothing":
             silent.listen()
         began = time.monotonic()
-        with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{silent.getsockname()[1]}/api"}):
+        with temporary_settings(
+            {PREFECT_API_URL: f"http://127.0.0.1:{silent.getsockname()[1]}/api"}
+        ):
             assert is_worker_restart(SIGTERM)
     assert 0.5 < time.monotonic() - began < 60.0
     assert "cannot ask Prefect whether" in caplog.text
@@ -63,7 +65,9 @@ class SlowServer(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("state", "is_restart"), [("CANCELLING", False), ("CANCELLED", False), ("RUNNING", True)])
+@pytest.mark.parametrize(
+    ("state", "is_restart"), [("CANCELLING", False), ("CANCELLED", False), ("RUNNING", True)]
+)
 def test_a_busy_server_is_polled_until_it_answers(
     state: str, is_restart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +79,9 @@ def test_a_busy_server_is_polled_until_it_answers(
         thread.start()
         try:
             monkeypatch.setattr(SlowServer, "busy_until", time.monotonic() + 0.3)
-            with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{server.server_port}/api"}):
+            with temporary_settings(
+                {PREFECT_API_URL: f"http://127.0.0.1:{server.server_port}/api"}
+            ):
                 assert is_worker_restart(SIGTERM) is is_restart
         finally:
             server.shutdown()

@@ -96,7 +96,10 @@ DAMAGE = [
     (flip(SHARD, 3000), rf"{SHARD} is damaged or from another checkpoint: 1 of its 2 parts differ"),
     (flip(SHARD, 0), rf"{SHARD} is damaged"),
     (_of_another_step(SHARD), rf"{SHARD} is damaged or from another checkpoint: 2 of its 2 parts"),
-    (_of_another_step("trainer_state.json"), r"trainer_state\.json is damaged or from another checkpoint"),
+    (
+        _of_another_step("trainer_state.json"),
+        r"trainer_state\.json is damaged or from another checkpoint",
+    ),
     (_of_another_step(MANIFEST_FILE), r"checkpoint_manifest\.json is for step 10, not step_000015"),
     (lambda checkpoint: (checkpoint / SHARD).unlink(), rf"{SHARD} is missing"),
     (
@@ -110,11 +113,23 @@ DAMAGE = [
     (flip("carried_groups.json", 40), r"carried_groups\.json is damaged"),
     (flip("huggingface/config.json"), r"huggingface/config\.json is damaged"),
     (flip(".metadata", 100), r"\.metadata is damaged"),
-    (lambda checkpoint: (checkpoint / MANIFEST_FILE).write_text("{"), r"checkpoint_manifest\.json cannot be read"),
-    (_edit_manifest(lambda files: files.update({"../step_000010/config.yaml": []})), r"it names files outside"),
-    (_edit_manifest(lambda files: files.update({"config.yaml": [[-1, ""]]})), r"it has a negative size"),
+    (
+        lambda checkpoint: (checkpoint / MANIFEST_FILE).write_text("{"),
+        r"checkpoint_manifest\.json cannot be read",
+    ),
+    (
+        _edit_manifest(lambda files: files.update({"../step_000010/config.yaml": []})),
+        r"it names files outside",
+    ),
+    (
+        _edit_manifest(lambda files: files.update({"config.yaml": [[-1, ""]]})),
+        r"it has a negative size",
+    ),
     (_edit_manifest(lambda files: files.clear()), r"\.metadata is not in checkpoint_manifest"),
-    (lambda checkpoint: os.mkfifo(checkpoint / "pipe"), r"pipe is neither a file nor a folder; remove it"),
+    (
+        lambda checkpoint: os.mkfifo(checkpoint / "pipe"),
+        r"pipe is neither a file nor a folder; remove it",
+    ),
     (_link, r"config\.yaml is a symbolic link, which is not followed"),
 ]
 
@@ -127,7 +142,9 @@ def test_damage_is_reported_and_training_continues_from_the_previous_checkpoint(
     latest = folder / "step_000015"
     verify_checkpoint(latest)
     damage(latest)
-    with pytest.raises(CheckpointError, match=rf"{message}.*on_damage=previous to continue.*copy the file again"):
+    with pytest.raises(
+        CheckpointError, match=rf"{message}.*on_damage=previous to continue.*copy the file again"
+    ):
         find_start(folder, "auto", "stop")
     assert find_start(folder, "auto", "previous") == folder / "step_000010"
     assert "continuing from step_000010; set aside 1 damaged checkpoints" in caplog.text
@@ -146,11 +163,16 @@ def test_damage_is_reported_and_training_continues_from_the_previous_checkpoint(
 @pytest.mark.parametrize("damage", [flip(SHARD, 10_000), _of_another_step(SHARD)])
 def test_a_merge_verifies_every_byte(folder: Path, damage: Callable[[Path], object]) -> None:
     checkpoint = folder / "step_000015"
-    assert bytes(next(DcpSource(checkpoint).blocks("a")[0].read())) == torch.full((350,), 15.0).numpy().tobytes()
+    assert (
+        bytes(next(DcpSource(checkpoint).blocks("a")[0].read()))
+        == torch.full((350,), 15.0).numpy().tobytes()
+    )
     damage(checkpoint)
     source = DcpSource(checkpoint)
     blocks = [block for name in ("a", "b") for block in source.blocks(name)]
-    with pytest.raises(CheckpointError, match=rf"{SHARD} is damaged or from another checkpoint: bytes \d"):
+    with pytest.raises(
+        CheckpointError, match=rf"{SHARD} is damaged or from another checkpoint: bytes \d"
+    ):
         _ = [list(block.read()) for block in blocks]
 
 
@@ -159,26 +181,37 @@ def _model(tmp_path: Path) -> None:
     make_model_folder(tmp_path / "model")
 
 
-def test_an_explicitly_named_checkpoint_is_not_replaced_by_another(folder: Path, tmp_path: Path) -> None:
+def test_an_explicitly_named_checkpoint_is_not_replaced_by_another(
+    folder: Path, tmp_path: Path
+) -> None:
     flip(SHARD)(folder / "step_000015")
     new = tmp_path / "new" / "checkpoints"
     with pytest.raises(CheckpointError, match=rf"step_000015/{SHARD} is damaged"):
         find_start(new, str(folder / "step_000015"))
     assert find_start(new, str(folder)) == folder / "step_000010"
     assert find_start(new, str(folder / "step_000005")) == folder / "step_000005"
-    assert names_in(folder) == ["latest", "step_000005", "step_000010", "step_000015"]  # of another training
+    assert names_in(folder) == [
+        "latest",
+        "step_000005",
+        "step_000010",
+        "step_000015",
+    ]  # of another training
 
 
 def test_without_an_intact_checkpoint_training_does_not_start_over(folder: Path) -> None:
     for step in (5, 10, 15):
         flip(SHARD)(folder / f"step_{step:06d}")
-    with pytest.raises(CheckpointError, match=rf"step_000015/{SHARD} is damaged.* no older checkpoint is intact"):
+    with pytest.raises(
+        CheckpointError, match=rf"step_000015/{SHARD} is damaged.* no older checkpoint is intact"
+    ):
         find_start(folder, "auto")
     assert find_start(folder, "never") is None
 
 
 def test_manifests_have_the_training_id_and_list_every_file(written: Path) -> None:
-    manifests = [require_files(written / f"step_{step:06d}", with_shards=False) for step in (5, 10, 15)]
+    manifests = [
+        require_files(written / f"step_{step:06d}", with_shards=False) for step in (5, 10, 15)
+    ]
     assert len({manifest.training for manifest in manifests if manifest}) == 1
     assert [manifest.step for manifest in manifests if manifest] == [5, 10, 15]
     assert manifests[-1] is not None
@@ -190,7 +223,10 @@ def test_an_old_checkpoint_without_a_manifest_is_used_with_a_warning(
 ) -> None:
     (folder / "step_000015" / MANIFEST_FILE).unlink()
     assert find_start(folder, "auto") == folder / "step_000015"
-    assert "step_000015 has no checkpoint_manifest.json, so damaged files cannot be detected" in caplog.text
+    assert (
+        "step_000015 has no checkpoint_manifest.json, so damaged files cannot be detected"
+        in caplog.text
+    )
 
 
 def _plant(checkpoint: Path, content: bytes) -> None:
@@ -199,11 +235,15 @@ def _plant(checkpoint: Path, content: bytes) -> None:
     (checkpoint / MANIFEST_FILE).unlink(missing_ok=True)
 
 
-def test_a_malicious_pickle_does_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_malicious_pickle_does_not_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoint = folder / "step_000015"
     metadata = read_metadata(checkpoint)
-    metadata.state_dict_metadata["model.a"] = BytesStorageMetadata()  # torch would unpickle these bytes
+    metadata.state_dict_metadata["model.a"] = (
+        BytesStorageMetadata()
+    )  # torch would unpickle these bytes
     for content, message in (
         (pickle.dumps(Harmful()), r"it references io\.open, which no checkpoint needs"),
         (pickle.dumps(metadata), r"it references torch\.\S+BytesStorageMetadata"),
@@ -234,9 +274,14 @@ def test_an_archive_that_would_exhaust_memory_is_refused_by_its_declared_size(
     tensor = io.BytesIO()
     torch.save(torch.zeros(1_000_000), tensor)
     bomb = io.BytesIO()
-    with zipfile.ZipFile(tensor) as before, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as after:
+    with (
+        zipfile.ZipFile(tensor) as before,
+        zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as after,
+    ):
         for info in before.infolist():
-            after.writestr(info.filename, before.read(info), None if is_compressed else zipfile.ZIP_STORED)
+            after.writestr(
+                info.filename, before.read(info), None if is_compressed else zipfile.ZIP_STORED
+            )
     content = bytearray(bomb.getvalue())
     if not is_compressed:  # declare 16 times the bytes in the central directory
         claimed = (4_000_000).to_bytes(4, "little")
@@ -247,7 +292,8 @@ def test_an_archive_that_would_exhaust_memory_is_refused_by_its_declared_size(
         place.offset, place.length = 0, len(content)
     _plant(checkpoint, pickle.dumps(metadata))
     with pytest.raises(
-        CheckpointError, match=rf"{SHARD} has compressed or oversized records \(\d\S+ bytes in {len(content):,}\)"
+        CheckpointError,
+        match=rf"{SHARD} has compressed or oversized records \(\d\S+ bytes in {len(content):,}\)",
     ):
         verify_checkpoint(checkpoint)
 
@@ -277,7 +323,9 @@ def test_the_store_reuses_the_ranks_digests_and_detects_damage_with_them(
         store.check("train_policy", key.key)
 
 
-def test_carried_groups_are_parsed_only_by_the_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_carried_groups_are_parsed_only_by_the_trainer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They may be gigabytes, and their digests are verified anyway."""
     parsed = []
     monkeypatch.setattr(state, "_carried", lambda values: parsed.append(values) or _carried(values))

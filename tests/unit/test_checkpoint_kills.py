@@ -19,7 +19,15 @@ from dapo_core.checkpoint import writer
 from dapo_core.checkpoint.folder import LATEST_FILE, checkpoint_folders, latest_checkpoint
 from dapo_core.checkpoint.resume import find_start
 from dapo_core.errors import CheckpointError
-from tests.checkpoints import assert_complete, end, make_model_folder, make_state, make_writer, names_in, write
+from tests.checkpoints import (
+    assert_complete,
+    end,
+    make_model_folder,
+    make_state,
+    make_writer,
+    names_in,
+    write,
+)
 
 STATES = {
     5: make_state(5, accuracy=0.9),
@@ -111,7 +119,9 @@ def _failures(
         fatal = 0
         while True:
             folder = before.with_name(f"{'torn' if is_torn else 'at'}_{fatal}")
-            shutil.copytree(before, folder, copy_function=os.link)  # files are never changed in place
+            shutil.copytree(
+                before, folder, copy_function=os.link
+            )  # files are never changed in place
             message = ""
             with _disk(fatal, is_torn, error) as disk:
                 try:
@@ -141,7 +151,9 @@ def _continue(folder: Path, model_path: Path) -> None:
     next_step = 20 if latest is None else int(latest.name.removeprefix("step_")) + 5
     older = {path.name for path in checkpoint_folders(folder)} - {"step_000010"}
     write(make_writer(folder, model_path, **KEEP), STATES[next_step])
-    kept = {"latest", f"step_{next_step:06d}"} | (older - {"step_000015"} if next_step == 25 else older)
+    kept = {"latest", f"step_{next_step:06d}"} | (
+        older - {"step_000015"} if next_step == 25 else older
+    )
     assert set(names_in(folder)) == kept
     _assert_all_complete(folder)
 
@@ -186,7 +198,9 @@ def test_a_kill_while_old_checkpoints_are_removed_keeps_the_last_and_the_best(
 
 
 @pytest.mark.slow
-def test_a_full_disk_at_any_change_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, model_path: Path) -> None:
+def test_a_full_disk_at_any_change_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, model_path: Path
+) -> None:
     before = tmp_path / "before"
     write(make_writer(before, model_path, **KEEP), STATES[5], STATES[10], STATES[15])
     seen = set()
@@ -200,10 +214,16 @@ def test_a_full_disk_at_any_change_leaves_the_old_or_the_new_checkpoint(tmp_path
         else:  # only the removal of step 10 failed
             assert steps[-1] == 20
         seen.add((bool(message), steps[-1]))
-    assert seen == {(True, 15), (True, 20), (False, 20)}  # (True, 20): failed after `latest` was written
+    assert seen == {
+        (True, 15),
+        (True, 20),
+        (False, 20),
+    }  # (True, 20): failed after `latest` was written
 
 
-def test_a_kill_while_checkpoints_are_moved_aside_loses_nothing(tmp_path: Path, model_path: Path) -> None:
+def test_a_kill_while_checkpoints_are_moved_aside_loses_nothing(
+    tmp_path: Path, model_path: Path
+) -> None:
     before = tmp_path / "before"
     write(make_writer(before / "checkpoints", model_path, **KEEP), STATES[10], STATES[15])
     (before / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
@@ -215,7 +235,11 @@ def test_a_kill_while_checkpoints_are_moved_aside_loses_nothing(tmp_path: Path, 
     for folder, _, _ in _failures(before, model_path, move_aside, Killed()):
         move_aside(folder, model_path)
         assert names_in(folder / "checkpoints") == []
-        found = [path for path in folder.rglob("*") if path.name in ("metrics.jsonl", "latest", "step_000010")]
+        found = [
+            path
+            for path in folder.rglob("*")
+            if path.name in ("metrics.jsonl", "latest", "step_000010")
+        ]
         assert len(found) == 3
         (latest,) = folder.rglob("step_000015")
         assert_complete(latest, STATES[15])

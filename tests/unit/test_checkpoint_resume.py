@@ -12,14 +12,23 @@ import pytest
 
 from dapo_core.checkpoint.resume import find_start, lock_checkpoints, require_resume
 from dapo_core.errors import CheckpointError, ConfigError
-from tests.checkpoints import assert_complete, make_model_folder, make_state, make_writer, names_in, write
+from tests.checkpoints import (
+    assert_complete,
+    make_model_folder,
+    make_state,
+    make_writer,
+    names_in,
+    write,
+)
 
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
     """A training output with checkpoints of steps 5 and 10, and metrics."""
     model_path = make_model_folder(tmp_path / "model")
-    write(make_writer(tmp_path / "output" / "checkpoints", model_path), make_state(5), make_state(10))
+    write(
+        make_writer(tmp_path / "output" / "checkpoints", model_path), make_state(5), make_state(10)
+    )
     for name in ("metrics.jsonl", "trackers.json", "generations/step_5.jsonl"):
         (tmp_path / "output" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "output" / name).write_text("{}\n", encoding="utf-8")
@@ -31,7 +40,9 @@ def test_auto_continues_from_the_latest_checkpoint(output: Path, tmp_path: Path)
     assert find_start(tmp_path / "new" / "checkpoints", "auto") is None
 
 
-def test_never_moves_the_whole_training_aside(output: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_never_moves_the_whole_training_aside(
+    output: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     with lock_checkpoints(output / "checkpoints"):
         assert find_start(output / "checkpoints", "never") is None
@@ -51,7 +62,9 @@ def test_checkpoints_of_another_trainer_are_refused_or_set_aside(tmp_path: Path)
     folder = tmp_path / "output" / "checkpoints"
     (folder / "global_step_20" / "actor").mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("20")
-    message = r"1 checkpoints of another trainer, the newest global_step_20, .* choose another --output"
+    message = (
+        r"1 checkpoints of another trainer, the newest global_step_20, .* choose another --output"
+    )
     with pytest.raises(CheckpointError, match=message):
         find_start(folder, "auto")
     assert find_start(folder, "never") is None
@@ -61,7 +74,12 @@ def test_checkpoints_of_another_trainer_are_refused_or_set_aside(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("path", "step"),
-    [("", 10), ("checkpoints", 10), ("checkpoints/step_000005", 5), ("checkpoints/step_000010", 10)],
+    [
+        ("", 10),
+        ("checkpoints", 10),
+        ("checkpoints/step_000005", 5),
+        ("checkpoints/step_000010", 10),
+    ],
 )
 def test_a_path_may_be_a_checkpoint_or_a_training_output(
     output: Path, tmp_path: Path, path: str, step: int
@@ -79,13 +97,18 @@ def test_a_training_started_from_a_path_continues_from_its_own_checkpoints(
     assert find_start(folder, resume) == Path(resume)
     write(make_writer(folder, tmp_path / "model"), make_state(7))
     assert find_start(folder, resume) == folder / "step_000007"
-    assert f"continuing from step_000007 in this output instead of checkpoint.resume={resume}" in caplog.text
+    assert (
+        f"continuing from step_000007 in this output instead of checkpoint.resume={resume}"
+        in caplog.text
+    )
 
 
 def test_a_path_without_a_checkpoint_is_refused(output: Path, tmp_path: Path) -> None:
     partial = (output / "checkpoints" / "step_000005").rename(output / "step_000005.1a2b.partial")
     for path in (tmp_path / "model", tmp_path / "absent", partial):
-        with pytest.raises(CheckpointError, match=rf"checkpoint\.resume={path} has no complete checkpoint"):
+        with pytest.raises(
+            CheckpointError, match=rf"checkpoint\.resume={path} has no complete checkpoint"
+        ):
             find_start(tmp_path / "new" / "checkpoints", str(path))
 
 
@@ -107,13 +130,17 @@ def test_a_second_training_in_the_same_output_is_refused(tmp_path: Path) -> None
     assert names_in(folder) == []  # the output's digest must not depend on pids
 
 
-def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(file: Any, operation: int) -> None:
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with (
-        pytest.raises(CheckpointError, match=r"cannot be locked .* not implemented.* choose another --output"),
+        pytest.raises(
+            CheckpointError, match=r"cannot be locked .* not implemented.* choose another --output"
+        ),
         lock_checkpoints(tmp_path),
     ):
         pytest.fail("nothing is locked")

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from dapo_core.checkpoint.folder import LATEST_FILE, best_checkpoints, checkpoint_folders, latest_checkpoint
+from dapo_core.checkpoint.folder import (
+    LATEST_FILE,
+    best_checkpoints,
+    checkpoint_folders,
+    latest_checkpoint,
+)
 from dapo_core.checkpoint.state import (
     GROUPS_FILE,
     STATE_FILE,
@@ -33,7 +38,9 @@ def test_non_finite_numbers_round_trip(tmp_path: Path) -> None:
     state = make_state(20)
     odd = [math.inf, -math.inf, math.nan]
     state.surplus[0][1].rollouts[0].rollout_log_probs[:] = odd
-    read = read_state(write_state(tmp_path, replace(state, metrics=dict(zip("abc", odd, strict=True)))))
+    read = read_state(
+        write_state(tmp_path, replace(state, metrics=dict(zip("abc", odd, strict=True))))
+    )
     for values in (read.surplus[0][1].rollouts[0].rollout_log_probs, list(read.metrics.values())):
         assert values[:2] == odd[:2]
         assert math.isnan(values[2])
@@ -50,12 +57,18 @@ def test_step_and_metrics_are_read_without_the_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        *((name, text) for name in (STATE_FILE, GROUPS_FILE) for text in ("", '{"step": 5', "[]", '"text"')),
+        *(
+            (name, text)
+            for name in (STATE_FILE, GROUPS_FILE)
+            for text in ("", '{"step": 5', "[]", '"text"')
+        ),
         *((STATE_FILE, damage) for damage in ("lacking", "unknown")),
         *((GROUPS_FILE, damage) for damage in ("surplus", "unfinished", "absent")),
     ],
 )
-def test_an_unreadable_state_is_refused_with_the_fix(tmp_path: Path, name: str, damage: str) -> None:
+def test_an_unreadable_state_is_refused_with_the_fix(
+    tmp_path: Path, name: str, damage: str
+) -> None:
     checkpoint = write_state(tmp_path, make_state(5))
     values = json.loads((checkpoint / name).read_text(encoding="utf-8"))
     if damage == "lacking":
@@ -82,7 +95,9 @@ def test_tokens_that_do_not_match_the_groups_are_refused(tmp_path: Path, damage:
     path = write_state(tmp_path, make_state(5)) / TOKENS_FILE
     contents = {
         "cut": path.read_bytes()[:-4],
-        "of a state without groups": state_files(replace(make_state(5), surplus=[], unfinished=[]))[TOKENS_FILE],
+        "of a state without groups": state_files(replace(make_state(5), surplus=[], unfinished=[]))[
+            TOKENS_FILE
+        ],
         "uneven": save({**load(path.read_bytes()), "response_ids": np.zeros(1, np.int32)}),
     }
     if damage == "absent":
@@ -105,7 +120,10 @@ def test_folders_are_ordered_by_step_and_other_names_do_not_count(tmp_path: Path
 @pytest.mark.parametrize(
     ("latest", "expected"),
     [
-        ("step_000010\n", "step_000010"),  # the writer of step 15 was killed before it updated `latest`
+        (
+            "step_000010\n",
+            "step_000010",
+        ),  # the writer of step 15 was killed before it updated `latest`
         ("step_000015\n", "step_000015"),
         (None, "step_000015"),
         ("step_000020\n", "step_000015"),  # removed by hand
@@ -125,12 +143,18 @@ def test_the_latest_checkpoint_is_the_one_that_the_pointer_names(
     assert latest_checkpoint(tmp_path / "none") is None
 
 
-def test_the_best_checkpoint_has_the_highest_accuracy_and_ties_go_to_the_earliest(tmp_path: Path) -> None:
+def test_the_best_checkpoint_has_the_highest_accuracy_and_ties_go_to_the_earliest(
+    tmp_path: Path,
+) -> None:
     write_state(tmp_path, make_state(5))
     assert best_checkpoints(tmp_path) == []
     for step, accuracy in ((10, 0.25), (15, 0.5), (20, 0.5), (25, float("nan")), (30, 0.75)):
         write_state(tmp_path, make_state(step, accuracy))
-    assert [path.name for path in best_checkpoints(tmp_path, 3)] == ["step_000030", "step_000015", "step_000020"]
+    assert [path.name for path in best_checkpoints(tmp_path, 3)] == [
+        "step_000030",
+        "step_000015",
+        "step_000020",
+    ]
     (tmp_path / LATEST_FILE).write_text("step_000025", encoding="utf-8")  # 30 does not count
     assert best_checkpoints(tmp_path) == [tmp_path / "step_000015"]
 

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from dapo_core.checkpoint import writer as writer_module
-from dapo_core.checkpoint.folder import CONFIG_FILE, LATEST_FILE, checkpoint_folders, latest_checkpoint
+from dapo_core.checkpoint.folder import (
+    CONFIG_FILE,
+    LATEST_FILE,
+    checkpoint_folders,
+    latest_checkpoint,
+)
 from dapo_core.checkpoint.manifest import MANIFEST_FILE
 from dapo_core.checkpoint.metadata import METADATA_FILE
 from dapo_core.checkpoint.state import TrainerState
@@ -83,7 +88,9 @@ def test_an_asynchronous_checkpoint_appears_when_its_shards_are_written(
     assert names_in(folder) == ["latest", "step_000020"]
     assert (folder / LATEST_FILE).read_text(encoding="utf-8") == "step_000020\n"
     assert load_config(folder / "step_000020" / CONFIG_FILE) == writer.config
-    num_bytes = sum(path.stat().st_size for path in (folder / "step_000020").rglob("*") if path.is_file())
+    num_bytes = sum(
+        path.stat().st_size for path in (folder / "step_000020").rglob("*") if path.is_file()
+    )
     (text,) = [text for text in caplog.messages if "training waited" in text]
     assert text.startswith(f"checkpoint step_000020: {num_bytes:,} bytes in ")
     assert writer.take_polled_seconds() > 0
@@ -98,7 +105,9 @@ def test_ranks_are_polled_at_most_once_a_second(
     writer.begin(make_state(20))
     for _ in range(3):
         writer.poll()
-    assert latest_checkpoint(folder) is None  # polled once: the shards are written at the second poll
+    assert (
+        latest_checkpoint(folder) is None
+    )  # polled once: the shards are written at the second poll
     writer.keep(make_state(21), is_due=False)  # the end of a step always polls
     assert latest_checkpoint(folder) == folder / "step_000020"
 
@@ -122,9 +131,18 @@ def test_the_newest_and_the_best_are_kept_across_restarts(folder: Path, model_pa
     assert names_in(folder) == ["latest", "step_000010", "step_000040"]
 
 
-def test_a_lower_keep_last_frees_space_before_the_next_checkpoint(folder: Path, model_path: Path) -> None:
-    write(make_writer(folder, model_path, keep_last=3), make_state(5, 0.9), make_state(10, 0.1), make_state(15))
-    writer = make_writer(folder, model_path, keep_last=1)  # and keep_best=0, so step 5 is removed as well
+def test_a_lower_keep_last_frees_space_before_the_next_checkpoint(
+    folder: Path, model_path: Path
+) -> None:
+    write(
+        make_writer(folder, model_path, keep_last=3),
+        make_state(5, 0.9),
+        make_state(10, 0.1),
+        make_state(15),
+    )
+    writer = make_writer(
+        folder, model_path, keep_last=1
+    )  # and keep_best=0, so step 5 is removed as well
     writer.begin(make_state(20))
     assert _steps(folder) == [15]
     writer.begin(make_state(25))  # finishes step 20
@@ -136,7 +154,9 @@ def test_a_lower_keep_last_frees_space_before_the_next_checkpoint(folder: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_on_disk", [False, True])
-def test_a_step_among_the_best_is_saved_even_if_not_due(folder: Path, model_path: Path, is_on_disk: bool) -> None:
+def test_a_step_among_the_best_is_saved_even_if_not_due(
+    folder: Path, model_path: Path, is_on_disk: bool
+) -> None:
     """keep_best=2: compares with checkpoints on disk and the one in flight; ties go to the earlier."""
 
     def is_saved(accuracy: float | None, keep_best: int = 2) -> bool:
@@ -165,7 +185,9 @@ def test_an_interrupt_while_publishing_leaves_a_writer_that_can_finish(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer_module, "write_atomically", interrupt)  # after the rename, before `latest`
+        patch.setattr(
+            writer_module, "write_atomically", interrupt
+        )  # after the rename, before `latest`
         with pytest.raises(KeyboardInterrupt):
             writer.finish()
     writer.finish()
@@ -188,7 +210,9 @@ def test_leftovers_of_killed_attempts_are_removed(folder: Path, model_path: Path
 def test_a_step_is_not_written_twice(folder: Path, model_path: Path) -> None:
     writer = make_writer(folder, model_path)
     write(writer, make_state(5))
-    with pytest.raises(CheckpointError, match=r"step_000005 could not be written .* it already exists"):
+    with pytest.raises(
+        CheckpointError, match=r"step_000005 could not be written .* it already exists"
+    ):
         writer.begin(make_state(5, accuracy=0.5))
     assert_complete(folder / "step_000005", make_state(5))
 
@@ -199,7 +223,11 @@ def test_disk_space_is_checked_before_anything_is_written(
     writer = make_writer(folder, model_path, keep_last=3, keep_best=1)
     write(writer, make_state(20, 0.5))
     lists = (METADATA_FILE, MANIFEST_FILE)  # small, and their size is known only at the end
-    files = [path for path in (folder / "step_000020").rglob("*") if path.is_file() and path.name not in lists]
+    files = [
+        path
+        for path in (folder / "step_000020").rglob("*")
+        if path.is_file() and path.name not in lists
+    ]
     # The same for step 30, whose numbers have as many digits.
     num_bytes = sum(path.stat().st_size for path in files)
     free = num_bytes - 1
@@ -228,13 +256,19 @@ def _caused(error: CheckpointError, cause: OSError) -> CheckpointError:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "needs .* No space left .* Free some space"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "needs .* No space left .* Free some space",
+        ),
         (OSError(errno.EFBIG, "File too large"), "needs .* File too large.* Free some space"),
         (
             _caused(CheckpointError("rank 3 failed"), OSError(errno.EDQUOT, "quota")),
             "needs .*rank 3 failed.* Free some space",
         ),
-        (OSError(errno.EIO, "Input/output error"), "step_000010 could not be written .* Input/output error"),
+        (
+            OSError(errno.EIO, "Input/output error"),
+            "step_000010 could not be written .* Input/output error",
+        ),
         (CheckpointError("rank 3 failed"), "step_000010 could not be written .* rank 3 failed"),
     ],
 )

@@ -24,7 +24,11 @@ RECIPE = "configs/dapo_qwen3_32b_math.yaml"  # NPUs of four nodes, colocated
 
 
 def test_npu_variables_match_the_table() -> None:
-    ours = {row["name"]: row["chain_value"] for row in yaml.safe_load(TABLE.read_text()) if "chain_value" in row}
+    ours = {
+        row["name"]: row["chain_value"]
+        for row in yaml.safe_load(TABLE.read_text())
+        if "chain_value" in row
+    }
     assert device_for("npu").variables(is_shared=True) == ours
     link = link_of(load_config(Path(RECIPE)), "train_policy")
     rows = {row["name"]: row for row in child_environment(link, {}, {"VLLM_ASCEND_ENABLE_NZ": "1"})}
@@ -40,7 +44,11 @@ def test_npu_variables_match_the_table() -> None:
 
 def test_values_set_by_the_user_are_not_listed(tmp_path: Path) -> None:
     link = link_of(small_config(tmp_path, "rollout.engine=vllm"), "train_policy")
-    user = {"RAY_COLOR_PREFIX": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    user = {
+        "RAY_COLOR_PREFIX": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
     rows = {row["name"]: row["value"] for row in child_environment(link, {}, user)}
     assert "RAY_COLOR_PREFIX" not in rows
     assert rows["VLLM_NO_USAGE_STATS"] == "1"
@@ -74,9 +82,13 @@ def test_each_server_has_its_own_rows(tmp_path: Path) -> None:
     assert "VLLM_NO_USAGE_STATS=1" in given["servers"]
     assert "VLLM_API_KEY='[redacted]'" in given["servers"]
     assert "server 1" not in given
-    assert child_environment(link, {"serve_commands": []}, {}) == []  # all was in the store, nothing was served
+    assert (
+        child_environment(link, {"serve_commands": []}, {}) == []
+    )  # all was in the store, nothing was served
     cores = by_children(child_environment(link, {}, {}))
-    assert {"server 1", "server 2"} <= cores.keys() or "VLLM_CPU_OMP_THREADS_BIND" in cores["servers"]  # one core
+    assert {"server 1", "server 2"} <= cores.keys() or "VLLM_CPU_OMP_THREADS_BIND" in cores[
+        "servers"
+    ]  # one core
 
 
 @pytest.mark.slow
@@ -93,7 +105,9 @@ def test_runs_and_reports_list_variables_and_keys_ignore_them(
     again = record_run(small_config(tmp_path / "one"))  # all from the store
     assert (again.stages["train_policy"].cached, again.environment) == (True, first.environment)
 
-    shown = CliRunner().invoke(app, ["runs", "show", "latest", "--store", str(tmp_path / "one")]).output
+    shown = (
+        CliRunner().invoke(app, ["runs", "show", "latest", "--store", str(tmp_path / "one")]).output
+    )
     assert (
         "\n  Ray's workers: OMP_WAIT_POLICY=PASSIVE HF_HUB_DISABLE_PROGRESS_BARS=1 GLOO_SOCKET_IFNAME=lo\n"
         in shown
@@ -101,7 +115,10 @@ def test_runs_and_reports_list_variables_and_keys_ignore_them(
     words = ["runs", "show", "latest", "--store", str(tmp_path / "one"), "--json"]
     rows = json.loads(CliRunner().invoke(app, words).output)["environment"]
     [api_key] = [row for row in rows if row["name"] == "VLLM_API_KEY"]
-    assert (api_key["value"], api_key["stages"]) == ("[redacted]", ["evaluate_before", "evaluate_after"])
+    assert (api_key["value"], api_key["stages"]) == (
+        "[redacted]",
+        ["evaluate_before", "evaluate_after"],
+    )
     made = provenance_of(
         first,
         *(

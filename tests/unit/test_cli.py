@@ -68,7 +68,9 @@ def dapo(*words: str | Path) -> subprocess.CompletedProcess[str]:
         patch.setenv("NO_COLOR", "1")
         with pytest.raises(SystemExit) as end:
             main()
-    return subprocess.CompletedProcess(command, int(end.value.code or 0), stdout.getvalue(), stderr.getvalue())
+    return subprocess.CompletedProcess(
+        command, int(end.value.code or 0), stdout.getvalue(), stderr.getvalue()
+    )
 
 
 def refusal(*words: str | Path) -> str:
@@ -84,41 +86,85 @@ def test_config_show_resolves_defaults_file_and_set() -> None:
     changes = ("--set", "train.total_steps=7", "--set", "run.name=mine")
     shown = yaml.safe_load(dapo("config", "show", CONFIG, *changes).stdout)
     file = yaml.safe_load((ROOT / CONFIG).read_text())
-    assert (shown["train"]["total_steps"], shown["run"]["name"]) == (7, "mine")  # --set wins over the file
-    assert shown["rollout"]["group_size"] == file["rollout"]["group_size"] != 16  # the file wins over the default
+    assert (shown["train"]["total_steps"], shown["run"]["name"]) == (
+        7,
+        "mine",
+    )  # --set wins over the file
+    assert (
+        shown["rollout"]["group_size"] == file["rollout"]["group_size"] != 16
+    )  # the file wins over the default
     assert shown["algorithm"]["clip_ratio_high"] == 0.28  # the default
 
 
 def test_config_show_prints_derived_numbers_to_stderr() -> None:
     done = dapo("config", "show", CONFIG, "--set", "rollout.num_workers=1500")
     assert yaml.safe_load(done.stdout)["rollout"]["num_workers"] == 1500  # nothing but YAML there
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stderr.splitlines() if "│" in line]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in done.stderr.splitlines()
+        if "│" in line
+    ]
     assert ["policy", "2", "devices", "train.num_ranks"] in rows
     assert ["rollouts", "1,500", "devices"] in [row[:3] for row in rows]
-    assert ["an optimizer step", "64", "responses", "train.mini_prompts x rollout.group_size"] in rows  # 8 x 8
+    assert [
+        "an optimizer step",
+        "64",
+        "responses",
+        "train.mini_prompts x rollout.group_size",
+    ] in rows  # 8 x 8
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["config", "show", CONFIG, "--set", "train.totl_steps=3"], "did you mean train.total_steps?"),
-        (["plan", CONFIG, "--set", "train.num_ranks=3"], "do not divide evenly over train.num_ranks=3"),
-        (["plan", "no/such.yaml"], "configuration no/such.yaml cannot be read: No such file or directory"),
-        (["plan", CONFIG, "--set", "custom_reward.path=no/such.py"], "path=no/such.py cannot be read"),
+        (
+            ["config", "show", CONFIG, "--set", "train.totl_steps=3"],
+            "did you mean train.total_steps?",
+        ),
+        (
+            ["plan", CONFIG, "--set", "train.num_ranks=3"],
+            "do not divide evenly over train.num_ranks=3",
+        ),
+        (
+            ["plan", "no/such.yaml"],
+            "configuration no/such.yaml cannot be read: No such file or directory",
+        ),
+        (
+            ["plan", CONFIG, "--set", "custom_reward.path=no/such.py"],
+            "path=no/such.py cannot be read",
+        ),
         (["plan", CONFIG, "--set", "evaluate.prompt=nosuch.txt"], "prompt=nosuch.txt is neither"),
-        (["run", CONFIG, "--set", "evaluate.prompt=README.md"], "README.md contains {problem} 0 times"),
-        (["plan", CONFIG, "--set", "reward.scorers=[exam=maths]"], "which is not DATA_SOURCE=SCORER"),
+        (
+            ["run", CONFIG, "--set", "evaluate.prompt=README.md"],
+            "README.md contains {problem} 0 times",
+        ),
+        (
+            ["plan", CONFIG, "--set", "reward.scorers=[exam=maths]"],
+            "which is not DATA_SOURCE=SCORER",
+        ),
         (["merge", "no/checkpoint", "no/target"], "no/checkpoint has no complete checkpoint"),
         (["run", CONFIG, "--set", "store.path=README.md/store"], "store.path to another directory"),
-        (["plan", "configs/arith-cpu.yml"], "No such file or directory (did you mean configs/arith_cpu.yaml?)"),
-        (["plan", CONFIG, "run.seed=2"], "argument(s) (run.seed=2); to change a key, use --set SECTION.KEY=VALUE"),
+        (
+            ["plan", "configs/arith-cpu.yml"],
+            "No such file or directory (did you mean configs/arith_cpu.yaml?)",
+        ),
+        (
+            ["plan", CONFIG, "run.seed=2"],
+            "argument(s) (run.seed=2); to change a key, use --set SECTION.KEY=VALUE",
+        ),
         (["runs", "latest"], "dapo runs show latest; all: "),
         (["datasets", "gsm8k"], "dapo datasets show gsm8k; all: "),
         (["runs", "shwo"], "No such command 'shwo'. Did you mean 'show'?\n"),
         (["config", CONFIG], f"No such command '{CONFIG}'.\n"),
-        (["init", "x.yaml", "--model", "m", "--data", "a", "--data", "b"], "--data is given 2 times; give one"),
+        (
+            ["init", "x.yaml", "--model", "m", "--data", "a", "--data", "b"],
+            "--data is given 2 times; give one",
+        ),
         (["serve", "no/model"], "; set MODEL to a Hugging Face folder"),
-        (["eval", "--base-url", "http://127.0.0.1:1", "--data", "x.csv", "--output", "o"], "x.csv is not a file"),
+        (
+            ["eval", "--base-url", "http://127.0.0.1:1", "--data", "x.csv", "--output", "o"],
+            "x.csv is not a file",
+        ),
     ],
 )
 def test_a_refusal_is_one_clear_message(words: list[str], message: str) -> None:
@@ -134,7 +180,9 @@ def test_an_error_message_does_not_repeat_secrets(monkeypatch: pytest.MonkeyPatc
 
 def test_serve_needs_no_recipe_and_checks_the_model_first(tmp_path: Path) -> None:
     model_path = build_tiny_qwen3(tmp_path / "model")  # 512 positions
-    stderr = refusal("serve", model_path, "--set", "serve.max_model_len=513", "--set", "serve.num_servers=2")
+    stderr = refusal(
+        "serve", model_path, "--set", "serve.max_model_len=513", "--set", "serve.num_servers=2"
+    )
     assert f"serve.max_model_len=513 is above the 512 positions of {model_path}" in stderr
     assert "VLLM_API_KEY" not in stderr
 
@@ -170,9 +218,14 @@ def test_a_retry_resumes_the_first_attempt_or_its_starting_checkpoint(
     assert resume_options(resume, attempt) == words
 
 
-@pytest.mark.parametrize(("error", "status"), [(TypeError("a bug"), 2), (KeyError("passes on"), None)])
+@pytest.mark.parametrize(
+    ("error", "status"), [(TypeError("a bug"), 2), (KeyError("passes on"), None)]
+)
 def test_a_bug_shows_a_traceback_and_is_not_retried(
-    error: Exception, status: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    status: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail() -> None:
         raise error
@@ -186,7 +239,9 @@ def test_a_bug_shows_a_traceback_and_is_not_retried(
 
 
 def test_an_error_does_not_repeat_log_lines_already_shown() -> None:
-    error = ChildProcessFailed("train ended with exit code 1. Its last lines, from t.log:\n  | boom")
+    error = ChildProcessFailed(
+        "train ended with exit code 1. Its last lines, from t.log:\n  | boom"
+    )
     assert describe(error) == f"ChildProcessFailed: {error}"
     error.summary = "train ended with exit code 1; its log is t.log"
     assert describe(error) == "ChildProcessFailed: train ended with exit code 1; its log is t.log"
@@ -195,7 +250,11 @@ def test_an_error_does_not_repeat_log_lines_already_shown() -> None:
 def test_plan_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
     store = tmp_path / "store"
     done = dapo("plan", CONFIG, "--set", f"store.path={store}")
-    rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in done.stdout.splitlines() if "│" in line]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:5]]
+        for line in done.stdout.splitlines()
+        if "│" in line
+    ]
     assert [row[:2] for row in rows] == [[label, "runs"] for label in LABELS]
     assert rows[0][2] == "never built"
     assert len(rows[0][3]) == 16  # the data's key is known
@@ -214,7 +273,10 @@ def test_a_recipe_for_another_machine_can_be_planned(tmp_path: Path) -> None:
 def test_a_stage_without_inputs_is_refused_and_records_no_run(tmp_path: Path, words: str) -> None:
     stderr = refusal("stage", *words.split(), CONFIG, "--set", f"store.path={tmp_path}")
     assert "has no output of prepare_data for this configuration" in stderr
-    assert "build it with dapo stage prepare-data CONFIG, or the whole chain with dapo run CONFIG" in stderr
+    assert (
+        "build it with dapo stage prepare-data CONFIG, or the whole chain with dapo run CONFIG"
+        in stderr
+    )
     assert not (tmp_path / "runs").exists()
 
 
@@ -227,7 +289,9 @@ def test_inspecting_a_missing_store_writes_nothing(tmp_path: Path) -> None:
     assert f"there is no store {none}" in refusal("runs", "show", "latest", "--store", none)
     assert f"there is no store {none}" in refusal("compare", "latest~1", "latest", "--store", none)
     assert f"there is no store {none}" in refusal("gc", "--keep-runs", "3", "--store", none)
-    assert f"there is no store {none}" in refusal("export", "abc", tmp_path / "model", "--store", none)
+    assert f"there is no store {none}" in refusal(
+        "export", "abc", tmp_path / "model", "--store", none
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -236,11 +300,18 @@ def test_report_compares_two_result_folders(tmp_path: Path) -> None:
     before = write_results(tmp_path / "before", "rwww")
     after = write_results(tmp_path / "after", "wrrw")
     output = tmp_path / "report"
-    done = dapo("report", "--before", before, "--after", after, "--output", output, "--title", "Two folders")
+    done = dapo(
+        "report", "--before", before, "--after", after, "--output", output, "--title", "Two folders"
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads((output / "report.json").read_text())
     assert (report["before"]["accuracy"], report["after"]["accuracy"]) == (0.25, 0.5)
-    assert report["mcnemar"] == {"b": 1, "c": 2, "p": 1.0, "mid_p": 0.625}  # 2 * (1 + 3) / 2^3, less 3 / 2^3
+    assert report["mcnemar"] == {
+        "b": 1,
+        "c": 2,
+        "p": 1.0,
+        "mid_p": 0.625,
+    }  # 2 * (1 + 3) / 2^3, less 3 / 2^3
     assert done.stdout.startswith("# Two folders")
     assert done.stdout.rstrip().endswith(report["verdict"])
     assert {path.name for path in output.iterdir()} == {"report.json", "report.md", "report.html"}
@@ -252,12 +323,23 @@ def test_compare_prints_markdown_and_writes_only_to_output(tmp_path: Path) -> No
     after = write_results(tmp_path / "after", "wrrw")
     done = dapo("compare", before, after)
     assert done.stdout.startswith("# Before/after comparison")
-    assert re.search(r"^\| accuracy +\| +25\.0 % \| +50\.0 % \| +\+25\.0 \|$", done.stdout, re.MULTILINE)
-    assert "No significant change in accuracy: 25.0 % before, 50.0 % after" in done.stdout.splitlines()[-1]
+    assert re.search(
+        r"^\| accuracy +\| +25\.0 % \| +50\.0 % \| +\+25\.0 \|$", done.stdout, re.MULTILINE
+    )
+    assert (
+        "No significant change in accuracy: 25.0 % before, 50.0 % after"
+        in done.stdout.splitlines()[-1]
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"before", "after"}
     dapo("compare", before, after, "--output", tmp_path / "report")
-    assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.json", "report.md", "report.html"}
-    done = dapo("compare", "--history", before, after, tmp_path / "report", "--output", tmp_path / "nights")
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {
+        "report.json",
+        "report.md",
+        "report.html",
+    }
+    done = dapo(
+        "compare", "--history", before, after, tmp_path / "report", "--output", tmp_path / "nights"
+    )
     assert len(re.findall(r"^\| 2", done.stdout, re.MULTILINE)) == 2  # the report covers `after`
     assert ": 1 later run reused this evaluation from the store." in done.stdout
     assert {path.name for path in (tmp_path / "nights").iterdir()} == {"history.html"}
@@ -268,7 +350,9 @@ def test_comparing_an_evaluation_with_itself_shows_no_change_figures(tmp_path: P
     before = write_results(tmp_path / "before", "rwww")
     (tmp_path / "link").symlink_to(before)
     done = dapo("compare", before, tmp_path / "link")
-    assert done.stdout.startswith("Both sides are the same stored evaluation, 25.0 % right on the same 4 items: ")
+    assert done.stdout.startswith(
+        "Both sides are the same stored evaluation, 25.0 % right on the same 4 items: "
+    )
     assert len(done.stdout.splitlines()) == 1
     dapo("compare", before, tmp_path / "link", "--output", tmp_path / "report")
     for name in ("report.md", "report.html"):
@@ -284,11 +368,17 @@ def test_compare_refuses_incomparable_evaluations(tmp_path: Path) -> None:
     assert "1 of 3 items are only in after (first: '2')" in refusal("compare", before, other)
 
 
-def test_compare_renders_markdown_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_renders_markdown_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = {"served": {"root": "m", "logprobs": [{" a": -0.1}]}}
-    before, after = (write_results(tmp_path / name, name[1:], settings=served) for name in ("1rw", "2wr"))
+    before, after = (
+        write_results(tmp_path / name, name[1:], settings=served) for name in ("1rw", "2wr")
+    )
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    monkeypatch.setattr(os, "environ", {**os.environ, "COLUMNS": "120", "TERM": "xterm", "NO_COLOR": ""})
+    monkeypatch.setattr(
+        os, "environ", {**os.environ, "COLUMNS": "120", "TERM": "xterm", "NO_COLOR": ""}
+    )
     app(["compare", str(before), str(after)], standalone_mode=False)
     shown = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
     assert shown != terminal.getvalue()  # with colours or bold
@@ -304,7 +394,10 @@ def test_prepare_data_writes_both_sets_and_never_overwrites(tmp_path: Path) -> N
     counts = {path.name: pq.read_metadata(path).num_rows for path in output.glob("*.parquet")}
     assert {"data_card.json", "data_card.md"} < {path.name for path in output.iterdir()}
     assert counts == {"train.parquet": 64, "eval.parquet": 16}
-    assert sorted(path.name for path in output.glob("data_card.*")) == ["data_card.json", "data_card.md"]
+    assert sorted(path.name for path in output.glob("data_card.*")) == [
+        "data_card.json",
+        "data_card.md",
+    ]
     before = {path.name: path.read_bytes() for path in output.iterdir()}
     assert f"--output {output} is not empty" in refusal("prepare-data", CONFIG, "--output", output)
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
@@ -317,19 +410,26 @@ def test_an_unusable_output_folder_is_refused(tmp_path: Path) -> None:
         for place, problem in ((file, "File exists"), (file / "data", "Not a directory")):
             stderr = f"cannot create --output {place}: {problem}; choose another folder"
             assert stderr in refusal(*command, "--output", place)
-    assert "set store.path to another directory" in refusal("plan", CONFIG, "--set", f"store.path={file}")
+    assert "set store.path to another directory" in refusal(
+        "plan", CONFIG, "--set", f"store.path={file}"
+    )
 
 
 def test_prepare_data_counts_unusable_rows(tmp_path: Path) -> None:
     prompts = [[{"role": "user", "content": text}] for text in ("1 + 1?", " ", "2 + 2?", "")]
-    rows = [{"data_source": "math_dapo", "prompt": p, "reward_model": {"ground_truth": "2"}} for p in prompts]
+    rows = [
+        {"data_source": "math_dapo", "prompt": p, "reward_model": {"ground_truth": "2"}}
+        for p in prompts
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
     (tmp_path / "e.jsonl").write_text('{"problem": "1 + 1?", "answer": "2"}\n')
     changes = (f"data.train={tmp_path}/t.parquet", f"data.eval={tmp_path}/e.jsonl")
     options = [word for change in changes for word in ("--set", change)]
     output = tmp_path / "data"
     stderr = refusal("prepare-data", CONFIG, "--output", output, *options)
-    assert re.search(r"t\.parquet: 2 of 4 rows cannot be used \(2 with an empty prompt.*row 1: ", stderr)
+    assert re.search(
+        r"t\.parquet: 2 of 4 rows cannot be used \(2 with an empty prompt.*row 1: ", stderr
+    )
     assert list(output.iterdir()) == []  # so the fixed file can use the same folder
 
 
@@ -342,7 +442,10 @@ def test_help_has_an_example_of_the_command(command: str) -> None:
 
 
 def test_version_is_shown() -> None:
-    assert CliRunner().invoke(app, ["--version"]).output == f"dapo-pipeline {version('dapo-pipeline')}\n"
+    assert (
+        CliRunner().invoke(app, ["--version"]).output
+        == f"dapo-pipeline {version('dapo-pipeline')}\n"
+    )
 
 
 def test_command_lists_do_not_truncate_sentences() -> None:
@@ -356,28 +459,46 @@ def test_command_lists_do_not_truncate_sentences() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("train-polcy", CONFIG), "NAME: 'train-polcy' is not a stage (did you mean train-policy?)"),
-        (("all", CONFIG), "NAME: 'all' is not a stage; it has prepare-data, fetch-model, train-policy"),
-        (("merge-checkpoint", CONFIG, "--side", "before"), "merge-checkpoint of this recipe has no side"),
+        (
+            ("train-polcy", CONFIG),
+            "NAME: 'train-polcy' is not a stage (did you mean train-policy?)",
+        ),
+        (
+            ("all", CONFIG),
+            "NAME: 'all' is not a stage; it has prepare-data, fetch-model, train-policy",
+        ),
+        (
+            ("merge-checkpoint", CONFIG, "--side", "before"),
+            "merge-checkpoint of this recipe has no side",
+        ),
         (
             ("train-policy", CONFIG, "--side", "before"),
             "train-policy has no --side; only evaluate-model, fetch-model",
         ),
-        (("evaluate-model", CONFIG, "--side", "bas"), "has no side bas; it has before, after: evaluate.baselines"),
+        (
+            ("evaluate-model", CONFIG, "--side", "bas"),
+            "has no side bas; it has before, after: evaluate.baselines",
+        ),
         (("compare", CONFIG, "--force"), "compare always writes a new report"),
         (("compare", CONFIG, "--set", "run.sed=1"), "did you mean run.seed?"),
     ],
 )
-def test_stage_refuses_invalid_arguments_before_prefect_starts(words: tuple[str, ...], message: str) -> None:
+def test_stage_refuses_invalid_arguments_before_prefect_starts(
+    words: tuple[str, ...], message: str
+) -> None:
     assert message in " ".join(refusal("stage", *words).split())
 
 
 @pytest.mark.slow
 def test_datasets_lists_the_registry_and_shows_rows_as_the_model_sees_them(tmp_path: Path) -> None:
     listed = dapo("datasets").stdout
-    assert all(re.search(words, listed) for words in (r"aime24\W+eval ", r"aime25\W+eval\* ", "CC BY 4.0"))
+    assert all(
+        re.search(words, listed) for words in (r"aime24\W+eval ", r"aime25\W+eval\* ", "CC BY 4.0")
+    )
     rows = tmp_path / "mine.csv"
-    rows.write_text("question,result,hint\nWhat is 1 + 1?,002,count\n,3,\nAnd NA?,NA,x\n", encoding="utf-8")
+    rows.write_text(
+        "question,result,hint\nWhat is 1 + 1?,002,count\n,3,\nAnd NA?,NA,x\n", encoding="utf-8"
+    )
     columns = ("--set", "data.columns.problem=question", "--set", "data.columns.answer=result")
     template = "data.prompt_template='{problem} Hint: {hint}. In \\boxed{hint}.'"
     model = build_tiny_qwen3(tmp_path / "model")

@@ -17,8 +17,16 @@ WITHOUT = ("core/merge", "core/config.py")
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    names = ("core/loss.py", "core/config.py", "core/merge/run.py", "core/chat.j2", "core/__pycache__/loss.pyc",
-             "eval/report.py", "eval/answers/exact.py", "durable.py")  # fmt: skip
+    names = (
+        "core/loss.py",
+        "core/config.py",
+        "core/merge/run.py",
+        "core/chat.j2",
+        "core/__pycache__/loss.pyc",
+        "eval/report.py",
+        "eval/answers/exact.py",
+        "durable.py",
+    )
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one")
@@ -31,12 +39,23 @@ def digest(project: Path, code: tuple[str, ...] = CODE) -> str:
 
 
 def test_a_change_counts_where_a_stage_declares_it(project: Path) -> None:
-    for name in ("core/loss.py", "core/chat.j2", "core/new.py", "eval/answers/exact.py", "durable.py"):
+    for name in (
+        "core/loss.py",
+        "core/chat.j2",
+        "core/new.py",
+        "eval/answers/exact.py",
+        "durable.py",
+    ):
         before = digest(project)
         (project / name).write_text("two")
         assert digest(project) != before, name
     before = digest(project)
-    for name in ("core/config.py", "core/merge/run.py", "core/__pycache__/loss.pyc", "eval/report.py"):
+    for name in (
+        "core/config.py",
+        "core/merge/run.py",
+        "core/__pycache__/loss.pyc",
+        "eval/report.py",
+    ):
         (project / name).write_text("two")
         assert digest(project) == before, name
 
@@ -56,12 +75,16 @@ def test_the_digest_does_not_depend_on_location_or_order(project: Path) -> None:
 
 
 def test_missing_code_is_named(project: Path) -> None:
-    with pytest.raises(StoreError, match=r"core/los\.py, which a stage declares as its code, does not exist"):
+    with pytest.raises(
+        StoreError, match=r"core/los\.py, which a stage declares as its code, does not exist"
+    ):
         digest(project, ("core/los.py",))
 
 
 def files_of(stage: Stage) -> set[str]:
-    return {file.relative_to(PROJECT_ROOT).as_posix() for file in code_files(stage.code, EXCLUDED_CODE)}
+    return {
+        file.relative_to(PROJECT_ROOT).as_posix() for file in code_files(stage.code, EXCLUDED_CODE)
+    }
 
 
 @pytest.mark.slow
@@ -90,7 +113,16 @@ def test_irrelevant_code_changes_do_not_invalidate_training() -> None:
     trained, evaluated = files_of(TRAIN_POLICY), files_of(EVALUATE_MODEL)
     assert {"dapo_core/trainer.py", "dapo_core/loss.py", "dapo_core/reward/__init__.py"} <= trained
     assert {"eval/client.py", "tasks/serve_model/command.py"} <= evaluated
-    others = ("flows/", "tasks/", "dapo_core/merge/", "eval/templates/", "eval/report", "eval/client")
+    others = (
+        "flows/",
+        "tasks/",
+        "dapo_core/merge/",
+        "eval/templates/",
+        "eval/report",
+        "eval/client",
+    )
     assert not [name for name in trained if name.startswith(others)]
-    assert not [name for name in evaluated if name.startswith(("flows/", "eval/templates/", "eval/report"))]
+    assert not [
+        name for name in evaluated if name.startswith(("flows/", "eval/templates/", "eval/report"))
+    ]
     assert "dapo_core/trainer.py" not in evaluated

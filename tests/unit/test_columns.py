@@ -29,13 +29,17 @@ STEPS = "evaluate.checkpoints=[20, 40]"
 
 def with_server(store: Path, server: ArithmeticServer, name: str = "m") -> Config:
     forget_resolved()
-    entry = f"{{name: theirs, base_url: '{server.url}', model: {name}, api_key_variable: THEIR_KEY}}"
+    entry = (
+        f"{{name: theirs, base_url: '{server.url}', model: {name}, api_key_variable: THEIR_KEY}}"
+    )
     return small_config(store, f"evaluate.baselines=[{entry}]")
 
 
 def test_baselines_and_checkpoints_add_their_links_to_the_chain(tmp_path: Path) -> None:
     entries = "{name: base-4B, id: org/base}, {name: theirs, base_url: 'http://h', model: m}"
-    config = small_config(tmp_path, f"evaluate.baselines=[{entries}]", "evaluate.checkpoints=every 20")
+    config = small_config(
+        tmp_path, f"evaluate.baselines=[{entries}]", "evaluate.checkpoints=every 20"
+    )
     baselines = ("fetch_baseline_base-4B", "evaluate_baseline_base-4B", "evaluate_baseline_theirs")
     steps = ("merge_step_20", "evaluate_step_20", "merge_step_40", "evaluate_step_40")
     labels = [link.label for link in chain_of(config)]
@@ -43,12 +47,18 @@ def test_baselines_and_checkpoints_add_their_links_to_the_chain(tmp_path: Path) 
     for link in chain_of(config):
         assert all(labels.index(need) < labels.index(link.label) for need in link.needs)
         assert label_of(config, link.stage.name, side_of(link.label)) == link.label
-    assert link_of(config, "merge_step_20").command == "dapo stage merge-checkpoint CONFIG --side step_20"
+    assert (
+        link_of(config, "merge_step_20").command
+        == "dapo stage merge-checkpoint CONFIG --side step_20"
+    )
     assert link_of(config, baselines[2]).command == "dapo stage evaluate-model CONFIG --side theirs"
 
 
 def test_columns_do_not_change_the_keys_of_other_stages(tmp_path: Path) -> None:
-    plain, wide = small_config(tmp_path), small_config(tmp_path, "evaluate.baselines=[{name: b, path: x}]", STEPS)
+    plain, wide = (
+        small_config(tmp_path),
+        small_config(tmp_path, "evaluate.baselines=[{name: b, path: x}]", STEPS),
+    )
     model, data = (Artifact("stage", "k", str(tmp_path), digest) for digest in ("m", "d"))
     training = replace(model, digest="t")
     for step in (20, 40):
@@ -70,10 +80,16 @@ def test_training_keeps_the_steps_to_evaluate(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50, 60):
         step_folder(folder, step).mkdir(parents=True)
     tidy(folder, 1, 0, (20, 40))
-    assert sorted(path.name for path in folder.iterdir()) == ["step_000020", "step_000040", "step_000060"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step_000020",
+        "step_000040",
+        "step_000060",
+    ]
     training = Artifact("train_policy", "k", str(tmp_path), "d")
     assert step_checkpoint(training, 20) == step_folder(folder, 20)
-    with pytest.raises(CheckpointError, match=r"kept checkpoints of steps 20, 40, 60, but .* names 30; .*--force"):
+    with pytest.raises(
+        CheckpointError, match=r"kept checkpoints of steps 20, 40, 60, but .* names 30; .*--force"
+    ):
         step_checkpoint(training, 30)
 
 
@@ -85,26 +101,39 @@ def test_stored_columns_are_reused_and_missing_ones_explained(tmp_path: Path) ->
     labels = [label for label in labels if "gone" not in label and "40" not in label]
     with Run.start(config) as run:
         fetched = link_of(config, "fetch_baseline_base")
-        run.produce("fetch_baseline_base", fetched.key(), lambda folder: link_model_folder(fetched.config, folder))
-        made = produce(run, Outcome(), [label for label in labels if label != "fetch_baseline_base"])
+        run.produce(
+            "fetch_baseline_base",
+            fetched.key(),
+            lambda folder: link_model_folder(fetched.config, folder),
+        )
+        made = produce(
+            run, Outcome(), [label for label in labels if label != "fetch_baseline_base"]
+        )
     assert set(read_run(run.folder).stages) == set(labels)
     with Run.start(config) as run:
         columns = take_columns(run)
     assert columns.baselines == {"base": made["evaluate_baseline_base"]}
     assert columns.checkpoints == {20: made["evaluate_step_20"]}
-    assert columns.absent["gone"].startswith(f"ModelError: model folder {tmp_path / 'none'} does not exist")
+    assert columns.absent["gone"].startswith(
+        f"ModelError: model folder {tmp_path / 'none'} does not exist"
+    )
     assert "dapo stage merge-checkpoint CONFIG --side step_40" in columns.absent["step 40"]
     other = small_config(tmp_path / "store", "evaluate.checkpoints=[20, 60]")
     plan = {stage.label: stage for stage in plan_chain(other)}
     assert plan["evaluate_step_20"].state == "cached"
-    assert "kept checkpoints of steps 20, 40, but evaluate.checkpoints names 60" in plan["merge_step_60"].note
+    assert (
+        "kept checkpoints of steps 20, 40, but evaluate.checkpoints names 60"
+        in plan["merge_step_60"].note
+    )
 
 
 @pytest.mark.slow
 def test_a_served_baseline_is_evaluated_again_when_its_server_s_weights_change(
     server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ServeError, match=r"theirs reads its API key from THEIR_KEY, which is not set"):
+    with pytest.raises(
+        ServeError, match=r"theirs reads its API key from THEIR_KEY, which is not set"
+    ):
         link_of(with_server(tmp_path, server), "evaluate_baseline_theirs").key(data(tmp_path))
     monkeypatch.setenv("THEIR_KEY", "secret-of-theirs")
     config = with_server(tmp_path, server)
@@ -147,5 +176,7 @@ def test_an_unreachable_server_or_another_model_is_reported_with_the_entry_s_nam
     config = with_server(tmp_path, server)
     server.server_close()
     server.shutdown()
-    with pytest.raises(ServerUnreachable, match=r"does not answer.*check base_url of evaluate.baselines: theirs"):
+    with pytest.raises(
+        ServerUnreachable, match=r"does not answer.*check base_url of evaluate.baselines: theirs"
+    ):
         served_model(config, config.evaluate.baselines[0])

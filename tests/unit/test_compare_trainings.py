@@ -23,8 +23,14 @@ def logs(tmp_path: Path) -> dict[str, Path]:
     ours = MetricsLog(tmp_path / "own", None)
     verl_lines, mindspeed_lines = [], []
     for step in range(1, 21):
-        values = {"critic/rewards/mean": step / 20, "actor/entropy": 1 / step, "response_length/mean": 1000 + step}
-        verl_lines.append(f"(TaskRunner pid=1) {format_step(step, {**values, 'perf/throughput': 70.0})}\n")
+        values = {
+            "critic/rewards/mean": step / 20,
+            "actor/entropy": 1 / step,
+            "response_length/mean": 1000 + step,
+        }
+        verl_lines.append(
+            f"(TaskRunner pid=1) {format_step(step, {**values, 'perf/throughput': 70.0})}\n"
+        )
         mindspeed_lines.append(
             f"[2025-09-04 01:02:03] iteration: {step} / 20 | dapo/rewards/mean : {step / 40:.4f} | "
             f"e2e_tps : 50.0000 | response_length/mean : 900.0000\n"
@@ -39,7 +45,9 @@ def test_metrics_of_all_trainers_share_names(logs: dict[str, Path]) -> None:
     sides = compare_trainings(logs)
     assert [side.trainer for side in sides] == ["verl", "MindSpeed", "own"]
     # The first tenth of 20 steps is 1 and 2: (1/20 + 2/20) / 2. The last is 19 and 20.
-    assert sides[0].metrics["critic/rewards/mean"] == Ends(pytest.approx(0.075), pytest.approx(0.975), 20)
+    assert sides[0].metrics["critic/rewards/mean"] == Ends(
+        pytest.approx(0.075), pytest.approx(0.975), 20
+    )
     assert sides[1].metrics["critic/rewards/mean"].last == pytest.approx(0.48755, abs=1e-4)
     assert [side.metrics["perf/throughput"].last for side in sides] == [70, 50, 90]
     table = render_markdown(sides)
@@ -56,7 +64,11 @@ def test_the_page_plots_every_training(logs: dict[str, Path], tmp_path: Path) ->
     for text in ("Reward per response", "Response length", "Policy entropy", "Throughput", *logs):
         assert text in page
     content = json.loads((tmp_path / "out" / "trainings.json").read_text())
-    assert content["verl"]["metrics"]["perf/throughput"] == {"first": 70.0, "last": 70.0, "num_steps": 20}
+    assert content["verl"]["metrics"]["perf/throughput"] == {
+        "first": 70.0,
+        "last": 70.0,
+        "num_steps": 20,
+    }
 
 
 @pytest.mark.slow

@@ -32,7 +32,11 @@ def recipe(tmp_path: Path) -> Path:
 
 def _resolve(**sections: Any) -> Config:
     return resolve_config(
-        {"data": {"train": "arithmetic", "eval": "arithmetic"}, "model": {"source": "recipe"}, **sections}
+        {
+            "data": {"train": "arithmetic", "eval": "arithmetic"},
+            "model": {"source": "recipe"},
+            **sections,
+        }
     )
 
 
@@ -51,7 +55,9 @@ LEAVES = {key: (section, field) for key, section, field in _leaves()}
 
 
 def test_overrides_take_precedence_over_the_file_and_the_file_over_defaults(recipe: Path) -> None:
-    config = load_config(recipe, ["train.warmup_steps=7", "rollout.group_size=4", "rollout.group_size=8"])
+    config = load_config(
+        recipe, ["train.warmup_steps=7", "rollout.group_size=4", "rollout.group_size=8"]
+    )
     assert config.train.warmup_steps == 7  # --set over the file
     assert config.train.learning_rate == 1e-5  # the file over the default
     assert config.train.weight_decay == 0.1  # the default
@@ -64,12 +70,20 @@ def test_defaults_are_the_papers_recipe() -> None:
     assert config.algorithm.loss_aggregation == "token-mean"
     assert config.sampler.dynamic
     assert config.reward.overlong.enabled
-    assert (config.train.train_prompts, config.train.mini_prompts, config.rollout.group_size) == (512, 32, 16)
+    assert (config.train.train_prompts, config.train.mini_prompts, config.rollout.group_size) == (
+        512,
+        32,
+        16,
+    )
     assert config.rollout.max_response_tokens - config.reward.overlong.buffer_tokens == 16384
 
 
 def test_overrides_are_read_as_yaml(recipe: Path) -> None:
-    overrides = ["serve.extra_args=[--enable-prefix-caching]", "data.shuffle=off", "algorithm.kl.place=off"]
+    overrides = [
+        "serve.extra_args=[--enable-prefix-caching]",
+        "data.shuffle=off",
+        "algorithm.kl.place=off",
+    ]
     overrides += ["train.learning_rate=2e-6", "train.ray_address=null", "run.name=a=b"]
     config = load_config(recipe, [*overrides, "reward.overlong={enabled: no}"])
     assert config.serve.extra_args == ("--enable-prefix-caching",)
@@ -85,38 +99,80 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.learnig_rate=1", r"unknown key train\.learnig_rate = 1 \(did you mean train\.learning_rate\?\)"),
-        ("reward.overlonk.buffer_tokens=8", r"unknown key reward\.overlonk .*did you mean reward\.overlong\?"),
+        (
+            "train.learnig_rate=1",
+            r"unknown key train\.learnig_rate = 1 \(did you mean train\.learning_rate\?\)",
+        ),
+        (
+            "reward.overlonk.buffer_tokens=8",
+            r"unknown key reward\.overlonk .*did you mean reward\.overlong\?",
+        ),
         ("rolout.group_size=8", r"unknown key rolout .*did you mean rollout\?"),
         ("train.lr=1", r"unknown key train\.lr = 1; `dapo config show` lists all keys"),
         ("reward.scorers=x", r"reward\.scorers = 'x' is refused: it must be a list, such as"),
-        ("train.group_size=8", r"unknown key train\.group_size = 8 \(did you mean rollout\.group_size\?\)"),
+        (
+            "train.group_size=8",
+            r"unknown key train\.group_size = 8 \(did you mean rollout\.group_size\?\)",
+        ),
         ("train.total_steps=0", r"train\.total_steps = 0 is refused: it must be at least 1"),
-        ("train.total_steps=ten", r"total_steps = 'ten' is refused: it must be a whole number, at least 1$"),
-        ("train.total_steps=", r"train\.total_steps is empty: it must be a whole number, at least 1$"),
+        (
+            "train.total_steps=ten",
+            r"total_steps = 'ten' is refused: it must be a whole number, at least 1$",
+        ),
+        (
+            "train.total_steps=",
+            r"train\.total_steps is empty: it must be a whole number, at least 1$",
+        ),
         ("data.shuffle=maybe", r"data\.shuffle = 'maybe' is refused: it must be true or false"),
-        ("run.seed=true", r"run\.seed = True is refused: it must be a whole number, at least 0 and at most"),
-        ("train.learning_rate=true", r"rate = True is refused: it must be a number, greater than 0"),
+        (
+            "run.seed=true",
+            r"run\.seed = True is refused: it must be a whole number, at least 0 and at most",
+        ),
+        (
+            "train.learning_rate=true",
+            r"rate = True is refused: it must be a number, greater than 0",
+        ),
         ("train.profile.steps=[2, true]", r"train\.profile\.steps = \[2, True\] is refused"),
-        ("evaluate.benchmarks=[{set: math500, top_k: true}]", r"evaluate\.benchmarks\.0\.top_k = True is refused"),
-        ("train.device=tpu", r"train\.device = 'tpu' is refused: it must be 'cpu', 'cuda' or 'npu'"),
-        ("train.max_grad_norm=.inf", r"train\.max_grad_norm = inf is refused: it must be a finite number"),
+        (
+            "evaluate.benchmarks=[{set: math500, top_k: true}]",
+            r"evaluate\.benchmarks\.0\.top_k = True is refused",
+        ),
+        (
+            "train.device=tpu",
+            r"train\.device = 'tpu' is refused: it must be 'cpu', 'cuda' or 'npu'",
+        ),
+        (
+            "train.max_grad_norm=.inf",
+            r"train\.max_grad_norm = inf is refused: it must be a finite number",
+        ),
         ("serve.extra_args=[--port, 80]", r"serve\.extra_args\.1 = 80 is refused: it must be text"),
         (
             "store.path=${STORE}",
             r"store\.path = '\$\{STORE\}' still holds a placeholder; put the real value there",
         ),
-        ('serve.extra_args=[a, "${X}"]', r"serve\.extra_args\.1 = '\$\{X\}' still holds a placeholder"),
-        ("train.total_steps", r"'train\.total_steps' must have the form section\.key=value, such as run\.seed"),
+        (
+            'serve.extra_args=[a, "${X}"]',
+            r"serve\.extra_args\.1 = '\$\{X\}' still holds a placeholder",
+        ),
+        (
+            "train.total_steps",
+            r"'train\.total_steps' must have the form section\.key=value, such as run\.seed",
+        ),
         ("train=", r"--set 'train=' would replace a whole section; set its keys: train\.KEY=VALUE"),
         ("train={total_steps: 3}", r"would replace a whole section"),
         ("train=5", r"train is a section with keys, not the value 5"),
         ("total_steps=5", r"unknown key total_steps = 5 \(did you mean train\.total_steps\?\)"),
         ("train.total_steps.x=5", r"train\.total_steps = \{'x': 5\} is refused"),
-        ("train.warmup_steps.x=5", r"--set train\.warmup_steps\.x: warmup_steps is a value, not a section"),
+        (
+            "train.warmup_steps.x=5",
+            r"--set train\.warmup_steps\.x: warmup_steps is a value, not a section",
+        ),
         ("reward.overlong=8", r"reward\.overlong is a section with keys, not the value 8"),
         ("run.name=[a", r"--set 'run\.name=\[a': the value is not valid YAML"),
-        ("run.name=2024-13-01", r"--set 'run\.name=2024-13-01': the value is not valid YAML: month must be"),
+        (
+            "run.name=2024-13-01",
+            r"--set 'run\.name=2024-13-01': the value is not valid YAML: month must be",
+        ),
         (
             "train.mini_prompts=30",
             r"train\.train_prompts=512 is not a multiple of train\.mini_prompts=30: .*2 prompts",
@@ -130,7 +186,10 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             r"sampler\.gen_prompts=51 x sampler\.max_num_gen_batches=10 = 510 prompts can never fill "
             r"train\.train_prompts=512",
         ),
-        ("sampler.in_flight=abort", r"sampler\.in_flight=abort would drop .* set sampler\.order=finish"),
+        (
+            "sampler.in_flight=abort",
+            r"sampler\.in_flight=abort would drop .* set sampler\.order=finish",
+        ),
         ("data.train=[]", r"data\.train is not set; set it to a registered name"),
         ("data.train=[gsm8k, gsm8k]", r"data\.train names a set twice"),
         ("data.train=[{set: gsm8k, wieght: 2}]", r"has no key wieght; it has set, path, weight, "),
@@ -139,40 +198,88 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             "evaluate.benchmarks=[{set: math500, sampels: 4}]",
             r"evaluate\.benchmarks has no key sampels; it has set",
         ),
-        ("evaluate.benchmarks=[math500, math500]", r"names 'math500' twice; give one of them another `name`"),
-        ("evaluate.benchmarks=[{set: math500, name: pooled}]", r"'pooled' names a folder and a column"),
+        (
+            "evaluate.benchmarks=[math500, math500]",
+            r"names 'math500' twice; give one of them another `name`",
+        ),
+        (
+            "evaluate.benchmarks=[{set: math500, name: pooled}]",
+            r"'pooled' names a folder and a column",
+        ),
         (
             "evaluate.headline=math500",
             r"evaluate\.headline=math500 is not in evaluate\.benchmarks: which is empty",
         ),
         ("evaluate.gates=[math500 is good]", r"'math500 is good' is not of the form NAME"),
-        ("evaluate.baselines=[{name: base, pth: x}]", r"evaluate\.baselines has no key pth; it has name, path"),
-        ("evaluate.baselines=[{name: base}]", r"base sets none of path, id and base_url; set exactly one"),
-        ("evaluate.baselines=[{name: b, path: x, id: o/n}]", r"b sets path and id of path, id and base_url"),
-        ("evaluate.baselines=[{name: b, path: x, model: m}]", r"model of b would be ignored by path"),
-        ("evaluate.baselines=[{name: b, base_url: 'http://h'}]", r"b has base_url; set `model` to the name"),
+        (
+            "evaluate.baselines=[{name: base, pth: x}]",
+            r"evaluate\.baselines has no key pth; it has name, path",
+        ),
+        (
+            "evaluate.baselines=[{name: base}]",
+            r"base sets none of path, id and base_url; set exactly one",
+        ),
+        (
+            "evaluate.baselines=[{name: b, path: x, id: o/n}]",
+            r"b sets path and id of path, id and base_url",
+        ),
+        (
+            "evaluate.baselines=[{name: b, path: x, model: m}]",
+            r"model of b would be ignored by path",
+        ),
+        (
+            "evaluate.baselines=[{name: b, base_url: 'http://h'}]",
+            r"b has base_url; set `model` to the name",
+        ),
         (
             "evaluate.baselines=[{name: b, base_url: 'http://u:pw@h', model: m}]",
             r"^[^@]*base_url of b holds a user",
         ),
-        ("evaluate.baselines=[{name: before, path: x}]", r"'before' names a column beside before, after"),
-        ("evaluate.baselines=[{name: b, path: x}, {name: B, path: y}]", r"evaluate\.baselines names 'b' twice"),
+        (
+            "evaluate.baselines=[{name: before, path: x}]",
+            r"'before' names a column beside before, after",
+        ),
+        (
+            "evaluate.baselines=[{name: b, path: x}, {name: B, path: y}]",
+            r"evaluate\.baselines names 'b' twice",
+        ),
         (
             "evaluate.checkpoints=20",
             r"evaluate\.checkpoints=20 is neither a list of steps, such as \[20",
         ),
-        ("evaluate.checkpoints=[30]", r"lists step 30, but checkpoint\.save_every=20 does not save it; set .*=10"),
-        ("evaluate.checkpoints=every 7", r"lists step 7, but checkpoint\.save_every=20 does not save it"),
-        ("evaluate.checkpoints=[100000]", r"lists step 100000, but train\.total_steps=\d+; use steps 1"),
-        ("checkpoint.keep_steps=[30]", r"checkpoint\.keep_steps lists step 30, but checkpoint\.save_every=20"),
+        (
+            "evaluate.checkpoints=[30]",
+            r"lists step 30, but checkpoint\.save_every=20 does not save it; set .*=10",
+        ),
+        (
+            "evaluate.checkpoints=every 7",
+            r"lists step 7, but checkpoint\.save_every=20 does not save it",
+        ),
+        (
+            "evaluate.checkpoints=[100000]",
+            r"lists step 100000, but train\.total_steps=\d+; use steps 1",
+        ),
+        (
+            "checkpoint.keep_steps=[30]",
+            r"checkpoint\.keep_steps lists step 30, but checkpoint\.save_every=20",
+        ),
         ("model.source=path", r"model\.source is path, but model\.path is not set"),
-        ("model.path=qwen", r"model\.path=qwen would be ignored by model\.source=recipe; set model\.source=path"),
+        (
+            "model.path=qwen",
+            r"model\.path=qwen would be ignored by model\.source=recipe; set model\.source=path",
+        ),
         (
             "model.source=huggingface",
             r"model\.source is huggingface, but model\.id is not set; set it to ORG/NAME",
         ),
-        ("model.revision=v1", r"model\.revision=v1 would be ignored .*model\.source=huggingface or modelscope"),
-        ("model.chat_template=t.jinja", r"model\.chat_template=t\.jinja would be ignored by model\.source=recipe"),
+        (
+            "model.revision=v1",
+            r"model\.revision=v1 would be ignored .*model\.source=huggingface or modelscope",
+        ),
+        (
+            "model.chat_template=t.jinja",
+            r"model\.chat_template=t\.jinja would be ignored by model\.source=recipe",
+        ),
         (
             "reward.overlong.buffer_tokens=20480",
             r"buffer_tokens=20480 is not below rollout\.max_response_tokens=20480",
@@ -181,10 +288,15 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             "train.micro_batch_tokens=22527",
             r"max_response_tokens = 22528 is above train\.micro_batch_tokens=22527 .*raise train\.micro",
         ),
-        ("serve.max_model_len=22527", r"= 22528 is above serve\.max_model_len=22527.*raise serve\.max_model_len"),
+        (
+            "serve.max_model_len=22527",
+            r"= 22528 is above serve\.max_model_len=22527.*raise serve\.max_model_len",
+        ),
     ],
 )
-def test_bad_input_is_refused_with_its_value_and_the_fix(recipe: Path, override: str, message: str) -> None:
+def test_bad_input_is_refused_with_its_value_and_the_fix(
+    recipe: Path, override: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(recipe, [override])
 
@@ -192,7 +304,10 @@ def test_bad_input_is_refused_with_its_value_and_the_fix(recipe: Path, override:
 def test_model_references_are_validated() -> None:
     for model, said in (
         ({"source": "huggingface", "id": "qwen"}, r"model\.id=qwen is not of the form ORG/NAME"),
-        ({"source": "url", "urls": ["https://a.org/b"]}, r"https://a\.org/b is not pinned: append #sha256="),
+        (
+            {"source": "url", "urls": ["https://a.org/b"]},
+            r"https://a\.org/b is not pinned: append #sha256=",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             _resolve(model=model)
@@ -225,9 +340,16 @@ def test_model_references_are_validated() -> None:
             ["train.offload_activations=true", "train.gradient_checkpointing=false"],
             r"would copy every activation .*; set train\.gradient_checkpointing=true",
         ),
-        (["custom_reward.name=mine"], r"custom_reward\.name=mine would be ignored without custom_reward\.path"),
+        (
+            ["custom_reward.name=mine"],
+            r"custom_reward\.name=mine would be ignored without custom_reward\.path",
+        ),
         (  # 512 x 16 = 8192 responses, 5 x 1638 = 8190
-            ["algorithm.kl.place=reward", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=1638"],
+            [
+                "algorithm.kl.place=reward",
+                "algorithm.kl.controller=adaptive",
+                "algorithm.kl.horizon=1638",
+            ],
             r"are 5\.0 times algorithm\.kl\.horizon=1638; .* Raise algorithm\.kl\.horizon, .* 32768",
         ),
     ],
@@ -268,7 +390,9 @@ def test_a_bad_file_is_refused_with_the_location(tmp_path: Path, text: str, mess
 
 
 def test_an_unreadable_file_is_refused_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.yaml cannot be read: No such file or directory"):
+    with pytest.raises(
+        ConfigError, match=r"absent\.yaml cannot be read: No such file or directory"
+    ):
         load_config(tmp_path / "absent.yaml")
     (tmp_path / "latin.yaml").write_bytes("run:\n  name: é\n".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin\.yaml is not valid YAML: 'utf-8' codec"):
@@ -286,7 +410,8 @@ def test_empty_sections_and_files_mean_defaults(tmp_path: Path) -> None:
     assert load_config(path, ["reward.overlong.buffer_tokens=3"]).reward.overlong.buffer_tokens == 3
     path.write_text("# nothing yet\n", encoding="utf-8")
     assert (
-        load_config(path, ["data.train=arithmetic", "data.eval=arithmetic", "model.source=recipe"]) == _resolve()
+        load_config(path, ["data.train=arithmetic", "data.eval=arithmetic", "model.source=recipe"])
+        == _resolve()
     )
     path.write_text("data:\nmodel:\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"data\.train is not set.*\n.*data\.eval is not set"):
@@ -301,14 +426,21 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     config = load_config(path)
-    assert (config.rollout.max_num_seqs, config.rollout.group_size, config.serve.max_num_seqs) == (7, 4, 7)
+    assert (config.rollout.max_num_seqs, config.rollout.group_size, config.serve.max_num_seqs) == (
+        7,
+        4,
+        7,
+    )
 
 
 def test_a_dump_loads_back_to_the_same_configuration(tmp_path: Path) -> None:
     config = _resolve(
         run={"name": "größe: 1e-5 # no comment", "seed": 2**31 - 1},
         train={"learning_rate": 1.1e-7, "warmup_steps": 0},
-        serve={"extra_args": ["--enable-prefix-caching", "null", "1e-6", "yes", ""], "memory_gigabytes": 0.1},
+        serve={
+            "extra_args": ["--enable-prefix-caching", "null", "1e-6", "yes", ""],
+            "memory_gigabytes": 0.1,
+        },
     )
     path = tmp_path / "dump.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
@@ -351,7 +483,11 @@ def test_result_values_omit_only_volatile_keys() -> None:
         held = functools.reduce(lambda tree, part: tree.get(part, {}), sections, values)
         assert (name in held) is not is_volatile(section, name)
     assert values["train"]["total_steps"] == 200
-    assert values["reward"]["overlong"] == {"enabled": True, "buffer_tokens": 4096, "penalty_factor": 1.0}
+    assert values["reward"]["overlong"] == {
+        "enabled": True,
+        "buffer_tokens": 4096,
+        "penalty_factor": 1.0,
+    }
 
 
 def _names_read() -> set[str]:
@@ -367,7 +503,11 @@ def _names_read() -> set[str]:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                     names.add(node.attr)
-                if package == "interop" and isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if (
+                    package == "interop"
+                    and isinstance(node, ast.Constant)
+                    and isinstance(node.value, str)
+                ):
                     names.add(node.value.rpartition(".")[2])
     return names
 
@@ -375,7 +515,11 @@ def _names_read() -> set[str]:
 @pytest.mark.slow
 def test_every_key_is_read_somewhere() -> None:
     chain = ast.parse((ROOT / "tasks/chain.py").read_text(encoding="utf-8"))
-    stages = {node.name for node in chain.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
+    stages = {
+        node.name
+        for node in chain.body
+        if isinstance(node, ast.FunctionDef) and node.decorator_list
+    }
     names = _names_read() | {
         f"{stage}_hours" for stage in stages
     }  # stage_task reads the limit by the stage's name
@@ -387,9 +531,18 @@ def test_benchmarks_inherit_unset_values_from_the_section() -> None:
     sampled = {"set": "aime24", "num_samples": 4, "temperature": 0.6}
     sets = ["math500", sampled, "hf:you/geometry-set@main/", "own/held.parquet"]
     evaluate = _resolve(evaluate={"benchmarks": sets, "gates": ["math500 >= before - 1"]}).evaluate
-    assert [one.label for one in evaluate.benchmarks] == ["math500", "aime24", "geometry-set", "held"]
+    assert [one.label for one in evaluate.benchmarks] == [
+        "math500",
+        "aime24",
+        "geometry-set",
+        "held",
+    ]
     aime = evaluate.of(evaluate.benchmarks[1])
-    assert (aime.num_samples, aime.temperature, aime.max_response_tokens) == (4, 0.6, evaluate.max_response_tokens)
+    assert (aime.num_samples, aime.temperature, aime.max_response_tokens) == (
+        4,
+        0.6,
+        evaluate.max_response_tokens,
+    )
     # A benchmark of a suite has the key of the same benchmark asked alone.
     alone = _resolve(evaluate={"num_samples": 4, "temperature": 0.6}).evaluate
     assert result_values(aime) == result_values(alone)

@@ -28,17 +28,29 @@ BEADS = (
 
 def found(train: list[str], held_out: list[str]) -> list[tuple[int, str, float]]:
     problems = [Problem(str(number), text, "1") for number, text in enumerate(held_out)]
-    return [(hit.row, hit.item, hit.overlap) for hit in find_hits("train", lambda: iter(train), {"set": problems})]
+    return [
+        (hit.row, hit.item, hit.overlap)
+        for hit in find_hits("train", lambda: iter(train), {"set": problems})
+    ]
 
 
 @pytest.mark.parametrize(
     ("train", "held_out"),
     [
-        (r"Compute $\dfrac{1}{2} + x^{2}$.", r"Compute \(\frac12+x^2\)"),  # dollars, braces, full stops, \dfrac
-        (r"Solve $\left( x-1 \right) = 2$", "solve (x − 1)=2"),  # layout, case, a minus sign of Unicode
+        (
+            r"Compute $\dfrac{1}{2} + x^{2}$.",
+            r"Compute \(\frac12+x^2\)",
+        ),  # dollars, braces, full stops, \dfrac
+        (
+            r"Solve $\left( x-1 \right) = 2$",
+            "solve (x − 1)=2",
+        ),  # layout, case, a minus sign of Unicode
         ("Ｓｏｌｖｅ　ｘ＋１＝２", "Solve x+1=2"),  # full width
         ("已知 $x>0$，求 $x+1$ 的最小值。", "已知x>0,求x+1的最小值"),  # no spaces between words
-        (r"\begin{align*} x &= 1 \end{align*} [asy] draw((0,0)--(9,9)); [/asy] Find $x$", "x=1. Find $x$."),
+        (
+            r"\begin{align*} x &= 1 \end{align*} [asy] draw((0,0)--(9,9)); [/asy] Find $x$",
+            "x=1. Find $x$.",
+        ),
     ],
 )
 def test_equal_texts_match_whatever_their_layout(train: str, held_out: str) -> None:
@@ -49,10 +61,16 @@ def test_equal_texts_match_whatever_their_layout(train: str, held_out: str) -> N
     ("train", "held_out"),
     [
         (r"Solve $x^4 - x^2 + 1 = 0$", r"Solve $x^4 + x^2 + 1 = 0$"),  # short, another sign
-        (r"Compute $\sin 60^\circ + \cos 30^\circ$", r"Compute $\sin 60^\circ$"),  # short, within a longer one
+        (
+            r"Compute $\sin 60^\circ + \cos 30^\circ$",
+            r"Compute $\sin 60^\circ$",
+        ),  # short, within a longer one
         (BEADS.replace("3", "4"), BEADS),  # another number
         (BEADS.replace("$p$", "$p - 1$"), BEADS.replace("$p$", "$p + 1$")),  # another sign
-        ("[asy] draw((0,0)--(1,1)); [/asy]", "[asy] draw((0,0)--(2,2)); [/asy]"),  # nothing but drawings
+        (
+            "[asy] draw((0,0)--(1,1)); [/asy]",
+            "[asy] draw((0,0)--(2,2)); [/asy]",
+        ),  # nothing but drawings
     ],
 )
 def test_variants_do_not_match(train: str, held_out: str) -> None:
@@ -61,25 +79,32 @@ def test_variants_do_not_match(train: str, held_out: str) -> None:
 
 def test_reworded_problems_match_by_runs_of_words() -> None:
     # "... by a red one." is 24 words, of which the training problem has all 24 in a row: 24 of 28.
-    train = BEADS.replace("Find the probability $p$.", "What is p? Give it in the form k/m, and calculate k + m.")
+    train = BEADS.replace(
+        "Find the probability $p$.", "What is p? Give it in the form k/m, and calculate k + m."
+    )
     num_words = len(contamination._words(contamination.tokens_of(BEADS)))
     num_equal = len(contamination._words(contamination.tokens_of(BEADS.partition(" Find")[0])))
     assert found([train], [BEADS]) == [(0, "0", round(num_equal / num_words, 3))]
     # The first sentence alone is 10 words, no run of 13; with half of the second it is a run of less than 60 %.
-    assert found(["A bag holds two red beads and two green beads. You draw a bead $3$ balls."], [BEADS]) == []
+    assert (
+        found(
+            ["A bag holds two red beads and two green beads. You draw a bead $3$ balls."], [BEADS]
+        )
+        == []
+    )
 
 
 def test_shared_instructions_do_not_count() -> None:
-    before = (
-        "Solve the following math problem step by step, and give the answer on the last line of your response."
-    )
+    before = "Solve the following math problem step by step, and give the answer on the last line of your response."
     after = 'Remember to put your answer on its own line after "Answer:".'
     rows = [f"{before}\n\nWhat is {number} + 1?\n\n{after}" for number in range(6)]
     assert shared_sentences(rows) == ({before, after}, {before, after})
     held_out = [f"{before} What is {number} + 1? {after}" for number in range(5, 9)]
     assert found(rows, held_out) == [(5, "0", 1.0)]
     assert found(rows, ["What is 4 + 1?"]) == [(4, "0", 1.0)]  # instructions on one side only
-    assert found(["What is 4 + 1?"], [held_out[0].replace("5", "4"), *held_out[1:]]) == [(0, "0", 1.0)]
+    assert found(["What is 4 + 1?"], [held_out[0].replace("5", "4"), *held_out[1:]]) == [
+        (0, "0", 1.0)
+    ]
 
 
 def test_templated_problems_with_other_numbers_do_not_match() -> None:
@@ -116,7 +141,8 @@ def test_templated_problems_with_other_words_do_not_match() -> None:
 
 def test_generated_problems_do_not_match() -> None:
     train, held_out = (
-        [row["prompt"][0]["content"] for row in rows] for rows in generate_problems(3000, 300, 3, seed=0)
+        [row["prompt"][0]["content"] for row in rows]
+        for rows in generate_problems(3000, 300, 3, seed=0)
     )
     assert found(train, held_out) == []
 
@@ -125,9 +151,16 @@ def test_row_numbers_and_sets_are_kept_across_batches(monkeypatch: pytest.Monkey
     monkeypatch.setattr(contamination, "BATCH_ROWS", 2)
     sets = {"one": [Problem("7", "What is 3 + 1?", "4")], "two": [Problem("9", "what is 3+1", "4")]}
     rows = [f"What is {number} + 1?" for number in range(5)]
-    hits = [(hit.row, hit.evaluation_set, hit.item) for hit in find_hits("train", lambda: iter(rows), sets)]
+    hits = [
+        (hit.row, hit.evaluation_set, hit.item)
+        for hit in find_hits("train", lambda: iter(rows), sets)
+    ]
     assert hits == [(3, "one", "7"), (3, "two", "9")]
-    assert find_hits("train", lambda: iter(()), sets) == find_hits("train", lambda: iter(rows), {}) == []
+    assert (
+        find_hits("train", lambda: iter(()), sets)
+        == find_hits("train", lambda: iter(rows), {})
+        == []
+    )
 
 
 def test_matches_are_removed_kept_or_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,9 +169,7 @@ def test_matches_are_removed_kept_or_refused(caplog: pytest.LogCaptureFixture) -
         Hit("x.parquet", 4, "math500", "a", False, 0.7, "t", "e"),
         Hit("x.parquet", 5, "math500", "a", False, 0.9, "t", "e"),
     ]
-    counted = (
-        r"2 of 9 training problems of x\.parquet are also in aime24 \(1 of its items\), math500 \(1 of its items\)"
-    )
+    counted = r"2 of 9 training problems of x\.parquet are also in aime24 \(1 of its items\), math500 \(1 of its items\)"
     assert rows_to_drop([], 9, "error") == set()
     with caplog.at_level(logging.WARNING):
         assert rows_to_drop(hits, 9, "remove") == {4, 5}
@@ -147,16 +178,22 @@ def test_matches_are_removed_kept_or_refused(caplog: pytest.LogCaptureFixture) -
         "they are left out",
         "they are kept",
     ]
-    with pytest.raises(DataError, match=rf"{counted} \(row 4 is aime24 2; .*data\.contamination=remove"):
+    with pytest.raises(
+        DataError, match=rf"{counted} \(row 4 is aime24 2; .*data\.contamination=remove"
+    ):
         rows_to_drop(hits, 9, "error")
-    with pytest.raises(DataError, match=r"2 of 2 .*leaves none to train on.*data\.contamination=warn"):
+    with pytest.raises(
+        DataError, match=r"2 of 2 .*leaves none to train on.*data\.contamination=warn"
+    ):
         rows_to_drop(hits, 2, "remove")
 
 
 @pytest.mark.parametrize("mode", ["remove", "warn", "error"])
 def test_preparation_follows_data_contamination(mode: str, tmp_path: Path) -> None:
     def write(name: str, problems: list[str]) -> str:
-        rows = [{"problem": problem, "answer": str(number)} for number, problem in enumerate(problems)]
+        rows = [
+            {"problem": problem, "answer": str(number)} for number, problem in enumerate(problems)
+        ]
         path = tmp_path / name
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         return str(path)
@@ -167,7 +204,9 @@ def test_preparation_follows_data_contamination(mode: str, tmp_path: Path) -> No
     data = {"train": [first, second], "eval": held_out, "contamination": mode}
     config = resolve_config({"data": data, "model": {"source": "recipe"}})
     if mode == "error":
-        with pytest.raises(DataError, match=r"1 of 3 training problems of first\.jsonl are also in held_out"):
+        with pytest.raises(
+            DataError, match=r"1 of 3 training problems of first\.jsonl are also in held_out"
+        ):
             build_dataset(config, tmp_path)
         return
     metrics = build_dataset(config, tmp_path)
@@ -175,14 +214,22 @@ def test_preparation_follows_data_contamination(mode: str, tmp_path: Path) -> No
     card = json.loads((tmp_path / "data_card.json").read_text(encoding="utf-8"))
     left_out = {"What is 2 + 2?", "What is 5 + 5?"} if mode == "remove" else set()
     # second.jsonl answers its first problem once as 0 and once as 2: both rows go.
-    assert set(texts) | left_out == {"What is 1 + 1?", "What is 2 + 2?", "What is 3 + 3?", "What is 5 + 5?"}
+    assert set(texts) | left_out == {
+        "What is 1 + 1?",
+        "What is 2 + 2?",
+        "What is 3 + 3?",
+        "What is 5 + 5?",
+    }
     assert not left_out & set(texts)
     assert (metrics["train_rows"], metrics["contaminated_rows"]) == (len(texts), 2)
     for entry in card["sets"]:
         removed = sum(found["rows"] for found in entry["removed"].values())
         assert entry["read"] == entry["kept"] + removed
         assert sum(entry["answers"].values()) == entry["kept"]
-    assert [hit["train_set"] for hit in card["contamination"]["hits"]] == ["first.jsonl", "second.jsonl"]
+    assert [hit["train_set"] for hit in card["contamination"]["hits"]] == [
+        "first.jsonl",
+        "second.jsonl",
+    ]
 
 
 @pytest.mark.slow
@@ -196,7 +243,10 @@ def test_matches_in_published_sets() -> None:
     def problems(name: str) -> list[Problem]:
         lines = (folder / name / "test.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
-        return [Problem(str(number), row.get("problem") or row["question"], "") for number, row in enumerate(rows)]
+        return [
+            Problem(str(number), row.get("problem") or row["question"], "")
+            for number, row in enumerate(rows)
+        ]
 
     table = pq.read_table(folder / "dapo_math_17k" / "dapo_math_17k.parquet", columns=["prompt"])
     texts = list(dict.fromkeys(prompt[-1]["content"] for prompt in table["prompt"].to_pylist()))

@@ -18,7 +18,12 @@ from tests.tiny_models import build_tiny_qwen3
 
 @pytest.mark.parametrize(
     ("exit_code", "runs", "is_cached"),
-    [(0, True, True), (-signal.SIGILL, False, True), (-signal.SIGKILL, True, False), (1, True, False)],
+    [
+        (0, True, True),
+        (-signal.SIGILL, False, True),
+        (-signal.SIGKILL, True, False),
+        (1, True, False),
+    ],
 )
 def test_a_kernel_crash_is_cached_and_other_failures_are_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exit_code: int, runs: bool, is_cached: bool

@@ -24,7 +24,9 @@ def test_a_late_nightly_run_is_skipped() -> None:
     for hours in (-0.1, 0.0, 2.9):
         check_in_time(DUE, DUE + datetime.timedelta(hours=hours), 3.0)
     for hours in (3.1, 50.0):
-        with pytest.raises(RunSkipped, match=rf"started {hours:.1f} hours late, due 2026-01-31 02:00 UTC"):
+        with pytest.raises(
+            RunSkipped, match=rf"started {hours:.1f} hours late, due 2026-01-31 02:00 UTC"
+        ):
             check_in_time(DUE, DUE + datetime.timedelta(hours=hours), 3.0)
 
 
@@ -37,7 +39,9 @@ def test_nights_around_a_clock_change_have_different_dates() -> None:
     """At 01:30 in Berlin, they are 23 hours apart in spring and 25 in autumn."""
 
     def scheduled(timezone: str | None, is_active: bool) -> DeploymentSchedule:
-        return DeploymentSchedule(schedule=CronSchedule(cron="30 1 * * *", timezone=timezone), active=is_active)
+        return DeploymentSchedule(
+            schedule=CronSchedule(cron="30 1 * * *", timezone=timezone), active=is_active
+        )
 
     schedules = [scheduled("Asia/Shanghai", False), scheduled("Europe/Berlin", True)]
     due = ("2026-03-29T00:30Z", "2026-03-29T23:30Z", "2026-10-24T23:30Z", "2026-10-26T00:30Z")
@@ -49,7 +53,9 @@ def test_nights_around_a_clock_change_have_different_dates() -> None:
         assert str(night_of(times[1], without_zone)) == "2026-03-29"
 
 
-def test_deployed_nightly_runs_use_the_same_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deployed_nightly_runs_use_the_same_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise nights could not be compared item by item."""
     monkeypatch.chdir(PROJECT_ROOT)
     deployments = yaml.safe_load(Path("prefect.yaml").read_text())["deployments"]

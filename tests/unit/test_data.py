@@ -37,7 +37,17 @@ def test_each_epoch_is_a_different_permutation_decided_by_the_seed() -> None:
 def test_without_shuffling_the_file_order_repeats() -> None:
     stream = PromptStream(PROMPTS, seed=0, shuffle=False)
     assert _order(stream, 3) == [0, 1, 2]
-    assert _order(stream, 9) == [3, 4, 0, 1, 2, 3, 4, 0, 1]  # larger than the set, over two boundaries
+    assert _order(stream, 9) == [
+        3,
+        4,
+        0,
+        1,
+        2,
+        3,
+        4,
+        0,
+        1,
+    ]  # larger than the set, over two boundaries
     assert stream.position == 12
     assert _order(stream, 0) == []
 
@@ -59,10 +69,14 @@ def test_a_missing_tokenizer_or_chat_template_is_refused(tmp_path: Path) -> None
     assert load_tokenizer(tmp_path / "good").chat_template == tokenizer.chat_template
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "plain")
-    with pytest.raises(ModelError, match="plain has no chat template; use an instruction-tuned model"):
+    with pytest.raises(
+        ModelError, match="plain has no chat template; use an instruction-tuned model"
+    ):
         load_tokenizer(tmp_path / "plain")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match=r"(?s)empty has no readable tokenizer: .*check model\.path"):
+    with pytest.raises(
+        ModelError, match=r"(?s)empty has no readable tokenizer: .*check model\.path"
+    ):
         load_tokenizer(tmp_path / "empty")
 
 
@@ -73,7 +87,9 @@ def test_a_mixture_follows_its_weights_and_resumes() -> None:
     for start in (0, 37, 2000, 4900):  # also over short stretches
         assert sum(prompt.dataset == "b" for prompt in whole[start : start + 100]) == 25
     taken = [[prompt.index for prompt in whole if prompt.dataset == name] for name in "ab"]
-    for indices, rows in zip(taken, (range(40), range(40, 50)), strict=True):  # each epoch of a set has all of it
+    for indices, rows in zip(
+        taken, (range(40), range(40, 50)), strict=True
+    ):  # each epoch of a set has all of it
         for first in range(0, len(indices) - len(rows), len(rows)):
             assert sorted(indices[first : first + len(rows)]) == list(rows)
     for position in (0, 1, 999, 1000, 3210):

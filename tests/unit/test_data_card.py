@@ -21,16 +21,25 @@ from tasks.data.sources import Source
 from tests.evaluations import evaluation, make_items, no_plots
 
 LENGTHS = {
-    "num_prompts": 90, "mean": 20.5, "quantiles": {"50": 19, "95": 60}, "max": 70, "max_prompt_tokens": 64,
-    "num_too_long": 2, "too_long": "drop", "edges": [0, 32, 64, 96], "counts": [80, 8, 2],
-}  # fmt: skip
+    "num_prompts": 90,
+    "mean": 20.5,
+    "quantiles": {"50": 19, "95": 60},
+    "max": 70,
+    "max_prompt_tokens": 64,
+    "num_too_long": 2,
+    "too_long": "drop",
+    "edges": [0, 32, 64, 96],
+    "counts": [80, 8, 2],
+}
 
 
 def entry(folder: Path, split: Split = "train", name: str = "my.jsonl") -> dict[str, Any]:
     path = folder / name
     path.write_text("{}", encoding="utf-8")
     prompt_format = PromptFormat("given", True, "{problem}", ())
-    source = Source("data.train.0", name, split, OWN, None, path, 1.0, prompt_format, is_one_of_several=False)
+    source = Source(
+        "data.train.0", name, split, OWN, None, path, 1.0, prompt_format, is_one_of_several=False
+    )
     count = SetCount(name, read=100, kept=93)
     for row in range(MAX_EXAMPLES + 4):
         count.refuse(row, "no gold answer", {"problem": "a | `b`\nc", "answer": None})
@@ -71,7 +80,10 @@ def test_the_card_accounts_for_every_row(tmp_path: Path) -> None:
 def test_lone_surrogates_are_written(tmp_path: Path) -> None:
     hit = Hit("my.jsonl", 3, "aime24", "7", True, 1.0, "lone \ud800", "lone \ud800")
     write_card(make_card([entry(tmp_path)], [hit], "warn"), tmp_path)
-    assert json.loads((tmp_path / CARD_JSON).read_bytes())["contamination"]["hits"][0]["item_text"] == "lone ?"
+    assert (
+        json.loads((tmp_path / CARD_JSON).read_bytes())["contamination"]["hits"][0]["item_text"]
+        == "lone ?"
+    )
 
 
 def test_answers_are_classified() -> None:
@@ -89,12 +101,30 @@ def test_answers_are_classified() -> None:
 
 def test_the_report_shows_the_data_card() -> None:
     lengths = {
-        "num_prompts": 9, "mean": 20.5, "quantiles": {"50": 19, "95": 60}, "max": 700, "max_prompt_tokens": 64,
-        "num_too_long": 2, "too_long": "drop", "edges": [0, 32, 64, 701], "counts": [5, 2, 2],
-    }  # fmt: skip
+        "num_prompts": 9,
+        "mean": 20.5,
+        "quantiles": {"50": 19, "95": 60},
+        "max": 700,
+        "max_prompt_tokens": 64,
+        "num_too_long": 2,
+        "too_long": "drop",
+        "edges": [0, 32, 64, 701],
+        "counts": [5, 2, 2],
+    }
     reasons = {"no gold answer": {"rows": 3, "examples": ["row 1: <b>"]}}
-    one = {"name": "my.jsonl", "use": "train", "read": 1200, "refused": reasons, "removed": {}, "kept": 1197}
-    card = {"sets": [one], "contamination": {"mode": "remove", "rows": 4}, "prompt_lengths": lengths}
+    one = {
+        "name": "my.jsonl",
+        "use": "train",
+        "read": 1200,
+        "refused": reasons,
+        "removed": {},
+        "kept": 1197,
+    }
+    card = {
+        "sets": [one],
+        "contamination": {"mode": "remove", "rows": 4},
+        "prompt_lengths": lengths,
+    }
     items = make_items(4)
     sides = [evaluation(items, letters, name) for letters, name in (("rwww", "a"), ("rrrw", "b"))]
     comparison = compare_evaluations(*sides)
@@ -102,7 +132,10 @@ def test_the_report_shows_the_data_card() -> None:
     assert report["data"] == card
     text = " ".join(render_markdown(report).split())
     assert "| my.jsonl | training | 1,200 | 3 | 0 | 1,197 |" in text
-    assert "4 training problems also appear in an evaluation set; they were left out of training." in text
+    assert (
+        "4 training problems also appear in an evaluation set; they were left out of training."
+        in text
+    )
     plots = {**no_plots(comparison, []), "prompts": [prompt_length_plot(lengths)]}
     page = render_html(report, plots, pack_items(*sides))
     assert 'href="data_card.md"' in page

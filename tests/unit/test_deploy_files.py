@@ -35,7 +35,9 @@ def test_systemd_accepts_the_units_without_warnings(tmp_path: Path) -> None:
 
 def test_any_password_works_for_the_compose_database(monkeypatch: pytest.MonkeyPatch) -> None:
     password = "p@ss:/%40+ #?"
-    server = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text(encoding="utf-8"))["services"]["server"]
+    server = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text(encoding="utf-8"))["services"][
+        "server"
+    ]
     for name, value in server["environment"].items():
         monkeypatch.setenv(name, value.replace("${DAPO_PASSWORD}", password))
     found = Settings().server.database.connection_url

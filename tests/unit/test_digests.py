@@ -10,7 +10,14 @@ import torch
 from blake3 import blake3
 from safetensors.torch import save_file
 
-from dapo_core.digests import CHUNK_BYTES, content_part, digest_of, file_digest, file_parts, safetensors_sizes
+from dapo_core.digests import (
+    CHUNK_BYTES,
+    content_part,
+    digest_of,
+    file_digest,
+    file_parts,
+    safetensors_sizes,
+)
 
 
 def test_a_safetensors_file_is_hashed_by_header_and_tensor(tmp_path: Path) -> None:
@@ -27,9 +34,12 @@ def test_a_safetensors_file_is_hashed_by_header_and_tensor(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "entry", [{"data_offsets": [0, 10**9]}, {"data_offsets": "x"}, {}, [], "x", {"data_offsets": [0, 3]}]
+    "entry",
+    [{"data_offsets": [0, 10**9]}, {"data_offsets": "x"}, {}, [], "x", {"data_offsets": [0, 3]}],
 )
-def test_every_byte_changes_the_digest_whatever_the_header_says(tmp_path: Path, entry: object) -> None:
+def test_every_byte_changes_the_digest_whatever_the_header_says(
+    tmp_path: Path, entry: object
+) -> None:
     path = tmp_path / "model.safetensors"
     header = json.dumps({"a": entry}).encode()
     content = len(header).to_bytes(8, "little") + header + b"0123456789"
@@ -48,4 +58,7 @@ def test_a_missing_byte_in_any_file_is_detected(tmp_path: Path) -> None:
     content = bytes(range(256)) * (CHUNK_BYTES // 128)
     path.write_bytes(content)
     assert file_digest(path) == digest_of([content_part(content)])
-    assert file_parts(path, [len(content) - 5, 10]) == [content_part(content[:-5]), content_part(content[-5:])]
+    assert file_parts(path, [len(content) - 5, 10]) == [
+        content_part(content[:-5]),
+        content_part(content[-5:]),
+    ]

@@ -18,7 +18,9 @@ from tasks.preflight.environment import TABLE
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {path.suffix[1:]: path for path in sorted((ROOT / "docker").glob("Dockerfile.*"))}
 BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-NEEDED = {name.split(".")[0] for name in BUILD["packages"]} | {f"{name}.py" for name in BUILD["py-modules"]}
+NEEDED = {name.split(".")[0] for name in BUILD["packages"]} | {
+    f"{name}.py" for name in BUILD["py-modules"]
+}
 TOOLS = {"wget"}  # older KubeRay releases probe Ray with it
 RUNTIME_PREFIX = "NVIDIA_"  # variables of the container runtime
 
@@ -26,9 +28,16 @@ RUNTIME_PREFIX = "NVIDIA_"  # variables of the container runtime
 def instructions(text: str) -> list[tuple[str, str]]:
     """(name, value) of each instruction, with joined lines and build arguments replaced by their defaults."""
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    found = [line.split(None, 1) for line in "\n".join(lines).replace("\\\n", " ").splitlines() if line.strip()]
+    found = [
+        line.split(None, 1)
+        for line in "\n".join(lines).replace("\\\n", " ").splitlines()
+        if line.strip()
+    ]
     defaults = dict(value.split("=", 1) for name, value in found if name == "ARG")
-    return [(name, re.sub(r"\$\{(\w+)\}", lambda each: defaults[each[1]], value)) for name, value in found]
+    return [
+        (name, re.sub(r"\$\{(\w+)\}", lambda each: defaults[each[1]], value))
+        for name, value in found
+    ]
 
 
 def problems(device: str, text: str) -> Iterator[str]:
@@ -37,25 +46,42 @@ def problems(device: str, text: str) -> Iterator[str]:
     (base,) = (value for name, value in steps if name == "FROM")
     yield from wrong_base(device, base)
     copied = [word for name, value in steps if name == "COPY" for word in value.split()[:-1]]
-    yield from (f"{source} is not in the repository" for source in copied if not (ROOT / source).exists())
-    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    yield from (
+        f"{source} is not in the repository" for source in copied if not (ROOT / source).exists()
+    )
+    kept = [
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
     yield from (f".dockerignore leaves {each} out" for each in copied if not is_kept(each, kept))
-    yield from (f"{name} is not copied" for name in NEEDED - {source.rstrip("/") for source in copied})
+    yield from (
+        f"{name} is not copied" for name in NEEDED - {source.rstrip("/") for source in copied}
+    )
     commands = [value for name, value in steps if name == "RUN"]
-    for name in {each for command in commands for each in re.findall(r"requirements/[\w.-]+", command)}:
+    for name in {
+        each for command in commands for each in re.findall(r"requirements/[\w.-]+", command)
+    }:
         if name not in copied:
             yield f"{name} is used but not copied"
     for command in commands:
-        if "pip install" in command and command.count("pip install") != command.count("--no-cache-dir"):
-            yield f"pip keeps its cache in: {command}"
-        if "apt-get install" in command and not {"--no-install-recommends", "/var/lib/apt/lists/*"} <= set(
-            command.split()
+        if "pip install" in command and command.count("pip install") != command.count(
+            "--no-cache-dir"
         ):
+            yield f"pip keeps its cache in: {command}"
+        if "apt-get install" in command and not {
+            "--no-install-recommends",
+            "/var/lib/apt/lists/*",
+        } <= set(command.split()):
             yield f"apt leaves files behind: {command}"
-    installed = {word for command in commands if "apt-get install" in command for word in command.split()}
+    installed = {
+        word for command in commands if "apt-get install" in command for word in command.split()
+    }
     if device != "npu":  # its base image has them
         yield from (f"{tool} is not installed" for tool in sorted(TOOLS - installed))
-    yield from wrong_environment([word for name, value in steps if name == "ENV" for word in shlex.split(value)])
+    yield from wrong_environment(
+        [word for name, value in steps if name == "ENV" for word in shlex.split(value)]
+    )
     if device != "npu" and [value for name, value in steps if name == "USER"][-1:] != ["dapo"]:
         yield "runs as root"
 
@@ -79,7 +105,8 @@ def wrong_base(device: str, base: str) -> Iterator[str]:
 def wrong_environment(words: list[str]) -> Iterator[str]:
     """Yield variables that the table does not have, or has with another value."""
     known = {
-        row["name"]: str(row.get("chain_value", row.get("value", ""))) for row in yaml.safe_load(TABLE.read_text())
+        row["name"]: str(row.get("chain_value", row.get("value", "")))
+        for row in yaml.safe_load(TABLE.read_text())
     }
     for name, _, value in (word.partition("=") for word in words):
         if name in known and known[name] != value:
@@ -124,7 +151,12 @@ def test_a_dockerfile_matches_the_versions_files_and_variables(device: str) -> N
             "pip keeps its cache in: python3 -m pip install",
         ),
         ("cpu", "--no-install-recommends ", "", "apt leaves files behind: apt-get update"),
-        ("npu", "TASK_QUEUE_ENABLE=1", "TASK_QUEUE_ENABLED=1", "TASK_QUEUE_ENABLED is in no row of the table"),
+        (
+            "npu",
+            "TASK_QUEUE_ENABLE=1",
+            "TASK_QUEUE_ENABLED=1",
+            "TASK_QUEUE_ENABLED is in no row of the table",
+        ),
         ("npu", "ENABLE_NZ=0", "ENABLE_NZ=1", "VLLM_ASCEND_ENABLE_NZ=1, but the table has '0'"),
         ("cuda", "USER dapo\n", "", "runs as root"),
         ("cuda", " wget", "", "wget is not installed"),

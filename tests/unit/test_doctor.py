@@ -41,7 +41,9 @@ ONLINE, OFFLINE = WorkerStatus.ONLINE, WorkerStatus.OFFLINE
 def deployment(active: bool = True, **values: Any) -> SimpleNamespace:
     """Return a deployment with one schedule."""
     defaults = {"name": "dapo-nightly", "pool": "dapo", "paused": False, "has_run": True}
-    return SimpleNamespace(id=uuid4(), schedules=[SimpleNamespace(active=active)], **{**defaults, **values})
+    return SimpleNamespace(
+        id=uuid4(), schedules=[SimpleNamespace(active=active)], **{**defaults, **values}
+    )
 
 
 @dataclass
@@ -66,7 +68,9 @@ class Server:
         return SimpleNamespace(name=name, is_paused=self.is_paused)
 
     def read_workers_for_work_pool(self, name: str) -> list[SimpleNamespace]:
-        return [SimpleNamespace(name=worker, status=status) for worker, status in self.workers.items()]
+        return [
+            SimpleNamespace(name=worker, status=status) for worker, status in self.workers.items()
+        ]
 
     def read_automations_by_name(self, name: str) -> list[SimpleNamespace]:
         return [SimpleNamespace(enabled=enabled) for enabled in self.automations]
@@ -85,11 +89,15 @@ class Server:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A project directory with one deployment."""
-    (tmp_path / "prefect.yaml").write_text("deployments: [{name: dapo-nightly, entrypoint: flows/a.py:a}]")
+    (tmp_path / "prefect.yaml").write_text(
+        "deployments: [{name: dapo-nightly, entrypoint: flows/a.py:a}]"
+    )
     return tmp_path
 
 
-def examined(monkeypatch: pytest.MonkeyPatch, server: Server, project: Path, wait: float = 0) -> list[Finding]:
+def examined(
+    monkeypatch: pytest.MonkeyPatch, server: Server, project: Path, wait: float = 0
+) -> list[Finding]:
     """Return the findings about the server."""
 
     client = "prefect.client.orchestration.SyncPrefectClient"
@@ -107,20 +115,32 @@ def test_a_healthy_server_has_no_findings(
     assert {finding.status for finding in findings} == {OK}
     assert findings[-1] == Finding("schedules", OK, "dapo-nightly: 2026-11-22 02:00 UTC")
     assert examined(monkeypatch, Server(asked_until_scheduled=3), project, wait=60)[-1].status == OK
-    elsewhere = tmp_path_factory.mktemp("elsewhere")  # outside the project, deployments are not checked
+    elsewhere = tmp_path_factory.mktemp(
+        "elsewhere"
+    )  # outside the project, deployments are not checked
     assert examined(monkeypatch, Server(deployments=[]), elsewhere)[-1].check == "crash detection"
 
 
 @pytest.mark.parametrize(
     ("server", "check", "status", "expected"),
     [
-        (Server(version="3.0.0"), "Prefect server", FAIL, f"3.0.0, this environment has {prefect.__version__}"),
+        (
+            Server(version="3.0.0"),
+            "Prefect server",
+            FAIL,
+            f"3.0.0, this environment has {prefect.__version__}",
+        ),
         (Server(has_pool=False), "worker", FAIL, "no work pool dapo"),
         (Server(workers={}), "worker", FAIL, "none online in work pool dapo"),
         (Server(workers={"dapo-a": OFFLINE}), "worker", FAIL, "none online in work pool dapo"),
         (Server(is_paused=True), "worker", FAIL, "work pool dapo is paused"),
         (Server(automations=[]), "crash detection", WARN, "`dapo up --store"),
-        (Server(automations=[False]), "crash detection", WARN, "prefect automation resume 'dapo: crashed"),
+        (
+            Server(automations=[False]),
+            "crash detection",
+            WARN,
+            "prefect automation resume 'dapo: crashed",
+        ),
         (Server(deployments=[]), "deployments", FAIL, "not registered: dapo-nightly"),
         (Server(deployments=[deployment(pool="b")]), "deployments", FAIL, "not registered"),
         (
@@ -132,7 +152,12 @@ def test_a_healthy_server_has_no_findings(
     ],
 )
 def test_a_problem_is_the_only_finding(
-    monkeypatch: pytest.MonkeyPatch, project: Path, server: Server, check: str, status: str, expected: str
+    monkeypatch: pytest.MonkeyPatch,
+    project: Path,
+    server: Server,
+    check: str,
+    status: str,
+    expected: str,
 ) -> None:
     (finding,) = [each for each in examined(monkeypatch, server, project) if each.status != OK]
     assert (finding.check, finding.status) == (check, status)
@@ -144,8 +169,13 @@ def test_deployments_without_an_active_schedule_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, project: Path
 ) -> None:
     others = ({"pool": "theirs"}, {"paused": True}, {"active": False})
-    server = Server(deployments=[deployment(), *(deployment(**each, has_run=False) for each in others)])
-    assert examined(monkeypatch, server, project, wait=60)[-1].found == "dapo-nightly: 2026-11-22 02:00 UTC"
+    server = Server(
+        deployments=[deployment(), *(deployment(**each, has_run=False) for each in others)]
+    )
+    assert (
+        examined(monkeypatch, server, project, wait=60)[-1].found
+        == "dapo-nightly: 2026-11-22 02:00 UTC"
+    )
 
 
 def test_an_unreachable_server_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +194,11 @@ def test_an_unreachable_server_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_ray_head_without_a_token_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str] | None, status: str, found: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    environment: dict[str, str] | None,
+    status: str,
+    found: str,
 ) -> None:
     head = tmp_path / "gcs_server"
     shutil.copy("/bin/sleep", head)
@@ -215,7 +249,9 @@ def test_a_server_reachable_from_other_machines_needs_a_password(
     assert ("PREFECT_SERVER_API_AUTH_STRING" in finding.advice) == (status == WARN)
 
 
-@pytest.mark.parametrize(("free", "status"), [(20 * GIB, OK), (20 * GIB - 1, WARN), (GIB, WARN), (GIB - 1, FAIL)])
+@pytest.mark.parametrize(
+    ("free", "status"), [(20 * GIB, OK), (20 * GIB - 1, WARN), (GIB, WARN), (GIB - 1, FAIL)]
+)
 def test_low_disk_space_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, status: str
 ) -> None:
@@ -227,7 +263,9 @@ def test_a_file_system_without_locks_fails(monkeypatch: pytest.MonkeyPatch, tmp_
     assert doctor.check_locks(tmp_path).status == OK
     monkeypatch.setattr(doctor, "TRY_LOCK", "pass")
     assert doctor.check_locks(tmp_path).found == "flock does not exclude other processes"
-    monkeypatch.setattr(doctor, "locked", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    monkeypatch.setattr(
+        doctor, "locked", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
+    )
     assert doctor.check_locks(tmp_path).found == "flock failed: No locks available"
     assert list(tmp_path.iterdir()) == []
 
@@ -235,20 +273,26 @@ def test_a_file_system_without_locks_fails(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_incompatible_packages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"sqlalchemy": "2.1.0", "torch": "2.9.0+cpu", "torchvision": "0.24.0"}
     installed = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name.lower()) or installed(name))
+    monkeypatch.setattr(
+        doctor, "_version", lambda name: versions.get(name.lower()) or installed(name)
+    )
     finding = doctor.check_packages()
     assert finding.status == FAIL
     assert "2.1.0, needs" in finding.found
     finding = doctor.check_torch()
     assert (finding.status, finding.advice) == (FAIL, "pip uninstall torchvision")
-    versions["torchvision"] = "0.24.0+cpu"  # from torch's index, as with vllm-ascend and a CPU torch
+    versions["torchvision"] = (
+        "0.24.0+cpu"  # from torch's index, as with vllm-ascend and a CPU torch
+    )
     assert doctor.check_torch().status == OK
 
 
 def test_low_memory_and_broken_drivers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Cuda, "visible", lambda device, environment: [])
-        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * GIB - 1, total=8 * GIB))
+        patch.setattr(
+            psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * GIB - 1, total=8 * GIB)
+        )
         assert doctor.check_hardware().status == WARN
 
     def broken(device: Cuda, environment: Mapping[str, str]) -> list[str]:
@@ -258,7 +302,9 @@ def test_low_memory_and_broken_drivers_are_reported(monkeypatch: pytest.MonkeyPa
     assert doctor.check_hardware().status == FAIL
 
 
-def test_an_unwritable_store_exits_with_1_and_one_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unwritable_store_exits_with_1_and_one_hint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     store = tmp_path / "file"
     store.touch()
     monkeypatch.setattr(doctor, "check_torch", lambda: Finding("of this machine", OK, ""))
@@ -272,7 +318,9 @@ def test_an_unwritable_store_exits_with_1_and_one_hint(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_schedule_without_an_upcoming_run_exits_with_1(monkeypatch: pytest.MonkeyPatch, project: Path) -> None:
+def test_a_schedule_without_an_upcoming_run_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, project: Path
+) -> None:
     """The same server with and without the run, since other checks depend on this machine."""
     monkeypatch.chdir(project)
     for name in ("check_packages", "check_torch", "check_space", "check_hardware"):

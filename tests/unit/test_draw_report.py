@@ -22,7 +22,9 @@ def account(
     return count
 
 
-def test_progress_is_logged_every_ten_seconds_with_rate_and_time_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged_every_ten_seconds_with_rate_and_time_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO")
     clock = Clock()
     progress = DrawProgress(16, clock)
@@ -48,7 +50,10 @@ def test_progress_is_logged_every_ten_seconds_with_rate_and_time_left(caplog: py
             account(right=1, equal=99),
             "0 all wrong, 99 all equal (mean accuracy 1.0%). Either the model's answer format",
         ),
-        (account(wrong=99, right=1, cut=150), "75% of the responses are cut by rollout.max_response_tokens"),
+        (
+            account(wrong=99, right=1, cut=150),
+            "75% of the responses are cut by rollout.max_response_tokens",
+        ),
     ],
 )
 def test_a_hundred_groups_without_signal_log_one_hint(

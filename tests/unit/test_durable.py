@@ -49,7 +49,9 @@ def _hold(path: Path, shared: bool, ready: Connection) -> None:
 
 
 @contextmanager
-def _holder(path: Path, shared: bool = False) -> Iterator[tuple[multiprocessing.process.BaseProcess, int]]:
+def _holder(
+    path: Path, shared: bool = False
+) -> Iterator[tuple[multiprocessing.process.BaseProcess, int]]:
     """Another process that holds the lock, with the pid of its child."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     # fork: a spawned process would import everything again
@@ -108,7 +110,9 @@ def test_a_waiter_logs_the_holder_at_growing_intervals_and_gets_the_lock(
                 act()
                 process.join()
 
-        monkeypatch.setattr(durable, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=sleep))
+        monkeypatch.setattr(
+            durable, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=sleep)
+        )
         with locked(path, waiting="which is slow"):
             lines = [record.getMessage() for record in caplog.records]
     assert all(line.startswith(f"waiting for run 7 (pid {process.pid} on ") for line in lines)
@@ -151,7 +155,9 @@ def test_is_locked_does_not_block_another_process(tmp_path: Path) -> None:
     timer.join()
 
 
-def test_a_file_system_without_locks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(file: Any, operation: int) -> None:
         raise OSError(38, "Function not implemented")
 
@@ -167,7 +173,9 @@ class _Killed(BaseException):
 
 
 @pytest.mark.parametrize("place", ["write_bytes", "rename"])
-def test_a_kill_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_a_kill_leaves_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     path = tmp_path / "file"
     write_atomically(path, "old")
 
@@ -186,7 +194,9 @@ def test_a_kill_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.Monke
     assert path.read_bytes() == b"new"
 
 
-def test_a_failed_write_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_partial_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -196,7 +206,9 @@ def test_a_failed_write_leaves_no_partial_file(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-def test_content_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_is_synced_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     partial = tmp_path / "folder.partial"
     (partial / "inner").mkdir(parents=True)
     (partial / "inner" / "file").write_text("content")

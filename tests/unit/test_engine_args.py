@@ -22,16 +22,25 @@ from tests.trainings import settings
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"engine_args": {"seed": 3}}, r"rollout\.engine_args\.seed is set by the project: use run\.seed"),
+        (
+            {"engine_args": {"seed": 3}},
+            r"rollout\.engine_args\.seed is set by the project: use run\.seed",
+        ),
         ({"engine_args": {"tensor-parallel-size": 2}}, r"use rollout\.tensor_parallel"),
-        ({"engine": "hf", "tensor_parallel": 2}, r"rollout\.tensor_parallel=2, .* need rollout\.engine=vllm"),
+        (
+            {"engine": "hf", "tensor_parallel": 2},
+            r"rollout\.tensor_parallel=2, .* need rollout\.engine=vllm",
+        ),
         ({"engine_args": {"pipeline_parallel_size": 2}}, r"use rollout\.pipeline_parallel"),
         ({"engine_args": {"enable_expert_parallel": True}}, r"use rollout\.expert_parallel"),
         (
             {"engine": "hf", "pipeline_parallel": 2},
             r"rollout\.pipeline_parallel=2 .* need rollout\.engine=vllm",
         ),
-        ({"expert_parallel": True}, r"expert_parallel=true has no effect with rollout\.tensor_parallel=1; set"),
+        (
+            {"expert_parallel": True},
+            r"expert_parallel=true has no effect with rollout\.tensor_parallel=1; set",
+        ),
         (
             {"expert_parallel": True, "tensor_parallel": 2},
             r"expert_parallel=true with train\.device=cpu crashes: vLLM",
@@ -42,7 +51,9 @@ from tests.trainings import settings
         ),
     ],
 )
-def test_conflicting_or_unsupported_engine_keys_are_refused(keys: dict[str, object], message: str) -> None:
+def test_conflicting_or_unsupported_engine_keys_are_refused(
+    keys: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_config(settings(rollout={"engine": "vllm", **keys}))
 
@@ -51,7 +62,10 @@ def test_parallelism_that_the_model_cannot_use_fails_preflight(tmp_path: Path) -
     build_tiny(tmp_path / "model", "qwen3")  # two layers, no experts
     model = {"source": "path", "path": str(tmp_path / "model"), "recipe": {}}
     for keys, message in (
-        ({"pipeline_parallel": 3}, "rollout.pipeline_parallel=3 is more stages than the model's 2 layers"),
+        (
+            {"pipeline_parallel": 3},
+            "rollout.pipeline_parallel=3 is more stages than the model's 2 layers",
+        ),
         (
             {"tensor_parallel": 2, "expert_parallel": True},
             "rollout.expert_parallel=true, but qwen3 has no experts",
@@ -87,10 +101,16 @@ def test_engine_arguments_by_device() -> None:
         "max_num_batched_tokens": 2048,
         "max_cudagraph_capture_size": 8,
     }
-    assert kinds["npu"] == {**kinds["cuda"], "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
+    assert kinds["npu"] == {
+        **kinds["cuda"],
+        "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"},
+    }
     many = device_arguments("npu", replace(settings, max_num_seqs=1500), 96)
     assert (many["max_num_batched_tokens"], many["max_cudagraph_capture_size"]) == (3000, 1500)
-    own = {"cudagraph_capture_sizes": [1, 8], "max_num_batched_tokens": 64}  # vLLM rejects both keys for the sizes
+    own = {
+        "cudagraph_capture_sizes": [1, 8],
+        "max_num_batched_tokens": 64,
+    }  # vLLM rejects both keys for the sizes
     assert device_arguments("npu", replace(settings, engine_args=own), 96) == {
         "gpu_memory_utilization": 0.5,
         **own,
@@ -101,14 +121,19 @@ def test_engine_arguments_by_device() -> None:
 def test_devices_that_cannot_split_the_heads_fail_preflight(tmp_path: Path, section: str) -> None:
     build_tiny(tmp_path / "model", "qwen3")  # two heads
     model = {"source": "path", "path": str(tmp_path / "model"), "recipe": {}}
-    changes = {"rollout": {"engine": "vllm"}, section: {"engine": "vllm"} if section == "rollout" else {}}
+    changes = {
+        "rollout": {"engine": "vllm"},
+        section: {"engine": "vllm"} if section == "rollout" else {},
+    }
     config = resolve_config(
         settings(model=model, **{**changes, section: {**changes[section], "tensor_parallel": 3}})
     )
     findings = Findings()
     check_model(tmp_path / "model", config, findings)
     [failed] = findings.failed
-    assert f"{section}.tensor_parallel=3 does not divide the model's 2 attention heads" in f"{failed}"
+    assert (
+        f"{section}.tensor_parallel=3 does not divide the model's 2 attention heads" in f"{failed}"
+    )
 
 
 @pytest.mark.slow
@@ -135,4 +160,8 @@ def test_a_sampler_built_without_the_mode_returns_log_probs_of_the_sampling_dist
 
     expected = Sampler(LOG_PROBS)
     assert sampler.logprobs_mode == expected.logprobs_mode == LOG_PROBS
-    assert sampler.topk_topp_sampler.logprobs_mode == expected.topk_topp_sampler.logprobs_mode == LOG_PROBS
+    assert (
+        sampler.topk_topp_sampler.logprobs_mode
+        == expected.topk_topp_sampler.logprobs_mode
+        == LOG_PROBS
+    )

@@ -46,8 +46,12 @@ def _probe(engines: list[list[list[float]]], dtype: str = "float32") -> float:
         return engines
 
     rollouts: Any = SimpleNamespace(log_probs=engine_log_probs)
-    difference = probe_difference(rollouts, batch, torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), ["float32", dtype])
-    assert requested == [(list(group.prompt.prompt_ids), rollout.response_ids) for rollout in group.rollouts]
+    difference = probe_difference(
+        rollouts, batch, torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), ["float32", dtype]
+    )
+    assert requested == [
+        (list(group.prompt.prompt_ids), rollout.response_ids) for rollout in group.rollouts
+    ]
     return difference
 
 
@@ -64,7 +68,9 @@ def test_tokens_sampled_from_another_distribution_stop_the_training() -> None:
     with pytest.raises(RolloutError) as caught:
         _sampled(0.1, rollout={"temperature": 0.5})
     assert "of the 3 tokens they sampled differ" in str(caught.value)
-    assert "rollout.temperature=0.5 by 0.1 nats per token, more than the 0.002 that float32" in str(caught.value)
+    assert "rollout.temperature=0.5 by 0.1 nats per token, more than the 0.002 that float32" in str(
+        caught.value
+    )
     with pytest.raises(RolloutError, match="3 of the policy's 3 log-probs are not finite"):
         _sampled(NAN)
 
@@ -87,9 +93,19 @@ def test_buckets_keep_order_and_size_limit() -> None:
     tensors = _planned(a=4, b=4, c=3, d=8, e=1, f=9)
     plan = plan_buckets(tensors, torch.bfloat16, max_bytes=20)  # 10 elements
     assert _names(plan) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
-    assert [[planned.offset for planned in bucket] for bucket in plan.buckets] == [[0, 4], [0], [0, 8], [0]]
+    assert [[planned.offset for planned in bucket] for bucket in plan.buckets] == [
+        [0, 4],
+        [0],
+        [0, 8],
+        [0],
+    ]
     assert plan.slot_numel == 9
-    assert _names(plan_buckets(tensors, torch.bfloat16, max_bytes=1)) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert _names(plan_buckets(tensors, torch.bfloat16, max_bytes=1)) == [
+        ["a", "b"],
+        ["c"],
+        ["d", "e"],
+        ["f"],
+    ]
     assert plan_buckets([], torch.bfloat16, max_bytes=20).slot_numel == 0
 
 
@@ -99,7 +115,10 @@ def test_a_checksum_depends_on_every_bit_and_position() -> None:
     negated[0] = -0.0  # equal to 0, but with different bits
     for compute in (checksum, weighted_sum):
         assert compute(values) == compute(values.clone())
-        assert len({compute(each) for each in (values, swapped, negated, values[:5], values.float())}) == 5
+        assert (
+            len({compute(each) for each in (values, swapped, negated, values[:5], values.float())})
+            == 5
+        )
     # 16-bit words of bfloat16 0 and 1 are 0 and 0x3F80; positions count from 1
     assert weighted_sum(values[:2]) == 0x3F80 * 2 * MULTIPLIER % 2**64
 
@@ -123,7 +142,10 @@ def test_each_engine_is_compared_with_the_sent_weights() -> None:
             Loaded(7, {"a": (1, 9), "b": (3,)}),
             r"^second loaded different bytes than the policy ranks sent for 1 \(a\) of 2",
         ),
-        (Loaded(6, intact.checksums), r"^second has policy version 6 after 7 was published: rollouts would"),
+        (
+            Loaded(6, intact.checksums),
+            r"^second has policy version 6 after 7 was published: rollouts would",
+        ),
         (Loaded(7, {"b": (3,)}), r"^second did not load 1 \(a\) of 2 tensors of policy version 7"),
     ):
         with pytest.raises(RolloutError, match=message):
@@ -146,7 +168,9 @@ def test_shared_memory_counts_buckets_and_is_released() -> None:
     assert os.stat(memory.address).st_blocks < used
     assert reader.slots[1].eq(0.0).all()
     assert reader.num_sent() == 1
-    with pytest.raises(RolloutError, match="cannot open the shared memory of a policy rank on its node"):
+    with pytest.raises(
+        RolloutError, match="cannot open the shared memory of a policy rank on its node"
+    ):
         SharedMemory.open("/proc/self/fd/9999", 2, 1000, torch.float32, 2)
 
 
@@ -171,7 +195,9 @@ def _memory_flags(address: int) -> list[str]:
 
 def test_waiting_for_weights_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "STALL_SECONDS", 0.01)
-    with pytest.raises(RolloutError, match=r"^waited 0 s for a bucket: a process of the training hangs"):
+    with pytest.raises(
+        RolloutError, match=r"^waited 0 s for a bucket: a process of the training hangs"
+    ):
         links.wait_until(lambda: False, "a bucket")
 
 
@@ -185,13 +211,18 @@ def test_the_probe_reports_the_worst_engine_and_tolerates_its_dtype() -> None:
 @pytest.mark.parametrize(
     ("engines", "message"),
     [
-        ([[[-1.0, -2.0], [-3.3]]], r"differ from the policy's by 0\.1 nats per token, more than the 0\.001"),
+        (
+            [[[-1.0, -2.0], [-3.3]]],
+            r"differ from the policy's by 0\.1 nats per token, more than the 0\.001",
+        ),
         ([[[NAN, -2.0], [-3.0]]], "by nan nats per token"),
         ([[[-1.0, -2.0], [-3.0]], [[-1.0, NAN], [-3.0]]], "by nan nats per token"),
         ([[[], []]], "returned 0 log-probs for a probe of 3 response tokens"),
         ([[[-1.0], [-3.0]]], "returned 2 log-probs for a probe of 3 response tokens"),
     ],
 )
-def test_an_engine_with_wrong_weights_fails_the_probe(engines: list[list[list[float]]], message: str) -> None:
+def test_an_engine_with_wrong_weights_fails_the_probe(
+    engines: list[list[list[float]]], message: str
+) -> None:
     with pytest.raises(RolloutError, match=message):
         _probe(engines)

@@ -23,7 +23,15 @@ from typer.testing import CliRunner
 from flows.cli import app
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.nodes.on_node import DEVICE_FILES
-from tasks.preflight.environment import STATUSES, TABLE, Variable, check_environment, exports, faults, lint
+from tasks.preflight.environment import (
+    STATUSES,
+    TABLE,
+    Variable,
+    check_environment,
+    exports,
+    faults,
+    lint,
+)
 from tasks.preflight.finding import FAIL, Findings
 from tests.trainings import config_of
 
@@ -45,7 +53,9 @@ Address = namedtuple("Address", "family address")
 
 
 def _npu(ray_address: str | None = None, **changes: Any) -> Any:
-    return config_of(train={"device": "npu", "ray_address": ray_address, **changes.pop("train", {})}, **changes)
+    return config_of(
+        train={"device": "npu", "ray_address": ray_address, **changes.pop("train", {})}, **changes
+    )
 
 
 def _found(name: str, environment: dict[str, str], config: Any) -> Variable:
@@ -57,23 +67,33 @@ def _found(name: str, environment: dict[str, str], config: Any) -> Variable:
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node with an interface that is up, one that is down, a docker bridge and a link-local address."""
     addresses = {
-        "lo": "127.0.0.1", "docker0": "172.17.0.1", "usb0": "169.254.3.4",
-        "enp1s0": "10.0.0.5", "enp2s0": "10.1.0.5",
-    }  # fmt: skip
+        "lo": "127.0.0.1",
+        "docker0": "172.17.0.1",
+        "usb0": "169.254.3.4",
+        "enp1s0": "10.0.0.5",
+        "enp2s0": "10.1.0.5",
+    }
     monkeypatch.setattr(
         psutil,
         "net_if_addrs",
         lambda: {name: [Address(socket.AF_INET, address)] for name, address in addresses.items()},
     )
     monkeypatch.setattr(
-        psutil, "net_if_stats", lambda: {name: SimpleNamespace(isup=name != "enp2s0") for name in addresses}
+        psutil,
+        "net_if_stats",
+        lambda: {name: SimpleNamespace(isup=name != "enp2s0") for name in addresses},
     )
 
 
 @pytest.mark.parametrize(
     ("name", "value", "state", "said"),
     [
-        ("HCCL_SOCKET_IFNAME", "SOCKET IFNAME FOR CURRENT NODE", "placeholder", "set the real value"),
+        (
+            "HCCL_SOCKET_IFNAME",
+            "SOCKET IFNAME FOR CURRENT NODE",
+            "placeholder",
+            "set the real value",
+        ),
         ("GLOO_SOCKET_IFNAME", "Your SOCKET IFNAME", "placeholder", "set the real value"),
         ("HCCL_IF_IP", "<IP>", "placeholder", "set the real value"),
         ("HCCL_IF_IP", "YOUR_IP", "placeholder", "set the real value"),
@@ -126,23 +146,37 @@ def test_harmful_values_depend_on_the_recipe() -> None:
     assert {each.name for each in lint({}, config_of())} == {"ulimit -n"}  # one CPU, nothing else
 
 
-@pytest.mark.parametrize(("limit", "state"), [(1024, "low"), (65536, "set"), (resource.RLIM_INFINITY, "set")])
-def test_a_low_limit_of_open_files_is_shown(limit: int, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("limit", "state"), [(1024, "low"), (65536, "set"), (resource.RLIM_INFINITY, "set")]
+)
+def test_a_low_limit_of_open_files_is_shown(
+    limit: int, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     found = _found("ulimit -n", {}, config_of())
-    assert (found.state, found.value) == (state, "unlimited" if limit == resource.RLIM_INFINITY else str(limit))
+    assert (found.state, found.value) == (
+        state,
+        "unlimited" if limit == resource.RLIM_INFINITY else str(limit),
+    )
     assert exports([found]) == (["# ulimit -n: ulimit -n 32768"] if state == "low" else [])
     assert list(faults([found])) == []
 
 
 @pytest.mark.usefixtures("interfaces")
-@pytest.mark.parametrize(("name", "value"), [("HCCL_IF_IP", "10.0.0.6"), ("HCCL_SOCKET_IFNAME", "=eth7")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("HCCL_IF_IP", "10.0.0.6"), ("HCCL_SOCKET_IFNAME", "=eth7")]
+)
 def test_a_wrong_address_is_an_error_on_a_node_and_a_warning_elsewhere(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert _found(name, {name: value}, _npu(ray_address="auto")).state == "caution"
     runner = CliRunner(
-        env={name: value, "VLLM_ASCEND_ENABLE_NZ": None, "GLOO_SOCKET_IFNAME": None, "LD_PRELOAD": None}
+        env={
+            name: value,
+            "VLLM_ASCEND_ENABLE_NZ": None,
+            "GLOO_SOCKET_IFNAME": None,
+            "LD_PRELOAD": None,
+        }
     )
     assert runner.invoke(app, ["doctor", "env", RECIPE]).exit_code == 0
     (tmp_path / "davinci0").touch()
@@ -153,12 +187,19 @@ def test_a_wrong_address_is_an_error_on_a_node_and_a_warning_elsewhere(
 
 
 @pytest.mark.usefixtures("interfaces")
-def test_exports_name_this_node_s_interface_and_never_a_placeholder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exports_name_this_node_s_interface_and_never_a_placeholder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines = exports(lint({}, _npu(ray_address="auto")))
-    names = ["export HCCL_SOCKET_IFNAME='='enp1s0", "export GLOO_SOCKET_IFNAME=enp1s0"]  # HCCL: all of the name
+    names = [
+        "export HCCL_SOCKET_IFNAME='='enp1s0",
+        "export GLOO_SOCKET_IFNAME=enp1s0",
+    ]  # HCCL: all of the name
     assert {*names, "export HCCL_CONNECT_TIMEOUT=5400"} <= set(lines)
     monkeypatch.setattr(
-        psutil, "net_if_stats", lambda: {name: SimpleNamespace(isup=True) for name in ("lo", "enp1s0", "enp2s0")}
+        psutil,
+        "net_if_stats",
+        lambda: {name: SimpleNamespace(isup=True) for name in ("lo", "enp1s0", "enp2s0")},
     )
     lines = exports(lint({}, _npu(ray_address="auto")))
     assert "# HCCL_SOCKET_IFNAME: differs on each node; this machine has enp1s0, enp2s0" in lines
@@ -181,7 +222,9 @@ def test_a_misspelt_variable_names_the_right_one(name: str, meant: str) -> None:
     assert (found.state, found.value, found.advice) == ("misspelt", "1", f"did you mean {meant}?")
     findings = Findings()
     check_environment({name: "1"}, _npu(), findings)
-    assert [(one.status, one.found) for one in findings] == [("warn", f"{name}=1: did you mean {meant}?")]
+    assert [(one.status, one.found) for one in findings] == [
+        ("warn", f"{name}=1: did you mean {meant}?")
+    ]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
@@ -198,20 +241,38 @@ def test_a_library_for_another_architecture_is_reported(tmp_path: Path) -> None:
     assert found.state == "caution"
     assert f"{library} is for another architecture" in found.advice
     library.write_text("not a library")
-    assert "is not a library" in _found("LD_PRELOAD", {"LD_PRELOAD": str(library)}, config_of()).advice
+    assert (
+        "is not a library" in _found("LD_PRELOAD", {"LD_PRELOAD": str(library)}, config_of()).advice
+    )
 
 
 def test_the_preflight_refuses_placeholders_and_warns_of_obsolete_variables() -> None:
     findings = Findings()
-    check_environment({"GLOO_SOCKET_IFNAME": "YOUR IFNAME", "VLLM_USE_V1": "1"}, config_of(), findings)
-    assert [finding.found.split(":")[0] for finding in findings.failed] == ["GLOO_SOCKET_IFNAME=YOUR IFNAME"]
-    assert [finding.found.split("=")[0] for finding in findings if finding.status != FAIL] == ["VLLM_USE_V1"]
+    check_environment(
+        {"GLOO_SOCKET_IFNAME": "YOUR IFNAME", "VLLM_USE_V1": "1"}, config_of(), findings
+    )
+    assert [finding.found.split(":")[0] for finding in findings.failed] == [
+        "GLOO_SOCKET_IFNAME=YOUR IFNAME"
+    ]
+    assert [finding.found.split("=")[0] for finding in findings if finding.status != FAIL] == [
+        "VLLM_USE_V1"
+    ]
 
 
 def test_rows_of_the_table_are_complete_and_their_conditions_known() -> None:
     rows = yaml.safe_load(TABLE.read_text())
     conditions = {"shared", "graphs", "nodes", "deterministic"}
-    fields = {"name", "devices", "effect", "value", "when", "chain_value", "ignored_since", "conflicts", "must_be"}
+    fields = {
+        "name",
+        "devices",
+        "effect",
+        "value",
+        "when",
+        "chain_value",
+        "ignored_since",
+        "conflicts",
+        "must_be",
+    }
     for row in rows:
         assert row["effect"].endswith(".")
         assert row.keys() <= fields, row
@@ -230,9 +291,13 @@ def test_the_command_prints_a_table_shell_lines_or_json() -> None:
     assert "Environment variables that affect training on npu" in table.output
     lines = runner.invoke(app, ["doctor", "env", RECIPE, "--export"]).output.splitlines()
     assert all(line.startswith(("export ", "# ")) for line in lines)
-    said = runner.invoke(app, ["doctor", "env", RECIPE, "--json"], env={"VLLM_ASCEND_ENABLE_NZ": "1"})
+    said = runner.invoke(
+        app, ["doctor", "env", RECIPE, "--json"], env={"VLLM_ASCEND_ENABLE_NZ": "1"}
+    )
     assert said.exit_code == 1
-    assert {row["name"]: row["status"] for row in json.loads(said.output)}["VLLM_ASCEND_ENABLE_NZ"] == "fail"
+    assert {row["name"]: row["status"] for row in json.loads(said.output)}[
+        "VLLM_ASCEND_ENABLE_NZ"
+    ] == "fail"
     assert runner.invoke(app, ["doctor", "--export"]).exit_code == 2
     assert runner.invoke(app, ["doctor", "env", RECIPE, RECIPE]).exit_code == 2
     assert set(STATUSES.values()) == {"ok", "warn", "fail"}
@@ -244,13 +309,19 @@ def test_exported_lines_work_in_bash_and_cause_no_finding() -> None:
     look = f"{sys.executable} -m flows.cli doctor env {RECIPE} --set run.deterministic=true"
     script = f"""{look} --json; printf '\\n---\\n'; eval "$({look} --export)"; {look} --json"""
     strange = {"RAY_DEDUP_LOGS": """it's "0"; $(exit 3)""", "HCCL_CONECT_TIMEOUT": "a 'b' $c"}
-    environment = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME")} | strange
+    environment = {
+        name: value for name, value in os.environ.items() if name in ("PATH", "HOME")
+    } | strange
     done = subprocess.run(
         ["bash", "-c", script], env=environment, capture_output=True, text=True, cwd=PROJECT_ROOT
     )
-    before, after = ({row["name"]: row for row in json.loads(part)} for part in done.stdout.split("---"))
+    before, after = (
+        {row["name"]: row for row in json.loads(part)} for part in done.stdout.split("---")
+    )
     assert done.stderr == ""
-    assert {before[name]["state"] for name in ("TASK_QUEUE_ENABLE", "HCCL_DETERMINISTIC")} == {"missing"}
+    assert {before[name]["state"] for name in ("TASK_QUEUE_ENABLE", "HCCL_DETERMINISTIC")} == {
+        "missing"
+    }
     for name, row in after.items():
         was = before[name]
         if was["state"] == "missing" and was["value"]:

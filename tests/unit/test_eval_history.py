@@ -27,7 +27,9 @@ def write_night(folder: Path, day: int, outcomes: str, **settings: object) -> Pa
 
 def test_a_history_by_hand(tmp_path: Path) -> None:
     outcomes = {3: "rrrrrrrw", 1: "rrrrwwww", 2: "wrrrrrww"}
-    (series,) = make_history([write_night(tmp_path, day, letters) for day, letters in outcomes.items()])
+    (series,) = make_history(
+        [write_night(tmp_path, day, letters) for day, letters in outcomes.items()]
+    )
     assert [point.label for point in series.points] == ["night1", "night2", "night3"]  # by date
     assert [point.accuracy for point in series.points] == [4 / 8, 5 / 8, 7 / 8]
     assert series.to_previous[0] is None
@@ -42,7 +44,9 @@ def test_a_history_by_hand(tmp_path: Path) -> None:
     # Least squares through 0.5, 0.625, 0.875 at 0, 1, 2: slope (0.875 - 0.5) / 2, mean 2 / 3.
     assert series.trend is not None
     assert series.trend.slope == pytest.approx(0.1875)
-    assert (series.trend.first, series.trend.last) == pytest.approx((2 / 3 - 0.1875, 2 / 3 + 0.1875))
+    assert (series.trend.first, series.trend.last) == pytest.approx(
+        (2 / 3 - 0.1875, 2 / 3 + 0.1875)
+    )
     assert series.trend.ci95[0] < 0.1875 < series.trend.ci95[1]
 
 
@@ -58,7 +62,9 @@ def test_the_trend_interval_matches_the_spread_of_slopes() -> None:
 
 def test_runs_with_other_settings_form_a_separate_series(tmp_path: Path) -> None:
     nights = [write_night(tmp_path, day, "rrrrwwww") for day in (1, 3)]
-    other = write_night(tmp_path, 2, "rrrrrrrr", sampling={**vars(Sampling(max_tokens=64)), "temperature": 0.6})
+    other = write_night(
+        tmp_path, 2, "rrrrrrrr", sampling={**vars(Sampling(max_tokens=64)), "temperature": 0.6}
+    )
     history = make_history([*nights, other])
     first, second = history
     assert [len(series.points) for series in (first, second)] == [2, 1]
@@ -71,7 +77,9 @@ def test_runs_with_other_settings_form_a_separate_series(tmp_path: Path) -> None
     assert "<script" not in page
 
 
-def test_reports_folders_and_stores_read_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reports_folders_and_stores_read_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     before = write_night(tmp_path, 1, "wwwwwwww")
     after = write_night(tmp_path, 2, "rrrrwwwf")
     folder = tmp_path / "store" / "runs" / "20260101T000000.000Z-123456" / "report"
@@ -80,7 +88,9 @@ def test_reports_folders_and_stores_read_the_same(tmp_path: Path, caplog: pytest
         ((point,),) = [series.points for series in make_history([path])]
         assert point.label == "20260101T000000.000Z-123456"
         assert point.accuracy == 4 / 7  # of the answered items, after
-    assert "T000000.000Z-123456` |" in render_markdown(make_history([folder]))  # still identifies the run
+    assert "T000000.000Z-123456` |" in render_markdown(
+        make_history([folder])
+    )  # still identifies the run
     other = folder.parent.with_name("20250101T000000Z-1") / "report" / "report.json"
     other.parent.mkdir(parents=True)
     other.write_text("{}")  # of another version
@@ -92,9 +102,13 @@ def test_reports_folders_and_stores_read_the_same(tmp_path: Path, caplog: pytest
     assert series.trend.n == 7
 
 
-def test_an_evaluation_reused_by_later_runs_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_reused_by_later_runs_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("eval.plots.history_plot", lambda *words, **options: "")
-    nights = [write_night(tmp_path, day, letters) for day, letters in ((1, "rwwwwwww"), (2, "rrwwwwww"))]
+    nights = [
+        write_night(tmp_path, day, letters) for day, letters in ((1, "rwwwwwww"), (2, "rrwwwwww"))
+    ]
     runs = tmp_path / "store" / "runs"
     for run, after in (("1", nights[0]), ("2", nights[1]), ("3", nights[1]), ("4", nights[1])):
         report = write_report(Models(nights[0], after), None, runs / run / "report")
@@ -106,7 +120,10 @@ def test_an_evaluation_reused_by_later_runs_counts_once(tmp_path: Path, monkeypa
     assert (series.num_tests, series.trend) == (1, None)
     sentence = "`2`: 2 later runs reused this evaluation from the store. It was measured once and counts once."
     assert sentence in render_markdown(history)
-    assert "measured once, reused from the store by 2 later runs" in write_page(history, tmp_path).read_text()
+    assert (
+        "measured once, reused from the store by 2 later runs"
+        in write_page(history, tmp_path).read_text()
+    )
     del report["after"]["evaluation"]  # as an earlier version wrote it
     (runs / "4" / "report" / "report.json").write_text(json.dumps(report))
     ((*_, last),) = [series.points for series in make_history([tmp_path / "store"])]
@@ -118,7 +135,9 @@ def write_suite_night(folder: Path, day: int, **outcomes: str) -> Path:
     night = folder / f"night{day}"
     for name, letters in outcomes.items():
         settings = {"benchmark": name}
-        results = write_results(night / name, letters, make_items(len(letters)), f"model {day}", settings)
+        results = write_results(
+            night / name, letters, make_items(len(letters)), f"model {day}", settings
+        )
         os.utime(results / "results.jsonl", (86400.0 * day, 86400.0 * day))
     write_suite(night, [Member(name) for name in outcomes], next(iter(outcomes)))
     return night
@@ -143,7 +162,9 @@ def test_each_benchmark_of_a_suite_is_a_series(tmp_path: Path) -> None:
     )
     assert "and better than the first run (+81.2 points" in words.newest
     assert [series.benchmark for series in make_history(nights, "sums")] == ["sums"]
-    with pytest.raises(ResultsError, match=r"none of these evaluations is of word \(did you mean words\?\)"):
+    with pytest.raises(
+        ResultsError, match=r"none of these evaluations is of word \(did you mean words\?\)"
+    ):
         make_history(nights, "word")
     text = render_markdown([words, sums])
     assert "## words" in text
@@ -177,5 +198,7 @@ def test_paths_without_evaluations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match="no run there has a report"):
         make_history([tmp_path])
     (tmp_path / "report.json").write_text(json.dumps({"created_at": "2026-01-01T00:00:00+00:00"}))
-    with pytest.raises(ResultsError, match=r"not a report that the history can read.*`dapo report`"):
+    with pytest.raises(
+        ResultsError, match=r"not a report that the history can read.*`dapo report`"
+    ):
         make_history([tmp_path / "report.json"])

@@ -17,7 +17,10 @@ TRAINED: LogProbs = (
 
 def noisy(logprobs: LogProbs, nats: float) -> LogProbs:
     rng = random.Random(0)
-    return tuple({token: value + rng.uniform(-nats, nats) for token, value in place.items()} for place in logprobs)
+    return tuple(
+        {token: value + rng.uniform(-nats, nats) for token, value in place.items()}
+        for place in logprobs
+    )
 
 
 def test_bfloat16_noise_is_not_another_model() -> None:
@@ -50,19 +53,26 @@ def test_weights_are_stored_and_described() -> None:
     weights = Weights("models/a", TRAINED)
     assert Weights.of(json.loads(json.dumps(weights.to_json()))) == weights
     assert describe_weights(weights.to_json()) == "folder models/a, log-probs of a fixed prompt"
-    assert describe_weights({"root": None, "logprobs": None}) == "no folder named, the server returns no log-probs"
+    assert (
+        describe_weights({"root": None, "logprobs": None})
+        == "no folder named, the server returns no log-probs"
+    )
     assert describe_weights(None) == "unknown: measured by an earlier version"
 
 
 def test_log_probs_of_chosen_tokens_only_are_read() -> None:
     chosen = ({" a": -0.5}, {" b": -1.0})
-    places = [{"token": token, "logprob": value} for place in chosen for token, value in place.items()]
+    places = [
+        {"token": token, "logprob": value} for place in chosen for token, value in place.items()
+    ]
     text = {"tokens": [" a", " b"], "token_logprobs": [-0.5, -1.0], "top_logprobs": None}
     for logprobs in ({"content": places}, text):
         assert read_logprobs({"choices": [{"logprobs": logprobs}]}) == chosen
 
 
-@pytest.mark.parametrize("payload", [None, {}, {"choices": []}, {"choices": [{"logprobs": None}]}, [1], "text"])
+@pytest.mark.parametrize(
+    "payload", [None, {}, {"choices": []}, {"choices": [{"logprobs": None}]}, [1], "text"]
+)
 def test_a_reply_without_log_probs_is_none(payload: object) -> None:
     assert read_logprobs(payload) is None
     assert read_root(payload, "m") is None

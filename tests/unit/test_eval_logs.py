@@ -17,7 +17,14 @@ from eval.compare import ComparisonError, compare
 from eval.exported_logs import export_inspect, export_lm_eval
 from eval.foreign_logs import import_log, read_log
 from eval.regrade import regrade
-from eval.results import Evaluation, ResultsError, load_evaluation, read_rows, read_settings, write_rows
+from eval.results import (
+    Evaluation,
+    ResultsError,
+    load_evaluation,
+    read_rows,
+    read_settings,
+    write_rows,
+)
 from tests.evaluations import write_results
 
 LOGS = Path(__file__).resolve().parents[1] / "logs"
@@ -25,9 +32,16 @@ LOGS = Path(__file__).resolve().parents[1] / "logs"
 
 def test_an_lm_eval_log_is_imported(tmp_path: Path) -> None:
     summary = import_log(LOGS / "lm-eval", tmp_path)
-    assert (summary.n, summary.accuracy) == (6, pytest.approx(5 / 6))  # exact_match in its own results
+    assert (summary.n, summary.accuracy) == (
+        6,
+        pytest.approx(5 / 6),
+    )  # exact_match in its own results
     settings = read_settings(tmp_path) or {}
-    assert (settings["benchmark"], settings["model"], settings["imported_from"]) == ("sums", "m", "lm-eval")
+    assert (settings["benchmark"], settings["model"], settings["imported_from"]) == (
+        "sums",
+        "m",
+        "lm-eval",
+    )
     assert (settings["sampling"]["max_tokens"], settings["sampling"]["temperature"]) == (64, 0.0)
     row = read_rows(tmp_path)["5", 0]
     assert row.prompt == ({"role": "user", "content": "5 + 1 = ?"},)
@@ -36,7 +50,11 @@ def test_an_lm_eval_log_is_imported(tmp_path: Path) -> None:
 
 def test_an_inspect_log_with_two_epochs_is_imported(tmp_path: Path) -> None:
     summary = import_log(LOGS / "inspect.json", tmp_path)
-    assert (summary.num_items, summary.num_samples, summary.accuracy) == (3, 2, pytest.approx(2 / 3))
+    assert (summary.num_items, summary.num_samples, summary.accuracy) == (
+        3,
+        2,
+        pytest.approx(2 / 3),
+    )
     row = read_rows(tmp_path)["row-4", 1]
     assert (row.gold, row.level, row.finish_reason, row.response_tokens) == ("5", "1", "stop", 5)
     assert row.seconds > 0
@@ -44,7 +62,10 @@ def test_an_inspect_log_with_two_epochs_is_imported(tmp_path: Path) -> None:
 
 def test_aisbench_predictions_are_imported_and_graded_by_both_rules(tmp_path: Path) -> None:
     summary = import_log(LOGS / "aisbench", tmp_path)
-    assert (summary.settings["model"], summary.settings["benchmark"]) == ("vllm-api", "math_prm800k_500")
+    assert (summary.settings["model"], summary.settings["benchmark"]) == (
+        "vllm-api",
+        "math_prm800k_500",
+    )
     rows = list(read_rows(tmp_path).values())
     assert [row.id for row in rows] == ["0", "1", "2"]
     # 0.5 equals \frac12 by value, but not as a string.
@@ -69,7 +90,17 @@ def fields_of(folder: Path, *names: str) -> list[tuple[Any, ...]]:
 def test_an_exported_inspect_log_survives_a_round_trip(tmp_path: Path) -> None:
     [log] = export_inspect(evaluation(tmp_path / "own"), tmp_path / "log.json")
     import_log(log, tmp_path / "back")
-    names = ("id", "prompt", "response", "gold", "verdict", "level", "response_tokens", "reasoning", "failure")
+    names = (
+        "id",
+        "prompt",
+        "response",
+        "gold",
+        "verdict",
+        "level",
+        "response_tokens",
+        "reasoning",
+        "failure",
+    )
     assert fields_of(tmp_path / "back", *names) == fields_of(tmp_path / "own", *names)
     scores = [sample.get("scores") for sample in json.loads(log.read_text())["samples"]]
     assert [one and one["exact"]["value"] for one in scores] == ["C", "I", "N", "I", None]
@@ -90,12 +121,20 @@ def test_an_exported_lm_eval_log_survives_a_round_trip(tmp_path: Path) -> None:
 def multiple_choice(number: int, target: str, options: list[str], values: list[float]) -> str:
     """Make a line of lm-eval 0.4's log of a multiple-choice task."""
     prompt = f"Question: {number}?\nAnswer:"
-    requests = {f"gen_args_{i}": {"arg_0": prompt, "arg_1": f" {text}"} for i, text in enumerate(options)}
+    requests = {
+        f"gen_args_{i}": {"arg_0": prompt, "arg_1": f" {text}"} for i, text in enumerate(options)
+    }
     results = [[str(value), "False"] for value in values]
     line = {
-        "doc_id": number, "doc": {}, "target": target, "arguments": requests, "resps": [[one] for one in results],
-        "filtered_resps": results, "filter": "none", "metrics": ["acc", "acc_norm"],
-    }  # fmt: skip
+        "doc_id": number,
+        "doc": {},
+        "target": target,
+        "arguments": requests,
+        "resps": [[one] for one in results],
+        "filtered_resps": results,
+        "filter": "none",
+        "metrics": ["acc", "acc_norm"],
+    }
     return json.dumps(line) + "\n"
 
 
@@ -103,27 +142,37 @@ def test_an_lm_eval_log_of_multiple_choice_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "samples_arc_1.jsonl"
     file.write_text(
         multiple_choice(0, "1", ["red", "very very blue"], [-3.0, -2.0])
-        + multiple_choice(1, "1", ["red", "very very blue"], [-2.0, -3.0])  # by character, blue is likelier
+        + multiple_choice(
+            1, "1", ["red", "very very blue"], [-2.0, -3.0]
+        )  # by character, blue is likelier
         + multiple_choice(2, "no", ["yes", "no"], [-1.0, -2.0])
     )
     summary = import_log(file, tmp_path / "out")
     assert (summary.accuracy, summary.acc_norm) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
     assert (summary.settings["benchmark"], summary.settings["grader"]) == ("arc", "loglikelihood/1")
     assert fields_of(tmp_path / "out", "answer", "gold") == [
-        ("very very blue", "very very blue"), ("red", "very very blue"), ("yes", "no")
-    ]  # fmt: skip
+        ("very very blue", "very very blue"),
+        ("red", "very very blue"),
+        ("yes", "no"),
+    ]
     assert regrade(tmp_path / "out").summary.accuracy == summary.accuracy
 
 
 def test_ranked_options_survive_a_round_trip_through_lm_eval(tmp_path: Path) -> None:
     file = tmp_path / "samples_arc_1.jsonl"
-    lines = [multiple_choice(number, "1", ["red", "very very blue"], [-2.0, -3.0 + number]) for number in range(3)]
+    lines = [
+        multiple_choice(number, "1", ["red", "very very blue"], [-2.0, -3.0 + number])
+        for number in range(3)
+    ]
     file.write_text("".join(lines))
     before = import_log(file, tmp_path / "own")
     samples, results = export_lm_eval(load_evaluation(tmp_path / "own"), tmp_path / "logs")
     means = json.loads(results.read_text())["results"]["arc"]
     assert means == {"alias": "arc", "acc,none": before.accuracy, "acc_norm,none": before.acc_norm}
-    assert json.loads(samples.read_text().splitlines()[0])["arguments"] == json.loads(lines[0])["arguments"]
+    assert (
+        json.loads(samples.read_text().splitlines()[0])["arguments"]
+        == json.loads(lines[0])["arguments"]
+    )
     import_log(samples, tmp_path / "back")
     names = ("id", "prompt", "response", "gold", "verdict", "details")
     assert fields_of(tmp_path / "back", *names) == fields_of(tmp_path / "own", *names)
@@ -139,7 +188,9 @@ def test_other_log_likelihoods_of_lm_eval_are_refused_by_name(tmp_path: Path) ->
 def test_a_folder_of_exported_benchmarks_says_what_to_type(tmp_path: Path) -> None:
     for name in ("aime24", "math500"):
         export_lm_eval(evaluation(tmp_path / name), tmp_path / "logs" / name)
-    with pytest.raises(ResultsError, match=r"has 2 logs, .* type dapo grade \S+aime24/samples_sums_\S+ --output"):
+    with pytest.raises(
+        ResultsError, match=r"has 2 logs, .* type dapo grade \S+aime24/samples_sums_\S+ --output"
+    ):
         read_log(tmp_path / "logs")
 
 
@@ -155,7 +206,9 @@ def test_ambiguous_folders_and_used_outputs_are_refused(tmp_path: Path) -> None:
         read_log(tmp_path)
     for name in ("a", "b"):
         (tmp_path / f"samples_{name}_1.jsonl").write_text("{}")
-    with pytest.raises(ResultsError, match=r"has 2 logs, .* type dapo grade \S+samples_a_1\.jsonl --output"):
+    with pytest.raises(
+        ResultsError, match=r"has 2 logs, .* type dapo grade \S+samples_a_1\.jsonl --output"
+    ):
         read_log(tmp_path)
     write_results(tmp_path / "used", "r")
     with pytest.raises(ResultsError, match="choose another --output"):

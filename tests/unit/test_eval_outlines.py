@@ -15,7 +15,11 @@ from tests.evaluations import write_results
 def thinking_results(folder: Path, outcomes: str, model: str) -> Path:
     write_results(folder, outcomes, model=model)
     rows = [
-        replace(row, response=None if row.response is None else "long " * 4000, reasoning="<think>hm</think>")
+        replace(
+            row,
+            response=None if row.response is None else "long " * 4000,
+            reasoning="<think>hm</think>",
+        )
         for row in read_rows(folder).values()
     ]
     write_rows(folder, rows)
@@ -23,7 +27,9 @@ def thinking_results(folder: Path, outcomes: str, model: str) -> Path:
 
 
 def figures_of(*folders: Path, max_chars: int | None) -> dict[str, Any]:
-    fields = asdict(compare_evaluations(*(load_evaluation(folder, max_chars) for folder in folders)))
+    fields = asdict(
+        compare_evaluations(*(load_evaluation(folder, max_chars) for folder in folders))
+    )
     for flip in (*fields["lost"], *fields["gained"]):
         for side in ("before", "after"):
             response, num_left_out = flip[side].pop("response"), flip[side].pop("num_left_out")

@@ -19,15 +19,22 @@ def test_the_aisbench_prompt_is_exact() -> None:
     problem = "What is $\\frac{1}{2}$?"
     asked = f"{problem}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
     assert make_prompt(TEMPLATES["aisbench"], "completions", problem, None) == asked
-    assert make_prompt(TEMPLATES["aisbench"], "chat", problem, None) == ({"role": "user", "content": asked},)
+    assert make_prompt(TEMPLATES["aisbench"], "chat", problem, None) == (
+        {"role": "user", "content": asked},
+    )
     # Other braces are kept.
-    assert Template("mine", "{a} {problem} {}").render("{problem} {0} %s") == "{a} {problem} {0} %s {}"
+    assert (
+        Template("mine", "{a} {problem} {}").render("{problem} {0} %s") == "{a} {problem} {0} %s {}"
+    )
 
 
 def test_given_messages_are_kept_or_joined() -> None:
     given = TEMPLATES["given"]
     assert make_prompt(given, "chat", USER["content"], (SYSTEM, USER)) == (SYSTEM, USER)
-    assert make_prompt(given, "completions", USER["content"], (SYSTEM, USER)) == "Be brief.\n\n2 + 1 = ?"
+    assert (
+        make_prompt(given, "completions", USER["content"], (SYSTEM, USER))
+        == "Be brief.\n\n2 + 1 = ?"
+    )
     # Other templates use the problem, which is the last message.
     assert make_prompt(TEMPLATES["bare"], "chat", USER["content"], (SYSTEM, USER)) == (USER,)
     assert make_prompt(given, "chat", "2 + 1 = ?", None) == (USER,)
@@ -49,7 +56,9 @@ def test_templates_are_found_by_name() -> None:
         assert template.text.count("{problem}") == 1
         assert find_template(name, "bare") is template
     assert find_template("default", "cot") is TEMPLATES["cot"]
-    with pytest.raises(ProblemsError, match=r"evaluate.prompt=aisbnch is neither .*; did you mean 'aisbench'\?"):
+    with pytest.raises(
+        ProblemsError, match=r"evaluate.prompt=aisbnch is neither .*; did you mean 'aisbench'\?"
+    ):
         find_template("aisbnch", "bare")
 
 
@@ -59,5 +68,7 @@ def test_a_template_file_has_exactly_one_place_for_the_problem(tmp_path: Path) -
     assert find_template(str(path), "bare") == Template("mine.txt", "Q: {problem}\nA:")
     for text, times in (("Q:", 0), ("{problem} {problem}", 2)):
         path.write_text(text)
-        with pytest.raises(ProblemsError, match=rf"mine.txt contains {{problem}} {times} times; .*exactly once"):
+        with pytest.raises(
+            ProblemsError, match=rf"mine.txt contains {{problem}} {times} times; .*exactly once"
+        ):
             find_template(str(path), "bare")

@@ -14,14 +14,36 @@ from eval.endpoint import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.recorder import regrade_row
 from eval.regrade import describe, regrade
-from eval.results import ResultsError, Row, join_lines, make_folder, make_settings, read_rows, write_rows
+from eval.results import (
+    ResultsError,
+    Row,
+    join_lines,
+    make_folder,
+    make_settings,
+    read_rows,
+    write_rows,
+)
 from flows.cli import app
 
 ROW = Row(
-    id="a", sample=0, prompt=({"role": "user", "content": "1/2?"},), response=r"\boxed{0.5}", finish_reason="stop",
-    response_tokens=4, answer="0.5", gold=r"\frac12", verdict="wrong", aisbench_answer="0.5", aisbench_right=True,
-    aisbench_raises=False, attempts=1, seconds=0.1, subject=None, level=None, failure=None,
-)  # fmt: skip
+    id="a",
+    sample=0,
+    prompt=({"role": "user", "content": "1/2?"},),
+    response=r"\boxed{0.5}",
+    finish_reason="stop",
+    response_tokens=4,
+    answer="0.5",
+    gold=r"\frac12",
+    verdict="wrong",
+    aisbench_answer="0.5",
+    aisbench_right=True,
+    aisbench_raises=False,
+    attempts=1,
+    seconds=0.1,
+    subject=None,
+    level=None,
+    failure=None,
+)
 
 
 def write_results(directory: Path, rows: list[Row]) -> Path:
@@ -36,7 +58,9 @@ def write_results(directory: Path, rows: list[Row]) -> Path:
 
 def test_aisbench_ignores_the_thinking_of_a_chat_but_not_of_a_completion() -> None:
     row = replace(ROW, response=r"<think>so \boxed{1}</think>The answer is 2", gold="2")
-    chat, completion = (regrade_row(replace(row, prompt=prompt), MathGrader()) for prompt in (ROW.prompt, "1/2?"))
+    chat, completion = (
+        regrade_row(replace(row, prompt=prompt), MathGrader()) for prompt in (ROW.prompt, "1/2?")
+    )
     assert (chat.aisbench_answer, chat.aisbench_right) == ("2", True)
     assert (completion.aisbench_answer, completion.aisbench_right) == ("1", False)
     assert chat.verdict == completion.verdict == "right"
@@ -46,16 +70,28 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
     rows = [
         ROW,  # stored verdicts contradict the rules: exact wrong -> right, aisbench right -> wrong
         replace(ROW, id="b", finish_reason="length", verdict="right", aisbench_right=False),
-        replace(ROW, id="c", response=None, verdict="request_failed", aisbench_answer=None, aisbench_right=False,
-                failure="timeout"),
+        replace(
+            ROW,
+            id="c",
+            response=None,
+            verdict="request_failed",
+            aisbench_answer=None,
+            aisbench_right=False,
+            failure="timeout",
+        ),
         replace(ROW, id="d", gold="0.5", verdict="right"),
-    ]  # fmt: skip
+    ]
     directory = write_results(tmp_path / "before", rows)
     regraded = regrade(directory / "results.jsonl")
     assert regraded.verdicts == {("wrong", "right"): 1, ("right", "truncated"): 1}
     assert regraded.aisbench == {("right", "wrong"): 1}
     after = read_rows(directory)
-    assert [row.verdict for row in after.values()] == ["right", "truncated", "request_failed", "right"]
+    assert [row.verdict for row in after.values()] == [
+        "right",
+        "truncated",
+        "request_failed",
+        "right",
+    ]
     assert [row.response for row in after.values()] == [row.response for row in rows]
     assert json.loads((directory / "settings.json").read_text())["grader"] == MathGrader.rule
     summary = json.loads((directory / "summary.json").read_text())
@@ -78,7 +114,9 @@ def test_a_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match="text is not a folder: it is not a results folder"):
         regrade(file)
     for words in (["compare"], ["compare", "--history"]):
-        refused = CliRunner().invoke(app, [*words, str(directory), str(directory), "--output", str(file)])
+        refused = CliRunner().invoke(
+            app, [*words, str(directory), str(directory), "--output", str(file)]
+        )
         assert isinstance(refused.exception, ResultsError)
         message = f"{file} cannot be a folder: a file has that name; choose another --output"
         assert str(refused.exception) == message
@@ -87,7 +125,9 @@ def test_a_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_folders_without_a_finished_evaluation_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ResultsError, match=r"has no readable settings\.json: it is not a results folder"):
+    with pytest.raises(
+        ResultsError, match=r"has no readable settings\.json: it is not a results folder"
+    ):
         regrade(tmp_path)
     (tmp_path / "settings.json").write_text('{"num_items": 3}')  # from another program
     with pytest.raises(ResultsError, match="not a results folder"):

@@ -53,11 +53,20 @@ OUTCOMES = ("kept", "all_right", "all_wrong", "all_equal", "surplus", "stale", "
 def write_metrics(path: Path) -> Path:
     """Three steps, the second trained twice, and a torn line."""
     steps: list[dict[str, Any]] = [
-        {"step": step, "critic/score/mean": -0.5 + step / 10, "timing_s/gen": 1.0, "timing_s/step": 2.5,
-         "perf/trained_response_tokens": 100 * step, "perf/generated_tokens": 250}
+        {
+            "step": step,
+            "critic/score/mean": -0.5 + step / 10,
+            "timing_s/gen": 1.0,
+            "timing_s/step": 2.5,
+            "perf/trained_response_tokens": 100 * step,
+            "perf/generated_tokens": 250,
+        }
         for step in (1, 2, 3)
-    ]  # fmt: skip
-    lines = [json.dumps(step) for step in (steps[0], {**steps[1], "perf/generated_tokens": 9}, *steps[1:])]
+    ]
+    lines = [
+        json.dumps(step)
+        for step in (steps[0], {**steps[1], "perf/generated_tokens": 9}, *steps[1:])
+    ]
     path.write_text("\n".join(lines) + '\n{"step": 4, "critic')
     return path
 
@@ -75,7 +84,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "report",
         Provenance(
             title="A <test>",
-            stages={"train": {"cached": False, "seconds": 125.0}, "merge": {"cached": True, "seconds": 0.02}},
+            stages={
+                "train": {"cached": False, "seconds": 125.0},
+                "merge": {"cached": True, "seconds": 0.02},
+            },
             artifacts={"merged model": folder / "merged"},
             traces={"step_000002_rank_1": "../train_policy/profiles/step_000002_rank_1.json"},
         ),
@@ -100,26 +112,52 @@ def test_report_numbers_by_hand(report: dict[str, Any], folder: Path) -> None:
     assert (report["test"], report["p"], report["mid_p"]) == ("exact McNemar", 0.625, 0.375)
     assert [flip["id"] for flip in report["flips"]["lost"]] == ["1"]
     assert [flip["id"] for flip in report["flips"]["gained"]] == ["2", "3", "5"]
-    assert (report["before"]["no_answer_rate"], report["before"]["truncated_rate"]) == (1 / 7, 1 / 7)
-    assert (report["before"]["request_failed_rate"], report["after"]["request_failed_rate"]) == (1 / 8, 0.0)
-    levels = {key: (x["right"], x["n"], x["accuracy"]) for key, x in report["before"]["by_level"].items()}
+    assert (report["before"]["no_answer_rate"], report["before"]["truncated_rate"]) == (
+        1 / 7,
+        1 / 7,
+    )
+    assert (report["before"]["request_failed_rate"], report["after"]["request_failed_rate"]) == (
+        1 / 8,
+        0.0,
+    )
+    levels = {
+        key: (x["right"], x["n"], x["accuracy"]) for key, x in report["before"]["by_level"].items()
+    }
     assert levels == {"1": (2, 4, 0.5), "2": (1, 3, 1 / 3)}
-    assert report["transitions"]["wrong"] == {"right": 1, "wrong": 1, "no_answer": 0, "truncated": 0}
+    assert report["transitions"]["wrong"] == {
+        "right": 1,
+        "wrong": 1,
+        "no_answer": 0,
+        "truncated": 0,
+    }
     assert report["ci95"][0] < 2 / 7 < report["ci95"][1]
     # 100 + 200 + 300 trained; step 2 was trained twice, its last line counts: 3 * 250 generated.
-    assert report["train"] == {"steps": 3, "tokens_trained": 600, "tokens_generated": 750, "seconds": 7.5}
+    assert report["train"] == {
+        "steps": 3,
+        "tokens_trained": 600,
+        "tokens_generated": 750,
+        "seconds": 7.5,
+    }
     assert report["stages"]["merge"] == {"cached": True, "seconds": 0.02}
     assert report["artifacts"] == {"merged model": str(folder / "merged")}
     trace = "../train_policy/profiles/step_000002_rank_1.json"
     assert f"- [step_000002_rank_1]({trace})" in (folder / "report" / "report.md").read_text()
-    assert f'<a href="{trace}">step_000002_rank_1</a>.' in (folder / "report" / "report.html").read_text()
+    assert (
+        f'<a href="{trace}">step_000002_rank_1</a>.'
+        in (folder / "report" / "report.html").read_text()
+    )
     assert report["items"]["1"] == [1, 0]
     assert report["items"]["6"] == [None, 1]
     assert (report["before"]["model"], report["after"]["model"]) == ("base", "trained")
     assert report["settings"]["sampling"]["max_tokens"] == 64
     assert "model" not in report["settings"]
     flip = report["flips"]["gained"][1]
-    assert (flip["problem"], flip["gold"], flip["level"], flip["subject"]) == ("3 + 1 | <b>?", "4", "1", "add")
+    assert (flip["problem"], flip["gold"], flip["level"], flip["subject"]) == (
+        "3 + 1 | <b>?",
+        "4",
+        "1",
+        "add",
+    )
     texts = {"answer": None, "response": "no idea", "num_left_out": 0}
     assert flip["before"] == {"verdict": "no_answer", "num_right": 0, **texts}
     assert flip["after"]["answer"] == "4"
@@ -142,7 +180,13 @@ def test_the_change_is_split_into_format_and_content_and_by_group(report: dict[s
     assert report["gain"]["content"]["ci95"][0] < 0 < report["gain"]["content"]["ci95"][1]
     # Level 1: items 0-3, one lost and two gained, 2 * (1 + 3) / 2^3 = 1. Level 2: one gained of three.
     level = report["groups"]["level"]["1"]
-    assert (level["n"], level["difference"], level["gained"], level["lost"], level["p"]) == (4, 0.25, 2, 1, 1.0)
+    assert (level["n"], level["difference"], level["gained"], level["lost"], level["p"]) == (
+        4,
+        0.25,
+        2,
+        1,
+        1.0,
+    )
     assert report["groups"]["level"]["2"]["difference"] == 1 / 3
     assert level["interval"][0] < 0 < level["interval"][1]
     assert report["groups"]["subject"]["add"]["p"] == 0.625
@@ -153,9 +197,13 @@ def test_the_change_is_split_into_format_and_content_and_by_group(report: dict[s
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_format_and_content_add_up_to_the_difference(num_samples: int) -> None:
     rng = random.Random(num_samples)
-    sides = [" ".join("".join(rng.choices("rwnt", k=num_samples)) for _ in range(40)) for _ in range(2)]
+    sides = [
+        " ".join("".join(rng.choices("rwnt", k=num_samples)) for _ in range(40)) for _ in range(2)
+    ]
     result = compared(*sides)
-    assert result.gain["format"].difference + result.gain["content"].difference == pytest.approx(result.difference)
+    assert result.gain["format"].difference + result.gain["content"].difference == pytest.approx(
+        result.difference
+    )
     assert sum(sum(row.values()) for row in result.transitions.values()) == pytest.approx(40)
 
 
@@ -179,7 +227,9 @@ def test_several_samples_by_hand() -> None:
     assert (flip.after["verdict"], flip.after["num_right"]) == ("right", 3)
     report = make_report(result, [])
     assert report["mcnemar"] is None
-    evidence = "on the same 3 items, 4 responses each: 1 items better, 1 worse, exact sign-flip p = 1"
+    evidence = (
+        "on the same 3 items, 4 responses each: 1 items better, 1 worse, exact sign-flip p = 1"
+    )
     assert evidence in verdict(result)
     assert "| accuracy (avg@4)" in render_markdown(report)
 
@@ -198,12 +248,24 @@ def test_both_graders_and_their_disagreements() -> None:
     after = make_rows(ITEMS, "rrrr rrww")
     before[0] = replace(before[0], aisbench_right=False, aisbench_answer="1.0")
     after[7] = replace(after[7], aisbench_right=True, aisbench_raises=True)
-    result = compare_evaluations(*(Evaluation.of(settings_of(ITEMS), rows) for rows in (before, after)))
+    result = compare_evaluations(
+        *(Evaluation.of(settings_of(ITEMS), rows) for rows in (before, after))
+    )
     graders = result.graders
     assert (graders.before, graders.after, graders.difference) == (3 / 8, 7 / 8, 0.5)
     assert graders.p == 0.125  # none lost, four gained: 2 / 2^4
-    assert graders.agreement["before"] == {"both_right": 3, "only_exact": 1, "only_aisbench": 0, "neither": 4}
-    assert graders.agreement["after"] == {"both_right": 6, "only_exact": 0, "only_aisbench": 1, "neither": 1}
+    assert graders.agreement["before"] == {
+        "both_right": 3,
+        "only_exact": 1,
+        "only_aisbench": 0,
+        "neither": 4,
+    }
+    assert graders.agreement["after"] == {
+        "both_right": 6,
+        "only_exact": 0,
+        "only_aisbench": 1,
+        "neither": 1,
+    }
     assert graders.raises == {"before": 0, "after": 1}
     assert [(row["side"], row["id"], row["aisbench_right"]) for row in graders.disagreements] == [
         ("before", "0", False),
@@ -211,7 +273,9 @@ def test_both_graders_and_their_disagreements() -> None:
     ]
     lines = render_markdown(make_report(result, [])).splitlines()
     assert "Disagreements (2):" in lines
-    assert [line.replace("|", "").split() for line in lines if "exact |" in line or "AISBench |" in line] == [
+    assert [
+        line.replace("|", "").split() for line in lines if "exact |" in line or "AISBench |" in line
+    ] == [
         ["`0`", "before", "`1`", "exact", "`1`"],
         ["`7`", "after", "`8`", "AISBench", "`-1`"],
     ]
@@ -229,8 +293,14 @@ def test_facts_and_speed_of_the_measurement() -> None:
     side = Evaluation.of(settings, rows)
     result = compare_evaluations(side, Evaluation.of({**settings, "model": "trained"}, rows))
     assert result.before.speed == Speed({"50": 2.0, "95": pytest.approx(2.0), "max": 2.0}, 60 / 6)
-    assert (result.before.num_finished, result.before.finished_accuracy, result.before.accuracy) == (2, 0.5, 0.25)
-    provenance = Provenance("t", "sums", {"before": "qwen"}, {"vllm": "0.32.0"}, "e" * 64, {"recipe": "arith"})
+    assert (
+        result.before.num_finished,
+        result.before.finished_accuracy,
+        result.before.accuracy,
+    ) == (2, 0.5, 0.25)
+    provenance = Provenance(
+        "t", "sums", {"before": "qwen"}, {"vllm": "0.32.0"}, "e" * 64, {"recipe": "arith"}
+    )
     report = make_report(result, [], provenance)
     assert report["measured"] == {
         "benchmark": "math500, 4 items",
@@ -260,14 +330,22 @@ def test_lengths_are_in_tokens_if_the_server_counted_all() -> None:
     lengths = compare_evaluations(*2 * [Evaluation.of(settings_of(items), rows)]).lengths
     assert lengths.unit == "tokens"
     assert lengths.quantiles["before"] == {
-        "5": pytest.approx(11.5), "25": 17.5, "50": 25.0, "75": 32.5, "95": pytest.approx(38.5),
-        "mean": 25.0, "max": 40.0,
-    }  # fmt: skip
+        "5": pytest.approx(11.5),
+        "25": 17.5,
+        "50": 25.0,
+        "75": 32.5,
+        "95": pytest.approx(38.5),
+        "mean": 25.0,
+        "max": 40.0,
+    }
     assert lengths.edges[-1] == 40
     assert sum(lengths.histogram["after"]) == 4
     rows[0] = replace(rows[0], response_tokens=None)
     lengths = compare_evaluations(*2 * [Evaluation.of(settings_of(items), rows)]).lengths
-    assert (lengths.unit, lengths.quantiles["before"]["max"]) == ("characters", len(rows[0].response or ""))
+    assert (lengths.unit, lengths.quantiles["before"]["max"]) == (
+        "characters",
+        len(rows[0].response or ""),
+    )
 
 
 def test_html_is_self_contained_and_runs_only_the_bundled_script(folder: Path) -> None:
@@ -281,9 +359,15 @@ def test_html_is_self_contained_and_runs_only_the_bundled_script(folder: Path) -
     assert f"default-src 'none'; {allowed}" in policy[1]
     index, bodies = packed_items(page)
     assert [(row[0], row[4]) for row in index] == [
-        ("1", "lost"), ("2", "gained"), ("3", "gained"), ("5", "gained"),
-        ("0", "right"), ("4", "wrong"), ("6", "failed"), ("7", "right"),
-    ]  # fmt: skip
+        ("1", "lost"),
+        ("2", "gained"),
+        ("3", "gained"),
+        ("5", "gained"),
+        ("0", "right"),
+        ("4", "wrong"),
+        ("6", "failed"),
+        ("7", "right"),
+    ]
     assert all("<script" not in body and "3 + 1 | <b>" not in body for body in bodies)
     assert "&lt;script&gt;hacked = 1&lt;/script&gt;&lt;/script&gt;" in bodies[0]
     assert "3 + 1 | &lt;b&gt;?" in bodies[2]
@@ -299,13 +383,17 @@ def test_plots_are_well_formed_for_any_level_name() -> None:
     items = [replace(item, level="$x^ <&>", subject="a_$b$ & <c>") for item in ITEMS]
     result = compare_evaluations(evaluation(items, "w" * 8), evaluation(items, "r" * 8))
     plots = accuracy_plots(result.before, result.after)
-    words = " ".join(text for plot in plots for text in ElementTree.fromstring(plot).itertext()).split()
+    words = " ".join(
+        text for plot in plots for text in ElementTree.fromstring(plot).itertext()
+    ).split()
     assert {"level", "$x^", "<&>", "a_$b$", "&", "<c>"} <= set(words)
 
 
 def test_markdown_is_narrow_and_its_tables_survive_pipes(tmp_path: Path) -> None:
     changes = {"gold": "1|2", "subject": "a|b"}
-    items = [replace(item, id=f"test/some_subject/{i}|0.json", **changes) for i, item in enumerate(ITEMS)]
+    items = [
+        replace(item, id=f"test/some_subject/{i}|0.json", **changes) for i, item in enumerate(ITEMS)
+    ]
     before = write_results(tmp_path / "b", "w" * 8, items)
     after = write_results(tmp_path / "a", "r" * 8, items)
     write_report(Models(before, after), None, tmp_path / "report")
@@ -318,7 +406,9 @@ def test_markdown_is_narrow_and_its_tables_survive_pipes(tmp_path: Path) -> None
         assert {len(line) for line in table} == {len(table[0])}
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
     assert "## Gained (8)" in lines
-    assert any("some_subject/7\\|0.json`" in line for line in lines)  # ids keep their distinguishing end
+    assert any(
+        "some_subject/7\\|0.json`" in line for line in lines
+    )  # ids keep their distinguishing end
     assert "## Training" not in lines
 
 
@@ -328,7 +418,9 @@ def test_characters_that_the_font_lacks_or_utf8_cannot_encode(
 ) -> None:
     items = [replace(item, subject="基金从业") for item in ITEMS]
     rows = write_results(tmp_path / "before", "n" * 8, items) / "results.jsonl"
-    rows.write_text(rows.read_text().replace("no idea", "no \\ud800 idea"))  # a server may send this
+    rows.write_text(
+        rows.read_text().replace("no idea", "no \\ud800 idea")
+    )  # a server may send this
     write_results(tmp_path / "after", "r" * 8, items)
     write_suite_report(Models(tmp_path / "before", tmp_path / "after"), None, tmp_path / "report")
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
@@ -341,14 +433,21 @@ def test_characters_that_the_font_lacks_or_utf8_cannot_encode(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sampling": asdict(Sampling(max_tokens=32, temperature=0.6))},
-         "sampling.max_tokens: 64 before, 32 after; sampling.temperature: 0.0 before, 0.6 after"),
+        (
+            {"sampling": asdict(Sampling(max_tokens=32, temperature=0.6))},
+            "sampling.max_tokens: 64 before, 32 after; sampling.temperature: 0.0 before, 0.6 after",
+        ),
         ({"api": "completions"}, "api: chat/completions before, completions after"),
         ({"benchmark": "math500"}, "benchmark: None before, math500 after"),
-        ({"grader": "exact/2"}, r"grader: .* before, exact/2 after.*Grade both by the same .* `dapo grade`"),
+        (
+            {"grader": "exact/2"},
+            r"grader: .* before, exact/2 after.*Grade both by the same .* `dapo grade`",
+        ),
     ],
-)  # fmt: skip
-def test_different_settings_are_named_and_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+)
+def test_different_settings_are_named_and_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     before = write_results(tmp_path / "before", BEFORE)
     after = write_results(tmp_path / "after", AFTER, settings=changes)
     with pytest.raises(ComparisonError, match=message):

@@ -23,7 +23,9 @@ from tests.evaluations import make_items, write_results
 
 
 def sampling(folder: Path | None, *overrides: str) -> Sampling:
-    settings = load_config_or_defaults(None, [f"evaluate.{override}" for override in overrides]).evaluate
+    settings = load_config_or_defaults(
+        None, [f"evaluate.{override}" for override in overrides]
+    ).evaluate
     return sampling_of(settings, folder)
 
 
@@ -35,7 +37,11 @@ def model(folder: Path, **fields: Any) -> Path:
 def test_template_arguments_and_extra_fields_are_sent_and_recorded() -> None:
     asked = sampling(None, "chat_template_kwargs.enable_thinking=false", "extra_body={min_p: 0.05}")
     body = asked.body(1)
-    assert (body["chat_template_kwargs"], body["min_p"], body["seed"]) == ({"enable_thinking": False}, 0.05, 1235)
+    assert (body["chat_template_kwargs"], body["min_p"], body["seed"]) == (
+        {"enable_thinking": False},
+        0.05,
+        1235,
+    )
     items, recorded = make_items(1), asked.to_json()
     assert recorded["extra_body"] == {"min_p": 0.05}
     assert json.loads(json.dumps(recorded)) == recorded
@@ -44,18 +50,28 @@ def test_template_arguments_and_extra_fields_are_sent_and_recorded() -> None:
     assert not {"chat_template_kwargs", "extra_body", "source"} & plain.to_json().keys()
     assert not {"chat_template_kwargs", "top_k", "stop"} & plain.body(0).keys()
     # Completions have no chat template; a suite may mix them with chats.
-    config = load_config_or_defaults(None, ["evaluate.chat_template_kwargs={enable_thinking: true}"]).evaluate
+    config = load_config_or_defaults(
+        None, ["evaluate.chat_template_kwargs={enable_thinking: true}"]
+    ).evaluate
     base = config.of(BenchmarkConfig(set="math500", api="completions"))
     assert sampling_of(base, None).chat_template_kwargs is None
     assert len({config, config.model_copy(), base}) == 2  # sections stay hashable
-    assert make_settings(items, Endpoint("http://localhost", "m"), asked, None)["sampling"] == recorded
+    assert (
+        make_settings(items, Endpoint("http://localhost", "m"), asked, None)["sampling"] == recorded
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
         (  # Qwen3's file
-            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1]},
+            {
+                "do_sample": True,
+                "temperature": 0.6,
+                "top_k": 20,
+                "top_p": 0.95,
+                "eos_token_id": [1],
+            },
             {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
         ),
         (  # Qwen2.5's
@@ -80,9 +96,13 @@ def test_the_model_s_own_sampling_is_sent_and_recorded(
 def test_a_model_without_sampling_defaults_is_refused_and_an_unknown_folder_uses_the_server_s(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ConfigError, match=r"needs .*generation_config\.json: .*No such file.*and a temperature"):
+    with pytest.raises(
+        ConfigError, match=r"needs .*generation_config\.json: .*No such file.*and a temperature"
+    ):
         sampling(tmp_path, "sampling=model")
-    with pytest.raises(ConfigError, match=r"sets no temperature, top_p or top_k.*evaluate\.sampling=settings"):
+    with pytest.raises(
+        ConfigError, match=r"sets no temperature, top_p or top_k.*evaluate\.sampling=settings"
+    ):
         sampling(model(tmp_path, eos_token_id=2), "sampling=model")
     (tmp_path / "generation_config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="sets no temperature"):
@@ -97,17 +117,25 @@ def test_a_model_without_sampling_defaults_is_refused_and_an_unknown_folder_uses
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["extra_body={temperature: 1}"], r"evaluate\.extra_body\.temperature is set by evaluate\.temperature"),
+        (
+            ["extra_body={temperature: 1}"],
+            r"evaluate\.extra_body\.temperature is set by evaluate\.temperature",
+        ),
         (["extra_body.n=4"], r"evaluate\.extra_body\.n is set by evaluate\.num_samples"),
         (["extra_body=5"], r"evaluate\.extra_body = 5 is refused: it must be a section with keys"),
-        (["sampling=model", "temperature=0.6"], r"evaluate\.temperature=0\.6 would be ignored by evaluate\.sampl"),
+        (
+            ["sampling=model", "temperature=0.6"],
+            r"evaluate\.temperature=0\.6 would be ignored by evaluate\.sampl",
+        ),
         (
             ["api=completions", "chat_template_kwargs={enable_thinking: false}"],
             r"\{'enable_thinking': False\} would be ignored by evaluate\.api=completions",
         ),
     ],
 )
-def test_fields_that_conflict_with_another_key_are_refused_by_name(overrides: list[str], message: str) -> None:
+def test_fields_that_conflict_with_another_key_are_refused_by_name(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         sampling(None, *overrides)
 
@@ -126,13 +154,18 @@ def test_the_system_prompt_replaces_the_file_s() -> None:
     template = Template("given", "{problem}", system="Think.")
     thinking = {"role": "system", "content": "Think."}
     assert make_prompt(template, "chat", "1 + 1?", own) == (thinking, own[1])
-    assert make_prompt(Template("bare", "{problem}", system="Think."), "chat", "2?", None)[0] == thinking
+    assert (
+        make_prompt(Template("bare", "{problem}", system="Think."), "chat", "2?", None)[0]
+        == thinking
+    )
     assert make_prompt(template, "completions", "1 + 1?", own) == "Think.\n\n1 + 1?"
     assert template.to_json()["system"] == "Think."
     assert "system" not in TEMPLATES["aisbench"].to_json()
 
 
-def test_models_are_comparable_with_their_own_sampling_and_the_report_shows_it(tmp_path: Path) -> None:
+def test_models_are_comparable_with_their_own_sampling_and_the_report_shows_it(
+    tmp_path: Path,
+) -> None:
     items = make_items(4)
     sides = []
     for side, temperature in (("before", 0.6), ("after", 0.7)):
@@ -165,21 +198,33 @@ def test_the_held_out_file_of_a_recipe_is_read_with_its_columns(tmp_path: Path) 
     other.write_text("asked,value\nWhat is 1 + 1?,2\n")
     path = tmp_path / "own.yaml"
     columns = "columns: {problem: asked, answer: result}"
-    path.write_text(f"data: {{train: arithmetic, eval: [{{set: {own}, {columns}, system_prompt: Add.}}]}}\n")
+    path.write_text(
+        f"data: {{train: arithmetic, eval: [{{set: {own}, {columns}, system_prompt: Add.}}]}}\n"
+    )
     config = load_config_or_defaults(path)
     [item] = load_sets(config, str(own))[""].items
     assert (item.gold, item.prompt[0]["content"]) == ("2", "Add.")
-    with pytest.raises(ProblemsError, match=r"data\.columns\.problem=question and data\.columns\.answer=result"):
+    with pytest.raises(
+        ProblemsError, match=r"data\.columns\.problem=question and data\.columns\.answer=result"
+    ):
         load_sets(config, str(other))
 
 
 def test_commands_that_only_evaluate_need_neither_data_nor_model(tmp_path: Path) -> None:
     path = tmp_path / "suite.yaml"
-    path.write_text("evaluate: {benchmarks: [math500]}\ndata: {columns: {problem: question, answer: result}}\n")
+    path.write_text(
+        "evaluate: {benchmarks: [math500]}\ndata: {columns: {problem: question, answer: result}}\n"
+    )
     config = load_config_or_defaults(path, ["evaluate.num_samples=2"])
-    assert ([*config.evaluate.named], config.evaluate.num_samples, config.run.name) == (["math500"], 2, "suite")
+    assert ([*config.evaluate.named], config.evaluate.num_samples, config.run.name) == (
+        ["math500"],
+        2,
+        "suite",
+    )
     assert config.data.columns.answer == "result"
-    with pytest.raises(ConfigError, match=r"data\.train is not set.*\n.*data\.eval.*\n.*model\.path is not set"):
+    with pytest.raises(
+        ConfigError, match=r"data\.train is not set.*\n.*data\.eval.*\n.*model\.path is not set"
+    ):
         load_config(path)  # a run needs them
     path.write_text("evaluate: {benchmarks: [math500]}\nmodel: {sorce: recipe}\n")
     with pytest.raises(ConfigError, match=r"unknown key model\.sorce"):

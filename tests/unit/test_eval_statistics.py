@@ -51,7 +51,11 @@ def flips(b: int, c: int) -> list[int]:
     [
         ([0, 0, 0], 1.0, 1.0),
         ([3, 1], 0.5, 0.25),  # sums 4, 2, -2, -4: two of four as far out as 4
-        ([2, 1, -1], 0.75, 0.5),  # sums 4, 2, 2, 0, 0, -2, -2, -4; observed 2: six of eight, four of them equal
+        (
+            [2, 1, -1],
+            0.75,
+            0.5,
+        ),  # sums 4, 2, 2, 0, 0, -2, -2, -4; observed 2: six of eight, four of them equal
         # McNemar's test
         (flips(3, 3), 1.0, 0.84375),  # no split is more even; mid-p 1 - (20 / 64) / 2
         (flips(0, 5), 0.0625, 0.03125),  # 2 * 1 / 2^5; mid-p (2 * 1 - 1) / 2^5
@@ -59,7 +63,11 @@ def flips(b: int, c: int) -> list[int]:
     ],
 )
 def test_sign_flips_by_hand(changes: list[int], p: float, mid_p: float) -> None:
-    assert sign_flip_test(changes) == sign_flip_test([-change for change in changes]) == PValues(p, mid_p)
+    assert (
+        sign_flip_test(changes)
+        == sign_flip_test([-change for change in changes])
+        == PValues(p, mid_p)
+    )
 
 
 @pytest.mark.slow
@@ -80,7 +88,10 @@ def test_the_pooled_test_equals_enumeration_of_all_sign_patterns() -> None:
 def test_the_pooled_test_of_one_stratum_is_the_plain_test() -> None:
     changes = [2, 1, -1, *flips(3, 9)]
     own, pooled = sign_flip_test(changes), pooled_sign_flip_test([(changes, 0.37)])
-    assert (pooled.p, pooled.mid_p) == (pytest.approx(own.p, abs=1e-12), pytest.approx(own.mid_p, abs=1e-12))
+    assert (pooled.p, pooled.mid_p) == (
+        pytest.approx(own.p, abs=1e-12),
+        pytest.approx(own.mid_p, abs=1e-12),
+    )
     assert pooled_sign_flip_test([([0, 0], 1.0), ([0], 2.0)]) == PValues(1.0, 1.0)
 
 
@@ -95,7 +106,10 @@ def test_the_pooled_change_is_a_weighted_mean_whose_interval_agrees_with_its_tes
     assert alone.ci95 == pytest.approx(measure_change(flips(4, 9), 1).ci95)
     # Two equal halves: the squares of half the distances add up, to 1 / sqrt(2) of one.
     share, interval = pooled_mean([(0.5, (0.4, 0.7), 1.0), (0.5, (0.4, 0.7), 1.0)])
-    assert (share, interval) == (0.5, pytest.approx((0.5 - 0.1 / math.sqrt(2), 0.5 + 0.2 / math.sqrt(2))))
+    assert (share, interval) == (
+        0.5,
+        pytest.approx((0.5 - 0.1 / math.sqrt(2), 0.5 + 0.2 / math.sqrt(2))),
+    )
 
 
 def test_mcnemar_on_the_reference_tables_and_on_many_pairs() -> None:
@@ -144,7 +158,9 @@ def test_score_intervals_by_hand() -> None:
         likelihood = 28 * np.log(plus) + 10 * np.log(minus) + 462 * np.log1p(-plus - minus)
         best = int(np.nanargmax(np.where(minus > 0, likelihood, -np.inf)))
         variance = plus[best] + minus[best] - bound**2
-        assert (abs(excess) - 0.001) * math.sqrt(500 / variance) == pytest.approx(1.959964, abs=1e-3)
+        assert (abs(excess) - 0.001) * math.sqrt(500 / variance) == pytest.approx(
+            1.959964, abs=1e-3
+        )
     # Eight unchanged items prove little: each side equals `share_interval` of changes that did not occur.
     assert change_interval([0.0] * 8) == pytest.approx((-0.402297, 0.402297), abs=1e-6)
 
@@ -152,10 +168,13 @@ def test_score_intervals_by_hand() -> None:
 @pytest.mark.slow
 def test_interval_and_test_never_contradict() -> None:
     tables = [(b, c) for b in range(12) for c in range(12)]
-    single = [[-1] * b + [1] * c + [0] * same for b, c in tables for same in (0, 20, 200) if b + c + same]
+    single = [
+        [-1] * b + [1] * c + [0] * same for b, c in tables for same in (0, 20, 200) if b + c + same
+    ]
     rng = np.random.default_rng(0)
     several = [
-        rng.binomial(8, chance, size=12) - rng.binomial(8, 0.5, size=12) for chance in rng.uniform(0.3, 0.7, 100)
+        rng.binomial(8, chance, size=12) - rng.binomial(8, 0.5, size=12)
+        for chance in rng.uniform(0.3, 0.7, 100)
     ]
     seen = set()
     for changes, k in [*((x, 1) for x in single), *((x.tolist(), 8) for x in several)]:
@@ -192,7 +211,9 @@ def test_a_detectable_change_by_hand_and_its_power() -> None:
     # Simulated: 500 pairs, discordant share 0.2, true difference as returned. The exact test is a little less
     # powerful than the formula assumes.
     d = measure_change([1, -1] * 50 + [0] * 400, 1).detectable
-    draws = np.random.default_rng(0).multinomial(500, [(0.2 - d) / 2, (0.2 + d) / 2, 0.8], size=2000)
+    draws = np.random.default_rng(0).multinomial(
+        500, [(0.2 - d) / 2, (0.2 + d) / 2, 0.8], size=2000
+    )
     found = sum(sign_flip_test(flips(int(b), int(c))).p < 0.05 for b, c, _ in draws) / len(draws)
     assert 0.74 < found < 0.84
 
@@ -252,13 +273,21 @@ def test_metrics_of_four_samples_by_hand() -> None:
 
 def test_maj_intervals_are_as_wide_as_for_single_responses() -> None:
     # 16 samples each, all right or all wrong: maj@16 and pass@16 are single outcomes, pass@8 may move by 8 / 16.
-    items = list(evaluation(make_items(30), " ".join(["r" * 16] * 9 + ["w" * 16] * 21)).items.values())
+    items = list(
+        evaluation(make_items(30), " ".join(["r" * 16] * 9 + ["w" * 16] * 21)).items.values()
+    )
     outcomes = [1.0] * 9 + [0.0] * 21
     metrics = compare_metrics(items, items, IS_SAME)
-    summary = summarise(evaluation(make_items(30), " ".join(["r" * 16] * 9 + ["w" * 16] * 21)), IS_SAME)
+    summary = summarise(
+        evaluation(make_items(30), " ".join(["r" * 16] * 9 + ["w" * 16] * 21)), IS_SAME
+    )
     assert summary.samples is not None
     for name, step in (("avg@16", 1 / 16), ("pass@8", 1 / 2), ("pass@16", 1.0), ("maj@16", 1.0)):
-        assert metrics[name].before_interval == metrics[name].after_interval == share_interval(outcomes, step)
+        assert (
+            metrics[name].before_interval
+            == metrics[name].after_interval
+            == share_interval(outcomes, step)
+        )
         assert metrics[name].ci95 == change_interval([0.0] * 30, step)
         assert summary.samples[name]["ci95"] == share_interval(outcomes, step)
     # Exact coverage for 30 items of which the majority is right with 30 %: 92.98 % with a sixteenth.
@@ -285,7 +314,13 @@ def test_stored_rows_with_the_same_prompt_are_samples_of_one_item(tmp_path: Path
     write_results(tmp_path / "before", "wwrr" * 3, items)
     write_results(tmp_path / "after", "rwrw" * 3, items)
     result = compare(tmp_path / "before", tmp_path / "after")
-    assert (result.n, result.num_samples, result.b, result.c, result.p) == (4, 3, 1, 1, pytest.approx(1.0))
+    assert (result.n, result.num_samples, result.b, result.c, result.p) == (
+        4,
+        3,
+        1,
+        1,
+        pytest.approx(1.0),
+    )
     write_results(tmp_path / "uneven", "wwrr" * 2 + "ww", items[:10])
     uneven = load_evaluation(tmp_path / "uneven")
     assert (len(uneven.items), uneven.num_samples, len(uneven.rows)) == (4, 2, 8)
@@ -294,7 +329,9 @@ def test_stored_rows_with_the_same_prompt_are_samples_of_one_item(tmp_path: Path
 def test_items_with_missing_samples_are_refused() -> None:
     items = make_items(2)
     rows = make_rows(items, "rw rw")
-    with pytest.raises(ResultsError, match=r"1 of 2 items do not have the samples 0 to 1 \(first: '1'\)"):
+    with pytest.raises(
+        ResultsError, match=r"1 of 2 items do not have the samples 0 to 1 \(first: '1'\)"
+    ):
         Evaluation.of(settings_of(items), rows[:3])
 
 
@@ -303,7 +340,9 @@ def test_without_a_change_at_most_one_line_in_twenty_is_marked() -> None:
     noises = {
         "normal": rng.normal(0.6, 0.02, (300, 12)),
         "thirty items": rng.binomial(30, 0.4, (300, 12)) / 30,
-        "some nights fail": np.where(rng.random((300, 12)) < 0.1, 0.1, rng.normal(0.6, 0.02, (300, 12))),
+        "some nights fail": np.where(
+            rng.random((300, 12)) < 0.1, 0.1, rng.normal(0.6, 0.02, (300, 12))
+        ),
     }
     for name, lines in noises.items():
         marked = sum(bool(find_change_points([line.tolist()], 499)[0]) for line in lines)

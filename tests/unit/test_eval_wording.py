@@ -18,7 +18,15 @@ from eval.results import Evaluation, load_evaluation
 from eval.suite import Member, write_suite
 from eval.suite_report import Models, write_suite_report
 from eval.summary import summarise
-from tests.evaluations import compared, evaluation, make_items, make_rows, settings_of, write_report, write_results
+from tests.evaluations import (
+    compared,
+    evaluation,
+    make_items,
+    make_rows,
+    settings_of,
+    write_report,
+    write_results,
+)
 
 ITEMS = make_items(8)
 AFTER = "rwrrwrrr"
@@ -47,7 +55,9 @@ def test_verdict_of_an_insignificant_change_states_what_would_go_undetected() ->
         "changed: with these items, a true change smaller than about 5.7 points goes undetected more than one "
         "time in five."
     )
-    assert "with so few items, no change is detected reliably, however large." in verdict(compared("rwww", "wrrw"))
+    assert "with so few items, no change is detected reliably, however large." in verdict(
+        compared("rwww", "wrrw")
+    )
 
 
 @pytest.mark.parametrize(("before", "after"), [("wwwwwwww", "rrrrrrrr"), ("rrrrrrrr", "rrrrrrrr")])
@@ -62,15 +72,23 @@ def test_notes_on_missing_log_probs_and_disagreeing_graders() -> None:
 
     served = settings_of(ITEMS, served={"root": "m", "logprobs": None})
     blind = Evaluation.of(served, make_rows(ITEMS, AFTER))
-    assert has_note("The server returned no log-probs after training", evaluation(ITEMS, AFTER[::-1]), blind)
+    assert has_note(
+        "The server returned no log-probs after training", evaluation(ITEMS, AFTER[::-1]), blind
+    )
     first, *others = make_rows(ITEMS, "r" * 8)
     rows = [first, *(replace(row, aisbench_right=False) for row in others)]
     after = Evaluation.of(settings_of(ITEMS), rows)
-    assert has_note("under AISBench's string rule the change is +12.5", evaluation(ITEMS, "w" * 8), after)
+    assert has_note(
+        "under AISBench's string rule the change is +12.5", evaluation(ITEMS, "w" * 8), after
+    )
     # A grader that finds no answers at all is not reported as disagreeing.
     result = compared("w" * 20 + "r" * 20, "r" * 40)
-    unread = replace(result, graders=replace(result.graders, before=0.0, after=0.0, difference=0.0, p=1.0))
-    assert any("AISBench's rule marks no response right on either side" in note for note in notes(unread))
+    unread = replace(
+        result, graders=replace(result.graders, before=0.0, after=0.0, difference=0.0, p=1.0)
+    )
+    assert any(
+        "AISBench's rule marks no response right on either side" in note for note in notes(unread)
+    )
     assert not any("The graders disagree" in note for note in notes(unread))
 
 
@@ -81,15 +99,24 @@ SERVED = {"root": "/models/m", "logprobs": [{" a": -0.5, " an": -2.0}], "has_loc
     ("before", "after", "is_same"),
     [
         (SERVED, SERVED, True),
-        (SERVED, {**SERVED, "logprobs": [{" a": -3.5, " an": -0.1}]}, False),  # other weights under the same name
+        (
+            SERVED,
+            {**SERVED, "logprobs": [{" a": -3.5, " an": -0.1}]},
+            False,
+        ),  # other weights under the same name
         (SERVED, {**SERVED, "root": "/models/other"}, False),
         (SERVED, {**SERVED, "logprobs": None}, False),
         (*2 * [{**SERVED, "logprobs": None}], False),  # only the name is known to be equal
-        (*2 * [{**SERVED, "logprobs": None, "has_local_files": True}], True),  # the digest covers the files
+        (
+            *2 * [{**SERVED, "logprobs": None, "has_local_files": True}],
+            True,
+        ),  # the digest covers the files
         (None, None, False),
     ],
 )
-def test_the_same_model_is_claimed_only_with_proof(before: Any, after: Any, is_same: bool, tmp_path: Path) -> None:
+def test_the_same_model_is_claimed_only_with_proof(
+    before: Any, after: Any, is_same: bool, tmp_path: Path
+) -> None:
     folders = []
     for name, served, letters in (("before", before, AFTER), ("after", after, AFTER[::-1])):
         folders.append(folder := tmp_path / name)
@@ -116,7 +143,8 @@ def test_figures_of_aisbench_only_where_its_rule_was_applied(
     settings: dict[str, Any], is_twice: bool, tmp_path: Path
 ) -> None:
     sides = [
-        write_results(tmp_path / side, letters, settings=settings) for side, letters in (("b", "rw"), ("a", "tr"))
+        write_results(tmp_path / side, letters, settings=settings)
+        for side, letters in (("b", "rw"), ("a", "tr"))
     ]
     report = write_report(Models(*sides), None, tmp_path / "report")
     assert (report["graders"] is not None) is is_twice
@@ -153,15 +181,24 @@ def test_one_stored_evaluation_is_not_reported_as_two_measurements() -> None:
 
 def test_a_training_without_weight_updates_is_noted() -> None:
     def first_note(*kept: int) -> str:
-        steps = [{"step": step, "sampler/kept_groups": groups} for step, groups in enumerate(kept, 1)]
+        steps = [
+            {"step": step, "sampler/kept_groups": groups} for step, groups in enumerate(kept, 1)
+        ]
         return str(make_report(compared("rw", "rr"), steps)["notes"][0])
 
-    assert first_note(0, 0).startswith("None of the 2 training steps found a group with signal, so no weight")
-    assert first_note(0, 8, 0) == "2 of 3 training steps found no group with signal and changed no weight."
+    assert first_note(0, 0).startswith(
+        "None of the 2 training steps found a group with signal, so no weight"
+    )
+    assert (
+        first_note(0, 8, 0)
+        == "2 of 3 training steps found no group with signal and changed no weight."
+    )
     assert "training steps" not in first_note(8, 8)
 
 
 def test_the_accuracy_of_no_finished_response_is_none() -> None:
     report = make_report(compared("tn", "rt"), [])
     assert report["before"]["finished_accuracy"] is None
-    assert "| finished responses only | none | 100.0 % | |" in re.sub(" +", " ", render_markdown(report))
+    assert "| finished responses only | none | 100.0 % | |" in re.sub(
+        " +", " ", render_markdown(report)
+    )

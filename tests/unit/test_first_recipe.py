@@ -39,7 +39,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_init_writes_the_recipe_in_configs_and_its_plan_is_clean(folder: Path) -> None:
-    text = first_recipe(Path("own_cpu.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
+    text = first_recipe(
+        Path("own_cpu.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU
+    )
     assert (PROJECT_ROOT / "configs/own_cpu.yaml").read_text() == text
     Path("own_cpu.yaml").write_text(text)
     config = load_config("own_cpu.yaml")
@@ -51,10 +53,14 @@ def test_init_writes_the_recipe_in_configs_and_its_plan_is_clean(folder: Path) -
     assert questions[0].isdisjoint(questions[1])
 
 
-def test_local_files_and_models_need_no_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_files_and_models_need_no_network(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: asked.append(host) or [])
-    text = first_recipe(Path("own.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
+    text = first_recipe(
+        Path("own.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU
+    )
     Path("own.yaml").write_text(text)
     examine(load_config("own.yaml"))
     assert asked == []
@@ -62,19 +68,33 @@ def test_local_files_and_models_need_no_network(folder: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_recipes_for_other_model_families_plan_clean(folder: Path, architecture: Architecture) -> None:
+def test_recipes_for_other_model_families_plan_clean(
+    folder: Path, architecture: Architecture
+) -> None:
     build_tiny("models/other", architecture, positions=2048)
-    text = first_recipe(Path("other.yaml"), model_keys("models/other"), "data/questions.csv", None, CPU)
+    text = first_recipe(
+        Path("other.yaml"), model_keys("models/other"), "data/questions.csv", None, CPU
+    )
     Path("other.yaml").write_text(text)
     assert {finding.status for finding in examine(load_config("other.yaml"))} == {OK}
 
 
 def test_a_base_model_needs_a_chat_template(folder: Path) -> None:
     template = Path("models/small/chat_template.jinja").rename("chat.jinja")
-    with pytest.raises(PreflightError, match=r"has no chat template; .* \(dapo init: --chat-template\)"):
-        first_recipe(Path("b/c/b.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
-    assert {path.name for path in Path().iterdir()} == {"data", "models", "chat.jinja"}  # nothing of the recipe
-    text = first_recipe(Path("b.yaml"), model_keys("models/small", template), "data/questions.csv", None, CPU)
+    with pytest.raises(
+        PreflightError, match=r"has no chat template; .* \(dapo init: --chat-template\)"
+    ):
+        first_recipe(
+            Path("b/c/b.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU
+        )
+    assert {path.name for path in Path().iterdir()} == {
+        "data",
+        "models",
+        "chat.jinja",
+    }  # nothing of the recipe
+    text = first_recipe(
+        Path("b.yaml"), model_keys("models/small", template), "data/questions.csv", None, CPU
+    )
     Path("b.yaml").write_text(text)
     config = load_config("b.yaml")
     assert config.model.chat_template == "chat.jinja"
@@ -85,13 +105,17 @@ def test_an_unknown_data_source_gets_the_default_scorer(folder: Path) -> None:
     rows = [
         {
             "data_source": "school-2026",
-            "prompt": [{"role": "user", "content": f"What is {number} + {number}? Put it in \\boxed{{}}."}],
+            "prompt": [
+                {"role": "user", "content": f"What is {number} + {number}? Put it in \\boxed{{}}."}
+            ],
             "reward_model": {"ground_truth": str(2 * number)},
         }
         for number in range(40)
     ]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("s.yaml").write_text(first_recipe(Path("s.yaml"), model_keys("models/small"), "rows.jsonl", None, CPU))
+    Path("s.yaml").write_text(
+        first_recipe(Path("s.yaml"), model_keys("models/small"), "rows.jsonl", None, CPU)
+    )
     config = load_config("s.yaml")
     assert config.reward.scorers == ("school-2026=math_verify",)
     assert {finding.status for finding in examine(config)} == {OK}
@@ -105,10 +129,20 @@ def test_devices_are_split_between_ranks_and_engines(
     folder: Path, kind: str, devices: int, ranks: int, workers: int, placement: str
 ) -> None:
     path, data = Path("r.yaml"), "data/questions.csv"
-    path.write_text(first_recipe(path, model_keys("models/small"), data, data, Machine(kind, devices, 64)))
+    path.write_text(
+        first_recipe(path, model_keys("models/small"), data, data, Machine(kind, devices, 64))
+    )
     config = load_config(path)
-    assert (config.train.device, config.train.num_ranks, config.rollout.num_workers) == (kind, ranks, workers)
-    assert (config.train.placement, config.num_devices, config.serve.num_servers) == (placement, devices, devices)
+    assert (config.train.device, config.train.num_ranks, config.rollout.num_workers) == (
+        kind,
+        ranks,
+        workers,
+    )
+    assert (config.train.placement, config.num_devices, config.serve.num_servers) == (
+        placement,
+        devices,
+        devices,
+    )
     assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= 512
 
 
@@ -121,7 +155,10 @@ def test_hub_ids_and_registered_names_are_accepted(folder: Path) -> None:
     assert model_keys("Qwen/Qwen3-8B") == {"source": "huggingface", "id": "Qwen/Qwen3-8B"}
     assert data_set("gsm8k", "data") == "gsm8k"
     assert data_set("openai/gsm8k", "data") == "hf:openai/gsm8k"
-    for bad, message in (("nosuch", "is not a file or folder here"), ("a b/c", "is not a file or folder here")):
+    for bad, message in (
+        ("nosuch", "is not a file or folder here"),
+        ("a b/c", "is not a file or folder here"),
+    ):
         with pytest.raises(ConfigError, match=message):
             data_set(bad, "data")
     with pytest.raises(ConfigError, match="neither a folder here nor a hub id"):
@@ -133,7 +170,8 @@ def test_a_registered_schema_is_recognized_but_a_part_does_not_use_its_name(fold
     Path("g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert data_set("g.jsonl", "data") == [{"set": "gsm8k", "path": "g.jsonl"}]
     pq.write_table(
-        pa.Table.from_pylist([{**row, "final": row["answer"].split()[-1]} for row in rows]), "g.parquet"
+        pa.Table.from_pylist([{**row, "final": row["answer"].split()[-1]} for row in rows]),
+        "g.parquet",
     )
     assert data_set("g.parquet", "data") == [{"set": "gsm8k", "path": "g.parquet"}]
     text = first_recipe(Path("g.yaml"), model_keys("models/small"), "g.jsonl", None, CPU)
@@ -144,7 +182,9 @@ def test_a_registered_schema_is_recognized_but_a_part_does_not_use_its_name(fold
 
 def test_columns_are_guessed_or_given(folder: Path) -> None:
     Path("x.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match=r"has the columns a, b, and no name .* the problem; add --columns"):
+    with pytest.raises(
+        ConfigError, match=r"has the columns a, b, and no name .* the problem; add --columns"
+    ):
         guessed_columns(Path("x.csv"))
     assert data_set("x.csv", "data", parse_columns("problem=a,answer=b")) == [
         {"set": "x.csv", "columns": {"problem": "a", "answer": "b"}}
@@ -166,10 +206,17 @@ def test_columns_are_guessed_or_given(folder: Path) -> None:
 def test_a_held_out_file_may_have_different_columns(folder: Path) -> None:
     rows = [{"Aufgabe": f"Was ist {n} + 1?", "Ergebnis": str(n + 1)} for n in range(20)]
     Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("same.jsonl").write_text(json.dumps({"Aufgabe": "Was ist 50 + 1?", "Ergebnis": "51"}) + "\n")
-    Path("own.jsonl").write_text(json.dumps({"question": "What is 70 + 1?", "answer": "71", "id": "a"}) + "\n")
+    Path("same.jsonl").write_text(
+        json.dumps({"Aufgabe": "Was ist 50 + 1?", "Ergebnis": "51"}) + "\n"
+    )
+    Path("own.jsonl").write_text(
+        json.dumps({"question": "What is 70 + 1?", "answer": "71", "id": "a"}) + "\n"
+    )
     said = parse_columns("problem=Aufgabe,answer=Ergebnis")
-    for held_out, columns in (("same.jsonl", ("Aufgabe", "Ergebnis")), ("own.jsonl", ("question", "answer"))):
+    for held_out, columns in (
+        ("same.jsonl", ("Aufgabe", "Ergebnis")),
+        ("own.jsonl", ("question", "answer")),
+    ):
         path = Path(f"{held_out}.yaml")
         text = first_recipe(path, model_keys("models/small"), "t.jsonl", held_out, CPU, said)
         data = yaml.safe_load(text)["data"]
@@ -196,19 +243,27 @@ def test_unusable_rows_and_too_long_prompts_are_left_out_and_counted(
     rows[5][0] = "word " * 2000 + rows[5][0]
     with Path("odd.csv").open("w", encoding="utf-8-sig") as file:
         csv.writer(file, lineterminator="\r\n").writerows([["Question", "Answer"], *rows])
-    Path("odd.yaml").write_text(first_recipe(Path("odd.yaml"), model_keys("models/small"), "odd.csv", None, CPU))
+    Path("odd.yaml").write_text(
+        first_recipe(Path("odd.yaml"), model_keys("models/small"), "odd.csv", None, CPU)
+    )
     assert {finding.status for finding in examine(load_config("odd.yaml"))} == {OK}
     kept = [len(Path(f"odd.{name}.jsonl").read_text().splitlines()) for name in ("train", "eval")]
     assert kept == [25, 9]
     assert "5 of 40 rows, with no Answer; row 0: " in caplog.text
     assert "1 of 40 rows, with a prompt of more than 256 tokens; row 5: " in caplog.text
-    text = first_recipe(Path("two.yaml"), model_keys("models/small"), "odd.csv", "data/questions.csv", CPU)
+    text = first_recipe(
+        Path("two.yaml"), model_keys("models/small"), "odd.csv", "data/questions.csv", CPU
+    )
     Path("two.yaml").write_text(text)
     assert {finding.status for finding in examine(load_config("two.yaml"))} == {OK}
-    assert len(Path("two.train.jsonl").read_text().splitlines()) == 34  # the same rows, none held out
+    assert (
+        len(Path("two.train.jsonl").read_text().splitlines()) == 34
+    )  # the same rows, none held out
     assert caplog.text.count("1 of 40 rows, with a prompt of more than 256 tokens; row 5: ") == 2
     Path("none.csv").write_text("question,answer\n" + "Why?,\n" * 40)
-    with pytest.raises(DataError, match=r"40 of 40 rows cannot be used .* name other columns with --columns"):
+    with pytest.raises(
+        DataError, match=r"40 of 40 rows cannot be used .* name other columns with --columns"
+    ):
         first_recipe(Path("none.yaml"), model_keys("models/small"), "none.csv", None, CPU)
 
 
@@ -216,12 +271,15 @@ def test_a_large_file_is_read_once_and_announced(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [
-        {"problem": "word " * (2000 * (n == 5)) + f"What is {n} + 1?", "answer": str(n + 1)} for n in range(40)
+        {"problem": "word " * (2000 * (n == 5)) + f"What is {n} + 1?", "answer": str(n + 1)}
+        for n in range(40)
     ]
     Path("long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     begun = list[str]()
     reading = first_data.iterate_source
-    monkeypatch.setattr(first_data, "iterate_source", lambda *what: begun.append(what[1].name) or reading(*what))
+    monkeypatch.setattr(
+        first_data, "iterate_source", lambda *what: begun.append(what[1].name) or reading(*what)
+    )
     monkeypatch.setattr(first_data, "LARGE_FILE_BYTES", 1000)
     monkeypatch.setattr(first_data, "BATCH_PROMPTS", 7)
     with caplog.at_level("INFO", "tasks.recipes.first_data"):

@@ -87,7 +87,9 @@ def test_a_backward_pass_costs_two_forward_passes(config: PretrainedConfig) -> N
     counts = counter.get_flop_counts()
     # transformers 5.5 makes the angles of positions by a product of matrices, which no weight is part of
     angles = sum(sum(part.values()) for name, part in counts.items() if name.endswith("rotary_emb"))
-    attention = counts["Global"][torch.ops.aten.bmm] - angles  # else it alone has batches of matrices
+    attention = (
+        counts["Global"][torch.ops.aten.bmm] - angles
+    )  # else it alone has batches of matrices
     # eager attention multiplies all 7 x 7 pairs, of which causal attention needs 7 x 8 / 2
     needed = counter.get_total_flops() - angles - attention * 3 / 7
     assert needed == flops(config, [length], length)
@@ -122,7 +124,9 @@ def test_known_devices_have_their_vendors_peak(name: str, peak: float | None) ->
 
 def test_mfu_is_flops_over_time_and_peak(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        meter = ActorUtilization(CONFIGS["qwen3"], "NVIDIA A100-SXM4-80GB", torch.bfloat16, num_devices=4)
+        meter = ActorUtilization(
+            CONFIGS["qwen3"], "NVIDIA A100-SXM4-80GB", torch.bfloat16, num_devices=4
+        )
     assert caplog.messages == []
     # 560,160 operations in 1 us on 4 x 312e12 FLOP/s: 560,160 / 1.248e9
     metrics = meter.metrics(BATCH, 1e-6)
@@ -148,7 +152,11 @@ def test_mfu_is_flops_over_time_and_peak(caplog: pytest.LogCaptureFixture) -> No
     ],
 )
 def test_unknown_mfu_is_logged_once_and_omitted(
-    config: PretrainedConfig, device: str, dtype: torch.dtype, reason: str, caplog: pytest.LogCaptureFixture
+    config: PretrainedConfig,
+    device: str,
+    dtype: torch.dtype,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
         meter = ActorUtilization(config, device, dtype, num_devices=2)
@@ -177,10 +185,15 @@ def test_names_and_memory_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         mem_get_info=lambda: (59 * 1024**3, 64 * 1024**3),
         reset_peak_memory_stats=lambda: resets.append(1),
     )
-    monkeypatch.setattr(torch, "npu", vendor, raising=False)  # no such device is here; its API is what is asked
+    monkeypatch.setattr(
+        torch, "npu", vendor, raising=False
+    )  # no such device is here; its API is what is asked
     npu: Device = device_for("npu")
     assert npu.name() == "Ascend910B3"
     memory = npu.take_memory()
-    assert (memory["perf/max_memory_allocated_gb"], memory["perf/max_memory_reserved_gb"]) == (3.0, 4.0)
+    assert (memory["perf/max_memory_allocated_gb"], memory["perf/max_memory_reserved_gb"]) == (
+        3.0,
+        4.0,
+    )
     assert (memory["perf/device_memory_used_gb"], resets) == (5.0, [1])
     assert "perf/cpu_memory_used_gb" in memory

@@ -23,11 +23,17 @@ def rendered(text: str, max_formulas: int = 100) -> str:
         ("\\[\n\\sqrt[3]{5}\n\\]", "\n\\sqrt[3]{5}\n", {"mroot"}),
         (r"$$\sum_{i=1}^n i$$", r"\sum_{i=1}^n i", {"munderover", "mo"}),
         (r"Answer: \boxed{\frac{1}{2}}", r"\boxed{\frac{1}{2}}", {"mfrac"}),
-        (r"\begin{align*}a&=b\\c&=d\end{align*}", r"\begin{align*}a&=b\\c&=d\end{align*}", {"mtable", "mtr"}),
+        (
+            r"\begin{align*}a&=b\\c&=d\end{align*}",
+            r"\begin{align*}a&=b\\c&=d\end{align*}",
+            {"mtable", "mtr"},
+        ),
         ("$a < b$", "a < b", {"mo"}),
     ],
 )
-def test_a_formula_becomes_mathml_with_its_source(text: str, source: str, elements: set[str]) -> None:
+def test_a_formula_becomes_mathml_with_its_source(
+    text: str, source: str, elements: set[str]
+) -> None:
     html = rendered(text)
     [formula] = re.findall(r"<math.*</math>", html, re.DOTALL)
     tree = ElementTree.fromstring(formula)
@@ -40,37 +46,84 @@ def test_a_formula_becomes_mathml_with_its_source(text: str, source: str, elemen
 
 @pytest.mark.parametrize(
     "text",
-    ["it costs $5 or $6", r"\$5 and \$6", "$x", r"$\undefined{x}$", r"\boxed{5", r"$\left( 1$", "$a\nb$",
-     r"\[\def\a{\a\a}\a\]", r"$\newcommand{\a}{x}\a$", "$" + "x" * 2000 + "$"],
-)  # fmt: skip
+    [
+        "it costs $5 or $6",
+        r"\$5 and \$6",
+        "$x",
+        r"$\undefined{x}$",
+        r"\boxed{5",
+        r"$\left( 1$",
+        "$a\nb$",
+        r"\[\def\a{\a\a}\a\]",
+        r"$\newcommand{\a}{x}\a$",
+        "$" + "x" * 2000 + "$",
+    ],
+)
 def test_text_that_is_not_a_convertible_formula_stays_as_it_is(text: str) -> None:
     assert rendered(text) == text
 
 
 HOSTILE = (
-    "<script>hacked = 1</script>", "<img src=http://a/b onerror=alert(1)>", "</math><script>",
-    "javascript:alert(1)", "\" onload=\"hacked = 1", "url(http://a)", "&lt;script&gt;", "]]><svg onload=alert(1)>",
-)  # fmt: skip
+    "<script>hacked = 1</script>",
+    "<img src=http://a/b onerror=alert(1)>",
+    "</math><script>",
+    "javascript:alert(1)",
+    '" onload="hacked = 1',
+    "url(http://a)",
+    "&lt;script&gt;",
+    "]]><svg onload=alert(1)>",
+)
 COMMANDS = (
-    "{0}", "${0}$", r"$\text{{{0}}}$", r"$\href{{{0}}}{{x}}$", r"$\style{{{0}}}{{x}}$", r"$\class{{{0}}}{{x}}$",
-    r"$\color{{{0}}}{{x}}$", r"$\mathrm{{{0}}}$", r"$\includegraphics{{{0}}}$", r"$\hspace{{{0}}}x$",
-    r"\boxed{{\text{{{0}}}}}", r"$\operatorname{{{0}}}$", r"$\unicode{{{0}}}$", r"$\cssId{{{0}}}{{x}}$",
-)  # fmt: skip
+    "{0}",
+    "${0}$",
+    r"$\text{{{0}}}$",
+    r"$\href{{{0}}}{{x}}$",
+    r"$\style{{{0}}}{{x}}$",
+    r"$\class{{{0}}}{{x}}$",
+    r"$\color{{{0}}}{{x}}$",
+    r"$\mathrm{{{0}}}$",
+    r"$\includegraphics{{{0}}}$",
+    r"$\hspace{{{0}}}x$",
+    r"\boxed{{\text{{{0}}}}}",
+    r"$\operatorname{{{0}}}$",
+    r"$\unicode{{{0}}}$",
+    r"$\cssId{{{0}}}{{x}}$",
+)
 
 
 def test_hostile_text_adds_no_markup() -> None:
-    allowed = {"math", "semantics", "annotation", "mrow", "mi", "mn", "mo", "mtext", "mspace", "mstyle", "msub",
-               "msup", "mpadded"}  # fmt: skip
+    allowed = {
+        "math",
+        "semantics",
+        "annotation",
+        "mrow",
+        "mi",
+        "mn",
+        "mo",
+        "mtext",
+        "mspace",
+        "mstyle",
+        "msub",
+        "msup",
+        "mpadded",
+    }
     for hostile in HOSTILE:
         for command in COMMANDS:
             html = rendered(command.format(hostile))
             tree = ElementTree.fromstring(f"<p>{html}</p>")  # well-formed
             names = {element.tag for element in tree.iter()} - {"p"}
-            attributes = {(key, value) for element in tree.iter() for key, value in element.attrib.items()}
+            attributes = {
+                (key, value) for element in tree.iter() for key, value in element.attrib.items()
+            }
             assert names <= allowed, (hostile, command)
             assert {key for key, _ in attributes} <= {
-                "encoding", "class", "stretchy", "mathvariant", "width", "displaystyle"
-            }  # fmt: skip
+                "encoding",
+                "class",
+                "stretchy",
+                "mathvariant",
+                "width",
+                "displaystyle",
+            }
             assert {value for key, value in attributes if key == "class"} <= {"boxed"}
 
 
@@ -78,10 +131,19 @@ def test_formula_count_and_conversion_time_are_bounded() -> None:
     html = rendered("$x_1$ $x_2$ $x_1$ $x_3$", max_formulas=2)
     assert (html.count("<math>"), html.endswith(" $x_3$")) == (3, True)
     assert mathml("(" * 1001) is None
-    for text in ("\\[" * 3000, "$" * 6000, "$a" * 3000, "\\boxed{" * 900, "\\(" * 3000, "\\begin{align}" * 500,
-                 "\\boxed{" + "{a" * 3000,
-                 "$" + "{" * 900 + "$", "$" + "x^" * 400 + "$", "$" + "\\sqrt{" * 150 + "$",
-                 "$" + "\\frac1" * 150 + "$"):  # fmt: skip
+    for text in (
+        "\\[" * 3000,
+        "$" * 6000,
+        "$a" * 3000,
+        "\\boxed{" * 900,
+        "\\(" * 3000,
+        "\\begin{align}" * 500,
+        "\\boxed{" + "{a" * 3000,
+        "$" + "{" * 900 + "$",
+        "$" + "x^" * 400 + "$",
+        "$" + "\\sqrt{" * 150 + "$",
+        "$" + "\\frac1" * 150 + "$",
+    ):
         started = time.process_time()
         rendered(text)
         assert time.process_time() - started < 1.0, text[:12]

@@ -9,7 +9,10 @@ from eval.gates import Gate, GateError, check_gate, describe_gates, parse_gate
 NAMES = ("math500", "gpqa-diamond")
 COLUMNS = ("before", "qwen3-8", "last-night")
 BEFORE = {
-    "math500": ({"accuracy": 60.0, "tokens": 900.0}, {"accuracy": 59.0, "tokens": 850.0, "truncated": 4.0}),
+    "math500": (
+        {"accuracy": 60.0, "tokens": 900.0},
+        {"accuracy": 59.0, "tokens": 850.0, "truncated": 4.0},
+    ),
     "pooled": ({"accuracy": 40.0}, {"accuracy": 40.0}),
 }
 MEASURED = {
@@ -80,7 +83,9 @@ def test_a_missing_value_fails_its_gate_and_a_missing_column_leaves_it_unchecked
     assert (result.is_passed, result.reason) == (False, "gpqa-diamond has no accuracy for qwen3-8")
     first = check_gate(parse_gate("math500 >= last-night", NAMES, COLUMNS), MEASURED)
     assert (first.is_passed, first.reason) == (None, "there is no earlier night")
-    other = check_gate(parse_gate("math500 >= last-night", NAMES, COLUMNS), {**MEASURED, "last-night": {}})
+    other = check_gate(
+        parse_gate("math500 >= last-night", NAMES, COLUMNS), {**MEASURED, "last-night": {}}
+    )
     assert (other.is_passed, other.reason) == (None, "math500 has no accuracy for last-night")
     without = {"before": BEFORE, "after": BEFORE}
     gate = parse_gate("math500 >= qwen3-8", NAMES, COLUMNS)

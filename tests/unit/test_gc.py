@@ -52,12 +52,17 @@ def test_only_artifacts_of_no_kept_run_are_removed(tmp_path: Path) -> None:
     assert total == sum(item.frees_bytes for item in would_go) - len("one")
     assert stored_keys(tmp_path) == before - own_of(first)
     assert collect(tmp_path, keep_runs=2) == []
-    left = " ".join(str(path) for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "runs"))
+    left = " ".join(
+        str(path) for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "runs")
+    )
     assert not any(key in left for key in own_of(first))  # logs, locks and stamps are removed too
     assert all(key in left for key in own_of(second) | own_of(third))
     # The run's folder stays, with its report, and names removed artifacts.
     recorded = list(read_runs(tmp_path))[-1]
-    assert (recorded.id, (recorded.folder / "report" / "report.json").exists()) == (first.folder.name, True)
+    assert (recorded.id, (recorded.folder / "report" / "report.json").exists()) == (
+        first.folder.name,
+        True,
+    )
     assert artifact_of(recorded, "train_policy") is None
     assert artifact_of(recorded, "fetch_model") is not None
     shown = CliRunner().invoke(app, ["runs", "show", recorded.id, "--store", str(tmp_path)])
@@ -110,7 +115,12 @@ def test_a_long_training_keeps_its_inputs_for_a_day_after_its_last_change(tmp_pa
 @pytest.mark.parametrize(
     ("state", "days", "has_commands", "is_kept"),
     [
-        ("running", 30, True, True),  # training outlives the run that started it, and reads data and model
+        (
+            "running",
+            30,
+            True,
+            True,
+        ),  # training outlives the run that started it, and reads data and model
         ("running", 30, False, False),  # its process is gone
         ("failed", 30, True, False),
         ("failed", 0.9, False, True),
@@ -126,7 +136,11 @@ def test_a_run_without_a_report_is_kept_while_it_may_continue(
     make_old(run.folder, days=days)
     record_run(small_config(tmp_path, "run.seed=5"))
     (tmp_path / ".logs").mkdir()
-    with locked(tmp_path / ".logs" / "train_policy-0.log") if has_commands else contextlib.nullcontext():
+    with (
+        locked(tmp_path / ".logs" / "train_policy-0.log")
+        if has_commands
+        else contextlib.nullcontext()
+    ):
         assert (collect(tmp_path) == []) is is_kept
 
 
@@ -137,13 +151,17 @@ def test_an_artifact_replaced_by_force_is_removed_with_its_last_run(tmp_path: Pa
     record_run(config, Outcome(weights="new"), ("train_policy",), "train-policy", ("train_policy",))
     record_run(config, Outcome(weights="new", after="rrww"))
     assert collect(tmp_path, keep_runs=2) == []
-    assert old.stages["train_policy"].artifact in {str(item.attempt.path) for item in collect(tmp_path)}
+    assert old.stages["train_policy"].artifact in {
+        str(item.attempt.path) for item in collect(tmp_path)
+    }
     current = ArtifactStore(tmp_path).lookup("train_policy", old.stages["train_policy"].key)
     assert current is not None
     assert (Path(current.path) / "weights").read_text() == "new"
 
 
-def test_damaged_artifacts_need_an_option_and_leftovers_of_a_killed_collection_do_not(tmp_path: Path) -> None:
+def test_damaged_artifacts_need_an_option_and_leftovers_of_a_killed_collection_do_not(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "runs").mkdir()
     store = ArtifactStore(tmp_path)
     key = StageKey("probe", {}, {}, "c", {})
@@ -154,7 +172,11 @@ def test_damaged_artifacts_need_an_option_and_leftovers_of_a_killed_collection_d
     (folder / "2").rename(folder / "2.removed")
     [kept, gone] = collect(tmp_path)
     assert (kept.attempt.path, kept.kept_reason) == (folder / "1.damaged", "--damaged removes it")
-    assert (gone.attempt.path, gone.kept_reason, gone.attempt.path.exists()) == (folder / "2.removed", "", False)
+    assert (gone.attempt.path, gone.kept_reason, gone.attempt.path.exists()) == (
+        folder / "2.removed",
+        "",
+        False,
+    )
     collect(tmp_path, has_damaged=True)
     assert not folder.exists()
 
@@ -174,9 +196,15 @@ def test_unfinished_attempts_older_than_a_day_need_an_option(tmp_path: Path) -> 
         file.touch()
     make_old(attempt, run.folder)
     record_run(small_config(tmp_path, "run.seed=5"))
-    assert key[:16] in keys(collect(tmp_path))  # the attempt does not keep the artifact it should replace
+    assert key[:16] in keys(
+        collect(tmp_path)
+    )  # the attempt does not keep the artifact it should replace
     [kept] = collect(tmp_path, is_dry_run=True)
-    assert (kept.attempt.path, kept.frees_bytes, kept.kept_reason) == (attempt, 1000, "--unfinished removes it")
+    assert (kept.attempt.path, kept.frees_bytes, kept.kept_reason) == (
+        attempt,
+        1000,
+        "--unfinished removes it",
+    )
     assert all(file.exists() for file in files)
     for lock_path in (log_path, store.lock_path("train_policy", key)):
         with locked(lock_path):
@@ -186,7 +214,9 @@ def test_unfinished_attempts_older_than_a_day_need_an_option(tmp_path: Path) -> 
     make_old(attempt)
     [gone] = collect(tmp_path, has_unfinished=True)
     assert (gone.attempt.path, gone.kept_reason) == (attempt, "")
-    assert not any(path.exists() for path in (attempt.parent, *files, store.lock_path("train_policy", key)))
+    assert not any(
+        path.exists() for path in (attempt.parent, *files, store.lock_path("train_policy", key))
+    )
 
 
 @pytest.mark.slow
@@ -194,7 +224,9 @@ def test_artifacts_in_use_or_recent_are_kept_with_a_reason(tmp_path: Path) -> No
     first, _ = nights(tmp_path, "one", "two")
     trained, merged = first.stages["train_policy"], first.stages["merge_checkpoint"]
     store = ArtifactStore(tmp_path)
-    log_path = store.log_path("train_policy", trained.key)  # locked by a training that outlived its run
+    log_path = store.log_path(
+        "train_policy", trained.key
+    )  # locked by a training that outlived its run
     log_path.parent.mkdir()
     assert {item.kept_reason for item in collect_garbage(tmp_path, 1)} == {"younger than 60 min"}
     with locked(log_path), locked(store.lock_path("merge_checkpoint", merged.key)):
@@ -206,14 +238,18 @@ def test_artifacts_in_use_or_recent_are_kept_with_a_reason(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_an_artifact_taken_during_a_collection_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_artifact_taken_during_a_collection_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first, _ = nights(tmp_path, "one", "two")
     caplog.set_level("INFO", logger="durable")
     found: list[Unused] = []
     with ArtifactStore(tmp_path).in_use():
         collection = threading.Thread(target=lambda: found.extend(collect(tmp_path)))
         collection.start()
-        wait_until(lambda: "exports and runs that use the store" in caplog.text, "the collection to wait")
+        wait_until(
+            lambda: "exports and runs that use the store" in caplog.text, "the collection to wait"
+        )
         user = Run.start(first.config, "evaluate-model")
         user.take("train_policy")
     collection.join()
@@ -226,7 +262,9 @@ def test_other_folders_and_stores_with_unreadable_records_are_refused(tmp_path: 
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
     for name in ("folder", "file", "none"):
-        with pytest.raises(StoreError, match=rf"there is no store .*{name}: .* name the store with --store"):
+        with pytest.raises(
+            StoreError, match=rf"there is no store .*{name}: .* name the store with --store"
+        ):
             collect(tmp_path / name)
     assert sorted(tmp_path.rglob("*")) == before
     (run := tmp_path / "runs" / "20260301T020000.000Z-1").mkdir(parents=True)
@@ -239,8 +277,11 @@ def test_unrelated_files_in_a_store_are_not_touched(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     trained = Path(first.stages["train_policy"].artifact)
     key = trained.parent.name
-    odd = [tmp_path / folder / name for folder in ("mine", "train_policy", f"train_policy/{key}", "runs", ".logs")
-           for name in ("link", "broken", "folder", "7", f"train_policy-{'f' * 16}.log")]  # fmt: skip
+    odd = [
+        tmp_path / folder / name
+        for folder in ("mine", "train_policy", f"train_policy/{key}", "runs", ".logs")
+        for name in ("link", "broken", "folder", "7", f"train_policy-{'f' * 16}.log")
+    ]
     for path in odd:
         path.parent.mkdir(exist_ok=True)
         if path.name == "folder":
@@ -249,7 +290,9 @@ def test_unrelated_files_in_a_store_are_not_touched(tmp_path: Path) -> None:
             path.symlink_to("nowhere" if path.name == "broken" else trained)
     (tmp_path / "linked").symlink_to(trained.parent.parent)
     shutil.copytree(trained, tmp_path / "mine" / key / "1")  # the user's own copy
-    for number, text in enumerate(("", "[]", "{}", json.dumps({"stage": 1, "key": 2, "digest": [3]}))):
+    for number, text in enumerate(
+        ("", "[]", "{}", json.dumps({"stage": 1, "key": 2, "digest": [3]}))
+    ):
         unreadable = tmp_path / "train_policy" / f"{number:016}" / "1"
         unreadable.mkdir(parents=True)
         (unreadable / "manifest.json").write_text(text)
@@ -283,7 +326,9 @@ def test_a_narrow_table_is_not_truncated(
     run_id = "20260301T020000.000Z-12345"
     attempt = Attempt(tmp_path / "merge_checkpoint" / ("b" * 16) / "12.partial", 12, PARTIAL)
     monkeypatch.setattr("flows.tables.WIDTH", 80)
-    print_garbage([Unused(attempt, 12_345_678_901, run_id, "in use, or being built")], True, {run_id: "12345"})
+    print_garbage(
+        [Unused(attempt, 12_345_678_901, run_id, "in use, or being built")], True, {run_id: "12345"}
+    )
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown

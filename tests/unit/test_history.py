@@ -78,7 +78,9 @@ def test_a_run_is_found_by_its_folder(three: Path) -> None:
         (2, ("latest", "latest~0", IDS[2], "6Z-1")),
     ],
 )
-def test_a_run_is_found_by_a_prefix_or_suffix_of_its_id(three: Path, place: int, texts: tuple[str, ...]) -> None:
+def test_a_run_is_found_by_a_prefix_or_suffix_of_its_id(
+    three: Path, place: int, texts: tuple[str, ...]
+) -> None:
     assert {find_run(three, text).id for text in texts} == {IDS[place]}
 
 
@@ -86,11 +88,16 @@ def test_a_run_is_found_by_a_prefix_or_suffix_of_its_id(three: Path, place: int,
     ("text", "said"),
     [
         ("abc", f"no run abc in .*; the newest are {IDS[2]}, {IDS[1]}, {IDS[0]}$"),
-        ("latest~3", f"no run latest~3 in .*; there are only 3 runs: {IDS[2]}, {IDS[1]}, {IDS[0]}$"),
+        (
+            "latest~3",
+            f"no run latest~3 in .*; there are only 3 runs: {IDS[2]}, {IDS[1]}, {IDS[0]}$",
+        ),
         ("20260102", f"20260102 matches 2 runs in .*: {IDS[2]}, {IDS[1]}$"),
     ],
 )
-def test_unknown_and_ambiguous_ids_are_refused_with_candidates(three: Path, text: str, said: str) -> None:
+def test_unknown_and_ambiguous_ids_are_refused_with_candidates(
+    three: Path, text: str, said: str
+) -> None:
     with pytest.raises(StoreError, match=said):
         find_run(three, text)
 
@@ -118,7 +125,9 @@ def test_a_run_without_its_process_is_interrupted(tmp_path: Path) -> None:
     assert run.state == "interrupted"
 
 
-def test_unreadable_run_records_are_logged_and_skipped(three: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_run_records_are_logged_and_skipped(
+    three: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (three / "runs" / IDS[1] / "run.json").write_text('{"id": 1}')
     (three / "runs" / "20260105T000000.000Z-1").mkdir()  # killed before it wrote one
     (broken := three / "runs" / "20260106T000000.000Z-1").mkdir()
@@ -131,7 +140,9 @@ def test_unreadable_run_records_are_logged_and_skipped(three: Path, caplog: pyte
 @pytest.mark.slow
 def test_runs_are_listed_within_a_hundred_columns(tmp_path: Path) -> None:
     report = {"before": 0.4, "after": 0.625, "difference": 0.225, "p": 0.00012, "n": 40}
-    write_run(tmp_path, IDS[0], report=report, name="a_recipe_with_a_very_long_name", flow="dapo-nightly")
+    write_run(
+        tmp_path, IDS[0], report=report, name="a_recipe_with_a_very_long_name", flow="dapo-nightly"
+    )
     write_run(tmp_path, IDS[1], state="running")
     write_run(tmp_path, IDS[2], state="failed", error="DataError: no rows", seconds=9.6)
     shown = dapo("runs", "--store", tmp_path, "--limit", "3")
@@ -148,7 +159,9 @@ def test_runs_are_listed_within_a_hundred_columns(tmp_path: Path) -> None:
     assert listed[0]["stages"]["a"]["path"] is None  # nothing is there
     for number in range(20):
         write_run(tmp_path, f"20250101T0000{number:02}.000Z-1")
-    assert len(json.loads(dapo("runs", "--store", tmp_path, "--json"))) == 23  # a program gets them all
+    assert (
+        len(json.loads(dapo("runs", "--store", tmp_path, "--json"))) == 23
+    )  # a program gets them all
     assert len(json.loads(dapo("runs", "--store", tmp_path, "--json", "--limit", "2"))) == 2
     assert "3 older runs: --limit 23" in dapo("runs", "--store", tmp_path)
     cut = dapo("runs", "--store", tmp_path, "--limit", "1")
@@ -160,7 +173,9 @@ def test_on_a_narrow_terminal_each_run_has_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = {"before": 0.4, "after": 0.625, "difference": 0.225, "p": 0.00012, "n": 40}
-    write_run(tmp_path, IDS[0], report=report, name="a_recipe_with_a_very_long_name", flow="dapo-nightly")
+    write_run(
+        tmp_path, IDS[0], report=report, name="a_recipe_with_a_very_long_name", flow="dapo-nightly"
+    )
     write_run(tmp_path, IDS[1], state="running")
     terminal = functools.partial(Console, width=80, force_terminal=True, color_system=None)
     monkeypatch.setattr(tables, "Console", terminal)
@@ -200,7 +215,10 @@ def test_runs_show_lists_stages_result_and_changed_keys(store: Path) -> None:
     shown_json = json.loads(dapo("runs", "show", "latest", "--store", store, "--json"))
     assert shown_json["run_before"] == oldest.id
     assert {"key": "run.seed", "before": "0", "after": "1"} in shown_json["changes"]
-    assert shown_json["stages"]["merge_checkpoint"]["path"] == newest.stages["merge_checkpoint"].artifact
+    assert (
+        shown_json["stages"]["merge_checkpoint"]["path"]
+        == newest.stages["merge_checkpoint"].artifact
+    )
     assert "No earlier run of arith_cpu" in dapo("runs", "show", oldest.id, "--store", store)
 
 
@@ -211,10 +229,14 @@ def test_two_runs_are_compared_by_their_evaluations_after_training(store: Path) 
     assert f"- after: run {newest.id} of arith_cpu, " in shown
     assert "- configuration: run.seed 0 -> 1; algorithm.clip_ratio_high 0.28 -> 0.3\n" in shown
     assert "50.0 % before, 100.0 % after" in " ".join(shown.split())
-    with pytest.raises(StoreError, match=rf"^no run latest~2 in .*only 2 runs with an evaluation .*: {newest.id}"):
+    with pytest.raises(
+        StoreError, match=rf"^no run latest~2 in .*only 2 runs with an evaluation .*: {newest.id}"
+    ):
         find_evaluation(store, "latest~2")
     # A run's folder, and a results folder beside a run.
-    same = dapo("compare", oldest.folder, newest.stages["evaluate_after"].artifact, "--store", store)
+    same = dapo(
+        "compare", oldest.folder, newest.stages["evaluate_after"].artifact, "--store", store
+    )
     assert "50.0 % before, 100.0 % after" in " ".join(same.split())
     assert "- configuration" not in same
 
@@ -234,7 +256,9 @@ def test_runs_without_an_evaluation_cannot_be_compared(tmp_path: Path) -> None:
     run = record_run(config, labels=("prepare_data",), flow="prepare-data")
     with pytest.raises(StoreError, match="no run with an evaluation after training is recorded"):
         find_evaluation(run.store.root, "latest")
-    with pytest.raises(StoreError, match=r"\(prepare-data, completed\) has no evaluate_after, only prepare_data"):
+    with pytest.raises(
+        StoreError, match=r"\(prepare-data, completed\) has no evaluate_after, only prepare_data"
+    ):
         find_evaluation(run.store.root, run.folder.name)
     with pytest.raises(StoreError, match="nowhere is not a results folder, and no run nowhere in"):
         find_evaluation(run.store.root, "nowhere")
@@ -273,14 +297,19 @@ def test_a_missing_upstream_output_names_the_command_that_builds_it(own: Path) -
             require_outputs(config, (label,))
 
 
-def test_a_removed_artifact_is_reported_with_the_path_in_a_copied_store(store: Path, own: Path) -> None:
+def test_a_removed_artifact_is_reported_with_the_path_in_a_copied_store(
+    store: Path, own: Path
+) -> None:
     """Records in a copied store name the original store."""
     newest, _ = read_runs(own)
     artifact = artifact_of(newest, "evaluate_after")
     assert artifact is not None
     assert artifact.path.startswith(str(own))
     shutil.rmtree(artifact.path)
-    said = re.escape(f"{artifact.path} was removed") + rf".*config\.yaml --set store\.path={own} rebuilds it"
+    said = (
+        re.escape(f"{artifact.path} was removed")
+        + rf".*config\.yaml --set store\.path={own} rebuilds it"
+    )
     with pytest.raises(StoreError, match=said):
         require_artifact(newest, "evaluate_after")
 
@@ -292,10 +321,17 @@ def test_a_damaged_run_names_the_unreadable_file(store: Path, own: Path) -> None
     with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .*config.yaml"):
         changed_keys(oldest, newest)
     (oldest.folder / "config.yaml").touch()
-    with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .* has no sections"):
+    with pytest.raises(
+        StoreError, match=f"of the run {oldest.id} cannot be read: .* has no sections"
+    ):
         changed_keys(oldest, newest)
-    shown = dapo("runs", "show", "latest", "--store", own)  # of which the one before is not the subject
-    assert f"Configuration changes since the previous run, {oldest.id}: unknown, one cannot be read" in shown
+    shown = dapo(
+        "runs", "show", "latest", "--store", own
+    )  # of which the one before is not the subject
+    assert (
+        f"Configuration changes since the previous run, {oldest.id}: unknown, one cannot be read"
+        in shown
+    )
     assert json.loads(dapo("runs", "show", "latest", "--store", own, "--json"))["changes"] is None
     (newest.folder / "report" / "report.json").write_text("{")
     with pytest.raises(StoreError, match=r"report\.json is not a report .*dapo stage compare"):
@@ -305,9 +341,14 @@ def test_a_damaged_run_names_the_unreadable_file(store: Path, own: Path) -> None
         dapo("compare", *sides, "--store", own, "--output", "/proc/no/where")
 
 
-@pytest.mark.parametrize("error", [DataError("no rows"), RunSkipped("another trains"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [DataError("no rows"), RunSkipped("another trains"), KeyboardInterrupt()]
+)
 def test_a_full_disk_does_not_hide_why_a_run_ended(
-    tmp_path: Path, error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    error: BaseException,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("durable.secrets.token_hex", lambda _: "x")
 

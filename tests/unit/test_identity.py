@@ -47,7 +47,10 @@ def _changed(before: dict, now: dict) -> set[str]:
         ({"algorithm": {"kl": {"place": "loss"}}}, {"algorithm.kl.place"}),
         ({"data": {"shuffle": False}}, {"data.shuffle"}),
         ({"run": {"deterministic": True}}, {"run.deterministic"}),
-        ({"custom_reward": {"name": "grade", "path": "SCORER"}}, {"custom_reward.name", "custom_reward.path"}),
+        (
+            {"custom_reward": {"name": "grade", "path": "SCORER"}},
+            {"custom_reward.name", "custom_reward.path"},
+        ),
         # Where and how fast the work is done, how far, and what is looked at meanwhile.
         ({"train": {"num_ranks": 2, "sequence_parallel": 2, "max_restarts": 0}}, set()),
         ({"train": {"micro_batch_tokens": 65536, "total_steps": 7}}, set()),
@@ -72,15 +75,22 @@ def test_the_reference_model_is_identified_by_content(model_path: Path, tmp_path
     (tmp_path / "moved" / "config.json").write_text("{}", encoding="utf-8")
     kl = {"place": "loss", "reference_path": str(model_path)}
     first = _identity(model_path, algorithm={"kl": kl})
-    assert _identity(model_path, algorithm={"kl": {**kl, "reference_path": str(tmp_path / "moved")}}) == first
+    assert (
+        _identity(model_path, algorithm={"kl": {**kl, "reference_path": str(tmp_path / "moved")}})
+        == first
+    )
     (tmp_path / "moved" / "config.json").write_text("[]", encoding="utf-8")
-    other = _identity(model_path, algorithm={"kl": {**kl, "reference_path": str(tmp_path / "moved")}})
+    other = _identity(
+        model_path, algorithm={"kl": {**kl, "reference_path": str(tmp_path / "moved")}}
+    )
     assert _changed(first, other) == {"algorithm.kl.reference_path"}
 
 
 def test_a_schedule_that_decays_to_the_end_forbids_more_steps(model_path: Path) -> None:
     def identities(**schedule: object) -> list[dict]:
-        return [_identity(model_path, train={"total_steps": steps, **schedule}) for steps in (100, 200)]
+        return [
+            _identity(model_path, train={"total_steps": steps, **schedule}) for steps in (100, 200)
+        ]
 
     assert _changed(*identities(schedule="cosine")) == {"train.total_steps"}
     assert _changed(*identities(schedule="cosine", schedule_steps=3200)) == set()
@@ -118,8 +128,13 @@ def test_resuming_another_training_is_refused_with_the_differences(tmp_path: Pat
         r"--set 'checkpoint\.allow_changed=\[prompts, run\.seed\]'",
     ):
         refuse_other_training(tmp_path, BEFORE, NOW)
-    now = {"rollout.top_p": 0.5, **{name: value for name, value in BEFORE.items() if name != "run.seed"}}
-    with pytest.raises(CheckpointError, match=r"\(rollout\.top_p None -> 0\.5, run\.seed 3 -> None\)"):
+    now = {
+        "rollout.top_p": 0.5,
+        **{name: value for name, value in BEFORE.items() if name != "run.seed"},
+    }
+    with pytest.raises(
+        CheckpointError, match=r"\(rollout\.top_p None -> 0\.5, run\.seed 3 -> None\)"
+    ):
         refuse_other_training(tmp_path, BEFORE, now)
 
 
@@ -138,11 +153,19 @@ def test_allowed_changes_are_reported_and_others_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("train.learnig_rate", r"names train\.learnig_rate, .* \(did you mean train\.learning_rate\?\)"),
-        ("train.num_ranks", r"names train\.num_ranks, which is not part of a checkpoint's identity; remove it"),
+        (
+            "train.learnig_rate",
+            r"names train\.learnig_rate, .* \(did you mean train\.learning_rate\?\)",
+        ),
+        (
+            "train.num_ranks",
+            r"names train\.num_ranks, which is not part of a checkpoint's identity; remove it",
+        ),
     ],
 )
-def test_an_unknown_key_in_allow_changed_is_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_an_unknown_key_in_allow_changed_is_refused(
+    tmp_path: Path, name: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         refuse_other_training(tmp_path, BEFORE, NOW, allowed=(name, "prompts"))
 
@@ -157,5 +180,9 @@ def test_the_identity_covers_the_stages_cache_key(model_path: Path) -> None:
 
     # A training may become longer; what is measured and kept on the way does not change it.
     keys = set(names(TRAIN_POLICY.key(make_config(model_path), {}).config))
-    free = {"train.total_steps", "checkpoint.keep_best", *(key for key in keys if key.startswith("validation."))}
+    free = {
+        "train.total_steps",
+        "checkpoint.keep_best",
+        *(key for key in keys if key.startswith("validation.")),
+    }
     assert keys - _identity(model_path).keys() == free

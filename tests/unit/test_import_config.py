@@ -41,7 +41,9 @@ def test_accounts_of_the_guides_do_not_change(name: str) -> None:
 @pytest.mark.parametrize("name", STARTS)
 def test_the_guides_original_text_has_the_same_account(name: str, tmp_path: Path) -> None:
     start, end = STARTS[name]
-    text = next(text for path in GUIDE.glob("*.txt") if start in (text := path.read_text(encoding="utf-8")))
+    text = next(
+        text for path in GUIDE.glob("*.txt") if start in (text := path.read_text(encoding="utf-8"))
+    )
     begin = text.index(start)
     script = tmp_path / "guide.sh"
     script.write_text(text[begin : text.index(end, begin)], encoding="utf-8")
@@ -49,7 +51,9 @@ def test_the_guides_original_text_has_the_same_account(name: str, tmp_path: Path
     assert sorted(map(str, (each.setting[:2] for each in ours.entries))) == sorted(
         map(str, (each.setting[:2] for each in theirs.entries))
     )
-    plain = [re.sub(r"(guide|qwen3_\w+)\.sh:\d+", "", text_of(account)) for account in (ours, theirs)]
+    plain = [
+        re.sub(r"(guide|qwen3_\w+)\.sh:\d+", "", text_of(account)) for account in (ours, theirs)
+    ]
     assert plain[0] == plain[1]
 
 
@@ -74,7 +78,9 @@ def test_the_written_recipe_loads(name: str, tmp_path: Path) -> None:
     for entry in account.entries:  # each setting stands in the file, with its line
         assert f"{entry.setting.origin} {entry.setting.key}" in text or entry.ours, entry
     with pytest.raises(ConfigError, match="exists; name another file"):
-        CliRunner().invoke(app, ["import-config", "x.sh", "--output", str(output)], catch_exceptions=False)
+        CliRunner().invoke(
+            app, ["import-config", "x.sh", "--output", str(output)], catch_exceptions=False
+        )
 
 
 @pytest.mark.slow
@@ -87,7 +93,10 @@ def test_a_megatron_script_needs_backend_verl(tmp_path: Path) -> None:
     allow = f"--allow {rollout}.dp_model_parallel_size --allow {rollout}.rollout_world_size"
     assert "to import without them: --allow actor_rollout_ref.actor.strategy" in refused.output
     assert "to train with verl and keep these keys: --backend verl" in refused.output
-    assert f"to import without them: {allow}\n" in invoke(script, "--backend", "verl", "--output", output).output
+    assert (
+        f"to import without them: {allow}\n"
+        in invoke(script, "--backend", "verl", "--output", output).output
+    )
     result = invoke(script, "--backend", "verl", *allow.split(), "--output", output)
     assert result.exit_code == 0, result.output
     settings = load_config(output)
@@ -100,16 +109,23 @@ def test_a_megatron_script_needs_backend_verl(tmp_path: Path) -> None:
     actor = "++actor_rollout_ref.actor.megatron"
     assert f"{actor}.pipeline_model_parallel_size=4" in settings.external.overrides
     assert (
-        f"{actor}.override_transformer_config.num_layers_in_last_pipeline_stage=22" in settings.external.overrides
+        f"{actor}.override_transformer_config.num_layers_in_last_pipeline_stage=22"
+        in settings.external.overrides
     )
 
 
-@pytest.mark.parametrize("name", ["mindspeed_rl_math_17k", "mindspeed_rl_32b", "mindspeed_mm_qwen25vl_7b"])
+@pytest.mark.parametrize(
+    "name", ["mindspeed_rl_math_17k", "mindspeed_rl_32b", "mindspeed_mm_qwen25vl_7b"]
+)
 def test_mindspeed_yaml_is_accounted_for(name: str) -> None:
     """Every key has a fate; some keys need the original trainer."""
     data = json.loads(invoke(FOLDER / f"{name}.yaml", "--json").stdout)
     assert data["trainer"] == ("mindspeed-mm" if "mm" in name else "mindspeed-rl")
-    assert data["counts"]["keys"] == len(data["entries"]) == sum(data["counts"].values()) - data["counts"]["keys"]
+    assert (
+        data["counts"]["keys"]
+        == len(data["entries"])
+        == sum(data["counts"].values()) - data["counts"]["keys"]
+    )
     assert data["recipe"]["data"]
 
 
@@ -147,11 +163,16 @@ def test_what_stops_an_import_is_reported_with_a_fix(tmp_path: Path) -> None:
         "algorithm.use_kl_in_reward",
     }
     assert data["counts"]["keys"] == len(data["entries"]) == 12
-    assert next(each for each in data["entries"] if each["fate"] == "misspelt")["note"].startswith("did you mean")
+    assert next(each for each in data["entries"] if each["fate"] == "misspelt")["note"].startswith(
+        "did you mean"
+    )
     assert not output.exists()
     allowed = [word for key in data["blocking"] for word in ("--allow", key)]
     assert invoke(script, "--output", output, *allowed).exit_code == 0
-    assert "run.sh:1 alogorithm.filter_groups.enable=True: misspelt; did you mean" in output.read_text()
+    assert (
+        "run.sh:1 alogorithm.filter_groups.enable=True: misspelt; did you mean"
+        in output.read_text()
+    )
 
 
 WHOLE = (
@@ -173,8 +194,12 @@ def test_the_table_omits_defaults_equal_to_ours(tmp_path: Path) -> None:
 
 def test_invalid_values_are_refused_with_their_origin(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
-    script.write_text(f"{WHOLE} trainer.total_training_steps=2 algorithm.filter_groups.enable=Ture\n")
-    with pytest.raises(ConfigError, match=r"sampler.dynamic: run.sh:4 algorithm.filter_groups.enable=Ture"):
+    script.write_text(
+        f"{WHOLE} trainer.total_training_steps=2 algorithm.filter_groups.enable=Ture\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"sampler.dynamic: run.sh:4 algorithm.filter_groups.enable=Ture"
+    ):
         CliRunner().invoke(app, ["import-config", str(script)], catch_exceptions=False)
 
 
@@ -221,11 +246,16 @@ def test_sft_and_evaluation_commands_are_not_imported(tmp_path: Path) -> None:
 def test_keys_need_their_own_trainer(tmp_path: Path) -> None:
     script, starts = FOLDER / "mindspeed_rl_32b.yaml", tmp_path / "run.sh"
     assert "--backend mindspeed-rl" in invoke(script).output
-    with pytest.raises(ConfigError, match="the settings are mindspeed-rl's; use --backend mindspeed-rl"):
-        CliRunner().invoke(app, ["import-config", str(script), "--backend", "verl"], catch_exceptions=False)
+    with pytest.raises(
+        ConfigError, match="the settings are mindspeed-rl's; use --backend mindspeed-rl"
+    ):
+        CliRunner().invoke(
+            app, ["import-config", str(script), "--backend", "verl"], catch_exceptions=False
+        )
     starts.write_text("python cli/train_dapo.py --config-name dapo_32b\n")
     with pytest.raises(
-        ConfigError, match=r"the command sets no training keys.*\n.*dapo_32b is not among the given files"
+        ConfigError,
+        match=r"the command sets no training keys.*\n.*dapo_32b is not among the given files",
     ):
         CliRunner().invoke(app, ["import-config", str(starts)], catch_exceptions=False)
 
@@ -235,13 +265,23 @@ def test_tiny_keeps_the_algorithm(tmp_path: Path) -> None:
     for tiny in ((), ("--tiny",)):
         output = tmp_path / f"{len(tiny)}.yaml"
         assert (
-            invoke(FOLDER / "qwen3_8b.sh", "--set-env", "num_train_rows=1000", "--output", output, *tiny).exit_code
+            invoke(
+                FOLDER / "qwen3_8b.sh",
+                "--set-env",
+                "num_train_rows=1000",
+                "--output",
+                output,
+                *tiny,
+            ).exit_code
             == 0
         )
         trees.append(load_config(output))
     theirs, ours = trees
     assert ours.algorithm == theirs.algorithm
-    assert (ours.sampler.dynamic, ours.sampler.metric) == (theirs.sampler.dynamic, theirs.sampler.metric)
+    assert (ours.sampler.dynamic, ours.sampler.metric) == (
+        theirs.sampler.dynamic,
+        theirs.sampler.metric,
+    )
     assert (ours.train.learning_rate, ours.rollout.temperature) == (
         theirs.train.learning_rate,
         theirs.rollout.temperature,

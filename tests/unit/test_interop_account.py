@@ -29,7 +29,10 @@ LARGE = {
 
 def account(version: str | None = None, **facts: int) -> Any:
     def of(settings: dict[str, Any]) -> Account:
-        given = [Setting(key, value, f"run.sh:{line}") for line, (key, value) in enumerate(settings.items(), 1)]
+        given = [
+            Setting(key, value, f"run.sh:{line}")
+            for line, (key, value) in enumerate(settings.items(), 1)
+        ]
         return account_of(given, "verl", version, facts)
 
     return of
@@ -37,7 +40,9 @@ def account(version: str | None = None, **facts: int) -> Any:
 
 def ours(settings: dict[str, Any], **facts: int) -> dict[str, Any]:
     return {
-        name: value for entry in account(**facts)(LARGE | settings).entries for name, value in entry.ours.items()
+        name: value
+        for entry in account(**facts)(LARGE | settings).entries
+        for name, value in entry.ours.items()
     }
 
 
@@ -47,7 +52,10 @@ def test_units_change() -> None:
     # 10 training steps of 64 / 32 = 2 optimizer steps
     assert ours({f"{ACTOR}.optim.lr_warmup_steps": 10})["train.warmup_steps"] == 20
     # 2 responses x (2,048 + 20,480) tokens, over 4 ranks that share a sequence
-    micro = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2, f"{ACTOR}.ulysses_sequence_parallel_size": 4}
+    micro = {
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2,
+        f"{ACTOR}.ulysses_sequence_parallel_size": 4,
+    }
     assert ours(micro)["train.micro_batch_tokens"] == 11264
     assert ours({"trainer.test_freq": -100})["validation.every"] == 0
 
@@ -59,7 +67,9 @@ def test_epochs_become_steps_if_the_row_count_is_known() -> None:
     assert entry.setting.key == "trainer.total_epochs"
     assert entry.fate == "unsupported"
     known = account(num_train_rows=17398)(settings)
-    assert known.tree()["train"]["total_steps"] == 2710  # 17,398 // 64 = 271 whole batches, 10 times
+    assert (
+        known.tree()["train"]["total_steps"] == 2710
+    )  # 17,398 // 64 = 271 whole batches, 10 times
     assert not known.blocking()
 
 
@@ -89,7 +99,11 @@ def test_misspelt_and_contradicting_settings_block() -> None:
         "did you mean algorithm.filter_groups.enable?",
     )
     assert fates["tainer.device"] == ("misspelt", "did you mean trainer.device?")
-    assert fates[f"{ACTOR}.use_kl_loss"][0] == fates["algorithm.use_kl_in_reward"][0] == "contradicting"
+    assert (
+        fates[f"{ACTOR}.use_kl_loss"][0]
+        == fates["algorithm.use_kl_in_reward"][0]
+        == "contradicting"
+    )
     assert len(fates) == 4
 
 
@@ -104,20 +118,31 @@ def test_misspelt_and_contradicting_settings_block() -> None:
 def test_selecting_a_hydra_config_file_is_reported(key: str, value: str, group: str) -> None:
     (entry,) = account()({key: value}).entries
     assert entry.fate == "unsupported"
-    assert entry.note.startswith(f"selects a file from Hydra's group {group}, which is not available")
+    assert entry.note.startswith(
+        f"selects a file from Hydra's group {group}, which is not available"
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2}, "is not read and"),
-        ({f"{ACTOR}.ppo_micro_batch_size": 8, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2}, "are both set"),
+        (
+            {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2},
+            "is not read and",
+        ),
+        (
+            {f"{ACTOR}.ppo_micro_batch_size": 8, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2},
+            "are both set",
+        ),
         (
             {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 4096},
             "4096 tokens on each of 1 ranks hold no sequence of 22528; set 22528",
         ),
         ({f"{ACTOR}.ppo_mini_batch_size": 128}, "=64 prompts per step are fewer than"),
-        ({f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.ref.strategy": "fsdp2"}, "use the same strategy"),
+        (
+            {f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.ref.strategy": "fsdp2"},
+            "use the same strategy",
+        ),
         ({"trainer.resume_mode": "resume_path"}, "needs trainer.resume_from_path"),
         (
             {"data.max_response_length": 20480, f"{ROLLOUT}.response_length": 4096},
@@ -147,7 +172,10 @@ def test_a_family_of_keys_does_not_hide_a_misspelt_one(key: str) -> None:
 
 def test_a_hub_id_is_told_from_a_folder() -> None:
     assert ours({"actor_rollout_ref.model.path": "Qwen/Qwen3-8B"})["model.id"] == "Qwen/Qwen3-8B"
-    assert ours({"actor_rollout_ref.model.path": "/models/Qwen3-8B"})["model.path"] == "/models/Qwen3-8B"
+    assert (
+        ours({"actor_rollout_ref.model.path": "/models/Qwen3-8B"})["model.path"]
+        == "/models/Qwen3-8B"
+    )
 
 
 def test_rejection_bounds_are_inverted() -> None:
@@ -157,21 +185,28 @@ def test_rejection_bounds_are_inverted() -> None:
     }
     found = ours(rejection)
     assert found["algorithm.rollout_correction.mask"] == "token"
-    assert found["algorithm.rollout_correction.mask_low"] == 0.25  # engine over policy 4 is policy over engine 1/4
+    assert (
+        found["algorithm.rollout_correction.mask_low"] == 0.25
+    )  # engine over policy 4 is policy over engine 1/4
     assert found["algorithm.rollout_correction.mask_high"] == 2
     assert found["algorithm.rollout_correction.divergence"] == "max-k2"
     assert found["algorithm.rollout_correction.divergence_max"] == 0.1
 
 
 def test_the_last_value_of_a_key_wins() -> None:
-    first, last = Setting("trainer.save_freq", 5, "run.sh:1"), Setting("trainer.save_freq", 20, "run.sh:9")
+    first, last = (
+        Setting("trainer.save_freq", 5, "run.sh:1"),
+        Setting("trainer.save_freq", 20, "run.sh:9"),
+    )
     found = account_of([first, last], "verl")
     assert [entry.fate for entry in found.entries] == ["meaningless", "taken"]
     assert found.tree()["checkpoint"]["save_every"] == 20
 
 
 def test_a_section_is_split_into_keys() -> None:
-    found = account_of([Setting("algorithm.kl_ctrl", {"type": "fixed", "kl_coef": 0.1}, "+algorithm")], "verl")
+    found = account_of(
+        [Setting("algorithm.kl_ctrl", {"type": "fixed", "kl_coef": 0.1}, "+algorithm")], "verl"
+    )
     assert [entry.setting.key for entry in found.entries] == [
         "algorithm.kl_ctrl.type",
         "algorithm.kl_ctrl.kl_coef",
@@ -183,7 +218,9 @@ VALUES = st.sampled_from([True, False, None, 0, 1, -1, 2, 0.5, "auto", "x", ["co
 
 
 @tried(deadline=None)
-@given_any(st.lists(st.tuples(st.sampled_from([*KEYS, "x", "trainer.y", "a.b.c"]), VALUES), max_size=12))
+@given_any(
+    st.lists(st.tuples(st.sampled_from([*KEYS, "x", "trainer.y", "a.b.c"]), VALUES), max_size=12)
+)
 def test_every_setting_is_accounted_for(settings: list[tuple[str, Any]]) -> None:
     given = [Setting(key, value, str(place)) for place, (key, value) in enumerate(settings)]
     found = account_of(given, "verl")
@@ -196,9 +233,16 @@ def test_settings_that_verl_ignores_are_not_imported() -> None:
     bypass = {f"{correction}.rollout_is": "token", f"{correction}.bypass_mode": True}
     entries = account()(LARGE | bypass | {f"{correction}.rollout_is_threshold": 3.0}).entries
     fates = {entry.setting.key: entry.fate for entry in entries}
-    assert fates[f"{correction}.rollout_is"] == fates[f"{correction}.rollout_is_threshold"] == "ignored-by-trainer"
+    assert (
+        fates[f"{correction}.rollout_is"]
+        == fates[f"{correction}.rollout_is_threshold"]
+        == "ignored-by-trainer"
+    )
     assert ours(bypass)["algorithm.old_log_probs"] == "engine"
-    draws = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": -1}
+    draws = {
+        "algorithm.filter_groups.enable": True,
+        "algorithm.filter_groups.max_num_gen_batches": -1,
+    }
     assert ours(draws)["sampler.max_num_gen_batches"] == 0
     no_steps = {f"{ACTOR}.optim.lr_warmup_steps": 0, f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1}
     for version, warmup in (("0.7.0", 0), ("0.8.0", 20)):  # a tenth of 100 steps of 2 updates

@@ -20,15 +20,25 @@ from interop.table import load
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = sorted(
-    path.stem for path in CONFIGS.glob("*.yaml") if load_config(path).train.backend in ("own", "verl")
+    path.stem
+    for path in CONFIGS.glob("*.yaml")
+    if load_config(path).train.backend in ("own", "verl")
 )
 # The renderer sets nodes and devices; trainers that share devices cannot express separate placement.
 PLACEMENT_KEYS = {"train.num_ranks", "train.placement", "rollout.num_workers"}
 # Set by the renderer (paths), or interpreted differently or ignored by main_ppo.
 RENDERER_KEYS = {
-    "data.train", "data.eval", "data.columns.messages", "model.path", "custom_reward.path", "sampler.gen_prompts",
-    "rollout.dtype", "train.weight_bucket_bytes", "model.source", "sampler.max_num_gen_batches",
-}  # fmt: skip
+    "data.train",
+    "data.eval",
+    "data.columns.messages",
+    "model.path",
+    "custom_reward.path",
+    "sampler.gen_prompts",
+    "rollout.dtype",
+    "train.weight_bucket_bytes",
+    "model.source",
+    "sampler.max_num_gen_batches",
+}
 ODDS = st.floats(0.01, 0.99)
 MEASURED = settings(max_examples=60, deadline=None)
 
@@ -130,7 +140,9 @@ def test_free_engine_arguments_are_exported() -> None:
 
 def test_a_script_is_quoted_for_the_shell(tmp_path: Path) -> None:
     script = script_of(
-        ("-m", "verl.trainer.main_ppo", "--config-name=x", "a='it\\'s'"), {"B": "two words"}, ["Why"]
+        ("-m", "verl.trainer.main_ppo", "--config-name=x", "a='it\\'s'"),
+        {"B": "two words"},
+        ["Why"],
     )
     assert script.splitlines()[:2] == ["#!/usr/bin/env bash", "# Why"]
     assert "export B='two words'" in script

@@ -25,7 +25,10 @@ def refused(*sets: str) -> list[str]:
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        ("data.train_batch_size=64", "verl's; here train.train_prompts=64: Prompts per training step in both."),
+        (
+            "data.train_batch_size=64",
+            "verl's; here train.train_prompts=64: Prompts per training step in both.",
+        ),
         ("data.gen_batch_size=192", "here sampler.gen_prompts=192: Prompts per draw"),
         ("data.max_prompt_length=1024", "here data.max_prompt_tokens=1024"),
         ("data.max_response_length=8192", "here rollout.max_response_tokens=8192"),
@@ -36,13 +39,25 @@ def refused(*sets: str) -> list[str]:
         (f"{ROLLOUT}.gpu_memory_utilization=0.7", "here rollout.memory_utilization=0.7"),
         (f"{ROLLOUT}.enforce_eager=true", "here rollout.engine_args.enforce_eager=true"),
         (f"{ROLLOUT}.val_kwargs.n=4", "here validation.num_samples="),
-        (f"{ACTOR}.ppo_mini_batch_size=32", "here train.mini_prompts=32: Prompts per optimizer step in both"),
+        (
+            f"{ACTOR}.ppo_mini_batch_size=32",
+            "here train.mini_prompts=32: Prompts per optimizer step in both",
+        ),
         # 2 x (2,048 + 20,480) / 8
-        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", "here train.micro_batch_tokens=5632: 2 responses of at most"),
-        (f"{ACTOR}.ppo_max_token_len_per_gpu=5632", "here train.micro_batch_tokens=5632: Tokens per device"),
+        (
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
+            "here train.micro_batch_tokens=5632: 2 responses of at most",
+        ),
+        (
+            f"{ACTOR}.ppo_max_token_len_per_gpu=5632",
+            "here train.micro_batch_tokens=5632: Tokens per device",
+        ),
         (f"{ACTOR}.ppo_epochs=2", "here train.passes=2"),
         (f"{ACTOR}.optim.lr=1e-6", "here train.learning_rate=1e-06"),
-        (f"{ACTOR}.optim.lr_warmup_steps=10", "here train.warmup_steps=20: 10 training steps x 2 optimizer steps"),
+        (
+            f"{ACTOR}.optim.lr_warmup_steps=10",
+            "here train.warmup_steps=20: 10 training steps x 2 optimizer steps",
+        ),
         (f"{ACTOR}.use_kl_loss=true", "here algorithm.kl.place=loss: Two switches become one key."),
         (f"{ACTOR}.clip_ratio_c=10", "here algorithm.clip_ratio_dual=10"),
         (f"{ACTOR}.grad_clip=0.5", "here train.max_grad_norm=0.5"),
@@ -70,7 +85,10 @@ def refused(*sets: str) -> list[str]:
         ("trainer.logger=[console, wandb]", 'here train.trackers=["wandb"]'),
         ("trainer.critic_warmup=0", "verl's; not needed here: DAPO has no critic."),
         ("rl_config.n_samples_per_prompt=16", "MindSpeed-RL's; here rollout.group_size=16"),
-        ("rl_config.mini_batch_size=32", "here train.mini_prompts=32: Prompts per optimizer step in both"),
+        (
+            "rl_config.mini_batch_size=32",
+            "here train.mini_prompts=32: Prompts per optimizer step in both",
+        ),
         ("megatron_training.global_batch_size=64", "MindSpeed-RL's; here sampler.gen_prompts=64"),
         ("megatron_training.train_iters=100", "here train.total_steps=100"),
         ("megatron_training.save_interval=10", "here checkpoint.save_every=10"),
@@ -105,17 +123,24 @@ def test_keys_that_belong_together_are_converted_together() -> None:
 def test_our_misspelt_keys_get_a_suggestion() -> None:
     [first, second, _] = refused("train.learnig_rate=1", "data.train_batch_size=64")
     answers = sorted([first, second])
-    assert answers[0].startswith("unknown key data.train_batch_size is verl's; here train.train_prompts=64")
+    assert answers[0].startswith(
+        "unknown key data.train_batch_size is verl's; here train.train_prompts=64"
+    )
     assert answers[1] == "unknown key train.learnig_rate = 1 (did you mean train.learning_rate?)"
-    assert refused("run.bogus=1") == ["unknown key run.bogus = 1; `dapo config show` lists all keys"]
+    assert refused("run.bogus=1") == [
+        "unknown key run.bogus = 1; `dapo config show` lists all keys"
+    ]
 
 
 def test_explaining_a_foreign_key_names_ours() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown key data\.train_batch_size is verl's; here train\.train_prompts: P"
+        ConfigError,
+        match=r"unknown key data\.train_batch_size is verl's; here train\.train_prompts: P",
     ):
         explain("data.train_batch_size")
-    with pytest.raises(ConfigError, match=r"unknown key trainer\.critic_warmup is verl's: DAPO has no critic\."):
+    with pytest.raises(
+        ConfigError, match=r"unknown key trainer\.critic_warmup is verl's: DAPO has no critic\."
+    ):
         explain("trainer.critic_warmup")
 
 

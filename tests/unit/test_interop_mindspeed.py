@@ -54,8 +54,12 @@ def test_a_script_selects_and_overrides_its_configuration(tmp_path: Path) -> Non
         "fi\n"
     )
     names = (*FILES["mindspeed-rl"], *FILES["mindspeed-mm"])
-    reading = read_files([script, *(GUIDES / name for name in names)], {"MASTER_ADDR": "a", "CURRENT_IP": "a"})
-    assert reading.notes == [f"{FILES['mindspeed-mm'][0]} is ignored: the command selects another configuration"]
+    reading = read_files(
+        [script, *(GUIDES / name for name in names)], {"MASTER_ADDR": "a", "CURRENT_IP": "a"}
+    )
+    assert reading.notes == [
+        f"{FILES['mindspeed-mm'][0]} is ignored: the command selects another configuration"
+    ]
     accounted = account_of(reading.settings, reading.trainer)
     assert accounted.blocking() == []
     assert accounted.tree()["rollout"]["group_size"] == 16
@@ -63,22 +67,50 @@ def test_a_script_selects_and_overrides_its_configuration(tmp_path: Path) -> Non
 
 
 def test_the_32b_guide_becomes_a_recipe() -> None:
-    accounted = account(*((GUIDES / name).read_text(encoding="utf-8") for name in FILES["mindspeed-rl"]))
+    accounted = account(
+        *((GUIDES / name).read_text(encoding="utf-8") for name in FILES["mindspeed-rl"])
+    )
     assert accounted.blocking() == []
     tree = accounted.tree()
     assert tree["train"] == {
-        "train_prompts": 32, "mini_prompts": 32, "num_ranks": 16, "placement": "colocated", "device": "npu",
-        "learning_rate": 1e-6, "schedule": "constant", "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.95,
-        "max_grad_norm": 1.0, "warmup_steps": 20, "micro_batch_tokens": 4096, "total_steps": 2000, "passes": 1,
-        "shuffle_passes": False, "trackers": ["tensorboard"], "sequence_parallel": 1, "offload_parameters": False,
+        "train_prompts": 32,
+        "mini_prompts": 32,
+        "num_ranks": 16,
+        "placement": "colocated",
+        "device": "npu",
+        "learning_rate": 1e-6,
+        "schedule": "constant",
+        "weight_decay": 0.01,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "max_grad_norm": 1.0,
+        "warmup_steps": 20,
+        "micro_batch_tokens": 4096,
+        "total_steps": 2000,
+        "passes": 1,
+        "shuffle_passes": False,
+        "trackers": ["tensorboard"],
+        "sequence_parallel": 1,
+        "offload_parameters": False,
         "offload_optimizer": False,
-    }  # fmt: skip
-    assert tree["sampler"] == {"dynamic": True, "metric": "acc", "max_num_gen_batches": 0, "gen_prompts": 64}
+    }
+    assert tree["sampler"] == {
+        "dynamic": True,
+        "metric": "acc",
+        "max_num_gen_batches": 0,
+        "gen_prompts": 64,
+    }
     assert tree["data"] == {
-        "train": ["./dataset/dapo-math-17k.parquet"], "max_prompt_tokens": 2048, "shuffle": False,
-    }  # fmt: skip
+        "train": ["./dataset/dapo-math-17k.parquet"],
+        "max_prompt_tokens": 2048,
+        "shuffle": False,
+    }
     assert tree["algorithm"]["kl"] == {"place": "off"}
-    assert (tree["rollout"]["num_workers"], tree["rollout"]["tensor_parallel"], tree["rollout"]["group_size"]) == (
+    assert (
+        tree["rollout"]["num_workers"],
+        tree["rollout"]["tensor_parallel"],
+        tree["rollout"]["group_size"],
+    ) == (
         2,
         8,
         8,
@@ -87,41 +119,84 @@ def test_the_32b_guide_becomes_a_recipe() -> None:
 
 # A configuration, the fate of its last key, and our keys.
 CONVERSIONS: list[tuple[str, str, dict[str, Any]]] = [
-    ("rl_config.clip_ratio: 0.2", "taken", {"algorithm.clip_ratio_low": 0.2, "algorithm.clip_ratio_high": 0.2}),
+    (
+        "rl_config.clip_ratio: 0.2",
+        "taken",
+        {"algorithm.clip_ratio_low": 0.2, "algorithm.clip_ratio_high": 0.2},
+    ),
     ("rl_config.clip_higher_enable: true; rl_config.clip_ratio: 0.2", "meaningless", {}),
-    ("rl_config.token_level_loss: false", "taken", {"algorithm.loss_aggregation": "seq-mean-token-mean"}),
-    ("megatron_training.global_batch_size: 8", "taken", {"train.train_prompts": 8, "sampler.gen_prompts": 8}),
-    ("filter_groups_enable: true; actor_config.global_batch_size: 8", "taken", {"sampler.gen_prompts": 8}),
-    ("megatron_training.stage: ray_grpo; rl_config.init_kl_coef: 0.01", "taken",
-     {"algorithm.kl.place": "loss", "algorithm.kl.coefficient": 0.01}),
+    (
+        "rl_config.token_level_loss: false",
+        "taken",
+        {"algorithm.loss_aggregation": "seq-mean-token-mean"},
+    ),
+    (
+        "megatron_training.global_batch_size: 8",
+        "taken",
+        {"train.train_prompts": 8, "sampler.gen_prompts": 8},
+    ),
+    (
+        "filter_groups_enable: true; actor_config.global_batch_size: 8",
+        "taken",
+        {"sampler.gen_prompts": 8},
+    ),
+    (
+        "megatron_training.stage: ray_grpo; rl_config.init_kl_coef: 0.01",
+        "taken",
+        {"algorithm.kl.place": "loss", "algorithm.kl.coefficient": 0.01},
+    ),
     ("megatron_training.stage: ray_dapo; rl_config.init_kl_coef: 0.01", "meaningless", {}),
     ("megatron_training.stage: ray_ppo", "unsupported", {}),
-    ("rl_config.use_kl_in_reward: true; rl_config.kl_ctrl_type: adaptive", "taken",
-     {"algorithm.kl.controller": "adaptive"}),
+    (
+        "rl_config.use_kl_in_reward: true; rl_config.kl_ctrl_type: adaptive",
+        "taken",
+        {"algorithm.kl.controller": "adaptive"},
+    ),
     ("rl_config.kl_ctrl_type: adaptive", "unsupported", {}),
     ("rl_config.adv_estimator: gae", "unsupported", {}),
     ("rl_config.multi_turn_enable: true", "unsupported", {}),
     ("rl_config.verifier_function: [strict_format]", "unsupported", {}),
     ("rl_config.filter_groups_max_batches: 5", "meaningless", {}),
     ("rl_config.overlong_buffer: 512", "meaningless", {}),
-    ("rl_config.use_dynamic_bsz: true; rl_config.update_max_packing_token_size: 32768", "taken",
-     {"train.micro_batch_tokens": 32768}),
-    ("actor_config.context_parallel_size: 2; use_dynamic_bsz: true; rl_config.max_packing_token_size: 4096",
-     "taken", {"train.micro_batch_tokens": 2048}),
-    ("actor_config.lr: 2e-6; actor_config.lr_decay_style: cosine; actor_config.min_lr: 1e-6", "taken",
-     {"train.min_learning_rate_ratio": 0.5}),
+    (
+        "rl_config.use_dynamic_bsz: true; rl_config.update_max_packing_token_size: 32768",
+        "taken",
+        {"train.micro_batch_tokens": 32768},
+    ),
+    (
+        "actor_config.context_parallel_size: 2; use_dynamic_bsz: true; rl_config.max_packing_token_size: 4096",
+        "taken",
+        {"train.micro_batch_tokens": 2048},
+    ),
+    (
+        "actor_config.lr: 2e-6; actor_config.lr_decay_style: cosine; actor_config.min_lr: 1e-6",
+        "taken",
+        {"train.min_learning_rate_ratio": 0.5},
+    ),
     ("megatron_training.train_iters: 100; actor_config.lr_warmup_fraction: 0.1", "unsupported", {}),
     ("megatron_training.data_path: ./data", "unsupported", {}),
     ("megatron_training.data_path: d/train.parquet", "taken", {"data.train": ["d/train.parquet"]}),
     ("actor_config.tensor_model_parallel_size: 8", "meaningless", {}),
     ("megatron_training.tensor_model_parallel_size: 8", "meaningless", {}),
-    ("generate_config.infer_tensor_parallel_size: 3; rl_config.actor_resource: {num_npus: 8}", "unsupported", {}),
+    (
+        "generate_config.infer_tensor_parallel_size: 3; rl_config.actor_resource: {num_npus: 8}",
+        "unsupported",
+        {},
+    ),
     ("generate_config.sampling_config: {top_k: 50}", "taken", {"rollout.top_k": 50}),
-    ("rl_config.use_wandb: true; rl_config.use_tensorboard: true", "taken", {"train.trackers": ["wandb"]}),
+    (
+        "rl_config.use_wandb: true; rl_config.use_tensorboard: true",
+        "taken",
+        {"train.trackers": ["wandb"]},
+    ),
     ("rl_config.n_sample_per_prompt: 8", "misspelt", {}),
     ("megatron_training.zzz_of_a_fork: 1", "ignored-by-trainer", {}),
-    ("token_level_loss: true   <------- 默认开启", "taken", {"algorithm.loss_aggregation": "token-mean"}),
-]  # fmt: skip
+    (
+        "token_level_loss: true   <------- 默认开启",
+        "taken",
+        {"algorithm.loss_aggregation": "token-mean"},
+    ),
+]
 
 
 @pytest.mark.parametrize(("text", "fate", "ours"), CONVERSIONS)
@@ -150,7 +225,9 @@ def test_contradicting_lengths_are_reported() -> None:
 
 def test_the_model_file_sets_keys_that_nothing_else_sets(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "small.yaml").write_text("small:\n  num_layers: 2\n  adam_beta2: 0.95\n  seed: 1\n")
+    (tmp_path / "model" / "small.yaml").write_text(
+        "small:\n  num_layers: 2\n  adam_beta2: 0.95\n  seed: 1\n"
+    )
     text = "defaults:\n  - model:\n      - small\nmegatron_training:\n  model: small\n  seed: 7\n"
     settings = read_yaml(text, "run.yaml", tmp_path)
     assert Setting("megatron_training.adam_beta2", 0.95, "small.yaml:3") in settings
@@ -167,9 +244,12 @@ def test_other_yaml_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["data:\n  seed: 1\nactor_rollout_ref:\n  actor:\n    clip_ratio_low: 0.2\n    lr: 1\n", "trainer.nnodes: 1",
-     *(path.read_text() for path in (GUIDES.parents[2] / "configs").glob("*.yaml"))],
-)  # fmt: skip
+    [
+        "data:\n  seed: 1\nactor_rollout_ref:\n  actor:\n    clip_ratio_low: 0.2\n    lr: 1\n",
+        "trainer.nnodes: 1",
+        *(path.read_text() for path in (GUIDES.parents[2] / "configs").glob("*.yaml")),
+    ],
+)
 def test_other_configurations_are_not_taken_for_mindspeed(text: str) -> None:
     assert not is_mindspeed(text)
 
@@ -178,7 +258,11 @@ def test_tabs_bom_and_anchors_are_read() -> None:
     text = "\ufeffrl_config:\n\tn-samples-per-prompt: 8 # 每条\nx: &a {lr: 1e-6}\nactor_config:\n  <<: *a\n"
     text = text.replace("\n", "\r\n")
     settings = {setting.key: setting for setting in read_yaml(text, "x.yaml")}
-    assert settings["rl_config.n_samples_per_prompt"] == ("rl_config.n_samples_per_prompt", 8, "x.yaml:2")
+    assert settings["rl_config.n_samples_per_prompt"] == (
+        "rl_config.n_samples_per_prompt",
+        8,
+        "x.yaml:2",
+    )
     assert settings["actor_config.lr"].value == 1e-6
 
 
@@ -192,7 +276,9 @@ def test_every_key_of_the_classes_has_a_row(trainer: str) -> None:
             assert row.default(table.newest) == default, key
         assert kind in ("bool", "int", "float", "str", "list", "dict")
     known = {*key_list(), "defaults", "model", "megatron_training.model", "actor_config.model"}
-    odd = {row.key for row in table.rows if table.newest in row.versions and not row.is_family} - known
+    odd = {
+        row.key for row in table.rows if table.newest in row.versions and not row.is_family
+    } - known
     assert odd == {"reward_config", "critic_config", "ref_config", "vit_config"}
 
 
@@ -208,6 +294,8 @@ def test_the_guides_original_text_has_the_same_account() -> None:
             r"```yaml\n(.*?)(?:```|\n3。|\n3\.)", guide.read_text(encoding="utf-8"), re.DOTALL
         ):
             for entry in account_of(read_yaml(block, guide.name), trainer).entries:
-                assert [entry.fate, entry.ours] == golden[trainer][entry.setting.key], entry.setting.key
+                assert [entry.fate, entry.ours] == golden[trainer][entry.setting.key], (
+                    entry.setting.key
+                )
                 num_keys += 1
     assert num_keys == 20 + 6 + 12 + 6

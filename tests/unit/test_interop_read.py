@@ -65,9 +65,12 @@ def test_overrides_are_parsed_like_hydra() -> None:
     ]
     done = subprocess.run(
         [sys.executable, "-c", HYDRA],
-        input=json.dumps(texts), capture_output=True, text=True, timeout=300,
+        input=json.dumps(texts),
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(folder_beside())},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     for text, theirs in zip(texts, json.loads(done.stdout), strict=True):
         assert ours_of(text) == theirs, text
@@ -149,9 +152,7 @@ def test_a_training_is_found_behind_launchers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["crlf", "bom", "gb18030"])
 def test_other_encodings_and_line_ends_are_read(tmp_path: Path, change: str) -> None:
-    text = (
-        f"# 修改为模型路径\nN=$((2 * 4))\nset -x\n{MAIN} \\\n  data.train_batch_size=$N \\\n  trainer.nnodes=2\n"
-    )
+    text = f"# 修改为模型路径\nN=$((2 * 4))\nset -x\n{MAIN} \\\n  data.train_batch_size=$N \\\n  trainer.nnodes=2\n"
     content = {
         "crlf": text.replace("\n", "\r\n").encode(),
         "bom": b"\xef\xbb\xbf" + text.encode(),
@@ -195,38 +196,49 @@ NOW=$(date +%s)
 
 
 def test_several_trainings_and_none(tmp_path: Path) -> None:
-    text = (
-        f"for lr in 1e-6 5e-6; do\n  {MAIN} actor_rollout_ref.actor.optim.lr=$lr data.train_batch_size=4\ndone\n"
-    )
+    text = f"for lr in 1e-6 5e-6; do\n  {MAIN} actor_rollout_ref.actor.optim.lr=$lr data.train_batch_size=4\ndone\n"
     path = write(tmp_path, text)
     with pytest.raises(
-        ForeignConfigError, match=r"found 2 trainings; select one with FILE#N:\n  1\. run.sh:2: python3 -m"
+        ForeignConfigError,
+        match=r"found 2 trainings; select one with FILE#N:\n  1\. run.sh:2: python3 -m",
     ):
         read_files([path])
     assert read_files([path], training=2).settings[0].value == 5e-6
     with pytest.raises(ForeignConfigError, match="no training 3: found 2"):
         read_files([path], training=3)
-    none = write(tmp_path, 'if [ $# -lt 2 ]; then echo usage; exit 1; fi\nbash other.sh "$@"\n', "start.sh")
+    none = write(
+        tmp_path, 'if [ $# -lt 2 ]; then echo usage; exit 1; fi\nbash other.sh "$@"\n', "start.sh"
+    )
     with pytest.raises(
-        ForeignConfigError, match=r"looked for a command such as(.|\n)*the script exits at start.sh:1"
+        ForeignConfigError,
+        match=r"looked for a command such as(.|\n)*the script exits at start.sh:1",
     ):
         read_files([none])
     with pytest.raises(ForeignConfigError, match=r"start.sh:2 runs other.sh: give that file"):
         read_files([none], {"1": "a", "2": "b"})
-    other = write(tmp_path, f"{MAIN} data.train_batch_size=$1 trainer.nnodes=${{N:-1}}\n", "other.sh")
+    other = write(
+        tmp_path, f"{MAIN} data.train_batch_size=$1 trainer.nnodes=${{N:-1}}\n", "other.sh"
+    )
     both = read_files([none, other], {"1": "16", "2": "b"})
     assert tuple(both.settings[0]) == ("data.train_batch_size", 16, "other.sh:1")
 
 
 def test_a_broken_line_continuation_is_reported(tmp_path: Path) -> None:
-    path = write(tmp_path, f"{MAIN} data.train_batch_size=4 \\ \n  trainer.nnodes=2 \\\n  trainer.save_freq=1\n")
-    with pytest.raises(ForeignConfigError, match=r"run.sh:2: 'trainer.nnodes=2' is read as a separate command"):
+    path = write(
+        tmp_path,
+        f"{MAIN} data.train_batch_size=4 \\ \n  trainer.nnodes=2 \\\n  trainer.save_freq=1\n",
+    )
+    with pytest.raises(
+        ForeignConfigError, match=r"run.sh:2: 'trainer.nnodes=2' is read as a separate command"
+    ):
         read_files([path])
 
 
 def test_the_command_line_overrides_configurations(tmp_path: Path) -> None:
     config = write(tmp_path, "data:\n  train_batch_size: 4\n  seed: ${oc.env:SEED}\n", "mine.yaml")
-    script = write(tmp_path, f"{MAIN} --config-name mine data.max_prompt_length=64 data.train_batch_size=8\n")
+    script = write(
+        tmp_path, f"{MAIN} --config-name mine data.max_prompt_length=64 data.train_batch_size=8\n"
+    )
     reading = read_files([script, config], {"SEED": "3"})
     assert [(setting.key, setting.value) for setting in reading.settings] == [
         ("data.train_batch_size", 4),
@@ -241,7 +253,9 @@ def test_the_command_line_overrides_configurations(tmp_path: Path) -> None:
         "data.seed",
     ]
     alone = read_files([script])
-    assert alone.notes == ["run.sh:1: configuration mine is not among the given files; its values are not read"]
+    assert alone.notes == [
+        "run.sh:1: configuration mine is not among the given files; its values are not read"
+    ]
     overrides = write(tmp_path, "data.train_batch_size=4\n# 注\n+data.x='a b'\n", "overrides.txt")
     assert [tuple(each) for each in read_files([overrides]).settings] == [
         ("data.train_batch_size", 4, "overrides.txt:1"),

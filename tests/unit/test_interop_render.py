@@ -24,7 +24,11 @@ MATH = CONFIGS / "dapo_qwen3_32b_math.yaml"
 
 def places(folder: Path = Path("/places")) -> Places:
     return Places(
-        folder, folder / "model", folder / "train.parquet", folder / "eval.parquet", folder / "checkpoints"
+        folder,
+        folder / "model",
+        folder / "train.parquet",
+        folder / "eval.parquet",
+        folder / "checkpoints",
     )
 
 
@@ -75,7 +79,9 @@ def test_a_recipe_is_rendered_in_verls_keys_and_units() -> None:
 
 
 def test_older_versions_filter_groups_with_the_dapo_recipe(tmp_path: Path) -> None:
-    with pytest.raises(ForeignConfigError, match=r"external\.source .*external\.version.*sampler\.dynamic=false"):
+    with pytest.raises(
+        ForeignConfigError, match=r"external\.source .*external\.version.*sampler\.dynamic=false"
+    ):
         launched(version="0.6.1")
     (tmp_path / "recipe/dapo").mkdir(parents=True)
     tree = {**load_config(MATH).model_dump(mode="json"), "external": {"source": str(tmp_path)}}
@@ -96,7 +102,10 @@ def test_unsupported_keys_are_refused_for_verl() -> None:
         launched(MATH, "sampler.metric=seq_final_reward")
     assert "sampler.max_num_gen_batches" not in launched(MATH).covered  # 10 here, no limit there
     assert "sampler.max_num_gen_batches" in launched(MATH, "sampler.max_num_gen_batches=0").covered
-    assert values_of(launched(MATH, "sampler.metric=seq_reward"))["algorithm.filter_groups.metric"] == "reward"
+    assert (
+        values_of(launched(MATH, "sampler.metric=seq_reward"))["algorithm.filter_groups.metric"]
+        == "reward"
+    )
 
 
 def test_pipeline_parallel_engines_are_refused_and_experts_are_split() -> None:
@@ -112,7 +121,9 @@ def test_nodes_must_divide_the_devices() -> None:
     tree = load_config(MATH).model_dump(mode="json")
     keys = values_of(render({**tree, "external": {"num_nodes": 4}}, places()))
     assert (keys["trainer.nnodes"], keys["trainer.n_gpus_per_node"]) == ("4", "16")
-    with pytest.raises(ForeignConfigError, match=r"external\.num_nodes=3 does not divide the 64 devices"):
+    with pytest.raises(
+        ForeignConfigError, match=r"external\.num_nodes=3 does not divide the 64 devices"
+    ):
         render({**tree, "external": {"num_nodes": 3}}, places())
 
 
@@ -138,7 +149,9 @@ def test_megatron_keys_are_renamed() -> None:
     actor = "actor_rollout_ref.actor.megatron"
     assert launch.argv[2] == "--config-name=ppo_megatron_trainer"
     assert keys[f"{actor}.param_offload"] == "True"
-    assert keys[f"{actor}.context_parallel_size"] == "8"  # train.sequence_parallel: ranks that share a sequence
+    assert (
+        keys[f"{actor}.context_parallel_size"] == "8"
+    )  # train.sequence_parallel: ranks that share a sequence
     assert keys[f"{actor}.override_transformer_config.recompute_method"] == "uniform"
     assert keys["actor_rollout_ref.ref.strategy"] == "megatron"
     assert not any("fsdp_config" in key or "ulysses" in key for key in keys)
@@ -153,13 +166,19 @@ def test_the_reward_file_scores_like_our_training(tmp_path: Path) -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for data_source, scorer in (("math_dapo", "math_dapo"), ("mine", "math_boxed"), ("openai/gsm8k", "gsm8k")):
+    for data_source, scorer in (
+        ("math_dapo", "math_dapo"),
+        ("mine", "math_boxed"),
+        ("openai/gsm8k", "gsm8k"),
+    ):
         for response in ("so Answer: 34", r"\boxed{34}", "#### 34", "none", "Answer: 35"):
             ours = SCORERS[scorer](response, "34")
             theirs = module.compute_score(data_source, response, "34", {"index": 0})
             assert (theirs["score"], theirs["acc"]) == (ours.value, ours.acc)
             assert theirs["pred"] == (ours.answer or "")
-    slow = module.compute_score(data_source="hiyouga/geometry3k", solution_str=r"\boxed{4/2}", ground_truth="2")
+    slow = module.compute_score(
+        data_source="hiyouga/geometry3k", solution_str=r"\boxed{4/2}", ground_truth="2"
+    )
     assert slow == {
         "score": 0.9,
         "acc": 1.0,
@@ -185,7 +204,9 @@ def row(number: int, name: str, weight: float) -> dict[str, Any]:
 
 
 def test_rows_have_verls_columns_and_sets_match_their_weights(tmp_path: Path) -> None:
-    rows = [row(number, "a", 1.0) for number in range(3)] + [row(number, "b", 2.0) for number in range(2)]
+    rows = [row(number, "a", 1.0) for number in range(3)] + [
+        row(number, "b", 2.0) for number in range(2)
+    ]
     write_prepared(iter([rows]), schema_of(iter([rows])), tmp_path / "prepared.parquet")
     assert write_rows(tmp_path / "prepared.parquet", tmp_path / "train.parquet") == 9
     table = pq.read_table(tmp_path / "train.parquet").to_pylist()

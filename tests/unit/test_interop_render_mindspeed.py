@@ -61,12 +61,16 @@ def test_a_recipe_is_rendered_in_mindspeeds_keys_and_units() -> None:
     assert launch.env["RAY_ADDRESS"] == "auto"
     assert rendered["megatron_training"]["global_batch_size"] == 192  # prompts per draw
     assert rendered["rl_config"]["filter_groups_train_batch_size"] == 64
-    assert rendered["rl_config"]["mini_batch_size"] == 32  # prompts; MindSpeed converts them to responses
+    assert (
+        rendered["rl_config"]["mini_batch_size"] == 32
+    )  # prompts; MindSpeed converts them to responses
     assert (
         rendered["rl_config"]["update_max_packing_token_size"] == 22_528
     )  # 2,816 on each of the 8 ranks of a sequence
     assert rendered["rl_config"]["actor_resource"] == {"num_npus": 64}
-    assert rendered["actor_config"]["lr_warmup_fraction"] == pytest.approx(0.05)  # 20 / 2 of 200 training steps
+    assert rendered["actor_config"]["lr_warmup_fraction"] == pytest.approx(
+        0.05
+    )  # 20 / 2 of 200 training steps
     assert rendered["actor_config"]["load"] == "/weights/tp8"
     assert rendered["generate_config"]["max_model_len"] == 22_528
     rows = yaml.safe_load(launch.files[f"{ROWS}.yaml"])
@@ -98,15 +102,24 @@ def test_grpo_has_a_reference() -> None:
     assert "cli/train_grpo.py" in launch.argv
     rendered = content(launch)
     assert rendered["megatron_training"]["stage"] == "ray_grpo"
-    assert (rendered["rl_config"]["init_kl_coef"], rendered["rl_config"]["filter_groups_enable"]) == (0.001, False)
+    assert (
+        rendered["rl_config"]["init_kl_coef"],
+        rendered["rl_config"]["filter_groups_enable"],
+    ) == (0.001, False)
 
 
 def test_images_are_trained_without_packing() -> None:
     launch = launched(own=MM, trainer="mindspeed-mm")
     rendered = content(launch)
     assert launch.argv[0] == "posttrain_vlm_dapo.py"
-    assert (rendered["model"], rendered["megatron_training"]["model"]) == (MM[1].partition("=")[2], "qwen2.5vl_7b")
-    assert (rendered["rl_config"]["is_multimodal"], rendered["rl_config"]["use_remove_padding"]) == (True, False)
+    assert (rendered["model"], rendered["megatron_training"]["model"]) == (
+        MM[1].partition("=")[2],
+        "qwen2.5vl_7b",
+    )
+    assert (
+        rendered["rl_config"]["is_multimodal"],
+        rendered["rl_config"]["use_remove_padding"],
+    ) == (True, False)
     assert launch.files.keys() == {f"{CONFIG}.yaml"}
 
 
@@ -116,25 +129,51 @@ def test_an_attempt_resumes_from_the_previous_checkpoint(tmp_path: Path) -> None
     (at.checkpoints / "latest_checkpointed_iteration.txt").write_text("50")
     rendered = content(launched(at=at))
     assert rendered["actor_config"]["load"] == str(at.checkpoints)
-    assert [rendered["actor_config"][name] for name in ("finetune", "no_load_optim", "no_load_rng")] == [False] * 3
-    assert rendered["rl_config"]["integrated_mode_config"] == {"ref_model_load_path": "/weights/tp8"}
+    assert [
+        rendered["actor_config"][name] for name in ("finetune", "no_load_optim", "no_load_rng")
+    ] == [False] * 3
+    assert rendered["rl_config"]["integrated_mode_config"] == {
+        "ref_model_load_path": "/weights/tp8"
+    }
 
 
 @pytest.mark.parametrize(
     ("sets", "own", "message"),
     [
         ((), (), r"Add to external\.overrides, with your own paths: actor_config\.load=/weights"),
-        ((), (LOAD, "rl_config.n_sample=8"), r"MindSpeed's classes have no key rl_config\.n_sample"),
+        (
+            (),
+            (LOAD, "rl_config.n_sample=8"),
+            r"MindSpeed's classes have no key rl_config\.n_sample",
+        ),
         ((), (LOAD, "rl_config.blocking=1"), r"rl_config\.blocking=1 is not of type bool"),
-        ((), (LOAD, "actor_config.tensor_model_parallel_size=3"), r"64 is not a multiple of the 24 devices"),
+        (
+            (),
+            (LOAD, "actor_config.tensor_model_parallel_size=3"),
+            r"64 is not a multiple of the 24 devices",
+        ),
         ((), (LOAD, "nonsense"), "'nonsense' is not SECTION"),
-        (("reward.timeout_seconds=0.5",), (LOAD,), r"rl_config\.verifier_timeout=0\.5 is not of type int"),
-        (("train.train_prompts=32", "sampler.gen_prompts=36"), (LOAD,), "of its 16 data-parallel engines"),
-        (("custom_reward.path=configs/rewards/finance_choice.py",), (LOAD,), r"custom_reward\.path"),
+        (
+            ("reward.timeout_seconds=0.5",),
+            (LOAD,),
+            r"rl_config\.verifier_timeout=0\.5 is not of type int",
+        ),
+        (
+            ("train.train_prompts=32", "sampler.gen_prompts=36"),
+            (LOAD,),
+            "of its 16 data-parallel engines",
+        ),
+        (
+            ("custom_reward.path=configs/rewards/finance_choice.py",),
+            (LOAD,),
+            r"custom_reward\.path",
+        ),
         (("train.device=cuda",), (LOAD,), r"train\.device=cuda"),
     ],
-)  # fmt: skip
-def test_what_mindspeed_rejects_is_refused(sets: tuple[str, ...], own: tuple[str, ...], message: str) -> None:
+)
+def test_what_mindspeed_rejects_is_refused(
+    sets: tuple[str, ...], own: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ForeignConfigError, match=message):
         launched(*sets, own=own)
 
@@ -146,7 +185,8 @@ def test_an_older_version_lacks_newer_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["dapo_qwen3_32b_math", "grpo_qwen3_8b_math", "dapo_qwen2_5_32b_math", "dapo_qwen3_8b_math"]
+    "recipe",
+    ["dapo_qwen3_32b_math", "grpo_qwen3_8b_math", "dapo_qwen2_5_32b_math", "dapo_qwen3_8b_math"],
 )
 @pytest.mark.parametrize("trainer", ["mindspeed-rl", "mindspeed-mm"])
 def test_importing_a_mindspeed_export_returns_the_recipe(recipe: str, trainer: str) -> None:
@@ -158,26 +198,36 @@ def test_importing_a_mindspeed_export_returns_the_recipe(recipe: str, trainer: s
     )
     own = MM if trainer == "mindspeed-mm" else (LOAD,)
     launch = launched(*sets, "train.placement=colocated", recipe=recipe, own=own, trainer=trainer)
-    tree = load_config(CONFIGS / f"{recipe}.yaml", [*NPU, *sets, "train.placement=colocated"]).model_dump(
-        mode="json"
-    )
+    tree = load_config(
+        CONFIGS / f"{recipe}.yaml", [*NPU, *sets, "train.placement=colocated"]
+    ).model_dump(mode="json")
     settings = read_yaml(launch.files[f"{CONFIG}.yaml"], "x.yaml")
     assert trainer_of(settings) == trainer
     accounted = account_of(settings, trainer)
     blocking = {entry.setting.key for entry in accounted.blocking()}
     assert blocking == (
-        {"rl_config.is_multimodal"} if trainer == "mindspeed-mm" else {"megatron_training.data_path"}
+        {"rl_config.is_multimodal"}
+        if trainer == "mindspeed-mm"
+        else {"megatron_training.data_path"}
     )
     ours, back = by_name(tree), by_name(accounted.tree())
     both = {name for name in back if name in launch.covered and not isinstance(back[name], dict)}
     assert len(both) > 35
-    odd = {name for name in both if back[name] != pytest.approx(ours[name])} - {"data.train", "model.path"}
+    odd = {name for name in both if back[name] != pytest.approx(ours[name])} - {
+        "data.train",
+        "model.path",
+    }
     # With images a device takes whole responses: the longest sequence over the ranks that share it.
     assert odd <= {"train.micro_batch_tokens"} if trainer == "mindspeed-mm" else not odd
 
 
 def test_the_train_stage_starts_mindspeed(tmp_path: Path) -> None:
-    sets = [*NPU, "train.backend=mindspeed-rl", f"external.overrides=['{LOAD}']", f"external.source={tmp_path}"]
+    sets = [
+        *NPU,
+        "train.backend=mindspeed-rl",
+        f"external.overrides=['{LOAD}']",
+        f"external.source={tmp_path}",
+    ]
     start = planned_start(load_config(CONFIGS / "dapo_qwen3_32b_math.yaml", sets))
     assert start.argv[2] == "cli/train_dapo.py"
     assert {path.name for path in start.files} == {f"{CONFIG}.yaml", f"{ROWS}.yaml", START}
@@ -188,8 +238,15 @@ def test_our_recipe_is_exported_with_placeholders(tmp_path: Path) -> None:
     words = ["export-config", recipe, "--for", "mindspeed-rl", "--output", str(tmp_path)]
     done = CliRunner().invoke(app, words)
     assert (done.exit_code, done.exception) == (0, None)
-    assert {path.name for path in tmp_path.iterdir()} == {"run.sh", f"{CONFIG}.yaml", f"{ROWS}.yaml", START}
-    assert yaml.safe_load((tmp_path / f"{CONFIG}.yaml").read_text())["actor_config"]["load"].startswith("<")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "run.sh",
+        f"{CONFIG}.yaml",
+        f"{ROWS}.yaml",
+        START,
+    }
+    assert yaml.safe_load((tmp_path / f"{CONFIG}.yaml").read_text())["actor_config"][
+        "load"
+    ].startswith("<")
     assert "Run it in the trainer's checkout" in (tmp_path / "run.sh").read_text()
 
 
@@ -208,7 +265,10 @@ def test_our_mindspeed_recipes_match_the_guides(recipe: str, guide: str) -> None
     assert len(theirs.keys() & ours.keys()) >= 15
     differing = {key for key in theirs.keys() & ours.keys() if theirs[key] != ours[key]}
     # Different spelling, paths, resuming (the guides' excerpts do), and keys that are not in the guides.
-    of_place, of_resume = {"load", "save", "data_path"}, {"finetune", "no_load_optim", "no_load_rng"}
+    of_place, of_resume = (
+        {"load", "save", "data_path"},
+        {"finetune", "no_load_optim", "no_load_rng"},
+    )
     others = {
         "filter_groups_metric",
         "tokenizer_name_or_path",
@@ -240,7 +300,9 @@ generate_config: {infer_tensor_parallel_size: 1, max_num_seqs: 64, max_model_len
         ("mindspeed-mm", ("mindspeed_mm_qwen25vl_7b.yaml",)),
     ],
 )
-def test_an_imported_configuration_starts_unchanged(trainer: str, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_imported_configuration_starts_unchanged(
+    trainer: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
     files = [GUIDES / name for name in names]
     if trainer == "mindspeed-mm":
         files.append(tmp_path / "rest.yaml")
@@ -252,7 +314,9 @@ def test_an_imported_configuration_starts_unchanged(trainer: str, names: tuple[s
     [text] = [text for path, text in start.files.items() if path.name == f"{CONFIG}.yaml"]
     ours = {key: value for key, value, _ in read_yaml(text, "ours.yaml")}
     odd = ("defaults", "data_path", "tokenizer_name_or_path", ".save", "filter_groups_metric")
-    theirs = {key: value for file in files for key, value, _ in read_yaml(file.read_text(), file.name)}
+    theirs = {
+        key: value for file in files for key, value, _ in read_yaml(file.read_text(), file.name)
+    }
     differing = {key for key in theirs.keys() & ours.keys() if ours[key] != theirs[key]}
     assert not {key for key in differing if not key.endswith(odd)}
     assert len(theirs.keys() & ours.keys()) > 30
@@ -262,10 +326,20 @@ def test_the_memory_plan_uses_parallel_sizes() -> None:
     config = load_config(CONFIGS / "mindspeed_rl_qwen2_5_32b_math.yaml")
     own = [each for each in config.external.overrides if "tensor_model" not in each]
     [whole] = plan_of(
-        load_config(CONFIGS / "mindspeed_rl_qwen2_5_32b_math.yaml", [f"external.overrides={json.dumps(own)}"])
+        load_config(
+            CONFIGS / "mindspeed_rl_qwen2_5_32b_math.yaml",
+            [f"external.overrides={json.dumps(own)}"],
+        )
     ).loads
     [split] = plan_of(config).loads
     assert split.peak_bytes < whole.peak_bytes / 2
     with pytest.raises(ConfigError, match="tensor_model_parallel_size=3 does not divide"):
-        plan_of(config.model_copy(update={"external": config.external.model_copy(update={"overrides": (
-            *own, "actor_config.tensor_model_parallel_size=3")})}))  # fmt: skip
+        plan_of(
+            config.model_copy(
+                update={
+                    "external": config.external.model_copy(
+                        update={"overrides": (*own, "actor_config.tensor_model_parallel_size=3")}
+                    )
+                }
+            )
+        )

@@ -29,12 +29,24 @@ ADDED = re.compile(
 READ_BY = {
     "data.truncation": ("utils/dataset/rl_dataset.py", r"self\.truncation =="),
     "data.return_full_prompt": ("utils/dataset/rl_dataset.py", r"if self\.return_full_prompt"),
-    "data.return_multi_modal_inputs": ("utils/dataset/rl_dataset.py", r"if self\.return_multi_modal_inputs"),
+    "data.return_multi_modal_inputs": (
+        "utils/dataset/rl_dataset.py",
+        r"if self\.return_multi_modal_inputs",
+    ),
     "data.return_raw_input_ids": ("trainer/**/*.py", r"return_raw_input_ids"),
     "actor_rollout_ref.actor.grad_clip": ("workers/actor/dp_actor.py", r"self\.config\.grad_clip"),
-    "actor_rollout_ref.actor.use_torch_compile": ("workers/actor/dp_actor.py", r'"use_torch_compile"'),
-    "actor_rollout_ref.ref.use_torch_compile": ("workers/actor/dp_actor.py", r'"use_torch_compile"'),
-    "actor_rollout_ref.actor.freeze_vision_tower": ("workers/fsdp_workers.py", r"freeze_vision_tower"),
+    "actor_rollout_ref.actor.use_torch_compile": (
+        "workers/actor/dp_actor.py",
+        r'"use_torch_compile"',
+    ),
+    "actor_rollout_ref.ref.use_torch_compile": (
+        "workers/actor/dp_actor.py",
+        r'"use_torch_compile"',
+    ),
+    "actor_rollout_ref.actor.freeze_vision_tower": (
+        "workers/fsdp_workers.py",
+        r"freeze_vision_tower",
+    ),
     "actor_rollout_ref.rollout.over_sample_rate": ("workers/rollout/**/*.py", r"over_sample_rate"),
 }
 
@@ -87,7 +99,9 @@ def test_rows_only_name_keys_that_a_version_has(version: str) -> None:
     for row in TABLE.rows:
         for name in row.names(version):
             is_there = any(row_key == row.key and stands_for(name, key) for row_key, key in caught)
-            is_added = ADDED.fullmatch(name) is not None and (name != row.key or version in row.additions)
+            is_added = ADDED.fullmatch(name) is not None and (
+                name != row.key or version in row.additions
+            )
             if not is_there and not is_added:
                 wrong.append((row.key, name))
             if is_there and name == row.key and not row.is_family:
@@ -106,16 +120,29 @@ def test_defaults_match_the_wheels(version: str) -> None:
     of_fsdp = composed(version)["_generated_ppo_trainer.yaml"]
     wrong = {}
     for row in TABLE.rows:
-        known = {of_fsdp[name] for name in row.names(version) if isinstance(of_fsdp.get(name), str | int | float)}
+        known = {
+            of_fsdp[name]
+            for name in row.names(version)
+            if isinstance(of_fsdp.get(name), str | int | float)
+        }
         known |= {str(of_fsdp[name]) for name in row.names(version) if name in of_fsdp}
         default = row.defaults.get(version)
-        if version in row.defaults and row.names(version) and version in row.versions and not_in(default, known):
+        if (
+            version in row.defaults
+            and row.names(version)
+            and version in row.versions
+            and not_in(default, known)
+        ):
             wrong[row.key] = (default, known)
     assert wrong == {}
 
 
 def not_in(default: Any, known: set[Any]) -> bool:
-    return default not in known if isinstance(default, str | int | float) else str(default) not in known
+    return (
+        default not in known
+        if isinstance(default, str | int | float)
+        else str(default) not in known
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -123,7 +150,11 @@ def not_in(default: Any, known: set[Any]) -> bool:
 def test_ignored_keys_are_not_read_by_verl(key: str, version: str) -> None:
     files, expression = READ_BY[key]
     folder = verl_folder(version) / "verl"
-    texts = [path.read_text() for path in folder.glob(files) if "config" not in path.relative_to(folder).parts]
+    texts = [
+        path.read_text()
+        for path in folder.glob(files)
+        if "config" not in path.relative_to(folder).parts
+    ]
     is_read = any(re.search(expression, text) for text in texts)
     row = TABLE.find(key, version)
     if row is not None:
@@ -132,7 +163,9 @@ def test_ignored_keys_are_not_read_by_verl(key: str, version: str) -> None:
 
 def test_every_ignored_key_is_checked() -> None:
     by_range: list[Row] = [row for row in TABLE.rows if row.ignored]
-    assert {row.key for row in by_range} - {"actor_rollout_ref.actor.optim.clip_grad"} == set(READ_BY)
+    assert {row.key for row in by_range} - {"actor_rollout_ref.actor.optim.clip_grad"} == set(
+        READ_BY
+    )
     # 0.6 and 0.7 have both keys, and clip by the older one: dp_actor.py, as above.
     [clip] = [row for row in by_range if row.key == "actor_rollout_ref.actor.optim.clip_grad"]
     [older] = [row for row in TABLE.rows if row.key == "actor_rollout_ref.actor.grad_clip"]

@@ -29,11 +29,16 @@ def test_the_example_is_four_nodes_of_16_dies() -> None:
 
 def test_a_name_is_enough(tmp_path: Path) -> None:
     inventory = _read(
-        tmp_path, "hosts: [a, {name: b, devices: 4, env: {X: 1}}]\nhead: b\ndevices: 8\nenv: {X: 0, Y: 2}\n"
+        tmp_path,
+        "hosts: [a, {name: b, devices: 4, env: {X: 1}}]\nhead: b\ndevices: 8\nenv: {X: 0, Y: 2}\n",
     )
     first, second = inventory.hosts
     assert [host.name for host in inventory.in_order] == ["b", "a"]
-    assert (inventory.devices_of(first), inventory.devices_of(second), inventory.num_devices) == (8, 4, 12)
+    assert (inventory.devices_of(first), inventory.devices_of(second), inventory.num_devices) == (
+        8,
+        4,
+        12,
+    )
     assert inventory.environment_of(second) == {"X": "1", "Y": "2"}
     assert (first.reached_at, inventory.project) == ("a", str(ROOT))
 
@@ -42,9 +47,14 @@ def test_names_and_variables_are_kept_as_written(tmp_path: Path) -> None:
     values = "{UMASK: 0022, LIB_VERSION: 2.10, START: 12:30, IDS: 1_2, DAY: 2026-01-31, QUOTED: '007', HEX: 0x1F}"
     hosts = f"[0123, {{name: 1_0, address: 10.0, devices: 2, env: {values}}}]"
     inventory = _read(tmp_path, f"hosts: {hosts}\nhead: 0123\ndevices: 1\nenv: {values}")
-    assert [(host.name, host.reached_at) for host in inventory.in_order] == [("0123", "0123"), ("1_0", "10.0")]
+    assert [(host.name, host.reached_at) for host in inventory.in_order] == [
+        ("0123", "0123"),
+        ("1_0", "10.0"),
+    ]
     written = ["0022", "2.10", "12:30", "1_2", "2026-01-31", "007", "0x1F"]
-    assert [list(inventory.environment_of(host).values()) for host in inventory.in_order] == [written] * 2
+    assert [list(inventory.environment_of(host).values()) for host in inventory.in_order] == [
+        written
+    ] * 2
     assert inventory.num_devices == 3
 
 
@@ -68,39 +78,87 @@ def test_the_command_that_runs_a_line_on_a_host(tmp_path: Path, text: str, comma
         ("", "nodes.yaml: hosts is not set: list the machines, such as [node1, node2]"),
         ("[a, b]", "nodes.yaml contains a list instead of sections with keys"),
         ("hosts: []\ndevices: 1", "hosts = [] is invalid: "),
-        ("serve: {port: 8000}\ntrain: {}", "nodes.yaml is a recipe; this command needs an inventory"),
-        ("hosts: node1\ndevices: 1", "hosts = 'node1' is invalid: it must be a list, such as [node1, node2]"),
+        (
+            "serve: {port: 8000}\ntrain: {}",
+            "nodes.yaml is a recipe; this command needs an inventory",
+        ),
+        (
+            "hosts: node1\ndevices: 1",
+            "hosts = 'node1' is invalid: it must be a list, such as [node1, node2]",
+        ),
         ("hosts: [a]", "devices is not set for a: set the number per host, such as 16"),
         ("hosts: [a]\ndevices: 0", "devices = 0 is invalid: it must be at least 1"),
         ("hosts: [a, b, a]\ndevices: 1", "host a is listed twice"),
-        ("hosts: [{name: a, address: fd00::1}, 'fd00:0::1']\ndevices: 1", "a and fd00:0::1 have the same address"),
+        (
+            "hosts: [{name: a, address: fd00::1}, 'fd00:0::1']\ndevices: 1",
+            "a and fd00:0::1 have the same address",
+        ),
         ("hosts: [A, a]\ndevices: 1", "hosts A and a have the same address a"),
-        ("hosts: [node1, node2]\nhead: nod2\ndevices: 1", "head = nod2 is not among the hosts (did you mean"),
+        (
+            "hosts: [node1, node2]\nhead: nod2\ndevices: 1",
+            "head = nod2 is not among the hosts (did you mean",
+        ),
         ("hosts: [a]\ndevice: gpu\ndevices: 1", "device = 'gpu' is invalid: it must be 'cpu'"),
-        ("hosts: [a]\ndevise: npu\ndevices: 1", "unknown key devise (did you mean device, devices?)"),
-        ("hosts: [{name: a, interfase: x}]\ndevices: 1", "unknown key hosts.0.interfase (did you mean interface"),
-        ("hosts: [[a]]\ndevices: 1", "hosts.0 = ['a'] is invalid: a host must be a name or a section with keys"),
-        ("hosts: [root@a]\ndevices: 1", "'root@a' is not a host name or address: set the user with the key user"),
+        (
+            "hosts: [a]\ndevise: npu\ndevices: 1",
+            "unknown key devise (did you mean device, devices?)",
+        ),
+        (
+            "hosts: [{name: a, interfase: x}]\ndevices: 1",
+            "unknown key hosts.0.interfase (did you mean interface",
+        ),
+        (
+            "hosts: [[a]]\ndevices: 1",
+            "hosts.0 = ['a'] is invalid: a host must be a name or a section with keys",
+        ),
+        (
+            "hosts: [root@a]\ndevices: 1",
+            "'root@a' is not a host name or address: set the user with the key user",
+        ),
         ("hosts: ['-oProxyCommand=x']\ndevices: 1", "is not a host name or address"),
         ("hosts: ['a b']\ndevices: 1", "is not a host name or address"),
-        ("hosts: [IP FOR MASTER NODE]\ndevices: 1", "hosts.0 = 'IP FOR MASTER NODE' still holds a placeholder"),
-        ("hosts: [{name: a, interface: Your SOCKET IFNAME}]\ndevices: 1", "hosts.0.interface = 'Your SOCKET"),
+        (
+            "hosts: [IP FOR MASTER NODE]\ndevices: 1",
+            "hosts.0 = 'IP FOR MASTER NODE' still holds a placeholder",
+        ),
+        (
+            "hosts: [{name: a, interface: Your SOCKET IFNAME}]\ndevices: 1",
+            "hosts.0.interface = 'Your SOCKET",
+        ),
         ("hosts: [a]\ndevices: 1\nenv: {X: <NAME>}", "env.X = '<NAME>' still holds a placeholder"),
         ("hosts: [a]\ndevices: 1\nenv: {X: true}", "env.X = True is invalid: it must be text"),
         ("hosts: [a]\ndevices: 1\nenv: {GLOO_SOCKET_IFNAME: eth0}", "set the host's interface"),
-        ("hosts: [a]\ndevices: 1\nenv: {RAY_AUTH_TOKEN: x}", "`dapo cluster up` sets itself: remove it"),
+        (
+            "hosts: [a]\ndevices: 1\nenv: {RAY_AUTH_TOKEN: x}",
+            "`dapo cluster up` sets itself: remove it",
+        ),
         ("hosts: [a]\ndevices: 1\nenv: {A-B: x}", "'A-B', which is not a valid variable name"),
-        ("hosts: [a, b]\ndevices: 1\nshell: docker exec a sh -c", "would run everything on one machine"),
-        ("hosts: [a]\ndevices: 1\nshell: ssh {name}", "shell has {name}, but only {host}, {address}"),
-        ("hosts: [a]\ndevices: 1\nshell: ssh {user}@{host}", "shell has {user}, but user is not set"),
+        (
+            "hosts: [a, b]\ndevices: 1\nshell: docker exec a sh -c",
+            "would run everything on one machine",
+        ),
+        (
+            "hosts: [a]\ndevices: 1\nshell: ssh {name}",
+            "shell has {name}, but only {host}, {address}",
+        ),
+        (
+            "hosts: [a]\ndevices: 1\nshell: ssh {user}@{host}",
+            "shell has {user}, but user is not set",
+        ),
         ("hosts: [a]\ndevices: 1\nshell: ssh '{host}", "is not a command: No closing quotation"),
         ("hosts: [a]\ndevices: 1\nshell: ''", "shell = '' would run everything on one machine"),
-        ("hosts: [a]\ndevices: 1\nport: 70000", "port = 70000 is invalid: it must be at most 65535"),
+        (
+            "hosts: [a]\ndevices: 1\nport: 70000",
+            "port = 70000 is invalid: it must be at most 65535",
+        ),
         ("hosts: [a]\ndevices: 1\ndevices: 2", "devices is written twice"),
-        ("hosts: [a]\ndevice: cpu\ndevices: 2\nnum_cpus: 2", "num_cpus is for nodes with accelerators"),
+        (
+            "hosts: [a]\ndevice: cpu\ndevices: 2\nnum_cpus: 2",
+            "num_cpus is for nodes with accelerators",
+        ),
         ("hosts: [a\n", "is not valid YAML"),
     ],
-)  # fmt: skip
+)
 def test_an_invalid_inventory_names_the_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         _read(tmp_path, text)
@@ -115,5 +173,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         _read(tmp_path, "hosts: [a, root@b]\nprot: 1\nenv: {X: <NAME>}\n")
     assert [line.partition("nodes.yaml: ")[2][:14] for line in str(caught.value).splitlines()] == [
-        "env.X = '<NAME", "'root@b' is no", "unknown key pr",
-    ]  # fmt: skip
+        "env.X = '<NAME",
+        "'root@b' is no",
+        "unknown key pr",
+    ]

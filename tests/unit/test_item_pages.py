@@ -50,23 +50,32 @@ def test_long_responses_show_their_end_without_secrets(monkeypatch: pytest.Monke
     words = "word " * 3000 + "\n\nTherefore $x = \\frac12$ and \\boxed{1} sk-0123456789."
     sides = [Evaluation.of(settings_of(items), [replace(row, response=words)])] * 2
     body = bodies(pack_items(*sides))["0"]
-    assert body.count("Shortened: the first 9,0") == 2  # of 15,055 characters the last 6,000 are shown
+    assert (
+        body.count("Shortened: the first 9,0") == 2
+    )  # of 15,055 characters the last 6,000 are shown
     assert body.count("<mfrac>") == 2
     assert body.count('class="boxed"') == 2
     assert "word" in body
     assert "sk-0123" not in body
 
 
-def test_changed_items_get_their_texts_before_the_page_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_items_get_their_texts_before_the_page_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     num_items = 40
     monkeypatch.setattr(item_pages, "MAX_PAGE_CHARS", 20_000)
     monkeypatch.setattr(item_pages, "CHUNK_CHARS", 4000)
     items = make_items(num_items)
     sides = [
-        Evaluation.of(settings_of(items), [replace(row, response=row.response and row.response + "x" * 5000)
-                                           for row in make_rows(items, letters)])
+        Evaluation.of(
+            settings_of(items),
+            [
+                replace(row, response=row.response and row.response + "x" * 5000)
+                for row in make_rows(items, letters)
+            ],
+        )
         for letters in ("w" * num_items, "w" * (num_items - 2) + "rr")
-    ]  # fmt: skip
+    ]
     packed = pack_items(*sides)
     assert len(packed.chunks) > 3
     found = bodies(packed)
@@ -81,7 +90,10 @@ def test_changed_items_get_their_texts_before_the_page_is_full(monkeypatch: pyte
 def test_long_answers_and_many_disagreements_keep_the_page_small() -> None:
     items = make_items(300)
     rows = make_rows(items, "w" * 300)
-    long = [replace(row, aisbench_right=True, aisbench_answer="y" * 20_000, answer="z" * 20_000) for row in rows]
+    long = [
+        replace(row, aisbench_right=True, aisbench_answer="y" * 20_000, answer="z" * 20_000)
+        for row in rows
+    ]
     before, after = Evaluation.of(settings_of(items), rows), Evaluation.of(settings_of(items), long)
     result = compare_evaluations(before, after)
     packed = pack_items(before, after)

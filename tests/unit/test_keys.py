@@ -20,7 +20,11 @@ def test_docs_keys_is_current_and_complete() -> None:
 
 def test_explain_shows_default_bounds_meaning_and_affected_stages() -> None:
     (key,) = explain("sampler.max_staleness")
-    assert (key.default, key.values, key.stages) == ("2", "a whole number, >= 0, <= 64", "train_policy")
+    assert (key.default, key.values, key.stages) == (
+        "2",
+        "a whole number, >= 0, <= 64",
+        "train_policy",
+    )
     assert key.meaning.startswith("Maximum training steps between sampling a group")
     assert explain("serve.port")[0].stages == "nothing"
     assert explain("run.seed")[0].stages == "prepare_data, fetch_model, train_policy"

@@ -38,7 +38,9 @@ ESTIMATORS = ("kl", "abs", "mse", "low_var_kl")
 def test_estimators(estimator: str, difference: float, value: float, gradient: float) -> None:
     for suffix, slope in (("", gradient), ("+", difference)):  # k2's derivative is d
         log_probs = torch.tensor(difference - 1.0, dtype=torch.float64, requires_grad=True)
-        estimate = kl_estimate(log_probs, torch.tensor(-1.0, dtype=torch.float64), estimator + suffix)
+        estimate = kl_estimate(
+            log_probs, torch.tensor(-1.0, dtype=torch.float64), estimator + suffix
+        )
         estimate.backward()
         assert log_probs.grad is not None
         assert estimate.item() == pytest.approx(value, abs=1e-12)
@@ -70,7 +72,9 @@ def test_the_mean_gradients_of_k1_and_k3_are_zero_and_reverse_kl() -> None:
     # sum p dlog p = d sum p = 0; and the gradient of KL(reference || policy) by the logits is p - reference
     policy = torch.tensor(LOGITS, dtype=torch.float64).softmax(0)
     torch.testing.assert_close(_mean_gradient("kl"), torch.zeros_like(policy))
-    torch.testing.assert_close(_mean_gradient("low_var_kl"), policy - torch.tensor(REFERENCE, dtype=torch.float64))
+    torch.testing.assert_close(
+        _mean_gradient("low_var_kl"), policy - torch.tensor(REFERENCE, dtype=torch.float64)
+    )
 
 
 def test_reward_penalties() -> None:
@@ -85,14 +89,22 @@ def test_reward_penalties() -> None:
     # low_var_kl at ln 2: ln 2 - 1/2, twice; a plus changes no value
     old, ref, mask = torch.zeros(1, 2), torch.full((1, 2), -LN2), torch.ones(1, 2, dtype=torch.bool)
     for estimator in ("low_var_kl", "low_var_kl+"):
-        sums, mean = reward_penalties(old, ref, mask, KLConfig.model_validate({"estimator": estimator}))
+        sums, mean = reward_penalties(
+            old, ref, mask, KLConfig.model_validate({"estimator": estimator})
+        )
         assert [*sums.tolist(), mean] == pytest.approx([2 * LN2 - 1, LN2 - 0.5], abs=1e-6)
     sums, mean = reward_penalties(old, ref, ~mask, KLConfig())
     assert (sums.tolist(), mean) == ([0.0], 0.0)  # without a token
 
 
 def _adaptive() -> KLController:
-    kl = {"place": "reward", "controller": "adaptive", "coefficient": 0.01, "target": 0.1, "horizon": 10_000}
+    kl = {
+        "place": "reward",
+        "controller": "adaptive",
+        "coefficient": 0.01,
+        "target": 0.1,
+        "horizon": 10_000,
+    }
     return KLController(KLConfig.model_validate(kl))
 
 
@@ -130,18 +142,24 @@ def test_masked_responses_are_penalised_like_their_siblings() -> None:
     group = make_group([1.0, -1.0], num_response_tokens=[3, 2])
     group.rollouts[1] = replace(group.rollouts[1], finish_reason="length")
     batch = build_batch([group], mask_truncated=True)
-    batch = replace(batch, old_log_probs=batch.rollout_log_probs, ref_log_probs=batch.rollout_log_probs - 0.5)
+    batch = replace(
+        batch, old_log_probs=batch.rollout_log_probs, ref_log_probs=batch.rollout_log_probs - 0.5
+    )
     controller = KLController(KLConfig(place="reward", estimator="kl", coefficient=0.1))
     penalised, metrics = controller.penalise(batch)
     # KL 0.5 a token: 1 - 0.1 * 3 * 0.5 and -1 - 0.1 * 2 * 0.5
     assert penalised.rewards.tolist() == pytest.approx([0.85, -1.1])
-    assert metrics == {"actor/reward_kl_penalty": pytest.approx(0.5), "actor/reward_kl_penalty_coeff": 0.1}
+    assert metrics == {
+        "actor/reward_kl_penalty": pytest.approx(0.5),
+        "actor/reward_kl_penalty_coeff": 0.1,
+    }
     assert KLController(KLConfig(place="loss")).penalise(batch) == (batch, {})
 
 
 @pytest.mark.parametrize("unused", [{"refresh_every": 5}, {"reference_path": "elsewhere"}])
 def test_reference_keys_without_kl_are_refused(unused: dict[str, object]) -> None:
     with pytest.raises(
-        ValueError, match=r"algorithm\.kl\.place=off loads no reference model; set algorithm\.kl\.place"
+        ValueError,
+        match=r"algorithm\.kl\.place=off loads no reference model; set algorithm\.kl\.place",
     ):
         KLConfig.model_validate(unused)

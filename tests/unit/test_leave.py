@@ -34,7 +34,9 @@ until [ -e supervisor-ready ]; do sleep 0.1; done
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_training", [True, False])
-def test_the_hook_stops_the_training_or_the_run_and_waits_for_all(has_training: bool, tmp_path: Path) -> None:
+def test_the_hook_stops_the_training_or_the_run_and_waits_for_all(
+    has_training: bool, tmp_path: Path
+) -> None:
     alone = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
         pytest.skip("this machine makes no namespaces of processes")
@@ -50,7 +52,9 @@ def test_the_hook_stops_the_training_or_the_run_and_waits_for_all(has_training: 
 
 def test_a_detached_training_is_recognised() -> None:
     words = ["/usr/bin/python3", "-I", "-S", "/dapo/tasks/processes/supervisor.py"]
-    assert leave.is_training([*words, '{"stop_seconds": 120.0, "detached": {"stem": "/store/.logs/train"}}'])
+    assert leave.is_training(
+        [*words, '{"stop_seconds": 120.0, "detached": {"stem": "/store/.logs/train"}}']
+    )
     assert not leave.is_training([*words, '{"stop_seconds": 0, "detached": null}', "vllm", "serve"])
 
 
@@ -59,7 +63,11 @@ def test_a_detached_training_is_recognised() -> None:
     [
         (["/usr/bin/python3", "/usr/local/bin/dapo", "run", "r.yaml"], True, True),
         (["/bin/sh", "-c", "dapo run r.yaml"], False, False),  # Ray's shell around the run
-        (["/usr/bin/python3", "-I", "-S", "/dapo/tasks/processes/supervisor.py", "{}"], False, True),
+        (
+            ["/usr/bin/python3", "-I", "-S", "/dapo/tasks/processes/supervisor.py", "{}"],
+            False,
+            True,
+        ),
         (["ray::_PolicyRank.learn"], False, True),
         (["ray::IDLE"], False, False),
         (["ray::JobSupervisor"], False, False),
@@ -69,6 +77,8 @@ def test_a_detached_training_is_recognised() -> None:
         ([""], False, False),  # a kernel thread, or a zombie
     ],
 )
-def test_ray_s_own_processes_are_not_waited_for(words: list[str], is_run: bool, is_at_work: bool) -> None:
+def test_ray_s_own_processes_are_not_waited_for(
+    words: list[str], is_run: bool, is_at_work: bool
+) -> None:
     """Command lines of Ray 2.60."""
     assert (leave.is_run(words), leave.is_at_work(words)) == (is_run, is_at_work)

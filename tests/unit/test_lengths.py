@@ -12,11 +12,15 @@ from flows.config import load_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.config.lengths import KEYS, Bounds, Lengths, explain, fitted
 
-DEFAULTS = Lengths(prompt=2048, response=20480, buffer=4096, answer=20480, served=22528, micro_batch=32768)
+DEFAULTS = Lengths(
+    prompt=2048, response=20480, buffer=4096, answer=20480, served=22528, micro_batch=32768
+)
 
 
 def test_a_small_model_gets_working_keys() -> None:
-    found, advice = explain(DEFAULTS, Bounds(positions=512, longest_prompt=100, longest_question=120))
+    found, advice = explain(
+        DEFAULTS, Bounds(positions=512, longest_prompt=100, longest_question=120)
+    )
     assert [message.rpartition(" is above ")[0].partition(" =")[0] for message in found] == [
         "data.max_prompt_tokens + rollout.max_response_tokens",
         "serve.max_model_len=22528",
@@ -36,7 +40,10 @@ def test_proposed_lengths_have_no_conflict(positions: int | None, longest: int |
     sizes = (2, 500, 5000)
     for prompt, response, buffer, served in itertools.product(sizes, repeat=4):
         lengths = Lengths(prompt, response, buffer, response, served, micro_batch=512)
-        for bounds in (Bounds(2, True, positions, longest, longest), Bounds(1, False, positions, longest, 40)):
+        for bounds in (
+            Bounds(2, True, positions, longest, longest),
+            Bounds(1, False, positions, longest, 40),
+        ):
             other = fitted(lengths, bounds)
             if other is not None:
                 assert explain(other, bounds) == ([], "")
@@ -48,11 +55,17 @@ def test_proposed_lengths_have_no_conflict(positions: int | None, longest: int |
 
 def test_prompts_without_room_for_a_response_are_refused() -> None:
     _, advice = explain(DEFAULTS, Bounds(positions=512, longest_prompt=511))
-    assert advice.startswith("no lengths fit: prompts of 511 tokens leave no room for a response in 512 positions")
+    assert advice.startswith(
+        "no lengths fit: prompts of 511 tokens leave no room for a response in 512 positions"
+    )
 
 
 def test_all_conflicts_are_reported_at_once() -> None:
-    changes = ["rollout.max_response_tokens=6", "evaluate.max_response_tokens=100", "train.micro_batch_tokens=60"]
+    changes = [
+        "rollout.max_response_tokens=6",
+        "evaluate.max_response_tokens=100",
+        "train.micro_batch_tokens=60",
+    ]
     with pytest.raises(ConfigError) as caught:
         load_config(PROJECT_ROOT / "configs/arith_cpu.yaml", changes)
     message = str(caught.value)
@@ -64,11 +77,16 @@ def test_all_conflicts_are_reported_at_once() -> None:
         assert words in message
     fixes = message.rpartition("these fit together: ")[2].split(" --set ")
     fixed = [fix.removeprefix("--set ") for fix in fixes]
-    assert load_config(PROJECT_ROOT / "configs/arith_cpu.yaml", [*changes, *fixed]).lengths.micro_batch == 70
+    assert (
+        load_config(PROJECT_ROOT / "configs/arith_cpu.yaml", [*changes, *fixed]).lengths.micro_batch
+        == 70
+    )
 
 
 def test_the_keys_match_the_configuration() -> None:
     lengths = load_config(PROJECT_ROOT / "configs/arith_cpu.yaml").lengths
     assert (lengths.prompt, lengths.buffer, lengths.served) == (64, 8, 128)
     changed = replace(lengths, **dict.fromkeys(KEYS, 1))
-    assert changed.changes(lengths) == [f"--set {key}={getattr(lengths, name)}" for name, key in KEYS.items()]
+    assert changed.changes(lengths) == [
+        f"--set {key}={getattr(lengths, name)}" for name, key in KEYS.items()
+    ]

@@ -13,7 +13,13 @@ from dapo_core.config.algorithm import AlgorithmConfig
 from dapo_core.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
 
 DAPO = AlgorithmConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_dual=10.0)
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -27,10 +33,16 @@ def _totals(mask: torch.Tensor) -> LossTotals:
 
 
 def _tokens(
-    old_log_probs: torch.Tensor, advantages: list[float], mask: torch.Tensor, weights: torch.Tensor, **more: Any
+    old_log_probs: torch.Tensor,
+    advantages: list[float],
+    mask: torch.Tensor,
+    weights: torch.Tensor,
+    **more: Any,
 ) -> LossTokens:
     """`advantages` holds one number per response."""
-    per_token = torch.tensor(advantages, dtype=old_log_probs.dtype).unsqueeze(-1).expand_as(old_log_probs)
+    per_token = (
+        torch.tensor(advantages, dtype=old_log_probs.dtype).unsqueeze(-1).expand_as(old_log_probs)
+    )
     return LossTokens(old_log_probs, per_token, mask, weights, **more)
 
 
@@ -73,7 +85,11 @@ def test_one_token_loss_matches_hand_computed_values(
     assert loss.loss.item() == pytest.approx(value, abs=1e-12)
     assert loss.sums.pg_loss == loss.loss.item()
     assert slope == pytest.approx(gradient, abs=1e-12)
-    assert (loss.sums.clipped, loss.sums.clipped_dual, loss.sums.num_tokens) == (is_clipped, is_dual, 1.0)
+    assert (loss.sums.clipped, loss.sums.clipped_dual, loss.sums.num_tokens) == (
+        is_clipped,
+        is_dual,
+        1.0,
+    )
     assert loss.sums.neg_log_ratio == pytest.approx(-math.log(ratio), abs=1e-12)
     assert loss.sums.kl_loss == 0.0
 
@@ -82,7 +98,9 @@ def test_one_token_loss_matches_hand_computed_values(
     ("log_ratio", "advantage", "value"),
     [(50.0, 1.0, -1.28), (50.0, -1.0, 10.0), (-50.0, 1.0, -math.exp(-20)), (-50.0, -1.0, 0.8)],
 )
-def test_a_log_ratio_of_fifty_is_clamped_to_twenty(log_ratio: float, advantage: float, value: float) -> None:
+def test_a_log_ratio_of_fifty_is_clamped_to_twenty(
+    log_ratio: float, advantage: float, value: float
+) -> None:
     loss, slope = _one_token(log_ratio, advantage)
     assert loss.loss.item() == pytest.approx(value, rel=1e-6)
     assert loss.sums.neg_log_ratio == -math.copysign(20.0, log_ratio)
@@ -96,7 +114,10 @@ def test_a_log_ratio_of_fifty_is_clamped_to_twenty(log_ratio: float, advantage: 
         ("token-mean", [[1 / 3, 1 / 3], [1 / 3, 0], [0, 0]]),
         ("token-sum", [[1, 1], [1, 0], [0, 0]]),
         ("seq-mean-token-sum", [[1 / 2, 1 / 2], [1 / 2, 0], [0, 0]]),
-        ("seq-mean-token-mean", [[1 / 4, 1 / 4], [1 / 2, 0], [0, 0]]),  # 1 / (2 * 2) and 1 / (2 * 1)
+        (
+            "seq-mean-token-mean",
+            [[1 / 4, 1 / 4], [1 / 2, 0], [0, 0]],
+        ),  # 1 / (2 * 2) and 1 / (2 * 1)
         ("seq-mean-token-sum-norm", [[1 / 20, 1 / 20], [1 / 20, 0], [0, 0]]),  # 1 / (2 * 10)
     ],
 )
@@ -132,7 +153,9 @@ def test_token_mean_is_per_mini_batch_and_with_compat_verl_per_micro_batch(
         num_responses = sum(len(rows) for rows in share)
         for rows in share:
             weights = totals.token_weights(mask[rows], algorithm, num_responses)
-            tokens = _tokens(torch.zeros(len(rows), 9), (-losses[rows]).tolist(), mask[rows], weights)
+            tokens = _tokens(
+                torch.zeros(len(rows), 9), (-losses[rows]).tolist(), mask[rows], weights
+            )
             value += policy_loss(torch.zeros(len(rows), 9), None, tokens, algorithm).sums.pg_loss
     assert value == pytest.approx(verl if compat == "verl" else 97 / 12, rel=1e-6)
 
@@ -144,7 +167,10 @@ def test_masked_values_change_neither_loss_nor_gradient(aggregation: str, compat
     clean = torch.tensor([[-1.0, -2.0, 0.0, 0.0], [-0.5, 0.0, 0.0, 0.0], [0.0] * 4])
     old = torch.tensor([[-1.2, -1.7, 0.0, 0.0], [-0.4, 0.0, 0.0, 0.0], [0.0] * 4])
     algorithm = _algorithm(
-        aggregation, compat=compat, entropy_coefficient=0.1, kl={"place": "loss", "coefficient": 0.5}
+        aggregation,
+        compat=compat,
+        entropy_coefficient=0.1,
+        kl={"place": "loss", "coefficient": 0.5},
     )
     weights = _totals(mask).token_weights(mask, algorithm, 3)
     results = []
@@ -177,12 +203,16 @@ def test_masked_values_change_neither_loss_nor_gradient(aggregation: str, compat
 @pytest.mark.parametrize("compat", ["none", "verl"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("totals", [LossTotals(10, 2), LossTotals(0, 0)])
-def test_a_part_without_trained_tokens_contributes_zero(aggregation: str, compat: str, totals: LossTotals) -> None:
+def test_a_part_without_trained_tokens_contributes_zero(
+    aggregation: str, compat: str, totals: LossTotals
+) -> None:
     log_probs = torch.full((2, 3), NAN, requires_grad=True)
     mask = torch.zeros(2, 3, dtype=torch.bool)
     algorithm = _algorithm(aggregation, compat=compat)
     weights = totals.token_weights(mask, algorithm, 0)
-    loss = policy_loss(log_probs, None, _tokens(torch.full((2, 3), NAN), [1.0, 1.0], mask, weights), algorithm)
+    loss = policy_loss(
+        log_probs, None, _tokens(torch.full((2, 3), NAN), [1.0, 1.0], mask, weights), algorithm
+    )
     loss.loss.backward()
     assert (loss.loss.item(), *astuple(loss.sums)) == (0.0,) * 7
     assert log_probs.grad is not None
@@ -194,7 +224,9 @@ def test_the_entropy_bonus_subtracts_the_mean_entropy() -> None:
     mask = torch.ones(2, 1, dtype=torch.bool)
     entropy = torch.tensor([[0.4], [0.8]], requires_grad=True)
     algorithm = _algorithm(entropy_coefficient=0.05)
-    tokens = _tokens(torch.zeros(2, 1), [-1.0, -3.0], mask, LossTotals(2, 2).token_weights(mask, algorithm))
+    tokens = _tokens(
+        torch.zeros(2, 1), [-1.0, -3.0], mask, LossTotals(2, 2).token_weights(mask, algorithm)
+    )
     loss = policy_loss(torch.zeros(2, 1), entropy, tokens, algorithm)
     loss.loss.backward()
     assert loss.loss.item() == pytest.approx(1.97)
@@ -211,7 +243,9 @@ def test_kl_in_the_loss_adds_its_coefficient_times_the_mean() -> None:
     mask = torch.ones(1, 2, dtype=torch.bool)
     algorithm = _algorithm(kl={"place": "loss", "coefficient": 2.0, "estimator": "low_var_kl"})
     weights = LossTotals(2, 1).token_weights(mask, algorithm)
-    tokens = _tokens(log_probs.detach(), [0.0], mask, weights, ref_log_probs=torch.full((1, 2), -1.0))
+    tokens = _tokens(
+        log_probs.detach(), [0.0], mask, weights, ref_log_probs=torch.full((1, 2), -1.0)
+    )
     loss = policy_loss(log_probs, None, tokens, algorithm)
     loss.loss.backward()
     assert loss.sums.kl_loss == pytest.approx(0.1276260, abs=1e-6)
@@ -227,7 +261,9 @@ def test_kl_in_the_loss_adds_its_coefficient_times_the_mean() -> None:
         ({"kl": {"place": "loss"}}, r"kl\.place=loss needs the log-probs of the reference"),
     ],
 )
-def test_a_term_whose_input_was_not_computed_is_refused(values: dict[str, Any], message: str) -> None:
+def test_a_term_whose_input_was_not_computed_is_refused(
+    values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         _one_token(0.0, 1.0, _algorithm(**values))
 
@@ -235,7 +271,9 @@ def test_a_term_whose_input_was_not_computed_is_refused(values: dict[str, Any], 
 @pytest.mark.parametrize("place", ["off", "reward"])
 def test_kl_outside_the_loss_does_not_change_it(place: str) -> None:
     algorithm = _algorithm(kl={"place": place, "coefficient": 2.0})
-    loss, slope = _one_token(0.0, 3.0, algorithm, ref_log_probs=torch.full((1, 1), -5.0, dtype=torch.float64))
+    loss, slope = _one_token(
+        0.0, 3.0, algorithm, ref_log_probs=torch.full((1, 1), -5.0, dtype=torch.float64)
+    )
     assert (loss.loss.item(), loss.sums.kl_loss, slope) == (-3.0, 0.0, -3.0)
 
 
@@ -245,9 +283,13 @@ def test_importance_weights_scale_only_the_policy_loss_without_gradient() -> Non
     importance = torch.full((1, 1), 0.5, dtype=torch.float64, requires_grad=True)
     log_probs = torch.tensor([[math.log(1.1)]], dtype=torch.float64, requires_grad=True)
     mask = torch.ones(1, 1, dtype=torch.bool)
-    algorithm = _algorithm(entropy_coefficient=0.1, kl={"place": "loss", "coefficient": 0.3, "estimator": "mse"})
+    algorithm = _algorithm(
+        entropy_coefficient=0.1, kl={"place": "loss", "coefficient": 0.3, "estimator": "mse"}
+    )
     zeros = torch.zeros(1, 1, dtype=torch.float64)
-    tokens = _tokens(zeros, [-2.0], mask, torch.ones(1, 1), importance_weights=importance, ref_log_probs=zeros)
+    tokens = _tokens(
+        zeros, [-2.0], mask, torch.ones(1, 1), importance_weights=importance, ref_log_probs=zeros
+    )
     loss = policy_loss(log_probs, torch.full((1, 1), 0.7, dtype=torch.float64), tokens, algorithm)
     loss.loss.backward()
     assert loss.sums.pg_loss == pytest.approx(1.1, abs=1e-12)

@@ -19,7 +19,13 @@ from hypothesis import strategies as st
 from dapo_core.config.algorithm import AlgorithmConfig
 from dapo_core.loss import LossTokens, LossTotals, policy_loss
 
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 ESTIMATORS = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+")
 COUNTS = ("num_tokens", "clipped", "clipped_dual")
 SUMS = ("pg_loss", "kl_loss", "neg_log_ratio")
@@ -38,7 +44,9 @@ class MiniBatch:
     ref_log_probs: torch.Tensor
     mask: torch.Tensor
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor], lengths: list[int] | None = None) -> MiniBatch:
+    def map(
+        self, change: Callable[[torch.Tensor], torch.Tensor], lengths: list[int] | None = None
+    ) -> MiniBatch:
         """The mini-batch with every tensor changed."""
         changed = {field.name: change(getattr(self, field.name)) for field in fields(self)[1:]}
         return MiniBatch(lengths=self.lengths if lengths is None else lengths, **changed)
@@ -98,7 +106,10 @@ def _algorithms(draw: st.DrawFn) -> AlgorithmConfig:
 
 
 def _evaluate(
-    batch: MiniBatch, algorithm: AlgorithmConfig, ranks: list[list[list[int]]], is_packed: bool = False
+    batch: MiniBatch,
+    algorithm: AlgorithmConfig,
+    ranks: list[list[list[int]]],
+    is_packed: bool = False,
 ) -> Result:
     """Sum over ranks of micro-batches of row numbers; packed: the rows' tokens one behind the other, [N]."""
     num_responses = int(batch.mask.any(dim=-1).sum())
@@ -112,8 +123,13 @@ def _evaluate(
             part = tracked.select(rows)
             weights = totals.token_weights(part.mask, algorithm, num_share_responses)
             if is_packed:
-                is_response = torch.arange(weights.shape[1]) < torch.tensor(part.lengths).unsqueeze(-1)
-                part, weights = part.map(lambda values, chosen=is_response: values[chosen]), weights[is_response]
+                is_response = torch.arange(weights.shape[1]) < torch.tensor(part.lengths).unsqueeze(
+                    -1
+                )
+                part, weights = (
+                    part.map(lambda values, chosen=is_response: values[chosen]),
+                    weights[is_response],
+                )
             tokens = LossTokens(
                 old_log_probs=part.old_log_probs,
                 advantages=part.advantages,
@@ -165,7 +181,12 @@ def _cut(rows: list[int], num_parts: int, shuffler: Random) -> list[list[int]]:
     shuffler=st.randoms(use_true_random=False),
 )
 def test_loss_and_gradient_do_not_depend_on_the_split(
-    batch: MiniBatch, algorithm: AlgorithmConfig, num_ranks: int, more: int, is_packed: bool, shuffler: Random
+    batch: MiniBatch,
+    algorithm: AlgorithmConfig,
+    num_ranks: int,
+    more: int,
+    is_packed: bool,
+    shuffler: Random,
 ) -> None:
     def widen(values: torch.Tensor) -> torch.Tensor:
         filler = False if values.dtype == torch.bool else float("nan")

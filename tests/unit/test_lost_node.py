@@ -25,7 +25,13 @@ NPU_NODE = {"CPU": 128.0, "NPU": 16.0}
 
 def four_node_config(**changes: dict[str, Any]) -> Config:
     """32 ranks and 8 engines of 4 dies each on 64 dies, 512 responses per optimizer step."""
-    train = {"device": "npu", "num_ranks": 32, "sequence_parallel": 8, "mini_prompts": 32, "train_prompts": 32}
+    train = {
+        "device": "npu",
+        "num_ranks": 32,
+        "sequence_parallel": 8,
+        "mini_prompts": 32,
+        "train_prompts": 32,
+    }
     rollout = {"engine": "vllm", "num_workers": 8, "tensor_parallel": 4, "group_size": 16}
     return config_of(
         train=train | changes.pop("train", {}),
@@ -40,13 +46,19 @@ def four_node_config(**changes: dict[str, Any]) -> Config:
     [
         ([4, 4], [Demand(6, {"NPU": 1}), Demand(2, {"NPU": 1}, on_one_node=True)], True),
         ([4, 4], [Demand(7, {"NPU": 1}), Demand(2, {"NPU": 1}, on_one_node=True)], False),
-        ([3, 3], [Demand(4, {"NPU": 1}, on_one_node=True)], False),  # six are free, but on two nodes
+        (
+            [3, 3],
+            [Demand(4, {"NPU": 1}, on_one_node=True)],
+            False,
+        ),  # six are free, but on two nodes
         ([3, 3], [Demand(4, {"NPU": 1})], True),
         ([4], [Demand(2, {"NPU": 1, "CPU": 1})], False),  # no CPU
         ([], [Demand(1, {"NPU": 1})], False),
     ],
 )
-def test_free_resources_are_counted_by_node(free: list[int], demanded: list[Demand], expected: bool) -> None:
+def test_free_resources_are_counted_by_node(
+    free: list[int], demanded: list[Demand], expected: bool
+) -> None:
     assert has_room([{"NPU": float(count)} for count in free], demanded) is expected
 
 
@@ -80,9 +92,13 @@ def test_colocated_ranks_and_engines_shrink_together() -> None:
 
 
 def test_a_training_that_cannot_shrink_fails_with_the_reason() -> None:
-    config, device = four_node_config(train={"sequence_parallel": 1, "fsdp_size": 32}), device_for("npu")
+    config, device = (
+        four_node_config(train={"sequence_parallel": 1, "fsdp_size": 32}),
+        device_for("npu"),
+    )
     with pytest.raises(
-        ConfigError, match=r"16\.0\}\]: train\.num_ranks=\d+ is not a multiple of train\.fsdp_size=32"
+        ConfigError,
+        match=r"16\.0\}\]: train\.num_ranks=\d+ is not a multiple of train\.fsdp_size=32",
     ):
         shrunk(config, device, [NPU_NODE] * 2, Path())
     with pytest.raises(ConfigError, match=r"remaining nodes, \[\]: not even one of each fits"):
@@ -92,9 +108,15 @@ def test_a_training_that_cannot_shrink_fails_with_the_reason() -> None:
 def test_larger_shards_must_fit_the_memory_plan(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published_config("Qwen/Qwen3-32B")))
     config, device = four_node_config(train={"device_model": "Atlas 800T A3"}), device_for("npu")
-    with pytest.raises(ConfigError, match=r"with train\.num_ranks=8, a rank's device needs \d+\.\d GiB in phase"):
-        shrunk(config, device, [NPU_NODE], tmp_path)  # 32 billion parameters, 12 + 4 bytes each, over 8 ranks
-    allowed = four_node_config(train={"device_model": "Atlas 800T A3", "allow_oversubscription": True})
+    with pytest.raises(
+        ConfigError, match=r"with train\.num_ranks=8, a rank's device needs \d+\.\d GiB in phase"
+    ):
+        shrunk(
+            config, device, [NPU_NODE], tmp_path
+        )  # 32 billion parameters, 12 + 4 bytes each, over 8 ranks
+    allowed = four_node_config(
+        train={"device_model": "Atlas 800T A3", "allow_oversubscription": True}
+    )
     assert shrunk(allowed, device, [NPU_NODE], tmp_path).train.num_ranks == 8
 
 
@@ -108,7 +130,11 @@ def test_larger_shards_must_fit_the_memory_plan(tmp_path: Path) -> None:
     ],
 )
 def test_a_restart_follows_on_lost_node(
-    monkeypatch: pytest.MonkeyPatch, address: str | None, is_restart: bool, on_lost_node: str, expected: str
+    monkeypatch: pytest.MonkeyPatch,
+    address: str | None,
+    is_restart: bool,
+    on_lost_node: str,
+    expected: str,
 ) -> None:
     def place(*arguments: Any) -> None:
         raise ConfigError(f"{arguments[-1]:.0f} s")
@@ -120,7 +146,10 @@ def test_a_restart_follows_on_lost_node(
     monkeypatch.setattr(start, "place_roles", place)
     monkeypatch.setattr(start, "place_what_is_left", place_left)
     config = config_of(train={"ray_address": address, "on_lost_node": on_lost_node})
-    with pytest.raises(ConfigError, match=f"^{expected}$"), start.start_cluster(config, "", Path(), is_restart):
+    with (
+        pytest.raises(ConfigError, match=f"^{expected}$"),
+        start.start_cluster(config, "", Path(), is_restart),
+    ):
         pass
 
 

@@ -15,7 +15,9 @@ def test_every_selected_file_and_name_exists() -> None:
         value = re.search(rf"^{name} := (.*)$", TEXT, re.MULTILINE)
         assert value
         for pattern, words in re.findall(r"\$\(patsubst %,(\S+),([^)]*)\)", value[1]):
-            tests += "".join((ROOT / pattern.replace("%", word)).read_text() for word in words.split())
+            tests += "".join(
+                (ROOT / pattern.replace("%", word)).read_text() for word in words.split()
+            )
     for name in ("CORE_EXCLUDED", "ENGINE_SELECTION"):
         value = re.search(rf"^{name} := (.*)$", TEXT, re.MULTILINE)
         assert value

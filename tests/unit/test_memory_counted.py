@@ -23,7 +23,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "num_ranks", "sequence_parallel"), [("Qwen3-8B", 16, 2), ("Qwen2.5-7B", 4, 1)])
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "sequence_parallel"), [("Qwen3-8B", 16, 2), ("Qwen2.5-7B", 4, 1)]
+)
 def test_the_plan_matches_what_the_code_allocates(
     model: str, num_ranks: int, sequence_parallel: int, bench: ModuleType, tmp_path: Path
 ) -> None:

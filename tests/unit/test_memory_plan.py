@@ -26,8 +26,18 @@ from flows.config import Config, load_config, resolve_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.preflight.memory import device_limit, plan_of
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [1],
+}
 
 
 def recipe(name: str, *overrides: str) -> Config:
@@ -45,18 +55,28 @@ def test_tensor_shapes_match_transformers(kind: str, is_tied: bool) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = {**SIZES, "vocab_size": 100, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": is_tied}
+    values = {
+        **SIZES,
+        "vocab_size": 100,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": is_tied,
+    }
     values |= EXPERTS if kind == "qwen3_moe" else {}
     config = AutoConfig.for_model(kind, **values)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shape = shape_of(json.loads(config.to_json_string(use_diff=False)))
-    layers = [[tuple(parameter.shape) for parameter in layer.parameters()] for layer in model.model.layers]
+    layers = [
+        [tuple(parameter.shape) for parameter in layer.parameters()] for layer in model.model.layers
+    ]
     assert [sorted(layer) for layer in shape.layers] == [sorted(layer) for layer in layers]
     parameters = list(model.parameters())
     assert shape.num_parameters == sum(parameter.numel() for parameter in parameters)
     # FSDP2 gives each of 5 ranks a chunk of the rows; the first chunk is the largest.
-    assert shape.shard_parameters(5) == sum(torch.chunk(parameter, 5)[0].numel() for parameter in parameters)
+    assert shape.shard_parameters(5) == sum(
+        torch.chunk(parameter, 5)[0].numel() for parameter in parameters
+    )
 
 
 def test_published_models_have_the_right_sizes() -> None:
@@ -68,17 +88,29 @@ def test_published_models_have_the_right_sizes() -> None:
     }
     assert round(billions["Qwen3-30B-A3B"], 1) == 30.5
     assert round(billions["Qwen2.5-32B"], 2) == 32.76
-    assert published_config("models/Qwen3-8B-Base") is published_config("Qwen/Qwen3-8B") is PUBLISHED["Qwen3-8B"]
+    assert (
+        published_config("models/Qwen3-8B-Base")
+        is published_config("Qwen/Qwen3-8B")
+        is PUBLISHED["Qwen3-8B"]
+    )
     assert published_config("Qwen/Qwen3-8B-VL") is None
 
 
 def test_state_of_qwen3_32b_over_64_ranks() -> None:
     """32,762,123,264 parameters / 64: all first dimensions divide, so a shard has 511,908,176."""
-    rank = rank_memory(recipe("dapo_qwen3_32b_math", "train.num_ranks=64"), shape_of(PUBLISHED["Qwen3-32B"]))
-    assert (rank.weights, rank.gradients, rank.optimizer) == (2_047_632_704, 2_047_632_704, 4_095_265_408)
+    rank = rank_memory(
+        recipe("dapo_qwen3_32b_math", "train.num_ranks=64"), shape_of(PUBLISHED["Qwen3-32B"])
+    )
+    assert (rank.weights, rank.gradients, rank.optimizer) == (
+        2_047_632_704,
+        2_047_632_704,
+        4_095_265_408,
+    )
     assert rank.reference == 0
     with_kl = recipe("dapo_qwen3_32b_math", "train.num_ranks=64", "algorithm.kl.place=loss")
-    assert rank_memory(with_kl, shape_of(PUBLISHED["Qwen3-32B"])).reference == 1_023_816_352  # bfloat16
+    assert (
+        rank_memory(with_kl, shape_of(PUBLISHED["Qwen3-32B"])).reference == 1_023_816_352
+    )  # bfloat16
 
 
 def test_update_memory_of_qwen3_32b() -> None:
@@ -86,13 +118,19 @@ def test_update_memory_of_qwen3_32b() -> None:
     one_row = ("train.num_ranks=64", "train.sequence_parallel=1", "train.micro_batch_tokens=22528")
     rank = rank_memory(recipe("dapo_qwen3_32b_math", *one_row), shape_of(PUBLISHED["Qwen3-32B"]))
     tokens, hidden, queries, keys, width, vocabulary = 22_528, 5_120, 8_192, 1_024, 25_600, 151_936
-    layer = 2 * hidden * (queries + keys) + 3 * hidden * width + 2 * 128 + 2 * hidden  # 487,598,336 parameters
+    layer = (
+        2 * hidden * (queries + keys) + 3 * hidden * width + 2 * 128 + 2 * hidden
+    )  # 487,598,336 parameters
     head = vocabulary * hidden
-    assert rank.update_weights == 2 * (2 * head + hidden) + 2 * 2 * layer  # bfloat16: root, current and next layer
+    assert (
+        rank.update_weights == 2 * (2 * head + hidden) + 2 * 2 * layer
+    )  # bfloat16: root, current and next layer
     # head gradient and half of the layer's in bfloat16, the layer's reduced gradient in float32
     assert rank.update_gradients == 2 * (head + layer // 2) + 4 * layer
     norms, head_norms = 2 * 8 * hidden, 6 * (queries + keys)
-    attention = 2 * (3 * queries + 2 * keys) + 4 * 64  # q, k, v, the output twice; logsumexp of 64 heads
+    attention = (
+        2 * (3 * queries + 2 * keys) + 4 * 64
+    )  # q, k, v, the output twice; logsumexp of 64 heads
     kept = norms + head_norms + attention + 4 * 2 * width  # 395,520 bytes per token
     inputs = 64 * 2 * hidden  # of 64 checkpointed layers
     assert rank.update_activations == tokens * (inputs + kept + 2 * 2 * width + 2 * 2 * hidden)
@@ -101,7 +139,9 @@ def test_update_memory_of_qwen3_32b() -> None:
 def test_memory_keys_have_the_planned_effect() -> None:
     base = ("rollout.num_workers=8", "train.num_ranks=8", "train.micro_batch_tokens=10240")
     rank = {
-        change: rank_memory(recipe("dapo_qwen3_8b_math", *base, change), shape_of(PUBLISHED["Qwen3-8B"]))
+        change: rank_memory(
+            recipe("dapo_qwen3_8b_math", *base, change), shape_of(PUBLISHED["Qwen3-8B"])
+        )
         for change in (
             "train.num_ranks=8",
             "train.gradient_checkpointing=false",
@@ -115,12 +155,19 @@ def test_memory_keys_have_the_planned_effect() -> None:
     }
     plain = rank["train.num_ranks=8"]
     # activations of 36 layers instead of 36 inputs and one layer
-    assert rank["train.gradient_checkpointing=false"].update_activations > 5 * plain.update_activations
+    assert (
+        rank["train.gradient_checkpointing=false"].update_activations > 5 * plain.update_activations
+    )
     # 36 gathered layers and one buffer instead of one and one
     layers = shape_of(PUBLISHED["Qwen3-8B"]).largest_layer * 2
-    assert rank["train.reshard_after_forward=false"].update_weights - plain.update_weights == 35 * layers
+    assert (
+        rank["train.reshard_after_forward=false"].update_weights - plain.update_weights
+        == 35 * layers
+    )
     assert rank["train.logits_chunk_tokens=256"].scoring_logits * 4 == plain.scoring_logits
-    assert rank["train.micro_batch_tokens=5120"].scoring_activations * 2 == plain.scoring_activations
+    assert (
+        rank["train.micro_batch_tokens=5120"].scoring_activations * 2 == plain.scoring_activations
+    )
     # 20,480 tokens of two sequences over two ranks, 40,960 of four over four: the same per rank
     assert rank["train.sequence_parallel=4"].scoring_activations == plain.scoring_activations
     assert rank["train.dtype=float32"].forward_weights == 2 * plain.forward_weights
@@ -136,7 +183,8 @@ def test_checkpoints_include_a_refreshed_reference() -> None:
     assert kept.disk.checkpoint == 12 * number  # weights and two moments in float32
     assert fresh.disk.checkpoint == 14 * number  # plus the reference in bfloat16
     copies = [
-        sum(use.host_bytes for use in plan.uses if use.what == "copy being written") for plan in (kept, fresh)
+        sum(use.host_bytes for use in plan.uses if use.what == "copy being written")
+        for plan in (kept, fresh)
     ]
     assert copies[1] - copies[0] == kept.rank.reference > 0
 
@@ -145,7 +193,8 @@ def test_micro_batches_are_limited_by_the_step() -> None:
     """arith_cpu: 8 x 8 / 2 = 32 responses of 120 tokens on a rank, below its 16,384 tokens."""
     shape = shape_of({"model_type": "qwen3", **recipe_config(recipe("arith_cpu").model.recipe)})
     whole, half = (
-        rank_memory(recipe("arith_cpu", f"train.micro_batch_tokens={tokens}"), shape) for tokens in (7680, 3840)
+        rank_memory(recipe("arith_cpu", f"train.micro_batch_tokens={tokens}"), shape)
+        for tokens in (7680, 3840)
     )
     assert rank_memory(recipe("arith_cpu"), shape) == whole
     assert half.update_activations == whole.update_activations  # 3,840 tokens are trained on
@@ -158,13 +207,19 @@ def test_kv_cache_of_an_engine_over_four_dies() -> None:
     engine = engine_memory(config, shape_of(PUBLISHED["Qwen3-32B"]), 64 * GIB)
     assert engine.token_bytes == 65_536
     assert engine.sequence_bytes == 65_536 * 22_528
-    assert abs(engine.weights - 2 * 32_762_123_264 / 4) < 0.002 * engine.weights  # norms are replicated
+    assert (
+        abs(engine.weights - 2 * 32_762_123_264 / 4) < 0.002 * engine.weights
+    )  # norms are replicated
     assert engine.cache == int(0.8 * 64 * GIB) - engine.fixed
     assert engine.num_sequences == engine.cache // engine.sequence_bytes == 24
-    assert engine.probe == 2_048 * 151_936 * 8  # one step's prompt tokens, two float32 values per logit
+    assert (
+        engine.probe == 2_048 * 151_936 * 8
+    )  # one step's prompt tokens, two float32 values per logit
     assert STEP_TOKENS == vllm_engine.PREFILL_TOKENS
     two_key_heads = shape_of({**PUBLISHED["Qwen2.5-0.5B"], "num_attention_heads": 16})
-    assert two_key_heads.token_elements(4) == two_key_heads.token_elements(2)  # key heads are replicated
+    assert two_key_heads.token_elements(4) == two_key_heads.token_elements(
+        2
+    )  # key heads are replicated
     fp8 = recipe("dapo_qwen3_32b_math", "rollout.engine_args={kv_cache_dtype: fp8}")
     assert engine_memory(fp8, shape_of(PUBLISHED["Qwen3-32B"]), None).token_bytes == 32_768
 
@@ -173,7 +228,9 @@ def test_offloaded_state_is_in_host_memory() -> None:
     def parts(*overrides: str) -> dict[tuple[str, str], tuple[int, int]]:
         plan = planned(recipe("dapo_qwen3_8b_math", *overrides), "Qwen3-8B")
         return {
-            (use.phase, use.what): (use.device_bytes, use.host_bytes) for use in plan.uses if use.role == "rank"
+            (use.phase, use.what): (use.device_bytes, use.host_bytes)
+            for use in plan.uses
+            if use.role == "rank"
         }
 
     shard = 4 * shape_of(PUBLISHED["Qwen3-8B"]).shard_parameters(8)
@@ -199,7 +256,9 @@ def test_colocated_roles_take_turns_on_the_device() -> None:
     """The table in turns says who holds what; NPUs keep engine weights on the host, CUDA discards them."""
     config, shape = recipe("dapo_qwen3_32b_math"), shape_of(PUBLISHED["Qwen3-32B"])
     plan = planned(config, "Qwen3-32B", 61.27)
-    cells = {(use.phase, use.role, use.what): (use.device_bytes, use.host_bytes) for use in plan.uses}
+    cells = {
+        (use.phase, use.role, use.what): (use.device_bytes, use.host_bytes) for use in plan.uses
+    }
     engine, rank = engine_memory(config, shape, plan.limit.num_bytes), rank_memory(config, shape)
     assert cells["generate", "engine", "weights"] == (engine.weights, 0)
     assert cells["generate", "rank", "weights"] == (0, rank.pinned)
@@ -229,12 +288,18 @@ def test_weights_are_sent_in_two_buckets_of_at_least_the_largest_tensor() -> Non
     def sent(*overrides: str) -> set[int]:
         plan = planned(recipe("dapo_qwen3_8b_math", *overrides), "Qwen3-8B")
         return {
-            use.device_bytes for use in plan.uses if use.what in ("weights being sent", "weights being received")
+            use.device_bytes
+            for use in plan.uses
+            if use.what in ("weights being sent", "weights being received")
         }
 
-    assert sent() == {2 * 151_936 * 4_096 * 2}  # the embedding in bfloat16, 1.16 GiB, is more than 512 MiB
+    assert sent() == {
+        2 * 151_936 * 4_096 * 2
+    }  # the embedding in bfloat16, 1.16 GiB, is more than 512 MiB
     assert sent("train.weight_bucket_bytes=2147483648") == {2 * 2**31}
-    assert sent("train.weight_bucket_bytes=1099511627776") == {2 * 2 * 8_190_735_360}  # at most the whole model
+    assert sent("train.weight_bucket_bytes=1099511627776") == {
+        2 * 2 * 8_190_735_360
+    }  # at most the whole model
     machine = planned(recipe("arith_cpu"), "Qwen3-0.6B")  # ranks and engines share memory
     assert [use.role for use in machine.uses if use.what.startswith("weights being")] == [OTHERS]
 
@@ -270,7 +335,9 @@ def test_the_proposed_change_fits_and_is_minimal(gigabytes: float) -> None:
     change = smallest_change(config, shape, replan)
     assert change
     assert replan(changed(config, change)).shortages == []
-    resolve_config(changed(config, change).model_dump(mode="json"))  # the keys do not contradict each other
+    resolve_config(
+        changed(config, change).model_dump(mode="json")
+    )  # the keys do not contradict each other
     joined = {
         "train.sequence_parallel": "train.micro_batch_tokens",
         "rollout.tensor_parallel": "rollout.num_workers",
@@ -278,7 +345,9 @@ def test_the_proposed_change_fits_and_is_minimal(gigabytes: float) -> None:
     for key in change:
         if key in joined.values():
             continue
-        without = {name: value for name, value in change.items() if name not in (key, joined.get(key))}
+        without = {
+            name: value for name, value in change.items() if name not in (key, joined.get(key))
+        }
         assert replan(changed(config, without)).shortages, f"{key} is not needed"
 
 
@@ -286,7 +355,9 @@ def test_the_proposed_change_fits_and_is_minimal(gigabytes: float) -> None:
 def test_no_change_is_proposed_if_none_is_enough() -> None:
     config = recipe("dapo_qwen3_8b_math")
     assert (
-        smallest_change(config, shape_of(PUBLISHED["Qwen3-8B"]), lambda other: planned(other, "Qwen3-8B", 3))
+        smallest_change(
+            config, shape_of(PUBLISHED["Qwen3-8B"]), lambda other: planned(other, "Qwen3-8B", 3)
+        )
         is None
     )
 
@@ -319,7 +390,9 @@ def test_the_command_shows_the_plan_and_a_fitting_change() -> None:
     assert shown.exit_code == 2
     assert "does not fit: a rank's device" in shown.output
     assert "change that fits: --set " in shown.output
-    allowed = CliRunner().invoke(app, [*small, "--set", "train.allow_oversubscription=true", "--json"])
+    allowed = CliRunner().invoke(
+        app, [*small, "--set", "train.allow_oversubscription=true", "--json"]
+    )
     assert allowed.exit_code == 0
     plan = json.loads(allowed.stdout)
     assert plan["shortages"]

@@ -38,7 +38,9 @@ class OnDisk:
 
     def __init__(self, path: Path, values: dict[str, torch.Tensor]) -> None:
         self.values = values
-        self.tensors = {name: StoredTensor(tuple(value.shape), value.dtype) for name, value in values.items()}
+        self.tensors = {
+            name: StoredTensor(tuple(value.shape), value.dtype) for name, value in values.items()
+        }
         self._blocks: dict[str, list[Block]] = {}
         with path.open("wb") as file:
             for name, value in values.items():
@@ -75,7 +77,9 @@ def source(tmp_path: Path) -> OnDisk:
         "empty": torch.zeros(0, 4),
         "count": torch.tensor(12),
         "wide": torch.randn(3, 2).double(),
-        "long": torch.randn(7, CHUNK_BYTES // 8 + 1),  # a block is a little over one and a half chunks
+        "long": torch.randn(
+            7, CHUNK_BYTES // 8 + 1
+        ),  # a block is a little over one and a half chunks
         "a.experts.gate_up_proj": torch.randn(5, 6, 4),
         "a.experts.down_proj": torch.randn(5, 4, 3),
     }
@@ -99,16 +103,24 @@ def write(
     files = plan_files(output_tensors(source, dtype, set()), max_shard_bytes)
     with ModelWriter(folder, files, source) as writer:
         digests = writer.write([], None)
-        return files, digests, {name: digest_of(parts) for name, parts in writer.parts(digests).items()}
+        return (
+            files,
+            digests,
+            {name: digest_of(parts) for name, parts in writer.parts(digests).items()},
+        )
 
 
-@pytest.mark.parametrize(("dtype", "max_shard_bytes"), [("keep", 10**9), ("keep", 100), ("float16", 10**9)])
+@pytest.mark.parametrize(
+    ("dtype", "max_shard_bytes"), [("keep", 10**9), ("keep", 100), ("float16", 10**9)]
+)
 def test_safetensors_reads_what_was_written(
     tmp_path: Path, source: OnDisk, dtype: str, max_shard_bytes: int
 ) -> None:
     files, digests, file_digests = write(tmp_path, source, dtype, max_shard_bytes)
     assert file_digests == {file.name: file_digest(tmp_path / file.name) for file in files}
-    read = {name: value for file in files for name, value in load_file(tmp_path / file.name).items()}
+    read = {
+        name: value for file in files for name, value in load_file(tmp_path / file.name).items()
+    }
     expected = expected_tensors(source)
     assert read.keys() == expected.keys() == digests.keys()
     for name, value in expected.items():
@@ -129,26 +141,36 @@ def test_safetensors_reads_what_was_written(
         ((0, 100), [["t0", "t1"]]),
     ],
 )
-def test_files_are_filled_up_to_the_size_limit(sizes: tuple[int, ...], groups: list[list[str]]) -> None:
+def test_files_are_filled_up_to_the_size_limit(
+    sizes: tuple[int, ...], groups: list[list[str]]
+) -> None:
     outputs = [
         OutputTensor(f"t{index}", (size,), torch.uint8, f"t{index}", FilePiece(f"t{index}"))
         for index, size in enumerate(sizes)
     ]
     files = plan_files(outputs, 100)
     assert [[tensor.name for tensor in file.tensors] for file in files] == groups
-    assert [file.num_bytes for file in files] == [sum(sizes[int(name[1:])] for name in group) for group in groups]
+    assert [file.num_bytes for file in files] == [
+        sum(sizes[int(name[1:])] for name in group) for group in groups
+    ]
 
 
 def test_a_dtype_that_safetensors_lacks_is_refused() -> None:
     whole = OutputTensor("z", (2,), torch.complex64, "z", FilePiece("z"))
-    with pytest.raises(CheckpointError, match=r"z is complex64, which safetensors does not support"):
+    with pytest.raises(
+        CheckpointError, match=r"z is complex64, which safetensors does not support"
+    ):
         OutputFile("f", [whole]).header()
 
 
-def test_short_reads_and_writes_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_and_writes_are_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = OnDisk(tmp_path / "source", {"t": torch.randn(1000)})
     monkeypatch.setattr(os, "pwrite", lambda to, part, offset: REAL_PWRITE(to, part[:999], offset))
-    monkeypatch.setattr(os, "preadv", lambda of, parts, offset: REAL_PREADV(of, [parts[0][:777]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda of, parts, offset: REAL_PREADV(of, [parts[0][:777]], offset)
+    )
     write(tmp_path, source)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["t"], source.values["t"])
 
@@ -165,7 +187,8 @@ def test_a_flipped_bit_in_the_source_fails_the_merge(
     content[at.get(place, block.end - 1)] ^= 1
     block.path.write_bytes(content)
     with pytest.raises(
-        CheckpointError, match=rf"source is damaged or from another checkpoint: bytes {block.start:,} "
+        CheckpointError,
+        match=rf"source is damaged or from another checkpoint: bytes {block.start:,} ",
     ):
         write(tmp_path, source)
 
@@ -183,7 +206,10 @@ def test_a_truncated_or_linked_shard_fails_the_merge(tmp_path: Path, source: OnD
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"model\.safetensors cannot be opened: .*"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-1]),
+            r"model\.safetensors cannot be opened: .*",
+        ),
         (lambda path: path.write_bytes(b""), r"model\.safetensors cannot be opened: .*"),
         (
             lambda path: path.write_bytes(path.read_bytes().replace(b"F64", b"I64")),
@@ -214,5 +240,7 @@ def test_a_corrupt_write_is_detected_when_read_back(tmp_path: Path, source: OnDi
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors on disk differs from what was written"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors on disk differs from what was written"
+    ):
         require_on_disk(tmp_path, parts)

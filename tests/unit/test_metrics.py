@@ -29,9 +29,20 @@ from dapo_core.token_account import TokenAccount
 from tests.batches import UNSCORED, make_group
 
 
-def _rollout(num_tokens: int, score: float, verdict: Verdict, finish: FinishReason, penalty: float) -> Rollout:
+def _rollout(
+    num_tokens: int, score: float, verdict: Verdict, finish: FinishReason, penalty: float
+) -> Rollout:
     acc = float(verdict == "right")
-    return Rollout([7] * num_tokens, [-1.0] * num_tokens, finish, score, penalty, verdict, acc, [(0, num_tokens)])
+    return Rollout(
+        [7] * num_tokens,
+        [-1.0] * num_tokens,
+        finish,
+        score,
+        penalty,
+        verdict,
+        acc,
+        [(0, num_tokens)],
+    )
 
 
 PROMPT = Prompt(0, (5, 6), "arithmetic", "1")
@@ -39,7 +50,10 @@ PROMPT = Prompt(0, (5, 6), "arithmetic", "1")
 
 def _groups() -> list[Group]:
     first = [_rollout(3, 1.0, "right", "stop", 0.0), _rollout(4, -1.0, "wrong", "length", -0.5)]
-    second = [_rollout(1, -1.0, "no_answer", "stop", 0.0), _rollout(0, -1.0, "no_answer", "abort", 0.0)]
+    second = [
+        _rollout(1, -1.0, "no_answer", "stop", 0.0),
+        _rollout(0, -1.0, "no_answer", "abort", 0.0),
+    ]
     return [
         Group(0, PROMPT, first),
         Group(1, Prompt(1, (5, 6, 7), "arithmetic", "1"), second),
@@ -84,7 +98,10 @@ def test_response_metrics_match_hand_computed_values() -> None:
 def test_the_clip_ratio_counts_responses_stopped_at_the_limit() -> None:
     longest = make_group([1.0, -1.0, 1.0, 1.0], num_response_tokens=[9, 2, 9, 1])
     assert response_metrics([longest], torch.zeros(4), 9)["response_length/clip_ratio"] == 0.0
-    cut = replace(longest, rollouts=[replace(longest.rollouts[0], finish_reason="length"), *longest.rollouts[1:]])
+    cut = replace(
+        longest,
+        rollouts=[replace(longest.rollouts[0], finish_reason="length"), *longest.rollouts[1:]],
+    )
     assert response_metrics([cut], torch.zeros(4), 9)["response_length/clip_ratio"] == 0.25
 
 
@@ -93,9 +110,14 @@ def test_unscored_responses_do_not_enter_score_means() -> None:
     metrics = response_metrics(
         [group], torch.tensor([rollout.reward for rollout in group.rollouts]), max_prompt_tokens=9
     )
-    assert (metrics["critic/score/mean"], metrics["critic/score/min"]) == (0.75, 0.5)  # without the 0.0
+    assert (metrics["critic/score/mean"], metrics["critic/score/min"]) == (
+        0.75,
+        0.5,
+    )  # without the 0.0
     assert metrics["critic/rewards/mean"] == 0.75
-    failed = replace(group, rollouts=[replace(group.rollouts[0], verdict="error"), *group.rollouts[1:]])
+    failed = replace(
+        group, rollouts=[replace(group.rollouts[0], verdict="error"), *group.rollouts[1:]]
+    )
     metrics = response_metrics([failed], torch.zeros(3), 9)
     assert metrics["reward/error_ratio"] == metrics["reward/timeout_ratio"] == pytest.approx(1 / 3)
 
@@ -103,7 +125,9 @@ def test_unscored_responses_do_not_enter_score_means() -> None:
 def test_empty_responses_do_not_enter_score_means() -> None:
     metrics = response_metrics([make_group([1.0, 1.0], num_response_tokens=0)], torch.zeros(2), 9)
     assert metrics["response/aborted_ratio"] == 1.0
-    assert not [name for name in metrics if name.startswith(("critic/", "response_length_non_aborted/"))]
+    assert not [
+        name for name in metrics if name.startswith(("critic/", "response_length_non_aborted/"))
+    ]
     assert all(math.isfinite(value) for value in metrics.values())
 
 
@@ -120,7 +144,9 @@ def _two_responses() -> Batch:
         ([[1 / 4, 1 / 4], [1 / 2, 0.0]], 2.25),  # seq-mean-token-mean: (1.5 + 3) / 2
     ],
 )
-def test_batch_metrics_match_hand_computed_values(token_weights: list[list[float]], entropy: float) -> None:
+def test_batch_metrics_match_hand_computed_values(
+    token_weights: list[list[float]], entropy: float
+) -> None:
     entropies = torch.tensor([[1.0, 2.0], [3.0, float("nan")]])
     assert batch_metrics(_two_responses(), entropies, torch.tensor(token_weights)) == pytest.approx(
         {
@@ -152,7 +178,9 @@ def test_masked_tokens_do_not_count_as_trained() -> None:
 def test_load_balance_is_reported_with_and_without_balancing() -> None:
     # B = 6 rows on D = 2 ranks in mini-batches of 4 and 2: 9 | 1 1 1 and 4 | 8
     lengths = np.array([9, 1, 1, 1, 4, 8])
-    metrics = seqlen_metrics(lengths, [_update(0.0, 1, 1.0, rank_tokens=tokens) for tokens in ((9, 3), (4, 8))])
+    metrics = seqlen_metrics(
+        lengths, [_update(0.0, 1, 1.0, rank_tokens=tokens) for tokens in ((9, 3), (4, 8))]
+    )
     assert metrics == {
         "global_seqlen/min": 11.0,  # 9 + 1 + 1 in the first half,
         "global_seqlen/max": 13.0,  # 1 + 4 + 8 in the second
@@ -163,8 +191,14 @@ def test_load_balance_is_reported_with_and_without_balancing() -> None:
     }
     two_passes = [_update(0.0, 1, 1.0, rank_tokens=tokens) for tokens in ((9, 3), (4, 8)) * 2]
     assert seqlen_metrics(lengths, two_passes, 2) == metrics
-    more_ranks_than_rows = seqlen_metrics(np.array([5, 3]), [_update(0.0, 1, 1.0, rank_tokens=(5, 3, 0))])
-    assert more_ranks_than_rows["global_seqlen/min"] == more_ranks_than_rows["global_seqlen/balanced_min"] == 0.0
+    more_ranks_than_rows = seqlen_metrics(
+        np.array([5, 3]), [_update(0.0, 1, 1.0, rank_tokens=(5, 3, 0))]
+    )
+    assert (
+        more_ranks_than_rows["global_seqlen/min"]
+        == more_ranks_than_rows["global_seqlen/balanced_min"]
+        == 0.0
+    )
 
 
 NO_KL = KLConfig()
@@ -233,18 +267,31 @@ def test_updates_without_tokens_have_no_shares() -> None:
 
 def test_draw_metrics_match_the_account() -> None:
     def rollouts(*lengths: int, finish: FinishReason = "stop") -> list[Rollout]:
-        return [_rollout(length, 1.0, "right" if length == 10 else "wrong", finish, 0.0) for length in lengths]
+        return [
+            _rollout(length, 1.0, "right" if length == 10 else "wrong", finish, 0.0)
+            for length in lengths
+        ]
 
     account = TokenAccount(generated_tokens=70, carried_out_groups=4, carried_out_tokens=9)
-    finished = {"kept": rollouts(10, 20), "surplus": rollouts(20, finish="length"), "all_wrong": rollouts(3, 7)}
+    finished = {
+        "kept": rollouts(10, 20),
+        "surplus": rollouts(20, finish="length"),
+        "all_wrong": rollouts(3, 7),
+    }
     for name, own in finished.items():
         account.add(name, own)  # type: ignore[arg-type]
         account.add_finished(Group(0, PROMPT, own))
     account.add(
-        "aborted", [Response("5/0", [7] * 6, [-1.0] * 6, "abort"), Response("5/1", [7] * 4, [-1.0] * 4, "abort")]
+        "aborted",
+        [
+            Response("5/0", [7] * 6, [-1.0] * 6, "abort"),
+            Response("5/1", [7] * 4, [-1.0] * 4, "abort"),
+        ],
     )
     draw = Draw(
-        [replace(_groups()[0], rollouts=[replace(finished["kept"][0], versions=[(5, 4), (7, 6)])])], 6, account
+        [replace(_groups()[0], rollouts=[replace(finished["kept"][0], versions=[(5, 4), (7, 6)])])],
+        6,
+        account,
     )
     metrics = draw_metrics(draw, gen_prompts=4, policy_version=7)
     expected = {
@@ -272,5 +319,7 @@ def test_draw_metrics_match_the_account() -> None:
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     nothing = draw_metrics(Draw([], 0, TokenAccount()), 4, 0)
-    assert not [name for name in nothing if "length" in name or "clip" in name or "staleness" in name]
+    assert not [
+        name for name in nothing if "length" in name or "clip" in name or "staleness" in name
+    ]
     assert "sampler/accuracy" not in nothing  # nothing finished: neither right nor wrong

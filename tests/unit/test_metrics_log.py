@@ -35,9 +35,16 @@ def test_the_published_step() -> None:
     # 1024 responses on 64 devices: (7385.140625 + 152.890625) * 1024 = 7718944 tokens
     prompt_ids, num_response_tokens = range(7718944 - 7562384), 7562384  # 7385.140625 * 1024
     group: Any = SimpleNamespace(
-        num_response_tokens=num_response_tokens, prompt=SimpleNamespace(prompt_ids=prompt_ids), rollouts=[None]
+        num_response_tokens=num_response_tokens,
+        prompt=SimpleNamespace(prompt_ids=prompt_ids),
+        rollouts=[None],
     )
-    seconds = {"gen": 1315.2451746799998, "ref": 77.18944, "adv": 7.718944, "update_actor": 303.9206}
+    seconds = {
+        "gen": 1315.2451746799998,
+        "ref": 77.18944,
+        "adv": 7.718944,
+        "update_actor": 303.9206,
+    }
     speeds = timing_metrics({**seconds, "step": 1738.0274970199998}, [group], 64)
     assert speeds == pytest.approx(
         {
@@ -52,7 +59,12 @@ def test_the_published_step() -> None:
         },
         rel=3e-6,
     )
-    skipped = {"timing_s/gen": 1.0, "timing_s/step": 2.0, "perf/time_per_step": 2.0, "perf/throughput": 0.0}
+    skipped = {
+        "timing_s/gen": 1.0,
+        "timing_s/step": 2.0,
+        "perf/time_per_step": 2.0,
+        "perf/throughput": 0.0,
+    }
     assert timing_metrics({"gen": 1.0, "step": 2.0}, [], 1) == skipped
 
 
@@ -97,7 +109,10 @@ def test_verl_log_parsers_read_our_console_line() -> None:
     }
     line = format_step(12, values)
     assert line.startswith("step:12 - actor/ppo_kl:-3.1e-05 - ")
-    assert {name: float(value) for name, value in NAME_VALUE.findall(line)} == {"step": 12.0, **values}
+    assert {name: float(value) for name, value in NAME_VALUE.findall(line)} == {
+        "step": 12.0,
+        **values,
+    }
 
 
 def test_a_resume_truncates_metrics_to_the_checkpoint(tmp_path: Path) -> None:
@@ -114,7 +129,9 @@ def test_a_resume_truncates_metrics_to_the_checkpoint(tmp_path: Path) -> None:
     assert [line["timing_s/step"] for line in lines] == [1.5, 2.5, 9.0]
     assert time.time() - 60 < lines[0]["wall_time"] <= lines[-1]["wall_time"] <= time.time()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert read_json_lines(MetricsLog(tmp_path, last_step=0).path) == []  # a new run begins with an empty one
+    assert (
+        read_json_lines(MetricsLog(tmp_path, last_step=0).path) == []
+    )  # a new run begins with an empty one
 
 
 def test_non_finite_metrics_are_written_as_null(tmp_path: Path) -> None:
@@ -128,7 +145,9 @@ def test_non_finite_metrics_are_written_as_null(tmp_path: Path) -> None:
     assert (line["actor/pg_loss"], line["rollout/ess"], line["actor/lr"]) == (None, None, 0.5)
 
 
-def test_a_full_disk_is_reported_without_losing_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_without_losing_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = MetricsLog(tmp_path, 0)
     log.append(1, 2, {"timing_s/step": 0.5})
 

@@ -35,7 +35,10 @@ def test_tensors_are_located_by_index_or_headers(tmp_path: Path) -> None:
     assert weight_names(tmp_path) == {"a", "b", "c"}
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))
-    assert weight_files(tmp_path) == {"a": tmp_path / "one.safetensors", "b": tmp_path / "two.safetensors"}
+    assert weight_files(tmp_path) == {
+        "a": tmp_path / "one.safetensors",
+        "b": tmp_path / "two.safetensors",
+    }
     (tmp_path / INDEX_FILE).unlink()
     _save(tmp_path / SINGLE_FILE, "d")  # the name transformers and vLLM look for first
     assert weight_files(tmp_path) == {"d": tmp_path / SINGLE_FILE}
@@ -44,10 +47,16 @@ def test_tensors_are_located_by_index_or_headers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ('{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}', "lacks 2 of the 2 files .* such as x"),
+        (
+            '{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}',
+            "lacks 2 of the 2 files .* such as x",
+        ),
         ("{}", r"is not a weight index \(KeyError"),
         ("<html>", "is not a weight index"),
-        ('{"weight_map": {"a": "../x.safetensors"}}', r"names \.\./x\.safetensors, which is not a file name"),
+        (
+            '{"weight_map": {"a": "../x.safetensors"}}',
+            r"names \.\./x\.safetensors, which is not a file name",
+        ),
     ],
 )
 def test_a_broken_index_is_refused(tmp_path: Path, index: str, message: str) -> None:
@@ -57,7 +66,9 @@ def test_a_broken_index_is_refused(tmp_path: Path, index: str, message: str) -> 
 
 
 def test_a_fingerprint_depends_on_the_model_not_the_folder(tmp_path: Path) -> None:
-    folders = [build_tiny_qwen3(tmp_path / name, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    folders = [
+        build_tiny_qwen3(tmp_path / name, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
     prints = [model_fingerprint(folder) for folder in folders]
     assert prints[0] == prints[1] != prints[2]
     (folders[1] / "config.json").write_text("{}", encoding="utf-8")
@@ -79,8 +90,13 @@ def test_links_may_only_lead_to_the_blobs_of_a_cache(tmp_path: Path) -> None:
     link = snapshot / "generation_config.json"
     link.unlink()
     link.symlink_to(secret)
-    for refuse in (require_model_folder, lambda folder: copy_model_files(folder, tmp_path / "stolen")):
-        with pytest.raises(ModelError, match=rf"generation_config\.json is a link to {secret}, outside the model"):
+    for refuse in (
+        require_model_folder,
+        lambda folder: copy_model_files(folder, tmp_path / "stolen"),
+    ):
+        with pytest.raises(
+            ModelError, match=rf"generation_config\.json is a link to {secret}, outside the model"
+        ):
             refuse(snapshot)
     assert not (tmp_path / "stolen").exists()
     link.unlink()
@@ -101,26 +117,43 @@ def test_circular_links_are_refused(tmp_path: Path, name: str) -> None:
 
 
 SMALL = ["config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
-SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+SHARDS = [
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+]
 
 
 @pytest.mark.parametrize(
     ("others", "kept"),
     [
-        (["model.safetensors", "README.md", ".gitattributes", "LICENSE"], ["model.safetensors", "LICENSE"]),
+        (
+            ["model.safetensors", "README.md", ".gitattributes", "LICENSE"],
+            ["model.safetensors", "LICENSE"],
+        ),
         (
             [*SHARDS, "consolidated.safetensors", "params.json", "original/consolidated.00.pth"],
             [*SHARDS, "params.json"],
         ),
         ([*SHARDS, "model.safetensors", "model.fp16.safetensors"], SHARDS),
-        (["model.safetensors", "pytorch_model.bin", "tf_model.h5", "onnx/model.onnx"], ["model.safetensors"]),
+        (
+            ["model.safetensors", "pytorch_model.bin", "tf_model.h5", "onnx/model.onnx"],
+            ["model.safetensors"],
+        ),
         (["weights.safetensors", "chat_template.jinja", "tokenizer.model"], None),
         (["model.safetensors", "additional_chat_templates/tool_use.jinja"], None),
-        (["model.safetensors", "modeling_x.py", "figures/plot.png", "model-q4.gguf"], ["model.safetensors"]),
+        (
+            ["model.safetensors", "modeling_x.py", "figures/plot.png", "model-q4.gguf"],
+            ["model.safetensors"],
+        ),
     ],
 )
-def test_only_files_in_use_are_fetched_from_a_repository(others: list[str], kept: list[str] | None) -> None:
-    assert files_to_fetch([*SMALL, *others]) == sorted([*SMALL, *(others if kept is None else kept)])
+def test_only_files_in_use_are_fetched_from_a_repository(
+    others: list[str], kept: list[str] | None
+) -> None:
+    assert files_to_fetch([*SMALL, *others]) == sorted(
+        [*SMALL, *(others if kept is None else kept)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,8 +163,14 @@ def test_only_files_in_use_are_fetched_from_a_repository(others: list[str], kept
             [*SMALL, "pytorch_model.bin"],
             r"its weights are pickled \(pytorch_model\.bin\).*model\.allow_pickle=true",
         ),
-        ([*SMALL, "model-q4.gguf"], r"it has no safetensors, only weights as \.gguf; use a repository"),
-        (["adapter_config.json", "adapter_model.safetensors"], r"it contains an adapter, not a model: merge it"),
+        (
+            [*SMALL, "model-q4.gguf"],
+            r"it has no safetensors, only weights as \.gguf; use a repository",
+        ),
+        (
+            ["adapter_config.json", "adapter_model.safetensors"],
+            r"it contains an adapter, not a model: merge it",
+        ),
         ([*SMALL[1:], "model.safetensors"], r"it lacks config\.json"),
         (
             ["config.json", "model.safetensors"],
@@ -139,17 +178,23 @@ def test_only_files_in_use_are_fetched_from_a_repository(others: list[str], kept
         ),
     ],
 )
-def test_a_repository_without_a_model_is_refused_with_the_reason(paths: list[str], said: str) -> None:
+def test_a_repository_without_a_model_is_refused_with_the_reason(
+    paths: list[str], said: str
+) -> None:
     with pytest.raises(ModelError, match=said):
         files_to_fetch(paths)
 
 
 def test_pickles_and_code_are_fetched_only_if_allowed() -> None:
-    pickles = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)] + ["pytorch_model.bin.index.json"]
+    pickles = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)] + [
+        "pytorch_model.bin.index.json"
+    ]
     code = ["modeling_x.py", "parts/rope.py"]
     paths = [*SMALL, *pickles, *code, "training_args.bin"]
     assert files_to_fetch(paths, allow_pickle=True) == sorted([*SMALL, *pickles])
-    assert files_to_fetch(paths, allow_pickle=True, with_code=True) == sorted([*SMALL, *pickles, *code])
+    assert files_to_fetch(paths, allow_pickle=True, with_code=True) == sorted(
+        [*SMALL, *pickles, *code]
+    )
 
 
 def test_a_reference_model_with_other_sizes_is_refused(tmp_path: Path) -> None:
@@ -160,7 +205,8 @@ def test_a_reference_model_with_other_sizes_is_refused(tmp_path: Path) -> None:
     config = json.loads((same / "config.json").read_text())
     (same / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 7}))
     with pytest.raises(
-        ModelError, match=r"same has num_hidden_layers 7, but the policy has 2: .* algorithm\.kl\.refer"
+        ModelError,
+        match=r"same has num_hidden_layers 7, but the policy has 2: .* algorithm\.kl\.refer",
     ):
         require_reference(str(same), policy)
     (same / "config.json").write_text("{")
@@ -173,13 +219,23 @@ def test_a_reference_model_with_other_sizes_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("adapter_config.json", r"lacks config\.json .* folder \(it contains a LoRA adapter: merge it into"),
-        ("model-Q4_K_M.gguf", r"lacks config\.json .* folder \(it contains a GGUF file, which is quantized"),
+        (
+            "adapter_config.json",
+            r"lacks config\.json .* folder \(it contains a LoRA adapter: merge it into",
+        ),
+        (
+            "model-Q4_K_M.gguf",
+            r"lacks config\.json .* folder \(it contains a GGUF file, which is quantized",
+        ),
     ],
 )
-def test_adapters_and_gguf_files_are_named_in_the_error(tmp_path: Path, file: str, said: str) -> None:
+def test_adapters_and_gguf_files_are_named_in_the_error(
+    tmp_path: Path, file: str, said: str
+) -> None:
     (tmp_path / file).touch()
     with pytest.raises(ModelError, match=said):
         require_model_folder(tmp_path)
-    with pytest.raises(ModelError, match=rf"{file} is a file, not a model folder; set model\.path to"):
+    with pytest.raises(
+        ModelError, match=rf"{file} is a file, not a model folder; set model\.path to"
+    ):
         require_model_folder(tmp_path / file)

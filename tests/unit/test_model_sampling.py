@@ -21,7 +21,9 @@ def model(folder: Path, **values: Any) -> Path:
     return folder
 
 
-def test_missing_generation_config_values_are_neutral(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_generation_config_values_are_neutral(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert read_sampling(model(tmp_path, **QWEN3)) == Sampling(0.6, 0.95, 20)
     assert read_sampling(model(tmp_path, top_p=0.8, top_k=0)) == Sampling(1.0, 0.8, -1)
     assert read_sampling(model(tmp_path, do_sample=False)) == GREEDY
@@ -29,7 +31,9 @@ def test_missing_generation_config_values_are_neutral(tmp_path: Path, caplog: py
     assert caplog.text == ""
     read_sampling(model(tmp_path, temperature=0.7, repetition_penalty=1.05))
     assert "recommends {'repetition_penalty': 1.05}, which training does not apply" in caplog.text
-    with pytest.raises(ModelError, match=r"has no temperature, top_p or top_k .*set rollout\.sampling"):
+    with pytest.raises(
+        ModelError, match=r"has no temperature, top_p or top_k .*set rollout\.sampling"
+    ):
         read_sampling(model(tmp_path, eos_token_id=1))
     (tmp_path / GENERATION_CONFIG).write_text("{")
     with pytest.raises(ModelError, match="is not JSON"):
@@ -41,15 +45,28 @@ def test_sampling_model_uses_the_models_values(tmp_path: Path) -> None:
     plain = make_config(rollout={"temperature": 0.8})
     assert with_model_sampling(plain, tmp_path) is plain
     sampled = {"every": 1, "sampling": "model", "num_samples": 4}
-    config = with_model_sampling(make_config(rollout={"sampling": "model"}, validation=sampled), tmp_path)
+    config = with_model_sampling(
+        make_config(rollout={"sampling": "model"}, validation=sampled), tmp_path
+    )
     for section in (config.rollout, config.validation):
-        assert (section.sampling, section.temperature, section.top_p, section.top_k) == ("settings", 0.6, 0.95, 20)
+        assert (section.sampling, section.temperature, section.top_p, section.top_k) == (
+            "settings",
+            0.6,
+            0.95,
+            20,
+        )
     assert config.validation.num_samples == 4
     corrected = {"rollout_correction": {"importance": "token"}}
-    with pytest.raises(ConfigError, match=r"rollout\.top_p=0\.95, rollout\.top_k=20 would correct for the trunc"):
-        with_model_sampling(make_config(rollout={"sampling": "model"}, algorithm=corrected), tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"rollout\.top_p=0\.95, rollout\.top_k=20 would correct for the trunc"
+    ):
+        with_model_sampling(
+            make_config(rollout={"sampling": "model"}, algorithm=corrected), tmp_path
+        )
     model(tmp_path, do_sample=False)
-    with pytest.raises(ConfigError, match="is greedy, which would repeat the same response 16 times"):
+    with pytest.raises(
+        ConfigError, match="is greedy, which would repeat the same response 16 times"
+    ):
         with_model_sampling(make_config(rollout={"sampling": "model"}), tmp_path)
     with pytest.raises(ConfigError, match=r"validation\.num_samples=4 at temperature 0"):
         with_model_sampling(make_config(validation=sampled), tmp_path)
@@ -70,8 +87,14 @@ def test_sampling_model_uses_the_models_values(tmp_path: Path) -> None:
             {"validation": {"every": 1, "num_samples": 4}},
             r"num_samples=4 at temperature 0 would repeat the same response 4 times",
         ),
-        ({"validation": {"every": 1, "top_k": 4}}, r"validation\.top_k=4 would be ignored at temperature 0"),
-        ({"validation": {"before_training": True}}, r"before_training=true needs validations.*validation\.every"),
+        (
+            {"validation": {"every": 1, "top_k": 4}},
+            r"validation\.top_k=4 would be ignored at temperature 0",
+        ),
+        (
+            {"validation": {"before_training": True}},
+            r"before_training=true needs validations.*validation\.every",
+        ),
         (
             {"rollout": {"chat_template_kwargs": {"tokenize": True}}},
             r"rollout\.chat_template_kwargs\.tokenize is set by the project",

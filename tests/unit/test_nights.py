@@ -14,7 +14,13 @@ from eval.compare import compare
 from eval.report import Provenance, make_report, render_markdown
 from tasks.chain import link_model_folder
 from tasks.links import link_of
-from tasks.runs.nights import LAST_NIGHT, NIGHTLY, describe_change, since_first_night, with_last_night
+from tasks.runs.nights import (
+    LAST_NIGHT,
+    NIGHTLY,
+    describe_change,
+    since_first_night,
+    with_last_night,
+)
 from tasks.runs.run import Run
 from tests.garbage import collect
 from tests.recorded_runs import Outcome, builder, produce, record_run, small_config
@@ -32,7 +38,9 @@ def night(store: Path, seed: int, *overrides: str, flow: str = NIGHTLY) -> Run:
         made = produce(run, Outcome(weights=f"of seed {seed}"), labels)
 
         def merge(folder: Path) -> Mapping[str, Any]:
-            shutil.copytree(build_tiny_qwen3(folder.parent / "made", seed=seed), folder, dirs_exist_ok=True)
+            shutil.copytree(
+                build_tiny_qwen3(folder.parent / "made", seed=seed), folder, dirs_exist_ok=True
+            )
             (folder / "merge_manifest.json").write_text("{}")
             return {}
 
@@ -40,7 +48,11 @@ def night(store: Path, seed: int, *overrides: str, flow: str = NIGHTLY) -> Run:
             "merge_checkpoint", link_of(config, "merge_checkpoint").key(made["train_policy"]), merge
         )
         key = link_of(config, "evaluate_after").key(made["prepare_data"], merged)
-        run.produce("evaluate_after", key, builder(config, "evaluate_after", Outcome(weights=f"of seed {seed}")))
+        run.produce(
+            "evaluate_after",
+            key,
+            builder(config, "evaluate_after", Outcome(weights=f"of seed {seed}")),
+        )
         run.record(report=RESULT)
     return run
 
@@ -63,7 +75,9 @@ def test_answers_of_the_last_nightly_run_are_reused(tmp_path: Path) -> None:
     with Run.start(tonight, NIGHTLY) as run:
         [data] = produce(run, Outcome(), ["prepare_data"]).values()
         link = link_of(tonight, "fetch_baseline_last-night")
-        model = run.produce(link.label, link.key(), lambda folder: link_model_folder(link.config, folder))
+        model = run.produce(
+            link.label, link.key(), lambda folder: link_model_folder(link.config, folder)
+        )
         assert model.digest == yesterday.stages["merge_checkpoint"].digest
         asked = run.take("evaluate_baseline_last-night")
     assert asked.key == yesterday.stages["evaluate_after"].key
@@ -75,7 +89,12 @@ def test_answers_of_the_last_nightly_run_are_reused(tmp_path: Path) -> None:
 
 def test_a_baseline_named_last_night_is_kept(tmp_path: Path) -> None:
     night(tmp_path, 1)
-    assert with_last_night(small_config(tmp_path, "evaluate.baselines=[{name: last-night, path: mine}]")) == ()
+    assert (
+        with_last_night(
+            small_config(tmp_path, "evaluate.baselines=[{name: last-night, path: mine}]")
+        )
+        == ()
+    )
 
 
 @pytest.mark.slow
@@ -91,13 +110,17 @@ def test_the_newest_nightly_model_survives_gc_and_a_lost_one_is_reported(
     shutil.rmtree(last.stages["merge_checkpoint"].artifact)
     with caplog.at_level(logging.WARNING):
         assert with_last_night(last.config) == ()
-    assert f"the merged model of the run {last.folder.name} is no longer in the store" in caplog.text
+    assert (
+        f"the merged model of the run {last.folder.name} is no longer in the store" in caplog.text
+    )
 
 
 @pytest.mark.slow
 def test_a_nightly_run_is_compared_with_the_first_one(tmp_path: Path) -> None:
     nights = []
-    for step, (before, after) in enumerate((("rwwwwwww", "rwwwwwww"), ("rwwwwwww", "rrrwwwww")), start=60):
+    for step, (before, after) in enumerate(
+        (("rwwwwwww", "rwwwwwww"), ("rwwwwwww", "rrrwwwww")), start=60
+    ):
         config = small_config(tmp_path, f"train.total_steps={step}")
         outcome = Outcome(weights=f"of step {step}", before=before, after=after)
         run = record_run(config, outcome, flow=NIGHTLY)
@@ -105,7 +128,8 @@ def test_a_nightly_run_is_compared_with_the_first_one(tmp_path: Path) -> None:
     (first, own), (_, after) = nights
     said = since_first_night(tmp_path, "arith_cpu", after)
     assert (
-        said == f"not significantly different from the first night, {first.folder.name[:8]} (+25.0 points, p 0.5)"
+        said
+        == f"not significantly different from the first night, {first.folder.name[:8]} (+25.0 points, p 0.5)"
     )
     assert since_first_night(tmp_path, "arith_cpu", own) == ""  # one measurement
     assert since_first_night(tmp_path, "other", after) == ""

@@ -25,12 +25,24 @@ from tasks.preflight.memory import check_memory
 from tests.trainings import config_of
 
 A, B, C = "n0 (10.0.0.1)", "n1 (10.0.0.2)", "n2 (10.0.0.3)"
-VERSIONS = {"Python": "3.11.9", "code": "0c7241f00000", "torch": "2.10.0", "CANN": "9.1.0", "driver": "25.5.0"}
+VERSIONS = {
+    "Python": "3.11.9",
+    "code": "0c7241f00000",
+    "torch": "2.10.0",
+    "CANN": "9.1.0",
+    "driver": "25.5.0",
+}
 
 
 def device(number: int = 0, **changes: Any) -> dict[str, Any]:
     """An idle die of an Atlas A3."""
-    idle = {"label": f"NPU {number}", "number": str(number), "model": "Ascend910", "health": "OK", "uuid": ""}
+    idle = {
+        "label": f"NPU {number}",
+        "number": str(number),
+        "model": "Ascend910",
+        "health": "OK",
+        "uuid": "",
+    }
     return idle | {"used_bytes": 3 * GIB, "total_bytes": 64 * GIB, "processes": []} | changes
 
 
@@ -39,7 +51,13 @@ def process(num_bytes: int | None, is_of_ray: bool = False, pid: int = 7) -> dic
 
 
 def port(number: int = 0, **changes: str | None) -> dict[str, str | None]:
-    up = {"label": f"NPU {number}", "link": "UP", "health": "Success", "tls": "0", "address": "29.1.112.213"}
+    up = {
+        "label": f"NPU {number}",
+        "link": "UP",
+        "health": "Success",
+        "tls": "0",
+        "address": "29.1.112.213",
+    }
     return up | changes
 
 
@@ -55,7 +73,8 @@ def report(*devices: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {
         "devices": found | links | changes.pop("found", {}),
         "limits": {"open files": 65536, "locked memory": None} | changes.pop("limits", {}),
-        "memory": {"total": 1024 * GIB, "shared": 64 * GIB, "unused_huge_pages": 0} | changes.pop("memory", {}),
+        "memory": {"total": 1024 * GIB, "shared": 64 * GIB, "unused_huge_pages": 0}
+        | changes.pop("memory", {}),
         "disk": {"/tmp": {"total": 100 * GIB, "free": changes.pop("free", 50 * GIB)}},
         "environment": changes.pop("environment", []),
     }
@@ -90,9 +109,19 @@ def test_equal_versions_are_one_finding_and_a_node_that_differs_is_named() -> No
         f"driver 24.1.0, but 25.5.0 on {A}, {B}": (WARN, C),
         f"ray 2.60.0, but none on {A}, {B}": (FAIL, C),
     }
-    assert all("requirements/" in finding.advice for finding in findings if "torch" in finding.found)
-    here = only(of(nodes.check_versions, {A: VERSIONS, B: VERSIONS, nodes.THIS_MACHINE: {"Python": "3.11.9"}}))
-    assert (here.found, here.where) == (f"code none, but 0c7241f00000 on {A}, {B}", nodes.THIS_MACHINE)
+    assert all(
+        "requirements/" in finding.advice for finding in findings if "torch" in finding.found
+    )
+    here = only(
+        of(
+            nodes.check_versions,
+            {A: VERSIONS, B: VERSIONS, nodes.THIS_MACHINE: {"Python": "3.11.9"}},
+        )
+    )
+    assert (here.found, here.where) == (
+        f"code none, but 0c7241f00000 on {A}, {B}",
+        nodes.THIS_MACHINE,
+    )
 
 
 def test_packages_of_no_known_set_and_another_cann_are_reported() -> None:
@@ -115,8 +144,9 @@ def test_packages_of_no_known_set_and_another_cann_are_reported() -> None:
 def test_healthy_devices_are_one_finding_with_their_free_memory() -> None:
     found = only(devices_of({A: report(), B: report()}))
     assert (found.status, found.found) == (
-        OK, "4 on 2 nodes, healthy, without other processes, at least 61.0 GiB free on each",
-    )  # fmt: skip
+        OK,
+        "4 on 2 nodes, healthy, without other processes, at least 61.0 GiB free on each",
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +158,11 @@ def test_healthy_devices_are_one_finding_with_their_free_memory() -> None:
         (device(total_bytes=None), WARN, "NPU 0: memory could not be read"),
         (device(processes=[process(GIB)]), WARN, "NPU 0: process 7 (python) uses 1.0 GiB"),
         (device(processes=[process(None)]), WARN, "NPU 0: process 7 (python)"),
-        (device(used_bytes=20 * GIB, processes=[process(17 * GIB, is_of_ray=True)]), WARN, "uses 17.0 GiB"),
+        (
+            device(used_bytes=20 * GIB, processes=[process(17 * GIB, is_of_ray=True)]),
+            WARN,
+            "uses 17.0 GiB",
+        ),
         (device(used_bytes=20 * GIB), FAIL, "NPU 0: 44.0 GiB free, 50.0 GiB needed"),
     ],
 )
@@ -145,7 +179,9 @@ def test_a_device_that_a_rank_cannot_use_is_named_with_its_node(
 
 def test_a_process_that_holds_needed_memory_ends_the_run_and_the_largest_are_shown() -> None:
     several = [process(number * GIB, pid=number) for number in range(1, 7)]
-    process_found, memory = devices_of({A: report(device(used_bytes=24 * GIB, processes=several), device(1))})
+    process_found, memory = devices_of(
+        {A: report(device(used_bytes=24 * GIB, processes=several), device(1))}
+    )
     assert (process_found.status, memory.status) == (FAIL, FAIL)
     assert process_found.found.startswith("NPU 0: process 6 (python) uses 6.0 GiB, process 5 ")
     assert process_found.found.endswith("; and 2 more")
@@ -159,7 +195,10 @@ def test_a_missing_tool_and_devices_that_ray_only_claims_are_reported() -> None:
     found = only(devices_of({A: silent}))
     assert (found.status, found.found) == (WARN, "could not be read: npu-smi is not installed here")
     found = only(devices_of({A: report(), B: report()}, promised=16))
-    assert (found.status, found.found) == (FAIL, "Ray was started with 16 devices, but npu-smi shows 2")
+    assert (found.status, found.found) == (
+        FAIL,
+        "Ray was started with 16 devices, but npu-smi shows 2",
+    )
 
 
 def test_the_plan_is_made_for_the_smallest_device() -> None:
@@ -167,7 +206,9 @@ def test_the_plan_is_made_for_the_smallest_device() -> None:
     assert nodes.smallest_device(reports, "npu") == usable_bytes("npu", 32 * GIB)
     assert nodes.smallest_device({A: report(device(total_bytes=None))}, "npu") is None
     assert of(nodes.check_device_model, "Atlas 800T A3", usable_bytes("npu", 64 * GIB)) == []
-    assert only(of(nodes.check_device_model, "Atlas 800T A3", usable_bytes("npu", 32 * GIB))).found == (
+    assert only(
+        of(nodes.check_device_model, "Atlas 800T A3", usable_bytes("npu", 32 * GIB))
+    ).found == (
         "train.device_model=Atlas 800T A3 has 61.3 GiB, but the smallest device found has 29.0 GiB"
     )
 
@@ -208,7 +249,9 @@ def test_ports_that_are_up_are_one_finding() -> None:
         (port(tls="1"), FAIL, "TLS is on, but off on 2 other ports"),
     ],
 )
-def test_a_port_that_hccl_cannot_use_is_named(changed: dict[str, str | None], status: str, said: str) -> None:
+def test_a_port_that_hccl_cannot_use_is_named(
+    changed: dict[str, str | None], status: str, said: str
+) -> None:
     found = only(links_of([port(0), port(1)], [changed]))
     assert (found.status, found.found) == (status, said)
     assert found.where.startswith(B)
@@ -223,7 +266,10 @@ def test_a_single_node_needs_no_ports_and_a_missing_tool_is_reported() -> None:
 def test_a_wrong_clock_is_named_but_not_a_slow_answer() -> None:
     wrong = only(of(nodes.check_clocks, {A: (-90.2, 0.01), B: (3.0, 2.5)}))
     assert (wrong.where, wrong.found) == (A, "90 s behind this machine")
-    assert only(of(nodes.check_clocks, {A: (0.01, 0.002), B: (-0.2, 0.01)})).found == "equal within 0.2 s"
+    assert (
+        only(of(nodes.check_clocks, {A: (0.01, 0.002), B: (-0.2, 0.01)})).found
+        == "equal within 0.2 s"
+    )
 
 
 class _Nodes(_NodeChecks):
@@ -260,13 +306,19 @@ def test_the_shortest_reading_of_a_clock_counts(monkeypatch: pytest.MonkeyPatch)
         ({"limits": {"open files": 1024}}, "ulimit -n is 1024; 32768 is recommended"),
         ({"limits": {"locked memory": 65536}}, "ulimit -l is 64 KiB"),
         ({"memory": {"shared": 64 * 1024**2}}, "/dev/shm has 64.0 MiB"),
-        ({"memory": {"unused_huge_pages": 512 * GIB}}, "512.0 GiB are reserved for unused huge pages"),
+        (
+            {"memory": {"unused_huge_pages": 512 * GIB}},
+            "512.0 GiB are reserved for unused huge pages",
+        ),
     ],
 )
 def test_a_low_limit_is_named_with_its_nodes(changes: dict[str, Any], said: str) -> None:
     found = only(of(nodes.check_limits, {A: report(), B: report(**changes)}, True))
     assert (found.status, found.where, found.found) == (WARN, B, said)
-    assert only(of(nodes.check_limits, {A: report(**changes), B: report(**changes)}, True)).where == "all 2 nodes"
+    assert (
+        only(of(nodes.check_limits, {A: report(**changes), B: report(**changes)}, True)).where
+        == "all 2 nodes"
+    )
 
 
 @pytest.mark.parametrize(("free", "status"), [(50 * GIB, OK), (4 * GIB, WARN), (GIB // 2, FAIL)])
@@ -275,7 +327,12 @@ def test_a_full_disk_is_found(free: int, status: str) -> None:
 
 
 def test_a_harmful_variable_is_reported_with_its_node() -> None:
-    row = {"name": "GLOO_SOCKET_IFNAME", "value": "eth7", "effect": "", "advice": "no interface eth7"}
+    row = {
+        "name": "GLOO_SOCKET_IFNAME",
+        "value": "eth7",
+        "effect": "",
+        "advice": "no interface eth7",
+    }
     variables = [{**row, "state": "caution"}, {**row, "name": "OMP_NUM_THREADS", "state": "set"}]
     found = only(of(nodes.check_variables, {A: report(), B: report(environment=variables)}))
     assert (found.where, found.found) == (B, "GLOO_SOCKET_IFNAME=eth7: no interface eth7")
@@ -288,7 +345,9 @@ def test_files_connections_and_all_reduces_name_nodes_and_pairs() -> None:
         *of(nodes.check_connections, taken, {(A, B): ["blocked"]}, 2),
         *of(nodes.check_all_reduce, {(A, B): "timed out", (B, C): 0.002, (C, A): ""}, "hccl"),
     ]
-    assert [(finding.check, finding.status, finding.where, finding.found) for finding in findings] == [
+    assert [
+        (finding.check, finding.status, finding.where, finding.found) for finding in findings
+    ] == [
         ("files", FAIL, B, "does not see model folder /models/q (different content)"),
         ("network", WARN, A, "no port of HCCL_HOST_SOCKET_PORT_RANGE=60000-60050 is free"),
         ("network", FAIL, f"from {A} to {B}", "blocked"),
@@ -306,14 +365,19 @@ def test_no_node_is_in_two_pairs_of_a_round(number: int) -> None:
         members = [node for pair in one for node in pair]
         assert len(set(members)) == len(members)
     pairs = [frozenset(pair) for one in found for pair in one]
-    ring = {frozenset((node, (node + 1) % number)) for node in range(number)} if number > 1 else set()
+    ring = (
+        {frozenset((node, (node + 1) % number)) for node in range(number)} if number > 1 else set()
+    )
     assert (set(pairs), len(pairs)) == (ring, len(ring))
 
 
 def test_each_row_of_the_table_has_a_consequence_and_a_fix() -> None:
     rows = yaml.safe_load(nodes.TABLE.read_text())
     used = set(
-        re.findall(r'(?:\(|, )"(\w+)", (?:FAIL|WARN|status|down)', nodes.TABLE.with_suffix(".py").read_text())
+        re.findall(
+            r'(?:\(|, )"(\w+)", (?:FAIL|WARN|status|down)',
+            nodes.TABLE.with_suffix(".py").read_text(),
+        )
     )
     used |= {"version", "code", "driver", "answer", "model", "full", "health", "process", "free"}
     assert rows.keys() == used
@@ -322,13 +386,15 @@ def test_each_row_of_the_table_has_a_consequence_and_a_fix() -> None:
         assert row["fix"]
 
 
-def test_devices_of_this_machine_are_checked_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_this_machine_are_checked_without_a_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen = report(device(health="Alarm"), device(1))["devices"]
     monkeypatch.setattr("tasks.preflight.node_probe.devices_here", lambda kind, environment: seen)
     findings = of(check_devices_here, config_of(train={"device": "npu"}), None)
-    assert [(each.status, each.where, each.found) for each in findings if each.check == "devices"] == [
-        (FAIL, "this machine", "NPU 0: Alarm")
-    ]
+    assert [
+        (each.status, each.where, each.found) for each in findings if each.check == "devices"
+    ] == [(FAIL, "this machine", "NPU 0: Alarm")]
 
 
 def test_rendezvous_urls_of_both_address_families() -> None:

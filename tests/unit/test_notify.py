@@ -41,7 +41,10 @@ REPORT = {
         {"name": "other", "missing": {"math500": "it was not evaluated"}},
     ],
     "absent": {"theirs": "ServerUnreachable: away"},
-    "gates": [{"gate": "pooled > 50", "is_passed": False}, {"gate": "pooled > 1", "is_passed": True}],
+    "gates": [
+        {"gate": "pooled > 50", "is_passed": False},
+        {"gate": "pooled > 1", "is_passed": True},
+    ],
 }
 
 
@@ -57,9 +60,19 @@ def everything_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_every_benchmark_of_a_suite_is_sent() -> None:
-    figures = {"name": "a", "before": 0.1, "after": 0.2, "difference": 0.1, "ci95": [0, 0.2], "p": 0.2, "n": 9}
+    figures = {
+        "name": "a",
+        "before": 0.1,
+        "after": 0.2,
+        "difference": 0.1,
+        "ci95": [0, 0.2],
+        "p": 0.2,
+        "n": 9,
+    }
     row = {**figures, "p_holm": 0.4, "direction": "", "weight": 1.0}
-    suite = suite_figures({"headline": "a", "benchmarks": [row], "pooled": {**figures, "mid_p": 0.1}})
+    suite = suite_figures(
+        {"headline": "a", "benchmarks": [row], "pooled": {**figures, "mid_p": 0.1}}
+    )
     assert suite["benchmarks"] == [{name: value for name, value in row.items() if name != "weight"}]
     assert suite["headline"] == "a"
     assert suite["pooled"] == {name: value for name, value in figures.items() if name != "name"}
@@ -100,14 +113,21 @@ def test_a_finished_report_is_sent_with_its_figures(receiver: Receiver, tmp_path
     ],
 )
 def test_a_failed_run_is_sent_with_its_reason(
-    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: Any, event: str, reason: str
+    receiver: Receiver,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    state: Any,
+    event: str,
+    reason: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a worker may run in another folder
     overrides = [f"flow.webhook.url={receiver.url()}", "run.name=mine"]
     flow_run = SimpleNamespace(
         id="7bfb7b22", name="sly-fox", parameters={"config": CONFIG, "overrides": overrides}
     )
-    monkeypatch.setattr("flows.notify.url_for", lambda kind, identity: f"http://prefect/{kind}/{identity}")
+    monkeypatch.setattr(
+        "flows.notify.url_for", lambda kind, identity: f"http://prefect/{kind}/{identity}"
+    )
     report_failure(dapo_full, flow_run, state)
     [(_, payload)] = receiver.received
     assert payload == {
@@ -128,10 +148,14 @@ def test_secrets_are_neither_sent_nor_recorded(
     url = receiver.url("/services/0123456789abcdefXYZ")
     words = f"401 for sk-very-secret, and {url} answered 404"
     overrides = [f"flow.webhook.url={url}", f"store.path={tmp_path}"]
-    flow_run = SimpleNamespace(id="1", name="sly-fox", parameters={"config": CONFIG, "overrides": overrides})
+    flow_run = SimpleNamespace(
+        id="1", name="sly-fox", parameters={"config": CONFIG, "overrides": overrides}
+    )
     report_failure(dapo_full, flow_run, Failed(message=words))
     [(path, payload)] = receiver.received
-    clean = words.replace("sk-very-secret", "[redacted]").replace("0123456789abcdefXYZ", "[redacted]")
+    clean = words.replace("sk-very-secret", "[redacted]").replace(
+        "0123456789abcdefXYZ", "[redacted]"
+    )
     assert (path, payload["reason"]) == ("/services/0123456789abcdefXYZ", clean)
     with pytest.raises(DataError), Run.start(load_config(CONFIG, overrides)) as run:
         raise DataError(words)
@@ -142,15 +166,27 @@ def test_a_server_without_ui_sends_no_url(receiver: Receiver) -> None:
     """The private server of `dapo run` exits with the run."""
     parameters = {"config": CONFIG, "overrides": [f"flow.webhook.url={receiver.url()}"]}
     with temporary_settings({"server.ui.enabled": False}):
-        report_failure(dapo_full, SimpleNamespace(id="7bfb7b22", name="sly-fox", parameters=parameters), Failed())
+        report_failure(
+            dapo_full,
+            SimpleNamespace(id="7bfb7b22", name="sly-fox", parameters=parameters),
+            Failed(),
+        )
     [(_, payload)] = receiver.received
     assert payload["flow_run"] == {"name": "sly-fox", "url": None}
 
 
-def test_every_failure_calls_the_hook_which_never_fails_a_run(caplog: pytest.LogCaptureFixture) -> None:
-    for hooks in (dapo_full.on_failure_hooks, dapo_full.on_crashed_hooks, dapo_full.on_cancellation_hooks):
+def test_every_failure_calls_the_hook_which_never_fails_a_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for hooks in (
+        dapo_full.on_failure_hooks,
+        dapo_full.on_crashed_hooks,
+        dapo_full.on_cancellation_hooks,
+    ):
         assert report_failure in hooks
-    flow_run = SimpleNamespace(name="sly-fox", parameters={"config": "no/such.yaml", "overrides": []})
+    flow_run = SimpleNamespace(
+        name="sly-fox", parameters={"config": "no/such.yaml", "overrides": []}
+    )
     report_failure(dapo_full, flow_run, Failed())
     assert "no webhook is called for sly-fox, which ended in state Failed" in caplog.text
 
@@ -179,15 +215,25 @@ def test_the_url_is_read_from_the_environment_when_sending(
     ],
 )
 def test_a_failing_slow_or_missing_webhook_is_a_timely_warning(
-    receiver: Receiver, caplog: pytest.LogCaptureFixture, status: int | None, delay_seconds: float, words: str
+    receiver: Receiver,
+    caplog: pytest.LogCaptureFixture,
+    status: int | None,
+    delay_seconds: float,
+    words: str,
 ) -> None:
     receiver.status, receiver.delay_seconds = status or 0, delay_seconds
     started = time.monotonic()
     with socket.socket() as probe:  # bound and not listening: refused
         probe.bind(("127.0.0.1", 0))
-        url = receiver.url("/secret") if status else f"http://127.0.0.1:{probe.getsockname()[1]}/secret"
+        url = (
+            receiver.url("/secret")
+            if status
+            else f"http://127.0.0.1:{probe.getsockname()[1]}/secret"
+        )
         timeout_seconds = 0.3 if delay_seconds else 50.0
-        assert not send(WebhookConfig(url=url, timeout_seconds=timeout_seconds), {"event": "report"})
+        assert not send(
+            WebhookConfig(url=url, timeout_seconds=timeout_seconds), {"event": "report"}
+        )
     assert time.monotonic() - started < 50.0
     assert words in caplog.text
     assert "secret" not in caplog.text
@@ -205,8 +251,15 @@ def test_an_invalid_url_in_the_environment_is_a_warning(
     assert "secret" not in caplog.text
 
 
-@pytest.mark.parametrize("url", ["hooks.example/x", "ftp://hooks.example", "http://", "$", "$A B", "http://[x/"])
+@pytest.mark.parametrize(
+    "url", ["hooks.example/x", "ftp://hooks.example", "http://", "$", "$A B", "http://[x/"]
+)
 def test_a_webhook_must_be_a_url_or_a_variable(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"flow\.webhook\.url must be an http or https URL, or \$NAME"):
+    with pytest.raises(
+        ConfigError, match=r"flow\.webhook\.url must be an http or https URL, or \$NAME"
+    ):
         load_config(CONFIG, (f"flow.webhook.url='{url}'",))
-    assert load_config(CONFIG, ("flow.webhook.url=$DAPO_TEST_HOOK",)).flow.webhook.url == "$DAPO_TEST_HOOK"
+    assert (
+        load_config(CONFIG, ("flow.webhook.url=$DAPO_TEST_HOOK",)).flow.webhook.url
+        == "$DAPO_TEST_HOOK"
+    )

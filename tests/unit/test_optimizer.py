@@ -17,7 +17,13 @@ from dapo_core.policy.optimizer import learning_rate
 
 
 def _train(**values: Any) -> TrainConfig:
-    steps = {"total_steps": 6, "train_prompts": 4, "mini_prompts": 2, "warmup_steps": 2, "learning_rate": 1.0}
+    steps = {
+        "total_steps": 6,
+        "train_prompts": 4,
+        "mini_prompts": 2,
+        "warmup_steps": 2,
+        "learning_rate": 1.0,
+    }
     return TrainConfig.model_validate({**steps, **values})
 
 
@@ -46,9 +52,15 @@ def _rates(train: TrainConfig, steps: range = range(1, 15)) -> list[float]:
             {"schedule": "wsd", "decay_ratio": 0.4},
             [0.5, *[1.0] * 7, 0.853553, 0.5, 0.146447, 0, 0, 0],
         ),
-        ({"schedule": "wsd", "decay_ratio": 0.01}, [0.5, *[1.0] * 10, 0, 0, 0]),  # one step at least
+        (
+            {"schedule": "wsd", "decay_ratio": 0.01},
+            [0.5, *[1.0] * 10, 0, 0, 0],
+        ),  # one step at least
         # two passes: twice as many updates, so at update 12 p = 10 / 22
-        ({"schedule": "linear", "passes": 2, "warmup_steps": 2}, [0.5, *[1 - n / 22 for n in range(13)]]),
+        (
+            {"schedule": "linear", "passes": 2, "warmup_steps": 2},
+            [0.5, *[1 - n / 22 for n in range(13)]],
+        ),
     ],
 )
 def test_rates_match_hand_computed_values(values: dict[str, Any], rates: list[float]) -> None:
@@ -58,15 +70,22 @@ def test_rates_match_hand_computed_values(values: dict[str, Any], rates: list[fl
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_rates_equal_transformers_schedules_one_step_later(schedule: str) -> None:
     """transformers starts at rate 0, which changes nothing; our first step is its second."""
-    builders = {"constant": get_constant_schedule_with_warmup, "linear": get_linear_schedule_with_warmup}
+    builders = {
+        "constant": get_constant_schedule_with_warmup,
+        "linear": get_linear_schedule_with_warmup,
+    }
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-5)
     total = {} if schedule == "constant" else {"num_training_steps": 40}
-    theirs = builders.get(schedule, get_cosine_schedule_with_warmup)(optimizer, num_warmup_steps=7, **total)
+    theirs = builders.get(schedule, get_cosine_schedule_with_warmup)(
+        optimizer, num_warmup_steps=7, **total
+    )
     train = _train(learning_rate=3e-5, warmup_steps=7, total_steps=20, schedule=schedule)
     for step in range(1, 41):
         optimizer.step()
         theirs.step()
-        assert learning_rate(step, train) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=1e-20)
+        assert learning_rate(step, train) == pytest.approx(
+            theirs.get_last_lr()[0], rel=1e-12, abs=1e-20
+        )
 
 
 @pytest.mark.parametrize(
@@ -84,11 +103,16 @@ def test_rates_equal_transformers_schedules_one_step_later(schedule: str) -> Non
             {"min_learning_rate_ratio": 0.1},
             r"min_learning_rate_ratio=0\.1 would be ignored by .*schedule=constant",
         ),
-        ({"schedule": "cosine", "decay_ratio": 0.2}, r"decay_ratio=0\.2 would be ignored .*; remove it, or .*wsd"),
+        (
+            {"schedule": "cosine", "decay_ratio": 0.2},
+            r"decay_ratio=0\.2 would be ignored .*; remove it, or .*wsd",
+        ),
         ({"schedule_steps": 9}, r"train\.schedule_steps=9 would be ignored"),
         ({"train_prompts": 5}, r"train_prompts=5 is not a multiple of train\.mini_prompts=2"),
     ],
 )
-def test_schedules_with_no_room_or_ignored_keys_are_refused(values: dict[str, Any], message: str) -> None:
+def test_schedules_with_no_room_or_ignored_keys_are_refused(
+    values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         _train(**values)

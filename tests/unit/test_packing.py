@@ -64,13 +64,20 @@ def _alone(model: Any, batch: Batch, temperature: float) -> tuple[torch.Tensor, 
 
 
 def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def test_layout_matches_the_documented_example() -> None:
     """The example of PackedRow, with an empty response between."""
     sizes = [(2, 2), (3, 0), (1, 1)]  # of prompt and response
-    groups = [make_group([1.0], number, response, prompt) for number, (prompt, response) in enumerate(sizes)]
+    groups = [
+        make_group([1.0], number, response, prompt)
+        for number, (prompt, response) in enumerate(sizes)
+    ]
     batch = replace(
         build_batch(groups, mask_truncated=False),
         token_ids=torch.tensor([[5, 6, 7, 8], [9, 9, 9, 0], [3, 4, 0, 0]]),
@@ -87,7 +94,11 @@ def test_layout_matches_the_documented_example() -> None:
 def test_at_most_half_of_an_attention_block_is_padding() -> None:
     packing = Packing([3, 7, 1, 4], CPU)
     # 7 and 4 (2 * 4 >= 7) share a lane, 3 (6 < 7) begins the next, 1 (2 < 3) a third
-    assert [(block.num_sequences, block.num_tokens) for block in packing.blocks] == [(2, 7), (1, 3), (1, 1)]
+    assert [(block.num_sequences, block.num_tokens) for block in packing.blocks] == [
+        (2, 7),
+        (1, 3),
+        (1, 1),
+    ]
     assert packing.blocks[0].tokens.tolist() == [3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 0, 0, 0]
     assert packing.blocks[1].tokens.tolist() == [0, 1, 2]
     assert packing.blocks[2].tokens.tolist() == [10]
@@ -122,7 +133,9 @@ class LiveBytes(TorchDispatchMode):
         self.sizes: dict[int, int] = {}
         self.peak = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, torch.Tensor):
@@ -135,9 +148,13 @@ class LiveBytes(TorchDispatchMode):
 
 def _peak_bytes(num_tokens: int, vocabulary: int, chunk_tokens: int) -> int:
     """Most bytes at once in a forward and a backward pass over one response, entropy included."""
-    batch = build_batch([make_group([1.0], 0, num_tokens, num_prompt_tokens=1)], mask_truncated=False)
+    batch = build_batch(
+        [make_group([1.0], 0, num_tokens, num_prompt_tokens=1)], mask_truncated=False
+    )
     keys = SIZES | {"vocab_size": vocabulary, "max_position_embeddings": 1024}
-    causal_lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **keys), dtype=torch.float32)
+    causal_lm = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen3", **keys), dtype=torch.float32
+    )
     model, row = TokenLogProbs(causal_lm, chunk_tokens), pack(batch, CPU)
     with LiveBytes() as live:
         log_probs, entropy = model(row, 1.0, True)
@@ -150,13 +167,17 @@ def test_grouped_query_attention_equals_repeated_key_heads(monkeypatch: pytest.M
     """Eight query heads a key head, as in Qwen3-32B; accelerators share, and here torch's own kernel does."""
     lengths = [7, 5, 2]
     draw = torch.Generator().manual_seed(0)
-    states = [torch.randn(1, heads, sum(lengths), 8, generator=draw).bfloat16() for heads in (16, 2, 2)]
+    states = [
+        torch.randn(1, heads, sum(lengths), 8, generator=draw).bfloat16() for heads in (16, 2, 2)
+    ]
 
     def attended(shares: bool) -> list[torch.Tensor]:
         monkeypatch.setattr(Cpu, "shares_key_heads", shares)
         given = [each.clone().requires_grad_() for each in states]
         packing = Packing(lengths, torch.device("cpu"))
-        output, _ = packed_attention(torch.nn.Linear(1, 1), *given, None, packing=packing, scaling=0.35)
+        output, _ = packed_attention(
+            torch.nn.Linear(1, 1), *given, None, packing=packing, scaling=0.35
+        )
         output.backward(output.detach())
         return [output.detach(), *(each.grad for each in given if each.grad is not None)]
 
@@ -189,11 +210,19 @@ def test_attention_that_modifies_scores_is_refused(option: str | None) -> None:
     [
         ("bloom", {}, "bloom does not support custom attention"),
         ("qwen3_next", {}, "qwen3_next has layers of type linear_attention"),
-        ("gemma2", {}, r"gemma2 modifies logits after the output head \(final_logit_softcapping=30.0\)"),
+        (
+            "gemma2",
+            {},
+            r"gemma2 modifies logits after the output head \(final_logit_softcapping=30.0\)",
+        ),
         ("granite", {"logits_scaling": 8.0}, r"granite .* \(logits_scaling=8.0\)"),
         ("cohere", {}, r"cohere .* \(logit_scale=0.0625\)"),
         ("t5", {}, "t5 is not a causal language model"),
-        ("qwen3", {"num_attention_heads": 6}, "qwen3 has 6 attention heads, .* train.sequence_parallel=4"),
+        (
+            "qwen3",
+            {"num_attention_heads": 6},
+            "qwen3 has 6 attention heads, .* train.sequence_parallel=4",
+        ),
     ],
 )
 def test_unsupported_architectures_are_refused_with_the_reason(

@@ -32,7 +32,10 @@ def test_artifact_keys_are_valid_and_unique() -> None:
 
 def test_paragraphs_of_the_report_are_one_line_each() -> None:
     text = "# A\nOne\ntwo.\n\n- first\n  goes on\n- second\n\n| a |\n|---|\n| 1 |\nAfter\nit"
-    assert unwrapped(text) == "# A\nOne two.\n\n- first goes on\n- second\n\n| a |\n|---|\n| 1 |\nAfter it"
+    assert (
+        unwrapped(text)
+        == "# A\nOne two.\n\n- first goes on\n- second\n\n| a |\n|---|\n| 1 |\nAfter it"
+    )
 
 
 def mine(tmp_path: Path) -> Run:
@@ -58,7 +61,9 @@ def test_progress_is_shown_every_ten_seconds_and_at_the_end(
     assert [[row["step"] for row in json.loads(table)] for table in shown[1::2]] == [[2, 1]] * 3
 
 
-def test_responses_of_each_validation_are_shown_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_responses_of_each_validation_are_shown_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     now = 100.0
     monkeypatch.setattr(page.time, "monotonic", lambda: now)
     shown: list[Any] = []
@@ -127,7 +132,10 @@ def test_an_artifact_is_created_once_and_updated_and_a_refusal_is_a_warning(
     monkeypatch.setattr(page, "RETRY_SECONDS", 0.1)
     artifact = PageArtifact(mine(tmp_path), "report", "markdown", "verdict")
     api = Api(201, 422, 204)  # bound: requests wait until it serves
-    with api, temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{api.server_address[1]}/api"}):
+    with (
+        api,
+        temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{api.server_address[1]}/api"}),
+    ):
         began = time.monotonic()
         monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
         for data in ("one", "two", "hf_very-secret"):
@@ -160,7 +168,9 @@ def test_an_unreachable_server_is_retried_for_a_limited_time(
     assert caplog.text.count("cannot show mine-report in the Prefect UI: ConnectError") == 1
 
 
-def test_no_server_is_contacted_outside_a_flow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_server_is_contacted_outside_a_flow_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PREFECT__FLOW_RUN_ID", raising=False)
     sent: list[object] = []
     monkeypatch.setattr(PageArtifact, "_send", lambda _, data: sent.append(data))

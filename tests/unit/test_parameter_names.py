@@ -9,7 +9,11 @@ from dapo_core.errors import ModelError
 from dapo_core.parameter_names import file_pieces, file_views
 
 EXPERTS = "model.layers.3.mlp.experts"
-FILES = {f"{EXPERTS}.{expert}.{part}_proj.weight" for expert in range(2) for part in ("gate", "up", "down")}
+FILES = {
+    f"{EXPERTS}.{expert}.{part}_proj.weight"
+    for expert in range(2)
+    for part in ("gate", "up", "down")
+}
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", f"{EXPERTS}.gate_up_proj"])
@@ -40,7 +44,9 @@ def test_fused_experts_map_to_one_matrix_per_expert() -> None:
 
 def test_views_share_the_parameters_memory() -> None:
     gate_up = torch.zeros(2, 4, 3)
-    for number, view in enumerate(file_views(f"{EXPERTS}.gate_up_proj", gate_up, FILES).values(), start=1):
+    for number, view in enumerate(
+        file_views(f"{EXPERTS}.gate_up_proj", gate_up, FILES).values(), start=1
+    ):
         assert view.is_contiguous()
         view.fill_(number)
     assert gate_up[:, :, 0].tolist() == [[1, 1, 2, 2], [3, 3, 4, 4]]
@@ -61,7 +67,11 @@ def test_a_shard_starts_at_its_first_expert() -> None:
         ("model.norm.weight", (4,), {"norm.weight"}),
     ],
 )
-def test_a_parameter_missing_in_the_files_is_refused(name: str, shape: tuple[int, ...], files: set[str]) -> None:
+def test_a_parameter_missing_in_the_files_is_refused(
+    name: str, shape: tuple[int, ...], files: set[str]
+) -> None:
     assert file_pieces(name, shape, files) == []
-    with pytest.raises(ModelError, match=rf"parameter {name} .* is not among the {len(files)} tensors"):
+    with pytest.raises(
+        ModelError, match=rf"parameter {name} .* is not among the {len(files)} tensors"
+    ):
         file_views(name, torch.zeros(shape), files)

@@ -61,7 +61,11 @@ def test_a_changed_key_is_shown_with_both_values(recorded: Run) -> None:
         "waits for train_policy; merge.dtype keep -> bfloat16",
         "waits for merge_checkpoint",
     ]
-    assert [stage.waits_for for stage in plan.values()][3:] == [None, "train_policy", "merge_checkpoint"]
+    assert [stage.waits_for for stage in plan.values()][3:] == [
+        None,
+        "train_policy",
+        "merge_checkpoint",
+    ]
 
 
 def test_changed_inputs_are_named(recorded: Run) -> None:
@@ -107,10 +111,17 @@ def test_removed_artifacts_are_reported(recorded: Run, tmp_path: Path) -> None:
     store = copied(recorded, tmp_path)
     shutil.rmtree(store / "train_policy")
     plan = planned(store)
-    assert (plan["train_policy"].state, plan["train_policy"].why()) == ("runs", "its artifact is gone")
+    assert (plan["train_policy"].state, plan["train_policy"].why()) == (
+        "runs",
+        "its artifact is gone",
+    )
     assert plan["merge_checkpoint"].state == "stale"
-    record_run(small_config(store, "run.seed=3"), labels=("prepare_data",))  # does not make the other stale
-    shutil.rmtree(Path(recorded.stages["prepare_data"].artifact.replace(str(recorded.store.root), str(store))))
+    record_run(
+        small_config(store, "run.seed=3"), labels=("prepare_data",)
+    )  # does not make the other stale
+    shutil.rmtree(
+        Path(recorded.stages["prepare_data"].artifact.replace(str(recorded.store.root), str(store)))
+    )
     data = planned(store)["prepare_data"]
     assert (data.state, data.why()) == ("runs", "its artifact is gone")
 
@@ -121,7 +132,10 @@ def test_stages_that_were_never_built_are_planned_to_run(recorded: Run, tmp_path
     # Runs of another name say nothing about this one.
     plan = planned(recorded.store.root, "run.name=other", "train.total_steps=61")
     assert (plan["train_policy"].state, plan["train_policy"].why()) == ("runs", "never built")
-    assert (plan["merge_checkpoint"].state, plan["merge_checkpoint"].why()) == ("runs", "waits for train_policy")
+    assert (plan["merge_checkpoint"].state, plan["merge_checkpoint"].why()) == (
+        "runs",
+        "waits for train_policy",
+    )
 
 
 def test_an_unfinished_attempt_resumes(recorded: Run, tmp_path: Path) -> None:
@@ -163,7 +177,9 @@ def test_a_stage_being_built_is_not_shown_as_unfinished(recorded: Run, tmp_path:
     assert seen[0].note.startswith(f"by pid {os.getpid()} on ")
 
 
-def test_planning_reports_a_damaged_artifact_without_moving_it(recorded: Run, tmp_path: Path) -> None:
+def test_planning_reports_a_damaged_artifact_without_moving_it(
+    recorded: Run, tmp_path: Path
+) -> None:
     store = copied(recorded, tmp_path)
     [weights] = (store / "train_policy").glob("*/1/weights")
     weights.write_text("trainee")  # as long as "trained"
@@ -177,7 +193,9 @@ def test_planning_reports_a_damaged_artifact_without_moving_it(recorded: Run, tm
 
 def test_stages_after_a_forced_training_are_stale(recorded: Run, tmp_path: Path) -> None:
     config = small_config(copied(recorded, tmp_path))
-    again = record_run(config, Outcome(weights="other"), ("train_policy",), "train-policy", ("train_policy",))
+    again = record_run(
+        config, Outcome(weights="other"), ("train_policy",), "train-policy", ("train_policy",)
+    )
     assert not again.stages["train_policy"].cached
     plan = planned(again.store.root)
     assert states(plan) == ["cached", "cached", "cached", "cached", "stale", "stale"]
@@ -201,21 +219,31 @@ def test_the_command_prints_a_table_all_changes_or_json(recorded: Run) -> None:
         assert done.exit_code == 0
         return done.stdout
 
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in plan().splitlines() if "│" in line]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in plan().splitlines()
+        if "│" in line
+    ]
     assert [row[0] for row in rows] == list(LABELS)
     assert rows[3][1:3] == ["stale", "train.total_steps 60 -> 61 +1 more"]
     assert rows[4][1:4] == ["stale", "waits for train_policy", "after train_policy"]
     assert "train.total_steps 60 -> 61; train.weight_decay 0.0 -> 0.1" in plan("--all")
     shown_json = json.loads(plan("--json"))
     assert [stage["label"] for stage in shown_json] == list(LABELS)
-    assert shown_json[3]["changes"] == ["train.total_steps 60 -> 61", "train.weight_decay 0.0 -> 0.1"]
+    assert shown_json[3]["changes"] == [
+        "train.total_steps 60 -> 61",
+        "train.weight_decay 0.0 -> 0.1",
+    ]
 
 
 def test_long_values_are_cut_to_where_they_differ() -> None:
     folder = "/data/reinforcement-learning/math"
     paths = [f"{folder}/2026-{month}/train.parquet" for month in ("01", "02")]
     [change] = differences_of(*({"data": {"train": path}} for path in paths))
-    assert str(change) == "data.train ...ing/math/2026-01/train.parquet -> ...ing/math/2026-02/train.parquet"
+    assert (
+        str(change)
+        == "data.train ...ing/math/2026-01/train.parquet -> ...ing/math/2026-02/train.parquet"
+    )
     assert [change.before, change.after] == paths  # whole, for programs
     [change] = differences_of({"path": folder * 2}, {"path": folder * 2 + "/new"})
     assert str(change) == "path ...t-learning/math -> ...t-learning/math/new"
@@ -228,7 +256,9 @@ def test_secrets_are_neither_shown_nor_reported_as_changes(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
     secret = "serve.extra_args=[--header, hf_very-secret]"
-    record_run(small_config(tmp_path, secret), labels=("prepare_data", "fetch_model", "evaluate_before"))
+    record_run(
+        small_config(tmp_path, secret), labels=("prepare_data", "fetch_model", "evaluate_before")
+    )
     assert planned(tmp_path, secret)["evaluate_before"].state == "cached"
     changes = planned(tmp_path, secret, "serve.eager=false")["evaluate_before"].changes
     assert changes == ("serve.eager true -> false",)
@@ -238,7 +268,8 @@ def test_secrets_are_neither_shown_nor_reported_as_changes(
 
 def test_the_webhook_url_is_not_shown() -> None:
     configs = [
-        {"flow": {"webhook": {"url": url}}} for url in (None, "https://hooks.example/a", "https://hooks.example/b")
+        {"flow": {"webhook": {"url": url}}}
+        for url in (None, "https://hooks.example/a", "https://hooks.example/b")
     ]
     changes = [*differences_of(*configs[:2]), *differences_of(*configs[1:])]
     assert list(map(str, changes)) == [
@@ -261,15 +292,24 @@ def test_a_plan_lists_the_benchmarks_to_evaluate(tmp_path: Path) -> None:
     # A benchmark more: its problems are not prepared yet, and the model may depend on that.
     more = suite.replace("}]", "}, {set: arithmetic, name: cot, prompt: cot}]")
     plan = planned(tmp_path, more)
-    assert plan["evaluate_before"].note == (
-        "waits for fetch_model; evaluates arithmetic, sampled, cot"  # the run before asked data.eval, alone
+    assert (
+        plan["evaluate_before"].note
+        == (
+            "waits for fetch_model; evaluates arithmetic, sampled, cot"  # the run before asked data.eval, alone
+        )
     )
-    record_run(small_config(tmp_path, suite), labels=("prepare_data", "fetch_model", "evaluate_before"))
+    record_run(
+        small_config(tmp_path, suite), labels=("prepare_data", "fetch_model", "evaluate_before")
+    )
     plan = planned(tmp_path, more)
-    assert plan["evaluate_before"].note.endswith("evaluates sampled, cot; if the model changes also arithmetic")
+    assert plan["evaluate_before"].note.endswith(
+        "evaluates sampled, cot; if the model changes also arithmetic"
+    )
 
 
-def test_disk_space_is_required_only_for_remaining_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_space_is_required_only_for_remaining_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A training that filled the disk continues once there is space for the rest, as do later stages."""
     config = small_config(tmp_path / "store")
     facts = ModelFacts(parameters=2**26)  # a checkpoint is 0.75 GiB, a merged model 0.125 or 0.25
@@ -303,10 +343,17 @@ def test_disk_space_is_required_only_for_remaining_files(tmp_path: Path, monkeyp
     assert said().found == f"1.0 MiB free in {config.store.path}"
 
 
-def test_warnings_are_not_counted_as_passed_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_are_not_counted_as_passed_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     findings = Findings()
     findings.add("model", OK, "1 MiB")
     findings.add("memory", WARN, "unknown")
     monkeypatch.setattr("tasks.preflight.run.examine", lambda *_: findings)
-    command = ["plan", str(PROJECT_ROOT / "configs" / "arith_cpu.yaml"), "--set", f"store.path={tmp_path}"]
+    command = [
+        "plan",
+        str(PROJECT_ROOT / "configs" / "arith_cpu.yaml"),
+        "--set",
+        f"store.path={tmp_path}",
+    ]
     assert "preflight: 1 check passed, 1 warning (" in CliRunner().invoke(app, command).stdout

@@ -56,11 +56,16 @@ def write_training(
     return path
 
 
-def recipe(folder: Path, model: Path, rows: Path | None = None, **sections: Mapping[str, Any]) -> Config:
+def recipe(
+    folder: Path, model: Path, rows: Path | None = None, **sections: Mapping[str, Any]
+) -> Config:
     """A valid recipe of local files, with the given changes."""
     held_out = folder / "eval.jsonl"
     if not held_out.exists():
-        asked = [{"problem": f"Find {n} + 1.", "answer": str(n + 1), "unique_id": str(n)} for n in range(4)]
+        asked = [
+            {"problem": f"Find {n} + 1.", "answer": str(n + 1), "unique_id": str(n)}
+            for n in range(4)
+        ]
         held_out.write_text("".join(json.dumps(row) + "\n" for row in asked))
     files = {"train": str(rows or write_training(folder / "train.parquet")), "eval": str(held_out)}
     values: dict[str, Any] = {name: dict(section) for name, section in LENGTHS.items()}
@@ -102,7 +107,11 @@ def test_all_faults_are_reported_at_once_with_keys_that_fit(tmp_path: Path, mode
     config = recipe(tmp_path, bare, train, serve={**LENGTHS["serve"], "max_model_len": 22528})
     with pytest.raises(PreflightError, match=r"^3 findings would end this run") as caught:
         require_ready(config)
-    for words in ("has no chat template", "--set serve.max_model_len=512", "data_source 'exam' has no scorer"):
+    for words in (
+        "has no chat template",
+        "--set serve.max_model_len=512",
+        "data_source 'exam' has no scorer",
+    ):
         assert words in str(caught.value)
 
 
@@ -125,14 +134,18 @@ def test_a_base_model_passes_with_a_chat_template_of_its_own(tmp_path: Path, mod
     bare = Path(shutil.copytree(model, tmp_path / "bare"))
     template = (bare / "chat_template.jinja").rename(tmp_path / "mine.jinja")
     config = recipe(tmp_path, bare)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"chat_template": str(template)})})
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"chat_template": str(template)})}
+    )
     assert not found(config, FAIL)
     template.unlink()
     [finding] = found(config, FAIL)
     assert "mine.jinja cannot be read" in finding.found
 
 
-def test_a_prompt_longer_than_its_limit_is_found_and_the_proposed_keys_pass(tmp_path: Path, model: Path) -> None:
+def test_a_prompt_longer_than_its_limit_is_found_and_the_proposed_keys_pass(
+    tmp_path: Path, model: Path
+) -> None:
     train = write_training(tmp_path / "t.parquet", golds=["1", "2" * 100])
     config = recipe(tmp_path, model, train)
     (finding,) = found(config, FAIL)
@@ -149,15 +162,24 @@ def test_the_longest_benchmark_with_its_answer_must_fit(tmp_path: Path, model: P
     assert not found(recipe(tmp_path, model, evaluate={"benchmarks": [short]}), FAIL)
     benchmarks = [short, {"set": str(long), "max_response_tokens": 80}]
     (finding,) = found(recipe(tmp_path, model, evaluate={"benchmarks": benchmarks}), FAIL)
-    assert "+ evaluate.benchmarks.long.max_response_tokens=80 is above serve.max_model_len=256" in finding.found
+    assert (
+        "+ evaluate.benchmarks.long.max_response_tokens=80 is above serve.max_model_len=256"
+        in finding.found
+    )
     assert "--set serve.max_model_len=" in finding.advice
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}, "multimodal"),
-        ({"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}, "model.trust_remote_code=true"),
+        (
+            {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"},
+            "multimodal",
+        ),
+        (
+            {"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"},
+            "model.trust_remote_code=true",
+        ),
         ({"model_type": "gpt_neox_japanese"}, "does not support custom attention"),
     ],
 )
@@ -167,7 +189,9 @@ def test_a_model_that_cannot_be_trained_is_refused(
     other = altered(model, tmp_path / "other", **config)
     if "auto_map" in config:
         (other / "own.py").write_text("raise SystemExit('ran')")
-    findings = [finding for finding in found(recipe(tmp_path, other), FAIL) if finding.check == "model"]
+    findings = [
+        finding for finding in found(recipe(tmp_path, other), FAIL) if finding.check == "model"
+    ]
     assert [said in finding.found for finding in findings] == [True]
 
 
@@ -191,7 +215,9 @@ def test_a_scorer_that_rejects_gold_answers_is_found(tmp_path: Path, model: Path
     assert finding.check == "reward"
 
 
-def test_a_scorer_that_ignores_the_form_that_prompts_ask_for_is_a_warning(tmp_path: Path, model: Path) -> None:
+def test_a_scorer_that_ignores_the_form_that_prompts_ask_for_is_a_warning(
+    tmp_path: Path, model: Path
+) -> None:
     """verl's rule only reads `Answer:`, GSM8K's only `####`: a model that obeys the prompt never gets a reward."""
     train = write_training(tmp_path / "t.parquet", source="math_dapo")
     (finding,) = found(recipe(tmp_path, model, train, algorithm={"compat": "verl"}), WARN)
@@ -201,7 +227,9 @@ def test_a_scorer_that_ignores_the_form_that_prompts_ask_for_is_a_warning(tmp_pa
     assert "gsm8k reads ####" in finding.found
 
 
-def test_prompts_that_ask_for_another_form_than_the_evaluation_are_a_warning(tmp_path: Path, model: Path) -> None:
+def test_prompts_that_ask_for_another_form_than_the_evaluation_are_a_warning(
+    tmp_path: Path, model: Path
+) -> None:
     train = write_training(tmp_path / "t.parquet", ask="\nEnd with a line `Answer: $Answer`.")
     (finding,) = found(recipe(tmp_path, model, train), WARN)
     assert finding.check == "prompts"
@@ -222,7 +250,9 @@ def test_the_answer_format_that_a_prompt_asks_for(text: str, forms: list[str]) -
     assert asked_forms(text) == forms
 
 
-def test_caches_devices_and_ports_are_checked_against_the_recipe(tmp_path: Path, model: Path) -> None:
+def test_caches_devices_and_ports_are_checked_against_the_recipe(
+    tmp_path: Path, model: Path
+) -> None:
     serve = {**LENGTHS["serve"], "memory_gigabytes": 1e-6}
     config = recipe(tmp_path, model, serve=serve, train={"device": "cuda", "num_ranks": 1})
     said = {finding.check: f"{finding.found}; {finding.advice}" for finding in found(config, FAIL)}
@@ -233,7 +263,9 @@ def test_caches_devices_and_ports_are_checked_against_the_recipe(tmp_path: Path,
     assert "torch" in said["devices"]
 
 
-def test_shared_devices_count_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_devices_count_once(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Cuda, "require", lambda self: None)
     monkeypatch.setattr(Cuda, "visible", lambda self, environment: ["0", "1"])
     monkeypatch.setattr("tasks.preflight.machine.check_devices_here", lambda *_: None)
@@ -247,7 +279,10 @@ def test_shared_devices_count_once(tmp_path: Path, model: Path, monkeypatch: pyt
         return "; ".join(finding.found for finding in findings if finding.check == "devices")
 
     refused = said(FAIL, "separate")
-    assert "train.num_ranks=2 + 2 for rollout.num_workers = 4 devices, but this machine has 2 visible" in refused
+    assert (
+        "train.num_ranks=2 + 2 for rollout.num_workers = 4 devices, but this machine has 2 visible"
+        in refused
+    )
     assert "let ranks and engines share (train.placement=colocated)" in refused
     assert said(OK, "colocated") == "2 of 2 cuda devices"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -261,7 +296,9 @@ def test_devices_of_a_cluster_are_not_counted_on_this_machine(
 ) -> None:
     def checked(**external: Any) -> set[str]:
         train = {"backend": "verl", "device": "cuda", "num_ranks": 32}
-        config = recipe(tmp_path, model, train=train, external={"python": sys.executable, **external})
+        config = recipe(
+            tmp_path, model, train=train, external={"python": sys.executable, **external}
+        )
         return {finding.check for finding in found(config, FAIL)}
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -276,8 +313,13 @@ def test_versions_that_form_no_known_set_are_a_warning(
 ) -> None:
     newest = versions.sets()["npu-newest"].packages
     monkeypatch.setattr("tasks.preflight.machine.stack", lambda: {**newest, "torch": "2.9.1"})
-    (finding,) = (finding for finding in found(recipe(tmp_path, model), WARN) if finding.check == "versions")
-    assert finding.found == "not a known set; of the nearest, npu-newest: torch 2.9.1 in place of 2.10.0"
+    (finding,) = (
+        finding for finding in found(recipe(tmp_path, model), WARN) if finding.check == "versions"
+    )
+    assert (
+        finding.found
+        == "not a known set; of the nearest, npu-newest: torch 2.9.1 in place of 2.10.0"
+    )
     monkeypatch.setattr("tasks.preflight.machine.stack", lambda: newest)
     assert "versions" not in {finding.check for finding in found(recipe(tmp_path, model), WARN)}
 
@@ -301,7 +343,10 @@ def test_a_ray_cluster_that_does_not_answer_is_found_before_the_training(
     config = recipe(tmp_path, model, train={"ray_address": "127.0.0.1:1"})
     for on_nodes in (False, True):
         [finding] = examine(config, on_nodes=on_nodes).failed
-        assert "the Ray cluster at train.ray_address=127.0.0.1:1 did not answer within 0.01 s" in finding.found
+        assert (
+            "the Ray cluster at train.ray_address=127.0.0.1:1 did not answer within 0.01 s"
+            in finding.found
+        )
 
 
 def test_a_recipe_model_needs_generated_problems(tmp_path: Path, model: Path) -> None:
@@ -315,7 +360,9 @@ def test_a_recipe_model_needs_generated_problems(tmp_path: Path, model: Path) ->
     assert found(resolve_config(values), FAIL) == []
 
 
-def test_baselines_and_the_disk_space_of_kept_steps_are_checked(tmp_path: Path, model: Path) -> None:
+def test_baselines_and_the_disk_space_of_kept_steps_are_checked(
+    tmp_path: Path, model: Path
+) -> None:
     entries = [
         {"name": "same", "path": str(model)},
         {"name": "gone", "path": str(tmp_path / "none")},
@@ -374,7 +421,11 @@ def test_a_training_that_cannot_fit_is_refused_with_numbers_and_keys(
     assert (unknown.status, "set train.device_model" in unknown.found) == (OK, True)
 
 
-def test_an_architecture_unknown_to_the_memory_plan_is_a_warning(tmp_path: Path, model: Path) -> None:
+def test_an_architecture_unknown_to_the_memory_plan_is_a_warning(
+    tmp_path: Path, model: Path
+) -> None:
     other = altered(model, tmp_path / "other", model_type="olmo2")
     said = [one for one in examine(recipe(tmp_path, other)) if one.check == "memory"]
-    assert [(one.status, "for model_type olmo2 (only for llama" in one.found) for one in said] == [(WARN, True)]
+    assert [(one.status, "for model_type olmo2 (only for llama" in one.found) for one in said] == [
+        (WARN, True)
+    ]

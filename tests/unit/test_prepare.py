@@ -33,7 +33,9 @@ from tests.batches import make_group
 from tests.configs import make_config
 from tests.tiny_models import tiny_tokenizer
 
-ROWS = [{"problem": f"What is {n} + 1?", "answer": f"{n + 1:03}", "hint": f"h{n}"} for n in range(6)]
+ROWS = [
+    {"problem": f"What is {n} + 1?", "answer": f"{n + 1:03}", "hint": f"h{n}"} for n in range(6)
+]
 MAPPED = {"problem": "question", "answer": "result"}
 
 
@@ -60,7 +62,9 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def recipe(folder: Path, train: Any, held_out: Any = None, **data: Any) -> Config:
-    held_out = held_out or write(folder / "held_out.json", [{"problem": "Find 9 + 9.", "answer": "18"}])
+    held_out = held_out or write(
+        folder / "held_out.json", [{"problem": "Find 9 + 9.", "answer": "18"}]
+    )
     sections = data.pop("sections", {})
     return make_config(data={"train": train, "eval": held_out, **data}, **sections)
 
@@ -72,14 +76,20 @@ def prepare(config: Config, folder: Path) -> tuple[Mapping[str, Any], list[dict[
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json", ".csv", ".arrow"])
-def test_every_format_gives_the_same_rows_to_training_and_evaluation(tmp_path: Path, suffix: str) -> None:
+def test_every_format_gives_the_same_rows_to_training_and_evaluation(
+    tmp_path: Path, suffix: str
+) -> None:
     path = write(tmp_path / f"mine{suffix}", ROWS)
-    held_out = write(tmp_path / f"other{suffix}", [{"problem": "Find 9 + 9.", "answer": "018", "hint": ""}])
+    held_out = write(
+        tmp_path / f"other{suffix}", [{"problem": "Find 9 + 9.", "answer": "018", "hint": ""}]
+    )
     _, rows = prepare(
-        recipe(tmp_path, path, held_out, prompt_template="{problem} ({hint}) In \\boxed{hint}."), tmp_path
+        recipe(tmp_path, path, held_out, prompt_template="{problem} ({hint}) In \\boxed{hint}."),
+        tmp_path,
     )
     assert [row["prompt"] for row in rows] == [
-        [{"role": "user", "content": f"What is {n} + 1? (h{n}) In \\boxed{{hint}}."}] for n in range(6)
+        [{"role": "user", "content": f"What is {n} + 1? (h{n}) In \\boxed{{hint}}."}]
+        for n in range(6)
     ]
     assert [row["reward_model"]["ground_truth"] for row in rows] == [row["answer"] for row in ROWS]
     assert {row["data_source"] for row in rows} == {"math_verify"}
@@ -103,16 +113,21 @@ def test_any_schema_is_mapped_and_a_folder_of_files_is_one_set(tmp_path: Path) -
     columns = {"messages": "turns", "answer": "gold", "id": "name", "system": "who"}
     counts, rows = prepare(recipe(tmp_path, {"set": str(parts), "columns": columns}), tmp_path)
     assert counts["train_rows"] == 4
-    assert rows[2]["prompt"] == [{"role": "system", "content": "Be 0."}, {"role": "user", "content": "Q10?"}]
+    assert rows[2]["prompt"] == [
+        {"role": "system", "content": "Be 0."},
+        {"role": "user", "content": "Q10?"},
+    ]
     assert (rows[2]["extra_info"]["index"], rows[2]["reward_model"]["ground_truth"]) == ("1-0", "0")
 
 
 def test_unusable_rows_are_counted_by_reason_up_to_a_limit(tmp_path: Path) -> None:
     path = write(
-        tmp_path / "mine.jsonl", [*ROWS, {"problem": " ", "answer": "1"}, {"problem": "P?", "answer": ""}]
+        tmp_path / "mine.jsonl",
+        [*ROWS, {"problem": " ", "answer": "1"}, {"problem": "P?", "answer": ""}],
     )
     with pytest.raises(
-        DataError, match=r"mine\.jsonl: 2 of 8 rows cannot be used \(1 with no problem; 1 with neither "
+        DataError,
+        match=r"mine\.jsonl: 2 of 8 rows cannot be used \(1 with no problem; 1 with neither ",
     ):
         prepare(recipe(tmp_path, path), tmp_path)
     (tmp_path / "prepared").rmdir()
@@ -135,35 +150,55 @@ def test_a_mixture_reaches_the_prompt_stream_and_metrics(tmp_path: Path) -> None
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
     gsm8k = write(
-        tmp_path / "g.jsonl", [{"question": f"Ann has {n}. How many?", "answer": f"#### {n}"} for n in range(4)]
+        tmp_path / "g.jsonl",
+        [{"question": f"Ann has {n}. How many?", "answer": f"#### {n}"} for n in range(4)],
     )
     mine = write(tmp_path / "mine.jsonl", ROWS)
-    sets = [{"set": "gsm8k", "path": gsm8k, "weight": 1}, {"set": mine, "weight": 3, "system_prompt": "Think."}]
-    held_out = [write(tmp_path / f"{name}.json", [{"problem": f"{name}?", "answer": "1"}]) for name in "xy"]
+    sets = [
+        {"set": "gsm8k", "path": gsm8k, "weight": 1},
+        {"set": mine, "weight": 3, "system_prompt": "Think."},
+    ]
+    held_out = [
+        write(tmp_path / f"{name}.json", [{"problem": f"{name}?", "answer": "1"}]) for name in "xy"
+    ]
     config = recipe(tmp_path, sets, held_out)
     _, rows = prepare(config, tmp_path)
     assert [(row["dataset"], row["data_source"]) for row in rows[3:5]] == [
         ("gsm8k", "gsm8k"),
         ("mine.jsonl", "math_verify"),
     ]
-    assert [[m["role"] for m in row["prompt"]] for row in rows[3:5]] == [["user"], ["system", "user"]]
+    assert [[m["role"] for m in row["prompt"]] for row in rows[3:5]] == [
+        ["user"],
+        ["system", "user"],
+    ]
     folder = tmp_path / "prepared"
     data = PromptsConfig(max_prompt_tokens=500)
-    prompts = tokenized_prompts(folder / "train.parquet", tmp_path / "model", tokenizer, tmp_path / "t", data)
+    prompts = tokenized_prompts(
+        folder / "train.parquet", tmp_path / "model", tokenizer, tmp_path / "t", data
+    )
     taken = PromptStream(prompts, 0, True, sets=prompts.sets).take(80)
     assert Counter(prompt.dataset for prompt in taken) == {"gsm8k": 20, "mine.jsonl": 60}
     account = TokenAccount()
-    for rewards, prompt in (([1.0, 1.0], taken[0]), ([1.0, -1.0], next(p for p in taken if p.dataset == "gsm8k"))):
+    for rewards, prompt in (
+        ([1.0, 1.0], taken[0]),
+        ([1.0, -1.0], next(p for p in taken if p.dataset == "gsm8k")),
+    ):
         group = make_group(rewards, prompt.index)
         object.__setattr__(group, "prompt", prompt)
         account.add_finished(group)
     metrics = draw_metrics(Draw(groups=[], num_drawn=2, account=account), 2, 0)
     assert metrics["train-core/mine.jsonl/acc/mean"] == 1.0
-    assert (metrics["train-core/gsm8k/acc/mean"], metrics["train-core/gsm8k/score/mean"]) == (0.5, 0.0)
+    assert (metrics["train-core/gsm8k/acc/mean"], metrics["train-core/gsm8k/score/mean"]) == (
+        0.5,
+        0.0,
+    )
     asked = held_out_prompts(folder / "eval.parquet", tokenizer, config)
     assert [prompt.dataset for prompt in asked] == ["x.json", "y.json"]
     items = load_set(folder / "eval.parquet").items
-    assert [(item.id, item.subject) for item in items] == [("x.json/row-0", "x.json"), ("y.json/row-0", "y.json")]
+    assert [(item.id, item.subject) for item in items] == [
+        ("x.json/row-0", "x.json"),
+        ("y.json/row-0", "y.json"),
+    ]
 
 
 def test_sets_with_different_types_for_a_detail_can_be_mixed(tmp_path: Path) -> None:
@@ -171,11 +206,17 @@ def test_sets_with_different_types_for_a_detail_can_be_mixed(tmp_path: Path) -> 
     gsm8k = write(tmp_path / "g.jsonl", words)
     chat = [{"role": "user", "content": "1 + 1?"}]
     rows = [{"data_source": "math_dapo", "prompt": chat, "reward_model": {"ground_truth": "2"}}]
-    own = write(tmp_path / "own.parquet", [{**rows[0], "extra_info": {"index": 7, "level": 2, "weights": [1.5]}}])
+    own = write(
+        tmp_path / "own.parquet",
+        [{**rows[0], "extra_info": {"index": 7, "level": 2, "weights": [1.5]}}],
+    )
     sets = ["arithmetic", {"set": "gsm8k", "path": gsm8k}, own]
     _, prepared = prepare(recipe(tmp_path, sets, arithmetic={"num_train": 16}), tmp_path)
     assert [row["extra_info"]["index"] for row in prepared[15:]] == ["15", "row-0", "7"]
-    assert (prepared[-1]["extra_info"]["level"], prepared[-1]["extra_info"]["weights"]) == ("2", [1.5])
+    assert (prepared[-1]["extra_info"]["level"], prepared[-1]["extra_info"]["weights"]) == (
+        "2",
+        [1.5],
+    )
 
 
 def test_different_graders_and_unknown_sets_are_refused(tmp_path: Path) -> None:
@@ -192,7 +233,11 @@ def test_different_graders_and_unknown_sets_are_refused(tmp_path: Path) -> None:
 
 def test_everything_that_affects_prepared_rows_is_in_the_key(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.jsonl", ROWS)
-    moved = write(tmp_path / "other" / "mine.jsonl", ROWS) if (tmp_path / "other").mkdir() is None else ""
+    moved = (
+        write(tmp_path / "other" / "mine.jsonl", ROWS)
+        if (tmp_path / "other").mkdir() is None
+        else ""
+    )
     first = link_of(recipe(tmp_path, path), "prepare_data").key().key
     assert link_of(recipe(tmp_path, moved), "prepare_data").key().key == first
     changes: list[dict[str, Any]] = [
@@ -202,7 +247,10 @@ def test_everything_that_affects_prepared_rows_is_in_the_key(tmp_path: Path) -> 
         {"train": [path, write(tmp_path / "more.jsonl", ROWS)]},
         {"train": {"set": path, "weight": 2}},
     ]
-    keys = {link_of(recipe(tmp_path, **{"train": path, **change}), "prepare_data").key().key for change in changes}
+    keys = {
+        link_of(recipe(tmp_path, **{"train": path, **change}), "prepare_data").key().key
+        for change in changes
+    }
     assert len({first, *keys}) == 6
 
 
@@ -212,7 +260,9 @@ def test_reading_leaves_nothing_in_the_users_cache(tmp_path: Path) -> None:
     code = f"from eval.problems.registry import load_set; print(len(load_set({path!r}).items))"
     (home := tmp_path / "home").mkdir()
     places = {"HOME": str(home), "PYTHONPATH": str(PROJECT_ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))
+    }
     done = subprocess.run(
         [sys.executable, "-c", code], env={**environment, **places}, capture_output=True, text=True
     )

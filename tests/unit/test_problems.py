@@ -72,14 +72,23 @@ def test_unusable_training_rows_are_listed_by_number(tmp_path: Path) -> None:
     blank = ([{"role": "user", "content": content}] for content in (None, " "))
     for prompt in ("1 + 1?", [], None, "", *blank):
         path = write(tmp_path / "rows.json", [good, parquet_row(1, prompt=prompt)])
-        with pytest.raises(ProblemsError, match=r"1 with an empty prompt or one that is not chat .* \(rows 1\)"):
+        with pytest.raises(
+            ProblemsError, match=r"1 with an empty prompt or one that is not chat .* \(rows 1\)"
+        ):
             read_problems(path, (CHAT,))
-    golds = [parquet_row(n, reward_model={"ground_truth": gold}) for n, gold in enumerate(["0", " ", None] * 3)]
-    with pytest.raises(ProblemsError, match=r"6 with no reward_model.ground_truth \(rows 1, 2, 4, 5, 7, \.\.\.\)"):
+    golds = [
+        parquet_row(n, reward_model={"ground_truth": gold})
+        for n, gold in enumerate(["0", " ", None] * 3)
+    ]
+    with pytest.raises(
+        ProblemsError, match=r"6 with no reward_model.ground_truth \(rows 1, 2, 4, 5, 7, \.\.\.\)"
+    ):
         read_problems(write(tmp_path / "train.parquet", golds), (CHAT,))
     for extra_info in ({"when": datetime(2026, 1, 1)}, {"image": b"x"}, "text", [1]):
         path = write(tmp_path / "train.parquet", [good, parquet_row(1, extra_info=extra_info)])
-        with pytest.raises(ProblemsError, match=r"1 with an extra_info that is not a JSON object.* \(rows 1\)"):
+        with pytest.raises(
+            ProblemsError, match=r"1 with an extra_info that is not a JSON object.* \(rows 1\)"
+        ):
             read_problems(path, (CHAT,))
 
 
@@ -93,34 +102,50 @@ def test_training_rows_keep_source_and_extra_info_and_may_repeat(tmp_path: Path)
 
 def test_a_training_file_without_the_columns_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = write(tmp_path / "train.parquet", [{"prompt": "x", "answer": "1"}])
-    with pytest.raises(ProblemsError, match=r"lacks the columns data_source, reward_model \(it has answer, pro"):
+    with pytest.raises(
+        ProblemsError, match=r"lacks the columns data_source, reward_model \(it has answer, pro"
+    ):
         find_schema(path, columns_of(path), (CHAT,))
     path.write_bytes(b"not parquet at all")
     with pytest.raises(ProblemsError, match=rf"^{path} cannot be read as parquet: "):
         columns_of(path)
-    with pytest.raises(ProblemsError, match=r"absent\.parquet is not a file, nor a folder of problem files"):
+    with pytest.raises(
+        ProblemsError, match=r"absent\.parquet is not a file, nor a folder of problem files"
+    ):
         columns_of(tmp_path / "absent.parquet")
-    with pytest.raises(ProblemsError, match=rf"~/absent\.parquet is not a file, .* in {Path.cwd()}; name"):
+    with pytest.raises(
+        ProblemsError, match=rf"~/absent\.parquet is not a file, .* in {Path.cwd()}; name"
+    ):
         columns_of(Path("~/absent.parquet"))  # shells do not expand it after `--set data.train=`
 
 
 def test_a_training_parquet_can_be_evaluated_with_its_own_messages(tmp_path: Path) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 1 = ?"}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2 + 1 = ?"},
+    ]
     path = write(tmp_path / "eval.parquet", [parquet_row(7), parquet_row(2, prompt=messages)])
     assert load_items(path) == [
         Item("7", ({"role": "user", "content": "7 + 1 = ?"},), "8", "add", "2"),
         Item("2", tuple(messages), "3", "add", "2"),
     ]
-    needed = [{name: parquet_row(n)[name] for name in ("data_source", "prompt", "reward_model")} for n in (0, 1)]
+    needed = [
+        {name: parquet_row(n)[name] for name in ("data_source", "prompt", "reward_model")}
+        for n in (0, 1)
+    ]
     items = load_items(write(tmp_path / "eval.parquet", needed))
     assert [(item.id, item.gold) for item in items] == [("row-0", "1"), ("row-1", "2")]
 
 
 def test_json_lines_lists_and_objects_by_index_are_read_alike(tmp_path: Path) -> None:
     rows = [math_row(1), math_row(4)]
-    prompt = "What is {4} + 1?\nPlease reason step by step, and put your final answer within \\boxed{}."
+    prompt = (
+        "What is {4} + 1?\nPlease reason step by step, and put your final answer within \\boxed{}."
+    )
     items = load_items(write(tmp_path / "math.jsonl", rows))
-    assert items[1] == Item("test/4.json", ({"role": "user", "content": prompt},), "5", "Algebra", "3")
+    assert items[1] == Item(
+        "test/4.json", ({"role": "user", "content": prompt},), "5", "Algebra", "3"
+    )
     assert load_items(write(tmp_path / "list.json", rows)) == items
     assert load_items(write(tmp_path / "aisbench.json", {"0": rows[0], "1": rows[1]})) == items
     row = math_row(1, problem="1\u2028+ 1\x85?")  # Unicode line separators do not end a line
@@ -152,7 +177,13 @@ def test_a_named_benchmark_must_be_complete(tmp_path: Path) -> None:
             "mathematics",
             "label",
         ),
-        ({"question": "1 + 1 = ?", "answer": "So\n#### 2"}, "2", "aisbench", "mathematics", "rows as in gsm8k"),
+        (
+            {"question": "1 + 1 = ?", "answer": "So\n#### 2"},
+            "2",
+            "aisbench",
+            "mathematics",
+            "rows as in gsm8k",
+        ),
         ({"problem": "1 + 1 = ?", "answer": "2"}, "2", "aisbench", "mathematics", None),
     ],
 )
@@ -170,10 +201,14 @@ def test_the_columns_of_an_own_file_are_recognized_by_their_names(
         asked = load_set(tmp_path / "my.jsonl")
     assert [(item.gold, "1 + 1 = ?" in str(item.prompt)) for item in asked.items] == [(gold, True)]
     assert (asked.benchmark, asked.template.name, asked.grader) == (None, template, grader)
-    assert [line] * len(caplog.messages) == [line for text in caplog.messages if line and line in text]
+    assert [line] * len(caplog.messages) == [
+        line for text in caplog.messages if line and line in text
+    ]
     assert len(caplog.messages) == (line is not None)
     (tmp_path / "my.jsonl").write_text('{"a": "1 + 1 = ?", "b": 2}')
-    with pytest.raises(ProblemsError, match=r"lacks the columns .*Map other names with data\.columns"):
+    with pytest.raises(
+        ProblemsError, match=r"lacks the columns .*Map other names with data\.columns"
+    ):
         load_set(tmp_path / "my.jsonl")
 
 
@@ -182,24 +217,52 @@ def test_the_columns_of_an_own_file_are_recognized_by_their_names(
     [
         (
             "rows.parquet",
-            [parquet_row(0), parquet_row(1, prompt=[]), parquet_row(2, prompt=[{"role": "user", "content": "  "}]),
-             parquet_row(3, reward_model={"ground_truth": "", "style": "rule"})],
+            [
+                parquet_row(0),
+                parquet_row(1, prompt=[]),
+                parquet_row(2, prompt=[{"role": "user", "content": "  "}]),
+                parquet_row(3, reward_model={"ground_truth": "", "style": "rule"}),
+            ],
             r"of 4 rows, 2 with an empty prompt .*rows 1, 2\) and 1 with no reward_model.ground_truth \(rows 3",
         ),
-        ("none.parquet", None, r"is not a file, .* that end in .parquet, .jsonl, .json, .csv, .arrow, "),
+        (
+            "none.parquet",
+            None,
+            r"is not a file, .* that end in .parquet, .jsonl, .json, .csv, .arrow, ",
+        ),
         ("data.txt", "problem\n", r"ends in '.txt'.*\.parquet, \.jsonl, \.json"),
-        ("data.csv", "question\n1+1\n", r"data.csv lacks .* \(it has question\).*data.columns.problem=question"),
+        (
+            "data.csv",
+            "question\n1+1\n",
+            r"data.csv lacks .* \(it has question\).*data.columns.problem=question",
+        ),
         ("math.jsonl", [], "has no rows"),
-        ("math.jsonl", [math_row(n, unique_id=n % 2) for n in range(5)], "2 ids are used for several problems"),
-        ("math.jsonl", [math_row(1), math_row(1, solution="\\boxed{7}")], r"1 problems .*\(row 0: '2', row 1"),
-        ("math.jsonl", json.dumps(math_row(1)) + "\n{torn\n", r"math.jsonl cannot be read as jsonl: JSON parse"),
-        ("math.jsonl", [math_row(1), math_row(2, problem="\ud800?")], "cannot be read as jsonl: .*surrogate"),
+        (
+            "math.jsonl",
+            [math_row(n, unique_id=n % 2) for n in range(5)],
+            "2 ids are used for several problems",
+        ),
+        (
+            "math.jsonl",
+            [math_row(1), math_row(1, solution="\\boxed{7}")],
+            r"1 problems .*\(row 0: '2', row 1",
+        ),
+        (
+            "math.jsonl",
+            json.dumps(math_row(1)) + "\n{torn\n",
+            r"math.jsonl cannot be read as jsonl: JSON parse",
+        ),
+        (
+            "math.jsonl",
+            [math_row(1), math_row(2, problem="\ud800?")],
+            "cannot be read as jsonl: .*surrogate",
+        ),
         ("list.json", ["text"], r"list.json lacks the columns .* \(it has text\)"),
         ("data.parquet", b"{\xff}", "data.parquet cannot be read as parquet: "),
         ("data.jsonl", b"{\xff}", r"data.jsonl cannot be read as jsonl: JSON parse error"),
         ("data.json", b"{\xff}", r"data.json is not UTF-8: byte 1 is 0xff"),
     ],
-)  # fmt: skip
+)
 def test_an_unusable_evaluation_file_is_refused_with_the_fault(
     name: str, content: Any, fault: str, tmp_path: Path
 ) -> None:
@@ -216,7 +279,9 @@ def aime_row(problem: int, row: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("benchmark", ["aime24", None])
-def test_rows_with_the_same_prompt_are_samples_of_one_item(benchmark: str | None, tmp_path: Path) -> None:
+def test_rows_with_the_same_prompt_are_samples_of_one_item(
+    benchmark: str | None, tmp_path: Path
+) -> None:
     rows = [aime_row(number % 30, number) for number in range(960)]
     loaded = load_set(write(tmp_path / "aime.parquet", rows), benchmark)
     assert (len(loaded.items), loaded.num_repeats, loaded.template.name) == (30, 32, "given")
@@ -229,9 +294,14 @@ def test_rows_with_the_same_prompt_are_samples_of_one_item(benchmark: str | None
         load_set(write(tmp_path / "short.parquet", rows[:-32]), "aime24")
 
 
-def test_uneven_repeats_are_single_items_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_uneven_repeats_are_single_items_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     loaded = load_set(write(tmp_path / "math.jsonl", [math_row(n) for n in (1, 2, 1, 3)]))
-    assert ([item.id for item in loaded.items], loaded.num_repeats) == ([f"test/{n}.json" for n in (1, 2, 3)], 1)
+    assert ([item.id for item in loaded.items], loaded.num_repeats) == (
+        [f"test/{n}.json" for n in (1, 2, 3)],
+        1,
+    )
     assert "1 of 3 problems are on several rows (up to 2)" in caplog.text
 
 
@@ -243,10 +313,17 @@ GOLDS: list[tuple[str, dict[str, Any], str]] = [
     ("gsm8k", {"question": "?", "answer": "He has 1,000 + 80.\n#### 1,080"}, "1080"),
     ("olympiadbench", {"question": "?", "final_answer": ["$69$,$84$"]}, "69,84"),
     ("olympiadbench", {"question": "?", "final_answer": ["$x$", "2"]}, "x, 2"),
-    ("minerva", {"problem": "?", "solution": "So \\boxed{1.6} cm", "type": "Astronomy", "idx": 0}, "1.6"),
+    (
+        "minerva",
+        {"problem": "?", "solution": "So \\boxed{1.6} cm", "type": "Astronomy", "idx": 0},
+        "1.6",
+    ),
     (
         "choice",
-        {"instruction": "?", "output": "<think>\\boxed{C}</think><answer>\\boxed{B}\\boxed{A}</answer>"},
+        {
+            "instruction": "?",
+            "output": "<think>\\boxed{C}</think><answer>\\boxed{B}\\boxed{A}</answer>",
+        },
         "AB",
     ),
     ("choice", {"question": "?", "choices": CHOICES, "answer": "BA", "task": "判断题"}, "AB"),
@@ -266,14 +343,21 @@ EVERY_FORMAT: list[tuple[str | None, dict[str, Any], str]] = [
 @pytest.mark.parametrize("compat", ["none", "verl"])
 @pytest.mark.parametrize(("name", "row", "gold"), EVERY_FORMAT)
 def test_preparation_validation_and_evaluation_agree_on_every_format(
-    name: str | None, row: dict[str, Any], gold: str, compat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str | None,
+    row: dict[str, Any],
+    gold: str,
+    compat: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if name is not None:
         monkeypatch.setitem(SETS, name, replace(SETS[name], num_items=None))
     held_out = write(tmp_path / "held_out.json", {"0": row})  # as AISBench keeps MATH-500
     config = make_config(
         data={
-            "train": str(write(tmp_path / "train.parquet", [parquet_row(0, data_source="math_dapo")])),
+            "train": str(
+                write(tmp_path / "train.parquet", [parquet_row(0, data_source="math_dapo")])
+            ),
             "eval": str(held_out) if name is None else {"set": name, "path": str(held_out)},
         },
         algorithm={"compat": compat},
@@ -304,20 +388,35 @@ def test_preparation_validation_and_evaluation_agree_on_every_format(
         ("aime24", {"problem": "?", "answer": "7.5"}, "1 with no whole number as the answer"),
         ("gsm8k", {"question": "?", "answer": "18"}, "1 with no answer after ####"),
         ("olympiadbench", {"question": None, "final_answer": []}, r"1 with no question "),
-        ("choice", {"question": "?", "choices": "{'A'", "answer": "H", "task": "判断题"}, "1 with no question w"),
+        (
+            "choice",
+            {"question": "?", "choices": "{'A'", "answer": "H", "task": "判断题"},
+            "1 with no question w",
+        ),
         ("math500", {"question": "?"}, "lacks the columns problem"),
-        ("choice", {"problem": "?"}, "readable schemas: instruction, output or question, choices, answer, task"),
+        (
+            "choice",
+            {"problem": "?"},
+            "readable schemas: instruction, output or question, choices, answer, task",
+        ),
         ("math50", math_row(1), r"'math50' is not a registered set; did you mean 'math500'\?"),
     ],
-)  # fmt: skip
-def test_a_row_in_another_format_is_refused(name: str, row: dict[str, Any], fault: str, tmp_path: Path) -> None:
+)
+def test_a_row_in_another_format_is_refused(
+    name: str, row: dict[str, Any], fault: str, tmp_path: Path
+) -> None:
     with pytest.raises(ProblemsError, match=fault):
         load_items(write(tmp_path / "rows.json", [row]), name)
 
 
 def test_a_cflue_question_is_worded_as_in_dianjin_r1(tmp_path: Path) -> None:
-    row = {"question": "我国金融市场体系包括（）。", "choices": {"A": "货币市场", "B": "商品市场"}, "answer": "A",
-           "task": "多项选择题", "名称": "证券从业资格"}  # fmt: skip
+    row = {
+        "question": "我国金融市场体系包括（）。",
+        "choices": {"A": "货币市场", "B": "商品市场"},
+        "answer": "A",
+        "task": "多项选择题",
+        "名称": "证券从业资格",
+    }
     loaded = load_set(write(tmp_path / "rows.json", [row]), "choice")
     item = loaded.items[0]
     assert item.prompt[-1] == {

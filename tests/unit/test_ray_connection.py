@@ -53,7 +53,9 @@ class Init:
 @pytest.fixture(autouse=True)
 def _isolated_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Unset the user's token, and use a folder with a short path."""
-    monkeypatch.setattr(connection, "ask_cluster", lambda *_: None)  # it connects in another process
+    monkeypatch.setattr(
+        connection, "ask_cluster", lambda *_: None
+    )  # it connects in another process
     monkeypatch.delenv(AUTH_MODE, raising=False)
     monkeypatch.delenv(AUTH_TOKEN, raising=False)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
@@ -68,8 +70,12 @@ def connect(**train: Any) -> Path | None:
 
 # What ray.init raises if the raylet, the GCS or an agent dies during startup, or a node is slow.
 START_ERRORS = [
-    Exception("The current node timed out during startup. This could happen because some of the raylet failed to"),
-    RuntimeError("Failed to start GCS.  Last 0 lines of error files:\n.Please check /tmp/ray/gcs_server.out"),
+    Exception(
+        "The current node timed out during startup. This could happen because some of the raylet failed to"
+    ),
+    RuntimeError(
+        "Failed to start GCS.  Last 0 lines of error files:\n.Please check /tmp/ray/gcs_server.out"
+    ),
     RaySystemError("The core worker has already been shutdown."),
     ConnectionError("Could not read '127.0.0.1:6379' session name"),
     TimeoutError("Timed out after 30 seconds while waiting for node to startup"),
@@ -109,7 +115,11 @@ def test_the_folder_of_a_killed_training_is_removed_after_a_day(
         for name in ("dead", "live"):
             os.utime(parent / f"dapo-ray-{name}" / LOCK_FILE, (0, 0))
         connect()
-    assert {path.name for path in parent.iterdir()} == {"dapo-ray-live", "dapo-ray-young", "dapo-ray-other"}
+    assert {path.name for path in parent.iterdir()} == {
+        "dapo-ray-live",
+        "dapo-ray-young",
+        "dapo-ray-other",
+    }
 
 
 def test_a_failed_start_reports_the_reason_and_the_logs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,12 +133,18 @@ def test_a_failed_start_reports_the_reason_and_the_logs(monkeypatch: pytest.Monk
     usage = shutil.disk_usage(folder)._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     Init(monkeypatch, TimeoutError("Timed out waiting for file gcs_server_port"))
-    with pytest.raises(WorkerDied, match=rf"{folder.parent} is full; free some space, or set RAY_TMPDIR to"):
+    with pytest.raises(
+        WorkerDied, match=rf"{folder.parent} is full; free some space, or set RAY_TMPDIR to"
+    ):
         connect()
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_other_errors_propagate_unchanged(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
+)
+def test_other_errors_propagate_unchanged(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     init = Init(monkeypatch, error)
     with pytest.raises(type(error)):
         connect()
@@ -167,9 +183,13 @@ def test_joining_a_cluster_uses_the_token_and_warns_without_one(
     assert caplog.text == ""
 
 
-def test_a_cluster_that_refuses_or_does_not_answer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_refuses_or_does_not_answer_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Init(monkeypatch, AuthenticationError("Unauthenticated"), ConnectionError("Failed to connect"))
-    with pytest.raises(ConfigError, match=r"train\.ray_address=auto refuses this process: .*RAY_AUTH_TOKEN"):
+    with pytest.raises(
+        ConfigError, match=r"train\.ray_address=auto refuses this process: .*RAY_AUTH_TOKEN"
+    ):
         connect(ray_address="auto")
     with pytest.raises(WorkerDied, match=r"train\.ray_address=auto does not answer"):
         connect(ray_address="auto")

@@ -59,7 +59,9 @@ def test_the_querying_child_ends_with_its_parent() -> None:
     os.close(end)
     command = [sys.executable, "-m", "dapo_core.cluster.room", "127.0.0.1:1", str(os.getppid())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("", ""), "its parent ended before it could register with the kernel"
+    assert (done.stdout, done.stderr) == ("", ""), (
+        "its parent ended before it could register with the kernel"
+    )
 
 
 @pytest.mark.slow
@@ -70,13 +72,17 @@ def test_resources_are_returned_and_failures_explained(
 
     def answer(code: str) -> None:
         monkeypatch.setattr(
-            room.subprocess, "Popen", lambda _, **options: popen([sys.executable, "-c", code], **options)
+            room.subprocess,
+            "Popen",
+            lambda _, **options: popen([sys.executable, "-c", code], **options),
         )
 
     answer("""print('{"total": {"CPU": 4}, "free": {"CPU": 1}, "nodes": []}')""")
     assert room.ask_cluster("auto") == ({"CPU": 4}, {"CPU": 1}, [])
     answer("import sys; print('ConnectionError: none runs'); sys.exit(1)")
-    with pytest.raises(WorkerDied, match=r"train\.ray_address=auto does not answer: ConnectionError: none runs"):
+    with pytest.raises(
+        WorkerDied, match=r"train\.ray_address=auto does not answer: ConnectionError: none runs"
+    ):
         room.ask_cluster("auto")
     answer("import time; time.sleep(60)")
     monkeypatch.setattr(room, "LOG_SECONDS", 0.0)
@@ -95,7 +101,9 @@ def test_auto_without_a_ray_explains_how_to_start_one(
         (tmp_path / "ray").mkdir()
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
-            (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{closed.getsockname()[1]}")
+            (tmp_path / "ray" / "ray_current_cluster").write_text(
+                f"127.0.0.1:{closed.getsockname()[1]}"
+            )
     popen = subprocess.Popen
     code = """
 import sys
@@ -107,7 +115,9 @@ sys.exit(main("auto"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr(
-        room.subprocess, "Popen", lambda _, **options: popen([sys.executable, "-c", code], cwd=ROOT, **options)
+        room.subprocess,
+        "Popen",
+        lambda _, **options: popen([sys.executable, "-c", code], cwd=ROOT, **options),
     )
     with pytest.raises(
         ConfigError, match=r"none runs; start one .* `dapo cluster up` .*or unset train.ray_address"
@@ -135,7 +145,9 @@ def test_waiting_for_resources_is_logged_every_ten_seconds_and_ends(
     monkeypatch.setattr(placement.ray, "cluster_resources", lambda: resources)
     monkeypatch.setattr(placement.ray, "available_resources", dict)
     caplog.set_level("INFO")
-    with pytest.raises(ConfigError, match=r"Ray has no free resources for 4 workers of .* after 300 s"):
+    with pytest.raises(
+        ConfigError, match=r"Ray has no free resources for 4 workers of .* after 300 s"
+    ):
         placement._wait_until_placed(Group(clock), placement.Demand(4, {"CPU": 1}), 300.0)  # type: ignore[arg-type]
     assert len(caplog.messages) == 29
     assert caplog.messages[0].startswith(

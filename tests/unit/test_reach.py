@@ -41,8 +41,12 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def _ask(shell: str = "env DAPO_HOST={host} sh -c", **changes: Any) -> Answer:
-    inventory = Inventory(hosts=("a",), device="cpu", devices=1, shell=shell, connect_seconds=1, **changes)
-    return ask(inventory, {"a": {"verb": "status", "cluster": "a_1", "host": "a"}}, 200, must_be_equal=True)["a"]
+    inventory = Inventory(
+        hosts=("a",), device="cpu", devices=1, shell=shell, connect_seconds=1, **changes
+    )
+    return ask(
+        inventory, {"a": {"verb": "status", "cluster": "a_1", "host": "a"}}, 200, must_be_equal=True
+    )["a"]
 
 
 def test_a_host_answers_whatever_its_shell_prints_at_login(tmp_path: Path) -> None:
@@ -57,17 +61,26 @@ def test_a_host_answers_whatever_its_shell_prints_at_login(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"project": "/none such"}, "it has no folder /none such: put the project there, or set project"),
+        (
+            {"project": "/none such"},
+            "it has no folder /none such: put the project there, or set project",
+        ),
         ({"project": "~/none"}, "it has no folder ~/none: "),
         ({"project": "/", "python": BARE}, "/ does not contain the project: set project"),
         ({"setup": "echo no CANN >&2; false"}, "setup failed there: no CANN"),
         ({"python": ".venv/bin/none"}, "it has no interpreter .venv/bin/none (in "),
         ({"python": f"{BARE} -S"}, "it has no interpreter"),  # one word, not a line of shell
         ({"python": "/bin/false"}, "sh -c ... exited with status 1: no output"),
-        ({"shell": "dapo-no-such-command {host}"}, "there is no command dapo-no-such-command here: install"),
-        ({"shell": "sh -c 'exec $1 </dev/null; sh -c \"$2\"' {host} env"}, "the command did not run our program"),
+        (
+            {"shell": "dapo-no-such-command {host}"},
+            "there is no command dapo-no-such-command here: install",
+        ),
+        (
+            {"shell": "sh -c 'exec $1 </dev/null; sh -c \"$2\"' {host} env"},
+            "the command did not run our program",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_host_that_does_not_answer_says_why(changes: dict[str, str], problem: str) -> None:
     assert problem in _ask(**changes).problem
 
@@ -81,19 +94,25 @@ def test_setup_runs_before_the_interpreter_and_cannot_read_the_program(tmp_path:
 
 @pytest.mark.slow
 def test_a_host_that_hangs_is_given_up_in_time() -> None:
-    inventory = Inventory(hosts=("a",), devices=1, shell="sh -c 'sleep 30' {host}", connect_seconds=1)
+    inventory = Inventory(
+        hosts=("a",), devices=1, shell="sh -c 'sleep 30' {host}", connect_seconds=1
+    )
     assert ask(inventory, {"a": {}}, work_seconds=0.2)["a"].problem == "no answer within 1.2 s"
 
 
 @pytest.mark.slow
-def test_ctrl_c_does_not_wait_for_a_host_that_hangs_and_says_how_to_stop_the_rest(tmp_path: Path) -> None:
+def test_ctrl_c_does_not_wait_for_a_host_that_hangs_and_says_how_to_stop_the_rest(
+    tmp_path: Path,
+) -> None:
     os.mkfifo(tmp_path / "hangs")
     shell = f"sh -c 'echo now >{tmp_path}/hangs; exec sleep 600' {{host}}"
     values = {"hosts": ["a"], "device": "cpu", "devices": 1, "shell": shell, "connect_seconds": 600}
     (tmp_path / "nodes.yaml").write_text(json.dumps(values))
     command = [sys.executable, "-m", "flows.cli", "cluster", "up", "nodes.yaml", "--store", "store"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as up:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    ) as up:
         try:
             assert (tmp_path / "hangs").read_text() == "now\n"
             up.send_signal(signal.SIGINT)
@@ -104,7 +123,9 @@ def test_ctrl_c_does_not_wait_for_a_host_that_hangs_and_says_how_to_stop_the_res
     assert "`dapo cluster down nodes.yaml --store store` stops it" in errors
 
 
-def test_an_interrupt_kills_a_command_that_starts_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_kills_a_command_that_starts_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ask_one, cancelled = reach._ask, list[threading.Event]()
 
     def ask_and_keep(*arguments: Any) -> Answer:
@@ -121,14 +142,20 @@ def test_an_interrupt_kills_a_command_that_starts_meanwhile(monkeypatch: pytest.
     shell = "sh -c 'exec sleep 600' {host}"
     started_at = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        ask(Inventory(hosts=("a",), device="cpu", devices=1, shell=shell, connect_seconds=600), {"a": {}})
+        ask(
+            Inventory(hosts=("a",), device="cpu", devices=1, shell=shell, connect_seconds=600),
+            {"a": {}},
+        )
     assert time.monotonic() - started_at < 300
 
 
 @pytest.mark.parametrize(
     ("error", "problem"),
     [
-        ("ssh: connect to host a port 22: No route to host", "ssh: connect to host a port 22: No route to host"),
+        (
+            "ssh: connect to host a port 22: No route to host",
+            "ssh: connect to host a port 22: No route to host",
+        ),
         ("me@a: Permission denied (publickey).", "install your key: ssh-copy-id me@a"),
         ("Host key verification failed.", "run ssh me@a once and compare its key"),
     ],
@@ -136,7 +163,9 @@ def test_an_interrupt_kills_a_command_that_starts_meanwhile(monkeypatch: pytest.
 def test_an_error_of_ssh_is_shown_with_the_command_that_fixes_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str, problem: str
 ) -> None:
-    (tmp_path / "ssh").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\necho "{error}" >&2\nexit 255\n')
+    (tmp_path / "ssh").write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/words\necho "{error}" >&2\nexit 255\n'
+    )
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert problem in _ask("ssh", user="me").problem
@@ -151,7 +180,10 @@ def test_a_host_with_other_code_or_without_ray_is_refused(tmp_path: Path) -> Non
     digest = answer.versions["digest"][:12]
     assert f"its code in {tmp_path} differs from the code here (digest {digest}" in answer.problem
     assert answer.reply == {}
-    assert "has no ray: set python to the environment's" in _ask(project=str(tmp_path), python=BARE).problem
+    assert (
+        "has no ray: set python to the environment's"
+        in _ask(project=str(tmp_path), python=BARE).problem
+    )
 
 
 def test_hosts_that_do_not_match_the_head_are_refused() -> None:
@@ -162,7 +194,11 @@ def test_hosts_that_do_not_match_the_head_are_refused() -> None:
         reply = {"interface": {"address": address}, "num_devices": devices, "running": None}
         return Answer(reply, versions={**versions, **changed})
 
-    found = {"a": answer("10.0.0.1"), "b": answer("10.0.0.2", python="3.11.2"), "c": answer("10.0.0.3", 8)}
+    found = {
+        "a": answer("10.0.0.1"),
+        "b": answer("10.0.0.2", python="3.11.2"),
+        "c": answer("10.0.0.3", 8),
+    }
     found["d"] = answer("10.0.0.3")
     problems = launch._mismatches(inventory, found, found["a"])
     assert problems["b"] == "python 3.11.2 differs from the head's 3.11.1: Ray needs equal versions"
@@ -172,7 +208,9 @@ def test_hosts_that_do_not_match_the_head_are_refused() -> None:
     found["d"].reply["interface"] = {"address": "10.0.0.4"}
     problems = launch._mismatches(inventory, found, found["a"])
     assert problems["c"] == "it has 8 npu devices, the inventory lists 16: set its devices"
-    assert problems["d"].startswith("Ray is running at 10.9.9.9 on eth1, but the inventory now leads to 10.0.0.4;")
+    assert problems["d"].startswith(
+        "Ray is running at 10.9.9.9 on eth1, but the inventory now leads to 10.0.0.4;"
+    )
 
 
 def _cluster(name: str, address: str) -> Path:
@@ -209,23 +247,31 @@ def test_the_newest_of_several_clusters_at_an_address_has_the_token() -> None:
     assert found == str(clusters_folder() / "node1_6379" / "token")
 
 
-def test_a_host_name_that_resolves_to_loopback_finds_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_that_resolves_to_loopback_finds_its_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     entry = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *words: [entry])
     assert started._is_same("node1:6379", "127.0.0.1:6379")  # an address of this machine
     assert not started._is_same("node1:6379", "192.0.2.7:6379")
 
 
-def test_ipv4_addresses_of_a_name_come_first_in_the_resolver_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ipv4_addresses_of_a_name_come_first_in_the_resolver_s_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given = ["fd00::2", "10.0.0.9", "fd00::1", "10.0.0.2", "10.0.0.9"]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *words: [(0, 0, 0, "", (each, 0)) for each in given])
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *words: [(0, 0, 0, "", (each, 0)) for each in given]
+    )
     assert interface.addresses_of("node1") == ["10.0.0.9", "10.0.0.2", "fd00::2", "fd00::1"]
 
 
 def test_each_device_kind_gets_the_interface_variables_of_the_table() -> None:
     rows = [row for row in yaml.safe_load(TABLE.read_text()) if row.get("must_be") == "interface"]
     for device, variables in INTERFACE_VARIABLES.items():
-        assert set(variables) == {row["name"] for row in rows if device in row.get("devices", (device,))}
+        assert set(variables) == {
+            row["name"] for row in rows if device in row.get("devices", (device,))
+        }
 
 
 def test_an_ipv6_address_is_joined_with_its_port_in_brackets() -> None:
@@ -233,7 +279,12 @@ def test_an_ipv6_address_is_joined_with_its_port_in_brackets() -> None:
 
 
 def test_a_ray_tmpdir_that_is_too_long_is_refused_by_name() -> None:
-    request = {"cluster": "c", "host": "h", "is_head": True, "environment": {"RAY_TMPDIR": "/" + "x" * 30}}
+    request = {
+        "cluster": "c",
+        "host": "h",
+        "is_head": True,
+        "environment": {"RAY_TMPDIR": "/" + "x" * 30},
+    }
     assert "RAY_TMPDIR=/xxx" in on_node.answer({"verb": "start", **request})["problem"]
 
 
@@ -253,12 +304,19 @@ def test_down_waits_for_a_start_in_progress() -> None:
         try:
             with on_node._locked(folder):
                 ending = pool.submit(on_node.answer, request)
-                with pytest.raises(TimeoutError):  # otherwise it would find nothing and leave a Ray behind
+                with pytest.raises(
+                    TimeoutError
+                ):  # otherwise it would find nothing and leave a Ray behind
                     ending.result(1.0)
                 folder.mkdir(parents=True)
-                start_time, boot = supervisor.stat_fields(ray.pid)[19], on_node.BOOT.read_text().strip()
+                start_time, boot = (
+                    supervisor.stat_fields(ray.pid)[19],
+                    on_node.BOOT.read_text().strip(),
+                )
                 record = {"pid": ray.pid, "start_time": start_time, "boot": boot, "started_at": 1.0}
-                (folder / "record.json").write_text(json.dumps({**record, "folder": "/none", "hostname": "h"}))
+                (folder / "record.json").write_text(
+                    json.dumps({**record, "folder": "/none", "hostname": "h"})
+                )
             assert ending.result()["ended"] == 1.0
             assert ray.poll() is not None
         finally:
@@ -269,14 +327,23 @@ def test_down_waits_for_a_start_in_progress() -> None:
 @pytest.mark.slow
 def test_a_start_whose_command_was_interrupted_starts_nothing() -> None:
     request = {
-        **{"verb": "start", "cluster": "c_6379", "host": "h", "is_head": True, "start_seconds": 60, "token": "t"},
+        **{
+            "verb": "start",
+            "cluster": "c_6379",
+            "host": "h",
+            "is_head": True,
+            "start_seconds": 60,
+            "token": "t",
+        },
         **{"head_address": "127.0.0.1:6379", "address": "127.0.0.1", "interface": "lo"},
         **{"environment": {}, "options": ["--head", "--port=6379"]},
     }
     folder = on_node.folder_of(request)
     program = "import json, sys; from tasks.nodes import on_node; print(on_node.answer(json.load(sys.stdin)))"
     command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as start:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as start:
         assert start.stdin is not None
         assert start.stdout is not None
         with on_node._locked(folder):  # as `down` does
@@ -291,7 +358,9 @@ def test_a_start_whose_command_was_interrupted_starts_nothing() -> None:
 
 
 def test_down_says_how_to_try_again(tmp_path: Path) -> None:
-    (tmp_path / "nodes.yaml").write_text("{hosts: [a], device: cpu, devices: 1, shell: \"sh -c 'exit 7' {host}\"}")
+    (tmp_path / "nodes.yaml").write_text(
+        "{hosts: [a], device: cpu, devices: 1, shell: \"sh -c 'exit 7' {host}\"}"
+    )
     words = ["cluster", "down", f"{tmp_path}/nodes.yaml", "--store", f"{tmp_path}/store"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1

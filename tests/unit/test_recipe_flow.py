@@ -49,8 +49,12 @@ print("goes on", file=open(sys.argv[1], "w"))
 """
 
 
-@pytest.mark.parametrize("flow", [dapo_full, dapo_nightly, *STAGE_FLOWS.values()], ids=lambda flow: flow.name)
-def test_an_invalid_value_fails_the_flow_before_it_writes_anything(flow: Flow[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flow", [dapo_full, dapo_nightly, *STAGE_FLOWS.values()], ids=lambda flow: flow.name
+)
+def test_an_invalid_value_fails_the_flow_before_it_writes_anything(
+    flow: Flow[..., Any], tmp_path: Path
+) -> None:
     store = tmp_path / "store"
     refused = r"^train\.total_steps = '-1' is refused: it must be at least 1$"
     with pytest.raises(ConfigError, match=refused):
@@ -71,7 +75,9 @@ def test_a_flow_survives_the_death_of_its_worker(tmp_path: Path) -> None:
     """With Prefect's console handler it would exit at its next log line."""
     script = [sys.executable, "-c", LOGS_TO_A_CLOSED_PIPE, str(tmp_path / "output")]
     read_end, write_end = os.pipe()
-    process = subprocess.Popen(script, cwd=ROOT, stdin=subprocess.PIPE, stdout=write_end, stderr=write_end)
+    process = subprocess.Popen(
+        script, cwd=ROOT, stdin=subprocess.PIPE, stdout=write_end, stderr=write_end
+    )
     os.close(read_end)
     os.close(write_end)
     process.communicate(b"\n", timeout=300)
@@ -132,7 +138,9 @@ def test_the_nightly_run_is_scheduled_once_a_day() -> None:
 
 
 def test_a_lost_heartbeat_only_crashes_our_flows() -> None:
-    trigger = EventTrigger.model_validate(yaml.safe_load(CRASH_AUTOMATION_FILE.read_text())["trigger"])
+    trigger = EventTrigger.model_validate(
+        yaml.safe_load(CRASH_AUTOMATION_FILE.read_text())["trigger"]
+    )
     flows = [dapo_full.name, dapo_nightly.name, *(flow.name for flow in STAGE_FLOWS.values())]
     covered = []
     for name in (*flows, "of-another-project"):

@@ -41,7 +41,9 @@ def keys_set(path: Path) -> Iterator[str]:
     trees = [("", yaml.safe_load(path.read_text(encoding="utf-8")))]
     while trees:
         prefix, tree = trees.pop()
-        trees += [(f"{prefix}{name}.", value) for name, value in tree.items() if isinstance(value, dict)]
+        trees += [
+            (f"{prefix}{name}.", value) for name, value in tree.items() if isinstance(value, dict)
+        ]
         yield from (prefix + name for name, value in tree.items() if not isinstance(value, dict))
 
 
@@ -65,17 +67,25 @@ def test_a_recipe_is_named_after_its_file_and_its_files_exist(path: Path) -> Non
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_fits_its_devices_and_its_header_states_the_peak(path: Path, tmp_path: Path) -> None:
+def test_a_recipe_fits_its_devices_and_its_header_states_the_peak(
+    path: Path, tmp_path: Path
+) -> None:
     is_written_by_init = path.stem == "own_cpu"
-    overrides = [f"model.path={build_tiny(tmp_path / 'small', 'llama')}"] if is_written_by_init else []
+    overrides = (
+        [f"model.path={build_tiny(tmp_path / 'small', 'llama')}"] if is_written_by_init else []
+    )
     config = load_config(path, overrides)
     plan = plan_of(config)
     assert plan.limit.num_bytes is not None
     assert plan.shortages == []
     assert plan.engine.num_sequences
-    header = " ".join(line.strip("# \n") for line in path.read_text().splitlines() if line.startswith("#"))
+    header = " ".join(
+        line.strip("# \n") for line in path.read_text().splitlines() if line.startswith("#")
+    )
     peak = (
-        f"the machine {plan.loads[0].peak_bytes / GIB:.1f} GiB" if config.train.device == "cpu" else summary(plan)
+        f"the machine {plan.loads[0].peak_bytes / GIB:.1f} GiB"
+        if config.train.device == "cpu"
+        else summary(plan)
     )
     assert is_written_by_init or f"Memory plan: {peak}." in header
 
@@ -128,28 +138,142 @@ DERIVED = {  # in table order
         5_767_168,  # KV cache to decode them all to the end, per engine: tokens, 256 x 22,528
     ],
     "dapo_qwen3_32b_math": [
-        *(64, 64, 64, 8, 1, 22_528, 64, 1_024, 20_971_520, 23_068_672, 1_920),
-        *(2, 400, 20, 12_800, 512, 64, 2_816, 1, 4_096, 5_767_168),
+        64,
+        64,
+        64,
+        8,
+        1,
+        22_528,
+        64,
+        1_024,
+        20_971_520,
+        23_068_672,
+        1_920,
+        2,
+        400,
+        20,
+        12_800,
+        512,
+        64,
+        2_816,
+        1,
+        4_096,
+        5_767_168,
     ],
     "dapo_qwen3_0_6b_gsm8k": [
-        *(1, 1, 2, 1, 1, 2_560, 64, 512, 1_048_576, 1_310_720, 1_920),
-        *(4, 400, 20, 6_400, 128, 128, 16_384, 6, 256, 655_360),
+        1,
+        1,
+        2,
+        1,
+        1,
+        2_560,
+        64,
+        512,
+        1_048_576,
+        1_310_720,
+        1_920,
+        4,
+        400,
+        20,
+        6_400,
+        128,
+        128,
+        16_384,
+        6,
+        256,
+        655_360,
     ],
     "dapo_qwen3_0_6b_laptop": [
-        *(1, 1, 1, 1, 1, 2_560, 32, 256, 524_288, 655_360, 960),
-        *(4, 400, 20, 3_200, 64, 64, 7_680, 3, 64, 163_840),
+        1,
+        1,
+        1,
+        1,
+        1,
+        2_560,
+        32,
+        256,
+        524_288,
+        655_360,
+        960,
+        4,
+        400,
+        20,
+        3_200,
+        64,
+        64,
+        7_680,
+        3,
+        64,
+        163_840,
     ],
     "dapo_qwen3_8b_one_gpu": [
-        *(1, 1, 1, 1, 1, 10_240, 32, 512, 4_194_304, 5_242_880, 960),
-        *(2, 200, 20, 3_200, 256, 256, 20_480, 2, 256, 2_621_440),
+        1,
+        1,
+        1,
+        1,
+        1,
+        10_240,
+        32,
+        512,
+        4_194_304,
+        5_242_880,
+        960,
+        2,
+        200,
+        20,
+        3_200,
+        256,
+        256,
+        20_480,
+        2,
+        256,
+        2_621_440,
     ],
     "dapo_qwen3_8b_math": [
-        *(8, 8, 16, 4, 1, 10_240, 64, 1_024, 8_388_608, 10_485_760, 1_920),
-        *(4, 400, 40, 6_400, 256, 64, 10_240, 2, 2_048, 2_621_440),
+        8,
+        8,
+        16,
+        4,
+        1,
+        10_240,
+        64,
+        1_024,
+        8_388_608,
+        10_485_760,
+        1_920,
+        4,
+        400,
+        40,
+        6_400,
+        256,
+        64,
+        10_240,
+        2,
+        2_048,
+        2_621_440,
     ],
     "dapo_qwen3_8b_choice": [
-        *(8, 8, 16, 4, 1, 10_240, 64, 1_024, 8_388_608, 10_485_760, 1_920),
-        *(4, 400, 40, 6_400, 256, 64, 10_240, 2, 2_048, 2_621_440),
+        8,
+        8,
+        16,
+        4,
+        1,
+        10_240,
+        64,
+        1_024,
+        8_388_608,
+        10_485_760,
+        1_920,
+        4,
+        400,
+        40,
+        6_400,
+        256,
+        64,
+        10_240,
+        2,
+        2_048,
+        2_621_440,
     ],
 }
 
@@ -168,16 +292,21 @@ def test_grpo_derives_the_same_numbers_except_for_drawn_prompts() -> None:
 
 def test_sharding_within_nodes_replicates_weights() -> None:
     derived = {
-        quantity.label: quantity.number for quantity in derive(load("dapo_qwen2_5_32b_math", "train.fsdp_size=8"))
+        quantity.label: quantity.number
+        for quantity in derive(load("dapo_qwen2_5_32b_math", "train.fsdp_size=8"))
     }
     assert derived["copies of the trained weights"] == 16  # 128 / 8
-    assert derived["data-parallel ranks"] == 16  # sharding does not change which rank sees which response
+    assert (
+        derived["data-parallel ranks"] == 16
+    )  # sharding does not change which rank sees which response
 
 
 def test_grpo_differs_from_dapo_only_in_algorithm_and_task() -> None:
     grpo, dapo = load("grpo_qwen3_8b_math"), load("dapo_qwen3_8b_choice")
     mathematics = load("dapo_qwen3_8b_math")
-    differing = {key for key in known_fields(Config) if value_of(mathematics, key) != value_of(dapo, key)}
+    differing = {
+        key for key in known_fields(Config) if value_of(mathematics, key) != value_of(dapo, key)
+    }
     assert differing == {"run.name", "data.train", "data.eval", "custom_reward.path"}
     differing = {key for key in known_fields(Config) if value_of(grpo, key) != value_of(dapo, key)}
     task = {"run.name", "data.train", "data.eval", "custom_reward.path"}
@@ -198,7 +327,11 @@ def test_the_papers_recipe_uses_the_default_algorithm() -> None:
     sections = {key.partition(".")[0] for key in keys_set(CONFIGS / "dapo_qwen2_5_32b_math.yaml")}
     assert sections.isdisjoint({"algorithm", "reward", "sampler"})
     paper = load("dapo_qwen2_5_32b_math")
-    assert (paper.train.learning_rate, paper.evaluate.temperature, paper.evaluate.top_p) == (1e-6, 1.0, 0.7)
+    assert (paper.train.learning_rate, paper.evaluate.temperature, paper.evaluate.top_p) == (
+        1e-6,
+        1.0,
+        0.7,
+    )
     assert paper.rollout.max_response_tokens - paper.reward.overlong.buffer_tokens == 16_384
     assert paper.algorithm.kl.place == "off"
 
@@ -212,7 +345,9 @@ def no_answer(*_: object) -> None:
     raise Unreachable("no answer")
 
 
-@pytest.mark.parametrize("name", ["dapo_qwen3_8b_math", "dapo_qwen3_0_6b_gsm8k", "dapo_qwen3_8b_choice"])
+@pytest.mark.parametrize(
+    "name", ["dapo_qwen3_8b_math", "dapo_qwen3_0_6b_gsm8k", "dapo_qwen3_8b_choice"]
+)
 def test_a_recipe_with_published_data_plans_offline_and_lists_downloads(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,16 +355,27 @@ def test_a_recipe_with_published_data_plans_offline_and_lists_downloads(
     monkeypatch.setattr("downloads.modelscope.resolve", no_answer)  # its client retries for 15 s
     config = load(name, f"store.path={tmp_path}")
     data, model, *_ = plan_chain(config)
-    assert model.note.startswith(f"would fetch hf:{config.model.id}, which cannot be resolved now: HF_HUB_OFFLINE")
+    assert model.note.startswith(
+        f"would fetch hf:{config.model.id}, which cannot be resolved now: HF_HUB_OFFLINE"
+    )
     for one, split in ((config.data.train[0], "train"), (config.data.eval[0], "test")):
         reference = SETS[one.set].source(split)
-        assert ("fetches " if reference.startswith("https://") else "would fetch ") + reference in data.note
+        assert (
+            "fetches " if reference.startswith("https://") else "would fetch "
+        ) + reference in data.note
 
 
 def test_a_leading_tilde_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "mine.yaml"
-    path.write_text("model: {source: path, path: ~/tiny}\ndata: {train: [~/a.csv, b~/c.csv], eval: gsm8k}\n")
-    config = load_config(path, ["custom_reward.path=~/reward.py"])  # the shell does not expand it here
-    assert (config.model.path, config.custom_reward.path) == (f"{tmp_path}/tiny", f"{tmp_path}/reward.py")
+    path.write_text(
+        "model: {source: path, path: ~/tiny}\ndata: {train: [~/a.csv, b~/c.csv], eval: gsm8k}\n"
+    )
+    config = load_config(
+        path, ["custom_reward.path=~/reward.py"]
+    )  # the shell does not expand it here
+    assert (config.model.path, config.custom_reward.path) == (
+        f"{tmp_path}/tiny",
+        f"{tmp_path}/reward.py",
+    )
     assert [entry.set for entry in config.data.train] == [f"{tmp_path}/a.csv", "b~/c.csv"]

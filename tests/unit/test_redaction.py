@@ -31,14 +31,18 @@ def nothing_added(monkeypatch: pytest.MonkeyPatch) -> None:
         "STORAGE_CONNECTION_STRING",
     ],
 )
-def test_environment_secrets_are_replaced_also_percent_encoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_secrets_are_replaced_also_percent_encoded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, "sk+abc/123\n")
     assert redact("Bearer sk+abc/123 and ?key=sk%2Babc%2F123 are refused") == (
         "Bearer [redacted] and ?key=[redacted] are refused"
     )
 
 
-def test_the_password_of_an_auth_string_is_replaced_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_password_of_an_auth_string_is_replaced_on_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "dapo:correct-horse")
     assert redact("user dapo, password correct-horse") == "user dapo, password [redacted]"
 
@@ -50,12 +54,11 @@ def test_settings_and_placeholders_are_not_secrets(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PRIMARY_KEY", "problem")
     monkeypatch.setenv("DATABASE_URL", "postgresql://reader@warehouse/problems")
     monkeypatch.setenv("PWD", "parallel")
-    text = (
-        "an EMPTY set of 204800 parallel lines: a problem of the reader of postgresql://reader@warehouse/problems"
-    )
+    text = "an EMPTY set of 204800 parallel lines: a problem of the reader of postgresql://reader@warehouse/problems"
     assert redact(text) == text
     assert not any(
-        is_secret(*each) for each in (("PRIMARY_KEY", "problem"), ("PWD", "/home"), ("COMPASS", "north"))
+        is_secret(*each)
+        for each in (("PRIMARY_KEY", "problem"), ("PWD", "/home"), ("COMPASS", "north"))
     )
 
 
@@ -83,12 +86,19 @@ def test_passwords_in_urls_and_connection_strings_are_replaced(
 
 
 def test_url_secrets_and_added_secrets_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TEAM_WEBHOOK_URL", "https://hooks.example.org/services/T01/B02/abcdefghijklmnopqrstuvwx")
-    add_secret_url("https://user:secret-word@host.example.org/robot/send?access_token=0123456789abcdef0123")
+    monkeypatch.setenv(
+        "TEAM_WEBHOOK_URL", "https://hooks.example.org/services/T01/B02/abcdefghijklmnopqrstuvwx"
+    )
+    add_secret_url(
+        "https://user:secret-word@host.example.org/robot/send?access_token=0123456789abcdef0123"
+    )
     add_secret("longer secret")
     add_secret("secret")
-    assert redact("POST /services/T01/B02/abcdefghijklmnopqrstuvwx") == "POST /services/T01/B02/[redacted]"
-    assert redact("https://user:secret-word@host.example.org/robot/send?access_token=0123456789abcdef0123") == (
-        "https://user:[redacted]@host.example.org/robot/send?access_token=[redacted]"
+    assert (
+        redact("POST /services/T01/B02/abcdefghijklmnopqrstuvwx")
+        == "POST /services/T01/B02/[redacted]"
     )
+    assert redact(
+        "https://user:secret-word@host.example.org/robot/send?access_token=0123456789abcdef0123"
+    ) == ("https://user:[redacted]@host.example.org/robot/send?access_token=[redacted]")
     assert redact("a longer secret") == "a [redacted]"

@@ -26,12 +26,16 @@ NO_RAY = """#!/bin/bash
 
 def _run(script: Path, verb: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "DAPO_STATE": str(script.parent), "RAY_AUTH_TOKEN": "secret"}
-    return subprocess.run(["bash", str(script), verb], env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        ["bash", str(script), verb], env=environment, capture_output=True, text=True
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["stop", "start"])
-def test_processes_that_outlive_a_killed_first_process_are_ended_and_no_others(verb: str, tmp_path: Path) -> None:
+def test_processes_that_outlive_a_killed_first_process_are_ended_and_no_others(
+    verb: str, tmp_path: Path
+) -> None:
     python, folder, state = tmp_path / "python", tmp_path / "ray", tmp_path / "a-6379"
     python.write_text(NO_RAY.format(sys.executable))
     python.chmod(0o755)
@@ -44,7 +48,11 @@ def test_processes_that_outlive_a_killed_first_process_are_ended_and_no_others(v
     environment = {**os.environ, "DAPO_RAY": str(folder)}
     with (
         subprocess.Popen(
-            ["bash", "-c", LEADER], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+            ["bash", "-c", LEADER],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         ) as leader,
         (folder / "log").open("w") as log,
         subprocess.Popen(["sleep", "600"], stdin=log) as bystander,
@@ -62,5 +70,7 @@ def test_processes_that_outlive_a_killed_first_process_are_ended_and_no_others(v
     assert [start_time_of(pid) for pid in left] == [None, None]
     assert not folder.exists()
     assert is_left_alone
-    state = "Ray has ended" if verb == "start" else "this script has no Ray running"  # the new one fails
+    state = (
+        "Ray has ended" if verb == "start" else "this script has no Ray running"
+    )  # the new one fails
     assert again.stdout == f"a: {state}\n"

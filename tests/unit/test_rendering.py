@@ -66,7 +66,10 @@ def _inventory(folder: Path, text: str) -> str:
 def _pods(document: dict[str, Any]) -> list[dict[str, Any]]:
     """The pods of the head and of the workers, if any."""
     spec = document["spec"].get("rayClusterSpec", document["spec"])
-    return [group["template"]["spec"] for group in (spec["headGroupSpec"], *spec.get("workerGroupSpecs", ()))]
+    return [
+        group["template"]["spec"]
+        for group in (spec["headGroupSpec"], *spec.get("workerGroupSpecs", ()))
+    ]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -105,16 +108,22 @@ def test_exported_variables_are_those_of_the_table(name: str) -> None:
     ("device", "options"),
     [("cpu", "--num-cpus=3"), ("cuda", "--num-gpus=3"), ("npu", "'--resources={\"NPU\": 3}'")],
 )
-def test_ray_and_pods_get_the_inventory_s_devices(device: str, options: str, tmp_path: Path) -> None:
+def test_ray_and_pods_get_the_inventory_s_devices(
+    device: str, options: str, tmp_path: Path
+) -> None:
     inventory = _inventory(tmp_path, f"hosts: [a]\ndevice: {device}\ndevices: 3")
     assert f" {options} " in _render(inventory, "--scripts")
     [document] = yaml.safe_load_all(_render(inventory, "--kuberay"))
     head = document["spec"]["headGroupSpec"]
     limits = head["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert limits == {{"cpu": "cpu", "cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}[device]: 3}
+    assert limits == {
+        {"cpu": "cpu", "cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}[device]: 3
+    }
     # KubeRay writes --KEY=VALUE into a shell line.
     key, value = next(iter(head["rayStartParams"].items()))
-    words = subprocess.run(["bash", "-c", f"printf %s --{key}={value}"], capture_output=True, text=True).stdout
+    words = subprocess.run(
+        ["bash", "-c", f"printf %s --{key}={value}"], capture_output=True, text=True
+    ).stdout
     assert words == options.strip("'")
     assert "workerGroupSpecs" not in document["spec"]  # one host
 
@@ -122,7 +131,11 @@ def test_ray_and_pods_get_the_inventory_s_devices(device: str, options: str, tmp
 @pytest.mark.parametrize("form", [("--scripts",), ("--slurm", "--config", RECIPE)])
 def test_setup_runs_before_anything_else(form: tuple[str, ...], tmp_path: Path) -> None:
     inventory = _inventory(tmp_path, "hosts: [a]\ndevices: 16\nsetup: . /etc/set_env.sh")
-    changes = ("--set", "train.num_ranks=8", "--set", "rollout.num_workers=2") if "--config" in form else ()
+    changes = (
+        ("--set", "train.num_ranks=8", "--set", "rollout.num_workers=2")
+        if "--config" in form
+        else ()
+    )
     text = _render(inventory, *form, *changes)
     before = r"^cd .*\n(if \[ .* = start \]; then\n)?set \+eu #.*\n"
     assert re.search(before + r"\{\n\. /etc/set_env\.sh\n\} \|\| \{\n", text, re.MULTILINE)
@@ -131,7 +144,10 @@ def test_setup_runs_before_anything_else(form: tuple[str, ...], tmp_path: Path) 
 def test_a_setup_that_fails_ends_the_start(tmp_path: Path) -> None:
     script, inventory = tmp_path / "a.sh", f"hosts: [a]\ndevices: 16\nsetup: . {tmp_path}/none.sh"
     script.write_text(_render(_inventory(tmp_path, inventory), "--scripts"))
-    start, stop = (subprocess.run(["bash", script, v], capture_output=True, text=True) for v in ("start", "stop"))
+    start, stop = (
+        subprocess.run(["bash", script, v], capture_output=True, text=True)
+        for v in ("start", "stop")
+    )
     assert (start.returncode, "setup failed" in start.stderr) == (1, True), start.stderr
     assert (stop.returncode, "this script has no Ray running" in stop.stdout) == (0, True), stop
 
@@ -146,7 +162,15 @@ def test_a_batch_file_for_one_node_uses_its_address(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a/b", "../x", "my run"])
 def test_a_batch_file_needs_a_plain_name(name: str, tmp_path: Path) -> None:
-    words = ["cluster", "render", *FORMS["slurm"], "--set", f"run.name={name}", "--output", str(tmp_path)]
+    words = [
+        "cluster",
+        "render",
+        *FORMS["slurm"],
+        "--set",
+        f"run.name={name}",
+        "--output",
+        str(tmp_path),
+    ]
     done = CliRunner().invoke(app, words)
     assert done.exit_code != 0
     assert "names a file and a job" in f"{done.output} {done.exception}"
@@ -169,7 +193,9 @@ def test_scripts_of_removed_hosts_are_named_and_kept(tmp_path: Path) -> None:
 
 
 def test_slurm_accepts_the_longest_stop() -> None:
-    assert "#SBATCH --signal=B:TERM@65535\n" in _render(*FORMS["slurm"], "--set", "flow.stop_seconds=65475")
+    assert "#SBATCH --signal=B:TERM@65535\n" in _render(
+        *FORMS["slurm"], "--set", "flow.stop_seconds=65475"
+    )
 
 
 def test_only_the_site_s_own_gres_replaces_the_devices() -> None:
@@ -217,7 +243,9 @@ def test_the_token_only_comes_from_a_secret() -> None:
 
 
 def test_a_job_carries_its_recipe(tmp_path: Path) -> None:
-    text = "# of mine\n" + Path("configs/arith_cpu.yaml").read_text().replace("name: arith_cpu", "name: mine")
+    text = "# of mine\n" + Path("configs/arith_cpu.yaml").read_text().replace(
+        "name: arith_cpu", "name: mine"
+    )
     (tmp_path / "my recipe.yaml").write_text(text)
     inventory = _inventory(tmp_path, "hosts: [a, b]\ndevice: cpu\ndevices: 4")
     rendered = _render(inventory, "--kuberay", "--config", str(tmp_path / "my recipe.yaml"))
@@ -248,7 +276,9 @@ def test_a_file_that_is_missing_in_pods_is_named(key: str, path: str, is_there: 
     changes = ["--set", "model.path=/store/model", "--set", f"{key}={path}"]
     words = [f"{DATA}/alike.yaml", "--kuberay", "--config", RECIPE, *changes]
     assert (f"={path} is not in the pods" not in _remarks(*words)) == is_there
-    assert (path not in "".join(line for line in _render(*words).splitlines() if line[:1] == "#")) == is_there
+    assert (
+        path not in "".join(line for line in _render(*words).splitlines() if line[:1] == "#")
+    ) == is_there
 
 
 def test_keys_that_pods_do_not_use_are_named(tmp_path: Path) -> None:
@@ -266,13 +296,18 @@ def test_setup_runs_in_pods_before_ray(tmp_path: Path) -> None:
     text = "hosts: [a]\ndevices: 8\nsetup: |\n  . /etc/set_env.sh\n  . /etc/more.sh"
     text = _render(_inventory(tmp_path, text), "--kuberay")
     [pod] = _pods(yaml.safe_load(text))
-    assert "bash -c '. /etc/set_env.sh" in text  # for kubectl exec, which lacks the variables of Ray's process
+    assert (
+        "bash -c '. /etc/set_env.sh" in text
+    )  # for kubectl exec, which lacks the variables of Ray's process
     for is_fine in (True, False):  # joined as KubeRay does
         (tmp_path / "set_env.sh").write_text("export A=1\n" if is_fine else "return 1\n")
         (tmp_path / "more.sh").write_text("return $((1 - ${A:-0}))\n")
         line = f"{pod['containers'][0]['args'][0]} && ulimit -n 64; echo starts $A"
         done = subprocess.run(
-            ["bash", "-c", "--", line.replace("/etc/", f"{tmp_path}/")], capture_output=True, text=True, env={}
+            ["bash", "-c", "--", line.replace("/etc/", f"{tmp_path}/")],
+            capture_output=True,
+            text=True,
+            env={},
         )
         assert (done.stdout, done.returncode) == (("starts 1\n", 0) if is_fine else ("", 1)), done
 
@@ -289,18 +324,25 @@ def test_pods_wait_for_the_last_checkpoint(form: str) -> None:
     assert variables.get("RAY_JOB_STOP_WAIT_TIME_S") == ("360" if form == "job" else None)
 
 
-def test_pods_with_npus_mount_the_host_files_that_the_vendor_s_image_expects(tmp_path: Path) -> None:
+def test_pods_with_npus_mount_the_host_files_that_the_vendor_s_image_expects(
+    tmp_path: Path,
+) -> None:
     found = {}
     for hosts in ("[a]", "[a, b]"):
         rendered = _render(_inventory(tmp_path, f"hosts: {hosts}\ndevices: 8"), "--kuberay")
         for pod in _pods(yaml.safe_load(rendered)):
             of_host = {v["name"]: v["hostPath"]["path"] for v in pod["volumes"] if "hostPath" in v}
-            mounted = {each["name"]: each["mountPath"] for each in pod["containers"][0]["volumeMounts"]}
+            mounted = {
+                each["name"]: each["mountPath"] for each in pod["containers"][0]["volumeMounts"]
+            }
             assert of_host.items() <= mounted.items()
             found[hosts] = set(of_host.values())
     alone = {
-        "/usr/local/Ascend/driver", "/usr/local/dcmi", "/usr/local/bin/npu-smi", "/etc/ascend_install.info",
-    }  # fmt: skip
+        "/usr/local/Ascend/driver",
+        "/usr/local/dcmi",
+        "/usr/local/bin/npu-smi",
+        "/etc/ascend_install.info",
+    }
     assert found == {"[a]": alone, "[a, b]": alone | {"/etc/hccn.conf"}}
 
 
@@ -330,13 +372,21 @@ def test_a_secret_among_the_variables_is_a_warning(form: tuple[str, ...], tmp_pa
             ["--kuberay", "--config", RECIPE],
             "train.device=npu, but the inventory has device=cuda",
         ),
-        ("devices: 64", ["--kuberay", "--config", RECIPE, "--set", "run.name=Übung"], "Kubernetes rejects"),
+        (
+            "devices: 64",
+            ["--kuberay", "--config", RECIPE, "--set", "run.name=Übung"],
+            "Kubernetes rejects",
+        ),
         (
             "devices: 64",
             ["--slurm", "--config", RECIPE, "--set", "flow.stop_seconds=65476"],
             "flow.stop_seconds=65476 is too long: SLURM signals a job at most 65475 s before",
         ),
-        ("devices: 64\nhosts: [a, {name: b, devices: 8}]", ["--kuberay"], "devices is 8 for b and 64 for a"),
+        (
+            "devices: 64\nhosts: [a, {name: b, devices: 8}]",
+            ["--kuberay"],
+            "devices is 8 for b and 64 for a",
+        ),
         (
             "devices: 64\nhosts: [a, {name: b, interface: eth1}]",
             ["--slurm", "--config", RECIPE],
@@ -348,6 +398,8 @@ def test_contradictory_options_are_refused_with_the_key(
     inventory: str, words: list[str], message: str, tmp_path: Path
 ) -> None:
     hosts = "" if "hosts" in inventory else "hosts: [a, b]\n"
-    done = CliRunner().invoke(app, ["cluster", "render", _inventory(tmp_path, f"{hosts}{inventory}"), *words])
+    done = CliRunner().invoke(
+        app, ["cluster", "render", _inventory(tmp_path, f"{hosts}{inventory}"), *words]
+    )
     assert done.exit_code != 0
     assert message in f"{done.output} {done.exception}"

@@ -25,7 +25,9 @@ from tests.webhooks import started_receiver
 
 def built_again(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command in a process without a Prefect server, with PREFECT_HOME in the folder."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
+    }
     return subprocess.run(
         [sys.executable, "-m", "flows.cli", *words],
         cwd=PROJECT_ROOT,
@@ -43,13 +45,20 @@ def test_a_failed_gate_is_recorded_named_and_exit_status_3(tmp_path: Path) -> No
     with Run.start(config) as run:
         report = repeat_chain(run)
     measured = f"{100 * report['after']['accuracy']:.4g}"
-    assert f"GATES FAILED, 1 of 2: pooled >= 101 (measured {measured}, threshold 101 %)." in report["verdict"]
+    assert (
+        f"GATES FAILED, 1 of 2: pooled >= 101 (measured {measured}, threshold 101 %)."
+        in report["verdict"]
+    )
     assert next(read_runs(tmp_path / "store")).report["failed_gates"] == ["pooled >= 101"]  # type: ignore[index]
     with pytest.raises(typer.Exit) as ended:
         print_report(run.folder / "report")
     assert ended.value.exit_code == 3
     state = outcome({"run": "", "verdict": report["verdict"], "is_failed": report["is_failed"]})
-    assert (state.name, state.is_completed(), state.message) == ("GateFailed", True, report["verdict"])
+    assert (state.name, state.is_completed(), state.message) == (
+        "GateFailed",
+        True,
+        report["verdict"],
+    )
     assert outcome(passed := {"is_failed": False}) is passed
 
 
@@ -59,7 +68,9 @@ def test_outputs_count_as_stored_only_if_intact(tmp_path: Path) -> None:
     run = record_run(config)
     assert is_built(config)
     assert has_output(config, "merge_checkpoint")
-    assert not has_output(small_config(tmp_path / "store", "merge.dtype=float16"), "merge_checkpoint")
+    assert not has_output(
+        small_config(tmp_path / "store", "merge.dtype=float16"), "merge_checkpoint"
+    )
     (Path(run.stages["merge_checkpoint"].artifact) / "weights").write_text("something else")
     assert not is_built(config)
     assert not has_output(config, "merge_checkpoint")
@@ -71,7 +82,9 @@ def test_dapo_run_of_a_built_chain_starts_no_server(tmp_path: Path) -> None:
         config = small_config(tmp_path / "store", f"flow.webhook.url={receiver.url()}")
         record_run(config)
         resolved = tmp_path / "recipe.yaml"
-        resolved.write_text(next(read_runs(tmp_path / "store")).folder.joinpath("config.yaml").read_text())
+        resolved.write_text(
+            next(read_runs(tmp_path / "store")).folder.joinpath("config.yaml").read_text()
+        )
         done = built_again(tmp_path, "run", resolved)
     assert done.returncode == 0, done.stderr
     newest = next(read_runs(tmp_path / "store"))

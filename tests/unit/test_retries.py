@@ -19,8 +19,21 @@ from downloads import AccessDenied, DiskTooSmall, NotFound, Offline, Unreachable
 from eval import EvaluationError
 from flows.cli import main
 from tasks.artifacts.artifact import StoreError
-from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
-from tasks.execution.retries import describe, exit_code_of, is_lasting, may_succeed_next_time, shortened
+from tasks.chain import (
+    evaluate_model,
+    fetch_model,
+    merge_checkpoint,
+    prepare_data,
+    train_policy,
+    write_report,
+)
+from tasks.execution.retries import (
+    describe,
+    exit_code_of,
+    is_lasting,
+    may_succeed_next_time,
+    shortened,
+)
 from tasks.processes.child import ChildProcessFailed, run_command
 from tasks.processes.time_limit import StageTimedOut
 from tasks.serve_model.failure import ServeError, ServerDied
@@ -61,9 +74,16 @@ def test_transient_errors_are_retried_and_permanent_ones_are_not() -> None:
 
 @pytest.mark.parametrize(
     ("code", "lasting"),
-    [("sys.exit(1)", False), ("sys.exit(2)", True), ("sys.exit(143)", True), ("os.kill(os.getpid(), 9)", False)],
+    [
+        ("sys.exit(1)", False),
+        ("sys.exit(2)", True),
+        ("sys.exit(143)", True),
+        ("os.kill(os.getpid(), 9)", False),
+    ],
 )
-def test_a_stopped_child_or_a_usage_error_is_not_retried(code: str, lasting: bool, tmp_path: Path) -> None:
+def test_a_stopped_child_or_a_usage_error_is_not_retried(
+    code: str, lasting: bool, tmp_path: Path
+) -> None:
     with pytest.raises(ChildProcessFailed) as caught:
         run_command(python(f"import os, sys\n{code}"), log_path=tmp_path / "log", label="train")
     error = pickle.loads(pickle.dumps(caught.value))
@@ -72,7 +92,14 @@ def test_a_stopped_child_or_a_usage_error_is_not_retried(code: str, lasting: boo
 
 
 def test_every_task_has_the_same_retry_policy() -> None:
-    for task in (prepare_data, fetch_model, evaluate_model, train_policy, merge_checkpoint, write_report):
+    for task in (
+        prepare_data,
+        fetch_model,
+        evaluate_model,
+        train_policy,
+        merge_checkpoint,
+        write_report,
+    ):
         assert task.retry_condition_fn is may_succeed_next_time
         assert (task.retries, len(task.retry_delay_seconds)) == (3, 3)
 
@@ -101,7 +128,9 @@ def test_a_short_error_keeps_the_last_line_of_the_child_and_its_exit_code() -> N
     assert str(short) == "train ended with exit code 1; its log is t.log: OSError: no"
     assert (type(short), short.exit_code) == (ChildProcessFailed, 1)
     assert "step 3" in str(error)
-    error = ServerDied("vllm serve was killed by SIGKILL. Its last lines, from s.log:\n  | a\nIt answered before")
+    error = ServerDied(
+        "vllm serve was killed by SIGKILL. Its last lines, from s.log:\n  | a\nIt answered before"
+    )
     error.summary = "vllm serve was killed by SIGKILL; its log is s.log\nIt answered before"
     assert str(shortened(error)) == error.summary
     assert not is_lasting(shortened(error))

@@ -54,50 +54,88 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("response", "verdict", "verdict_in_verl"), PLACES)
-def test_which_answer_in_the_response_counts(response: str, verdict: str, verdict_in_verl: str) -> None:
+def test_which_answer_in_the_response_counts(
+    response: str, verdict: str, verdict_in_verl: str
+) -> None:
     for score, expected in (
         (score_math(response, "19"), verdict),
         (score_math_as_verl(response, "19"), verdict_in_verl),
     ):
         is_right = expected == "right"
-        assert (score.verdict, score.value, score.acc) == (expected, 1.0 if is_right else -1.0, is_right)
+        assert (score.verdict, score.value, score.acc) == (
+            expected,
+            1.0 if is_right else -1.0,
+            is_right,
+        )
         assert score.answer == {"right": "19", "wrong": "18", "no_answer": None}[expected]
 
 
 # (answer, ground truth, right by verl's rule, right by this project's rule), each derived by hand.
 VERL_FORMS = [
-    ("34", "34", True, True), ("$34$", "34", True, True), ("34.", "34", False, True),
-    ("$34$.", "34", True, True), ("$34.$", "34", True, True),  # `.$` becomes `$`; text around a formula is dropped
-    ("**34**", "34", False, False), ("034", "34", False, False), ("34.0", "34", False, False),
-    ("1/2", "\\frac{1}{2}", False, False), ("3^2", "9", False, False),  # nothing is computed
-    ("0.5", "\\frac12", False, False), ("3 \\cdot 4", "34", False, False),
-    ("50%", "50", False, True), ("50\\%", "50", False, True),
-    ("12,34", "1234", True, False), ("1,2", "12", True, False),  # commas between digits are dropped
-    ("1,234", "1234", True, True), ("1234 dollars", "\\$1,234", True, True),
-    ("-1,234", "-1234", False, True), ("1,234.5", "1234.5", False, True),  # digits only
-    ("1{,}234", "1234", True, True), ("1,\\!234", "1234", True, True), ("1\\;000", "1000", True, True),
-    ("1\\,000", "1000", False, True), ("1 234", "1234", True, True),
-    ("(1, 2)", "(1,2)", True, True), ("\\left(1,2\\right)", "(1,2)", False, True),
-    ("\\frac12", "\\frac{1}{2}", True, True), ("\\dfrac12", "\\frac{1}{2}", False, True),
-    ("\\dfrac{1}{2}", "\\frac{1}{2}", False, True), ("\\tfrac{1}{2}", "\\frac{1}{2}", False, True),
-    ("\\sqrt2", "\\sqrt{2}", True, True), ("\\sqrt23", "\\sqrt{2}3", True, True),
-    ("x=y=34", "34", True, True), ("$x=34$", "34", True, True),
-    ("34 units", "34", True, True), ("34 degrees", "34", True, True), ("\\$34", "34", True, True),
-    ("34^\\circ", "34", True, True), ("34^{\\circ}", "34", True, True), ("34 kg", "34", False, False),
-    ("34 tickets", "34", False, True), ("34 children tickets", "34", True, False),
-    ("34\\text{ cm}", "34", True, True), ("34\\text{ m}", "34", True, False),
-    ("34\\mathrm{th}", "34", True, False), ("issue 34", "is34", True, False),  # "sue" is dropped
-    ('"34"', "34", True, False), ("34 \\text{and} 35", "34,35", True, False),
+    ("34", "34", True, True),
+    ("$34$", "34", True, True),
+    ("34.", "34", False, True),
+    ("$34$.", "34", True, True),
+    ("$34.$", "34", True, True),  # `.$` becomes `$`; text around a formula is dropped
+    ("**34**", "34", False, False),
+    ("034", "34", False, False),
+    ("34.0", "34", False, False),
+    ("1/2", "\\frac{1}{2}", False, False),
+    ("3^2", "9", False, False),  # nothing is computed
+    ("0.5", "\\frac12", False, False),
+    ("3 \\cdot 4", "34", False, False),
+    ("50%", "50", False, True),
+    ("50\\%", "50", False, True),
+    ("12,34", "1234", True, False),
+    ("1,2", "12", True, False),  # commas between digits are dropped
+    ("1,234", "1234", True, True),
+    ("1234 dollars", "\\$1,234", True, True),
+    ("-1,234", "-1234", False, True),
+    ("1,234.5", "1234.5", False, True),  # digits only
+    ("1{,}234", "1234", True, True),
+    ("1,\\!234", "1234", True, True),
+    ("1\\;000", "1000", True, True),
+    ("1\\,000", "1000", False, True),
+    ("1 234", "1234", True, True),
+    ("(1, 2)", "(1,2)", True, True),
+    ("\\left(1,2\\right)", "(1,2)", False, True),
+    ("\\frac12", "\\frac{1}{2}", True, True),
+    ("\\dfrac12", "\\frac{1}{2}", False, True),
+    ("\\dfrac{1}{2}", "\\frac{1}{2}", False, True),
+    ("\\tfrac{1}{2}", "\\frac{1}{2}", False, True),
+    ("\\sqrt2", "\\sqrt{2}", True, True),
+    ("\\sqrt23", "\\sqrt{2}3", True, True),
+    ("x=y=34", "34", True, True),
+    ("$x=34$", "34", True, True),
+    ("34 units", "34", True, True),
+    ("34 degrees", "34", True, True),
+    ("\\$34", "34", True, True),
+    ("34^\\circ", "34", True, True),
+    ("34^{\\circ}", "34", True, True),
+    ("34 kg", "34", False, False),
+    ("34 tickets", "34", False, True),
+    ("34 children tickets", "34", True, False),
+    ("34\\text{ cm}", "34", True, True),
+    ("34\\text{ m}", "34", True, False),
+    ("34\\mathrm{th}", "34", True, False),
+    ("issue 34", "is34", True, False),  # "sue" is dropped
+    ('"34"', "34", True, False),
+    ("34 \\text{and} 35", "34,35", True, False),
     ("1,2,\\ldots", "1,2,", True, False),
-    ("\\text{even}", "even", True, True), ("\\mbox{even}", "even", True, True),
-    ("\\textbf{even}", "even", True, True), ("\\mathrm{even}", "even", False, True),
-    ("\\overline{AB}", "AB", True, True), ("\\boxed{34}", "34", True, True),
-    ("\\boxed{34}.", "34", False, True), ("\\fbox{34}", "34", False, True),
+    ("\\text{even}", "even", True, True),
+    ("\\mbox{even}", "even", True, True),
+    ("\\textbf{even}", "even", True, True),
+    ("\\mathrm{even}", "even", False, True),
+    ("\\overline{AB}", "AB", True, True),
+    ("\\boxed{34}", "34", True, True),
+    ("\\boxed{34}.", "34", False, True),
+    ("\\fbox{34}", "34", False, True),
     ("\\boxed{\\text{even}}", "even", True, True),
     ("\\boxed{\\frac{\\sqrt{2}}{2}}", "\\frac{\\sqrt{2}}{2}", True, True),
-    ("an apple", "apple", True, True), ("The value is $34$ here", "34", True, True),
+    ("an apple", "apple", True, True),
+    ("The value is $34$ here", "34", True, True),
     ("$1$ or $2$", "1", True, True),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("answer", "truth", "is_right_in_verl", "is_right"), VERL_FORMS)
@@ -125,7 +163,9 @@ def test_math_dapo_matches_verls_rule_exactly_in_compat_mode(
 def test_overlong_penalty(num_tokens: int, penalty: float, in_verl: float) -> None:
     overlong = OverlongConfig(buffer_tokens=20, penalty_factor=2.0)
     assert overlong_penalty(num_tokens, 100, overlong) == pytest.approx(penalty, abs=1e-12)
-    assert overlong_penalty(num_tokens, 100, overlong, is_clamped=False) == pytest.approx(in_verl, abs=1e-12)
+    assert overlong_penalty(num_tokens, 100, overlong, is_clamped=False) == pytest.approx(
+        in_verl, abs=1e-12
+    )
     assert overlong_penalty(num_tokens, 100, overlong.model_copy(update={"enabled": False})) == 0.0
 
 
@@ -134,7 +174,10 @@ def test_overlong_penalty(num_tokens: int, penalty: float, in_verl: float) -> No
     [
         ("\\text{a} b", "a b"),
         ("\\boxed{\\text{\\mathrm{\\textbf{x}}}}", "x"),
-        ("\\text{\\frac{\\sqrt{\\frac{1}{2}}}{2}}", "\\frac{\\sqrt{\\frac{1}{2}}}{2}"),  # nested three deep
+        (
+            "\\text{\\frac{\\sqrt{\\frac{1}{2}}}{2}}",
+            "\\frac{\\sqrt{\\frac{1}{2}}}{2}",
+        ),  # nested three deep
         ("\\text{a", "\\text{a"),
         ("\\text{a}}", "a}"),
         ("}\\text{{a}", "}\\text{{a}"),
@@ -151,11 +194,22 @@ def test_hostile_input_is_scored_in_linear_time(name: str) -> None:
     # these rules run without a time limit
     assert SCORERS[name].window_characters == 300
     for tail in (
-        "\\text{" * 50, "\\boxed{" * 42, "\\text{" * 25 + "}" * 125, "{" * 150 + "}" * 150, "Answer:" + "$" * 293,
-        "Answer: " + "\\text{a{b{c" * 25, "Answer: " + "\\text{{}" * 35, "answer" * 50, "answer" + " " * 294,
-        "answer:" + "\n" * 293, "Answer: " + "1," * 146, "Answer: -" + "1" * 3 + ",111" * 72 + "x",
-        "Answer: " + "\\frac" * 58, "#### " * 60, "#### -" + "," * 294,
-    ):  # fmt: skip
+        "\\text{" * 50,
+        "\\boxed{" * 42,
+        "\\text{" * 25 + "}" * 125,
+        "{" * 150 + "}" * 150,
+        "Answer:" + "$" * 293,
+        "Answer: " + "\\text{a{b{c" * 25,
+        "Answer: " + "\\text{{}" * 35,
+        "answer" * 50,
+        "answer" + " " * 294,
+        "answer:" + "\n" * 293,
+        "Answer: " + "1," * 146,
+        "Answer: -" + "1" * 3 + ",111" * 72 + "x",
+        "Answer: " + "\\frac" * 58,
+        "#### " * 60,
+        "#### -" + "," * 294,
+    ):
         started = time.process_time()
         SCORERS[name](tail[:300], "1")
         VERL_SCORERS[name](tail[:300], "1")
@@ -164,7 +218,10 @@ def test_hostile_input_is_scored_in_linear_time(name: str) -> None:
 
 @pytest.mark.slow
 @settings(deadline=None)
-@given(response=st.text(alphabet="answer: \\textboxdfrac{}$#19,.-=\n", max_size=300), truth=st.text(max_size=20))
+@given(
+    response=st.text(alphabet="answer: \\textboxdfrac{}$#19,.-=\n", max_size=300),
+    truth=st.text(max_size=20),
+)
 def test_rules_without_a_time_limit_never_raise(response: str, truth: str) -> None:
     for scorer in (*SCORERS.values(), VERL_SCORERS["math_dapo"]):
         if scorer.window_characters is not None:
@@ -206,10 +263,18 @@ def test_gsm8k(response: str, verdict: str, answer: str | None) -> None:
         ("<think>...</think> \\boxed{13}", 0.1, "wrong"),
         ("so \\boxed{13}", 0.0, "wrong"),
         ("<think>13.5</think> 13.5", 0.0, "no_answer"),
-        ("<think>\\boxed{13.5}</think>", 0.9, "right"),  # for the format, the box must follow the thinking
+        (
+            "<think>\\boxed{13.5}</think>",
+            0.9,
+            "right",
+        ),  # for the format, the box must follow the thinking
         (" <think></think>\\boxed{13.5}", 0.9, "right"),  # and <think> must start the response
         ("<think></think>\\boxed{13} \\boxed{13.5}", 1.0, "right"),
-        ("<think></think>\\boxed{a} \\boxed{13.5", 0.1, "no_answer"),  # the last box counts, but is never closed
+        (
+            "<think></think>\\boxed{a} \\boxed{13.5",
+            0.1,
+            "no_answer",
+        ),  # the last box counts, but is never closed
         ("<think></think>\\boxed{\\frac{27}{2}}", 1.0, "right"),  # the same value
         ("<think></think>\\boxed{ }", 0.1, "no_answer"),
         ("<think></think>\\boxed{9^{9^{9^9}}}", 0.1, "wrong"),  # not evaluated
@@ -248,7 +313,12 @@ def test_math_verify_compares_values(response: str, truth: str, verdict: str) ->
 def test_geo3k_compares_latex_values_and_checks_the_format_in_linear_time() -> None:
     root = "5 \\sqrt { 2 }"
     answers = ("5\\sqrt{2}", "\\sqrt{50}", "\\sqrt{51}", "{{{")
-    assert [score_geo3k(f"\\boxed{{{answer}}}", root).acc for answer in answers] == [1.0, 1.0, 0.0, 0.0]
+    assert [score_geo3k(f"\\boxed{{{answer}}}", root).acc for answer in answers] == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
     started = time.process_time()
     assert not has_geo3k_format("<think>" + "</think>\\boxed{" * 10_000)
     assert time.process_time() - started < 0.5
@@ -262,7 +332,11 @@ def test_rules_ignore_the_thinking_and_verls_rules_read_it() -> None:
         "gsm8k": "#### 34",
     }
     for name, answer in answers.items():
-        for response in (f"<think>{answer}", f"{answer}</think>It is hard.", f"<think>a</think>b<think>{answer}"):
+        for response in (
+            f"<think>{answer}",
+            f"{answer}</think>It is hard.",
+            f"<think>a</think>b<think>{answer}",
+        ):
             assert SCORERS[name](response, "34").verdict == "no_answer", (name, response)
         assert SCORERS[name](f"<think>Answer: 35 #### 35</think>{answer}", "34").verdict == "right"
     for name in ("math_dapo", "gsm8k"):
@@ -271,17 +345,30 @@ def test_rules_ignore_the_thinking_and_verls_rules_read_it() -> None:
 
 def test_every_data_source_has_a_scorer_and_configuration_overrides_the_table() -> None:
     assert set(routes().values()) == set(SCORERS) == set(VERL_SCORERS)
-    known = {"arithmetic": "math_boxed", "openai/gsm8k": "gsm8k", "cflue": "choice", "math": "math_verify"}
+    known = {
+        "arithmetic": "math_boxed",
+        "openai/gsm8k": "gsm8k",
+        "cflue": "choice",
+        "math": "math_verify",
+    }
     assert known.items() <= routes().items()
     assert not DATA_SOURCES.keys() & SETS.keys()
     table = routes(("DAPO-17k=math_dapo", "a=b=choice", " cflue = gsm8k "))
-    assert {**known, "DAPO-17k": "math_dapo", "a=b": "choice", "cflue": "gsm8k"}.items() <= table.items()
+    assert {
+        **known,
+        "DAPO-17k": "math_dapo",
+        "a=b": "choice",
+        "cflue": "gsm8k",
+    }.items() <= table.items()
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (("mine",), "'mine', which is not DATA_SOURCE=SCORER .* choice, geo3k, gsm8k, math_boxed, math_dapo"),
+        (
+            ("mine",),
+            "'mine', which is not DATA_SOURCE=SCORER .* choice, geo3k, gsm8k, math_boxed, math_dapo",
+        ),
         (("=gsm8k",), "'=gsm8k', which is not DATA_SOURCE=SCORER"),
         (("mine=gsm9k",), "'mine=gsm9k', which is not DATA_SOURCE=SCORER with a known scorer"),
         (("mine=gsm8k", "mine=choice"), "'mine' to two scorers, gsm8k and choice"),
@@ -298,7 +385,9 @@ def test_an_unknown_data_source_lists_the_known_ones() -> None:
         match=r"data_source 'gsm9k' has no scorer; known are .*arithmetic, .*data_source .*reward\.scorers",
     ):
         require_scorers({"arithmetic", "gsm9k"}, RewardConfig(), CustomRewardConfig())
-    require_scorers({"arithmetic", "gsm9k"}, RewardConfig(scorers=("gsm9k=gsm8k",)), CustomRewardConfig())
+    require_scorers(
+        {"arithmetic", "gsm9k"}, RewardConfig(scorers=("gsm9k=gsm8k",)), CustomRewardConfig()
+    )
 
 
 if "DAPO_TEST_DATA" in os.environ:
@@ -311,7 +400,10 @@ if "DAPO_TEST_DATA" in os.environ:
         rows = read_rows("gsm8k", "test.jsonl")
         truths = [row["answer"].rpartition("#### ")[2].replace(",", "") for row in rows]
         for wrong, expected in (("", 1.0), ("1", 0.0)):
-            scores = [score_gsm8k(row["answer"], truth + wrong) for row, truth in zip(rows, truths, strict=True)]
+            scores = [
+                score_gsm8k(row["answer"], truth + wrong)
+                for row, truth in zip(rows, truths, strict=True)
+            ]
             assert [score.value for score in scores] == [expected] * 1319
 
     def test_real_math500_answers_are_right_and_altered_ones_wrong() -> None:
@@ -319,7 +411,9 @@ if "DAPO_TEST_DATA" in os.environ:
         golds = [item.gold for item in load_set(DATA / "math500" / "test.jsonl", "math500").items]
         ending = "Therefore, the final answer is: $\\boxed{{{}}}$. I hope it is correct."
         assert [score_math(ending.format(gold), gold).verdict for gold in golds] == ["right"] * 500
-        assert [score_math(ending.format(f"{gold}1"), gold).verdict for gold in golds] == ["wrong"] * 500
+        assert [score_math(ending.format(f"{gold}1"), gold).verdict for gold in golds] == [
+            "wrong"
+        ] * 500
         # 22 boxes start more than 300 characters before the end; 2 solutions have another `answer:` after the box
         scored = Counter(score_math(*pair).verdict for pair in zip(solutions, golds, strict=True))
         assert scored == {"right": 476, "no_answer": 22, "wrong": 2}

@@ -56,7 +56,9 @@ def test_invalid_results_are_refused(result: Any, error: type[Exception]) -> Non
 
 
 @pytest.mark.parametrize("prefix", ["def", "async def"])
-def test_sync_and_async_functions_are_called_with_keyword_arguments(tmp_path: Path, prefix: str) -> None:
+def test_sync_and_async_functions_are_called_with_keyword_arguments(
+    tmp_path: Path, prefix: str
+) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         f"{prefix} judge(solution_str, extra_info, ground_truth, data_source):\n"
@@ -125,7 +127,9 @@ def test_a_missing_function_or_file_is_named(tmp_path: Path, source: str, messag
     with pytest.raises(ConfigError, match=message):
         required(tmp_path / "mine.py", source)
     missing = CustomRewardConfig(path=str(tmp_path / "missing.py"))
-    with pytest.raises(ConfigError, match=r"custom_reward\.path=.*missing\.py cannot be read: No such file"):
+    with pytest.raises(
+        ConfigError, match=r"custom_reward\.path=.*missing\.py cannot be read: No such file"
+    ):
         require_scorers((), RewardConfig(), missing)
 
 
@@ -153,7 +157,9 @@ def test_a_function_with_wrong_parameters_is_refused_up_front(
         required(path, source)
         load_function(str(path), "compute_score")(**dict.fromkeys(PARAMETERS))  # Python agrees
         return
-    with pytest.raises(ConfigError, match=r"compute_score\(.* cannot be called as compute_score\(data_source="):
+    with pytest.raises(
+        ConfigError, match=r"compute_score\(.* cannot be called as compute_score\(data_source="
+    ):
         required(path, source)
     with pytest.raises(TypeError):
         load_function(str(path), "compute_score")(**dict.fromkeys(PARAMETERS))

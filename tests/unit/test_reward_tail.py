@@ -25,10 +25,17 @@ def byte_level() -> Any:
 def byte_fallback() -> Any:
     """A tokenizer like Llama 2's: words with a leading-space mark, and a token for each byte."""
     words = ["<s>", "</s>", "▁the", "▁", "a", "b", "▁sum", "19", ":", "é", "和", "."]
-    vocabulary = {token: i for i, token in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    vocabulary = {
+        token: i for i, token in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])
+    }
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
@@ -39,16 +46,26 @@ def whole(tokenizer: Any, ids: list[int]) -> str:
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
-@given(ids=st.lists(st.integers(0, MAX_VOCABULARY - 1), max_size=120), num_characters=st.integers(1, 40))
+@given(
+    ids=st.lists(st.integers(0, MAX_VOCABULARY - 1), max_size=120),
+    num_characters=st.integers(1, 40),
+)
 def test_random_byte_level_tokens(ids: list[int], num_characters: int) -> None:
     ids = [token_id for token_id in ids if token_id < len(byte_level())]
-    assert TailDecoder(byte_level()).decode(ids, num_characters) == whole(byte_level(), ids)[-num_characters:]
+    assert (
+        TailDecoder(byte_level()).decode(ids, num_characters)
+        == whole(byte_level(), ids)[-num_characters:]
+    )
 
 
 @settings(max_examples=300, deadline=None)
 @given(ids=st.lists(st.integers(0, 267), max_size=120), num_characters=st.integers(1, 40))
-@example(ids=[2] * 40 + [12 + byte for byte in "和".encode() * 40], num_characters=20)  # one valid run of bytes
-@example(ids=[12 + 0xE5, *[12 + byte for byte in "和".encode() * 20], 1, *[4] * 30], num_characters=30)
+@example(
+    ids=[2] * 40 + [12 + byte for byte in "和".encode() * 40], num_characters=20
+)  # one valid run of bytes
+@example(
+    ids=[12 + 0xE5, *[12 + byte for byte in "和".encode() * 20], 1, *[4] * 30], num_characters=30
+)
 def test_random_byte_fallback_tokens(ids: list[int], num_characters: int) -> None:
     tail = TailDecoder(byte_fallback()).decode(ids, num_characters)
     assert tail == whole(byte_fallback(), ids)[-num_characters:]
@@ -112,8 +129,17 @@ def test_the_answer_follows_thinking_that_the_prompt_may_open() -> None:
 
     opened = "What is 1 + 1?<think>"
     assert answer("It is 2.") == "It is 2."
-    assert answer("<think>3? No.</think>It is 2.") == answer("3? No.</think>It is 2.", opened) == "It is 2."
-    assert answer("<think>It is 3.") == answer("It is 3.", opened) == answer("</think>2<think>It is") == ""
+    assert (
+        answer("<think>3? No.</think>It is 2.")
+        == answer("3? No.</think>It is 2.", opened)
+        == "It is 2."
+    )
+    assert (
+        answer("<think>It is 3.")
+        == answer("It is 3.", opened)
+        == answer("</think>2<think>It is")
+        == ""
+    )
     assert answer("It is 2.", f"{opened}</think>") == "It is 2.", "the template closes the thinking"
     assert answer("a</think>b</think>It is 2.", opened) == "It is 2."
     plain = TailDecoder(tiny_tokenizer())

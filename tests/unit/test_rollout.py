@@ -54,12 +54,18 @@ def shared_worker(model_path: Path) -> Iterator[RolloutWorker]:
     scorer.write_text(SCORER, encoding="utf-8")
     config = make_config(
         run={"seed": 3},
-        rollout={"group_size": GROUP_SIZE, "max_response_tokens": MAX_RESPONSE_TOKENS, "engine": "hf"},
+        rollout={
+            "group_size": GROUP_SIZE,
+            "max_response_tokens": MAX_RESPONSE_TOKENS,
+            "engine": "hf",
+        },
         reward={"num_processes": 1, "overlong": {"buffer_tokens": 8, "penalty_factor": 0.5}},
         custom_reward={"path": str(scorer)},
     )
     tokenizer = load_tokenizer(model_path)
-    worker = RolloutWorker(lambda: build_engine("hf", model_path, SETTINGS, seed=0), tokenizer, config)
+    worker = RolloutWorker(
+        lambda: build_engine("hf", model_path, SETTINGS, seed=0), tokenizer, config
+    )
     yield worker
     worker.close()
 
@@ -123,7 +129,9 @@ def _generate(worker: RolloutWorker, requests: Sequence[GenerationRequest]) -> d
     deadline = time.monotonic() + FAR
     while len(responses) < len(requests):
         assert time.monotonic() < deadline
-        responses |= {response.request_id: response.response_ids for response in worker.engine.take()}
+        responses |= {
+            response.request_id: response.response_ids for response in worker.engine.take()
+        }
         time.sleep(0.001)  # the engine decodes on a thread of this process
     return responses
 
@@ -153,7 +161,10 @@ def test_groups_contain_sampled_tokens_and_their_scores(
     seeds = [sample_seed(3, STEP, 107, sample) for sample in range(GROUP_SIZE)]
     alone = _generate(
         worker,
-        [GenerationRequest(str(sample), PROMPTS[7].prompt_ids, seed) for sample, seed in enumerate(seeds)],
+        [
+            GenerationRequest(str(sample), PROMPTS[7].prompt_ids, seed)
+            for sample, seed in enumerate(seeds)
+        ],
     )
     assert [alone[str(sample)] for sample in range(GROUP_SIZE)] == _tokens([whole[107]])[0]
 
@@ -167,7 +178,9 @@ def test_scoring_does_not_stop_the_engine(
     def hold_back() -> list[Response]:
         """Run a step, but hold back the second group's responses."""
         responses = [*held, *step()]
-        held[:] = [one for one in responses if one.request_id.startswith("101/") and not may_end.is_set()]
+        held[:] = [
+            one for one in responses if one.request_id.startswith("101/") and not may_end.is_set()
+        ]
         return [response for response in responses if response not in held]
 
     num_unfinished = engine.num_unfinished
@@ -187,7 +200,9 @@ def test_the_engine_decodes_between_polls(whole: dict[int, Group], worker: Rollo
     wait_until(lambda: worker.engine.num_unfinished() == 0, "the responses")
     worker.submit(REQUESTS[2:3])  # beside finished ones that are not yet collected
     groups = _finish(worker, 3)
-    assert all(_tokens([groups[group_id]]) == _tokens([whole[group_id]]) for group_id in (100, 101, 102))
+    assert all(
+        _tokens([groups[group_id]]) == _tokens([whole[group_id]]) for group_id in (100, 101, 102)
+    )
 
 
 def test_requests_are_added_and_aborted_between_decoding_steps(
@@ -204,7 +219,9 @@ def test_requests_are_added_and_aborted_between_decoding_steps(
     assert worker.engine.num_unfinished() == 0
     worker.submit(suspended)
     groups = _finish(worker, 8)
-    assert all(_tokens([groups[group_id]]) == _tokens([whole[group_id]]) for group_id in range(100, 108))
+    assert all(
+        _tokens([groups[group_id]]) == _tokens([whole[group_id]]) for group_id in range(100, 108)
+    )
 
 
 def test_engine_errors_reach_every_later_call(
@@ -216,7 +233,11 @@ def test_engine_errors_reach_every_later_call(
     broken.submit(REQUESTS[:1])
     with pytest.raises(IndexError):
         broken.poll(FAR)
-    for call in (lambda: broken.submit(REQUESTS[1:2]), broken.suspend, lambda: broken.log_probs([])):
+    for call in (
+        lambda: broken.submit(REQUESTS[1:2]),
+        broken.suspend,
+        lambda: broken.log_probs([]),
+    ):
         with pytest.raises(IndexError):
             call()
     broken.close()
@@ -233,7 +254,12 @@ def test_suspended_groups_resume_to_the_same_result(
     suspended = worker.suspend()
     assert worker.engine.num_unfinished() == 0
     # the engine runs two groups at once: two have begun, two have nothing yet
-    assert [request.num_response_tokens for request in suspended] == [2 * num_steps, 2 * num_steps, 0, 0]
+    assert [request.num_response_tokens for request in suspended] == [
+        2 * num_steps,
+        2 * num_steps,
+        0,
+        0,
+    ]
     begun = [(0, num_steps)]
     assert [request.versions for request in suspended] == [[begun, begun], [begun, begun], [], []]
     assert suspended[2:] == REQUESTS[2:4]
@@ -255,7 +281,9 @@ def test_suspended_groups_resume_to_the_same_result(
         ]
 
 
-def test_finished_siblings_are_kept_across_a_suspend(whole: dict[int, Group], worker: RolloutWorker) -> None:
+def test_finished_siblings_are_kept_across_a_suspend(
+    whole: dict[int, Group], worker: RolloutWorker
+) -> None:
     first, second = whole[103].rollouts
     begun = [
         Response("103/0", first.response_ids, first.rollout_log_probs, first.finish_reason),
@@ -273,8 +301,13 @@ def test_finished_siblings_are_kept_across_a_suspend(whole: dict[int, Group], wo
     ]
 
 
-def test_greedy_validation_does_not_change_sampled_groups(whole: dict[int, Group], worker: RolloutWorker) -> None:
-    greedy = [GroupRequest(-1 - index, PROMPTS[index], STEP, sampling=GREEDY, num_samples=1) for index in range(3)]
+def test_greedy_validation_does_not_change_sampled_groups(
+    whole: dict[int, Group], worker: RolloutWorker
+) -> None:
+    greedy = [
+        GroupRequest(-1 - index, PROMPTS[index], STEP, sampling=GREEDY, num_samples=1)
+        for index in range(3)
+    ]
     worker.submit([greedy[0], REQUESTS[0], greedy[1], REQUESTS[1], greedy[2]])
     groups = _finish(worker, 5)
     assert _tokens([groups[100], groups[101]]) == _tokens([whole[100], whole[101]])
@@ -284,13 +317,15 @@ def test_greedy_validation_does_not_change_sampled_groups(whole: dict[int, Group
         assert (len(group.rollouts), group.prompt) == (1, PROMPTS[index])
         request = GenerationRequest("x", PROMPTS[index].prompt_ids, seed=index, sampling=GREEDY)
         alone.append(_generate(worker, [request])["x"])
-    assert _tokens([groups[-1 - index] for index in range(3)]) == [[response_ids] for response_ids in alone]
+    assert _tokens([groups[-1 - index] for index in range(3)]) == [
+        [response_ids] for response_ids in alone
+    ]
     with _steps(worker, 5):
         worker.submit(greedy[1:])
     suspended = worker.suspend()
-    assert [(request.num_response_tokens, request.sampling, request.step) for request in suspended] == [
-        (5, GREEDY, STEP)
-    ] * 2
+    assert [
+        (request.num_response_tokens, request.sampling, request.step) for request in suspended
+    ] == [(5, GREEDY, STEP)] * 2
     worker.submit(suspended)
     again = _finish(worker, 2)
     assert _tokens([again[-2], again[-3]]) == _tokens([groups[-2], groups[-3]])
@@ -315,9 +350,13 @@ def test_time_spent_only_on_scoring_is_reported(worker: RolloutWorker) -> None:
     assert progress.num_open_tokens == 0
 
 
-def test_scores_of_suspended_responses_are_ignored(whole: dict[int, Group], worker: RolloutWorker) -> None:
+def test_scores_of_suspended_responses_are_ignored(
+    whole: dict[int, Group], worker: RolloutWorker
+) -> None:
     rollout = whole[105].rollouts[0]
-    finished = Response("105/0", rollout.response_ids, rollout.rollout_log_probs, rollout.finish_reason)
+    finished = Response(
+        "105/0", rollout.response_ids, rollout.rollout_log_probs, rollout.finish_reason
+    )
     responses = [finished, Response("105/1", [], [], "abort")]
     request = GroupRequest(105, PROMPTS[5], STEP, responses, [rollout.versions, []])
     with _steps(worker, 0):

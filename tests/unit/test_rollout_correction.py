@@ -58,12 +58,22 @@ def _log_ratios(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor, to
         ("token", 2.5, [[0.5, 2.5, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
         ("sequence", 10.0, [[1.5, 1.5, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # 0.5 * 3
         ("sequence", 1.75, [[1.5, 1.5, 1.0], [1.75, 1.0, 1.0], [1.0, 1.0, 1.0]]),
-        ("stale", 10.0, [[1.0, 3.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # only the second token is stale
+        (
+            "stale",
+            10.0,
+            [[1.0, 3.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
+        ),  # only the second token is stale
         ("stale", 2.5, [[1.0, 2.5, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
-        ("stale", 0.5, [[1.0, 0.5, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # the limit is for stale ones alone
+        (
+            "stale",
+            0.5,
+            [[1.0, 0.5, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
+        ),  # the limit is for stale ones alone
     ],
 )
-def test_importance_weights(importance: str, importance_max: float, expected: list[list[float]] | None) -> None:
+def test_importance_weights(
+    importance: str, importance_max: float, expected: list[list[float]] | None
+) -> None:
     settings = _settings(importance=importance, importance_max=importance_max)
     weights = importance_weights(OLD.clone().requires_grad_(), ROLLOUT, MASK, STALE, settings)
     assert mask_rollouts(OLD, ROLLOUT, MASK, settings).tolist() == MASK.tolist()
@@ -87,20 +97,29 @@ def test_weight_metrics_cover_only_weighted_tokens() -> None:
         "rollout/importance_mean": pytest.approx(1.5),  # (2 + 1) / 2
         "rollout/importance_truncated_ratio": 0.5,
     }
-    icepop = correction_metrics(log_probs, batch, _settings(importance_min=0.9, importance_normalize=True))
-    assert icepop["rollout/importance_mean"] == pytest.approx(0.5)  # (0 + 1) / 2, before it is divided by 8 / 9
+    icepop = correction_metrics(
+        log_probs, batch, _settings(importance_min=0.9, importance_normalize=True)
+    )
+    assert icepop["rollout/importance_mean"] == pytest.approx(
+        0.5
+    )  # (0 + 1) / 2, before it is divided by 8 / 9
     assert icepop["rollout/importance_truncated_ratio"] == 0.5
     of_all = correction_metrics(log_probs, batch, _settings(importance="token"))
     assert of_all["rollout/importance_mean"] == pytest.approx(6.5 / 9)  # 2 + 1 + 7 * 0.5
     assert of_all["rollout/importance_truncated_ratio"] == pytest.approx(1 / 9)
     fresh = replace(batch, is_stale=torch.zeros_like(batch.is_stale))
-    for without in (correction_metrics(log_probs, fresh, _settings()), correction_metrics(log_probs, batch, OFF)):
+    for without in (
+        correction_metrics(log_probs, fresh, _settings()),
+        correction_metrics(log_probs, batch, OFF),
+    ):
         assert not [name for name in without if "importance" in name or "rollout_is" in name]
 
 
 def _of_verl(settings: RolloutCorrectionConfig) -> dict[str, float]:
     """verl's weight and rejection metrics for ratios 0.5, 3 | 2 and an empty response."""
-    batch = replace(random_batch(1, 3), rollout_log_probs=ROLLOUT, response_mask=MASK, is_stale=STALE)
+    batch = replace(
+        random_batch(1, 3), rollout_log_probs=ROLLOUT, response_mask=MASK, is_stale=STALE
+    )
     metrics = correction_metrics(OLD, batch, settings)
     prefix = "rollout_corr/rollout_"
     return {
@@ -112,7 +131,9 @@ def _of_verl(settings: RolloutCorrectionConfig) -> dict[str, float]:
 
 def test_verls_token_weight_metrics_match_hand_computed_values() -> None:
     # 0.5, 2.5 | 2: sum 5, squares 0.25 + 6.25 + 4; means of responses 1.5 and 2, of ratios 1.75 and 2
-    assert _of_verl(_settings(importance="token", importance_max=2.5, importance_normalize=True)) == pytest.approx(
+    assert _of_verl(
+        _settings(importance="token", importance_max=2.5, importance_normalize=True)
+    ) == pytest.approx(
         {
             "is_mean": 5 / 3,
             "is_std": (10.5 / 3 - 25 / 9) ** 0.5,
@@ -173,17 +194,34 @@ def test_verls_response_weight_and_rejection_metrics_match_hand_computed_values(
     [
         # ratios 0.5, 3 | 2: ratios outside the interval get weight 0; they are neither truncated nor masked
         ("token", 0.4, 2.5, [[0.5, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
-        ("token", 0.5, 2.0, [[0.5, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # the bounds are inside
+        (
+            "token",
+            0.5,
+            2.0,
+            [[0.5, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
+        ),  # the bounds are inside
         ("token", 0.6, 3.5, [[0.0, 3.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
-        ("sequence", 1.6, 2.5, [[0.0, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # products 1.5 and 2
-        ("stale", 0.6, 2.5, [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),  # only the second token is stale
+        (
+            "sequence",
+            1.6,
+            2.5,
+            [[0.0, 0.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
+        ),  # products 1.5 and 2
+        (
+            "stale",
+            0.6,
+            2.5,
+            [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
+        ),  # only the second token is stale
     ],
 )
 def test_icepop_sets_weights_outside_the_interval_to_zero(
     importance: str, low: float, high: float, expected: list[list[float]]
 ) -> None:
     settings = _settings(importance=importance, importance_min=low, importance_max=high)
-    torch.testing.assert_close(_weights((OLD, ROLLOUT, MASK), settings, STALE), torch.tensor(expected))
+    torch.testing.assert_close(
+        _weights((OLD, ROLLOUT, MASK), settings, STALE), torch.tensor(expected)
+    )
     assert mask_rollouts(OLD, ROLLOUT, MASK, settings).tolist() == MASK.tolist()
 
 
@@ -195,12 +233,20 @@ def test_icepop_sets_weights_outside_the_interval_to_zero(
         ("stale", (1.0 + 2.5 + 1.0) / 3, [1.0, 2.5, 1.0]),
     ],
 )
-def test_normalized_weights_have_mean_one(importance: str, mean: float, weights: list[float]) -> None:
+def test_normalized_weights_have_mean_one(
+    importance: str, mean: float, weights: list[float]
+) -> None:
     settings = _settings(importance=importance, importance_max=2.5, importance_normalize=True)
     found = _weights((OLD, ROLLOUT, MASK), settings, STALE)[MASK]
     assert found.tolist() == pytest.approx([weight / mean for weight in weights], rel=1e-6)
-    settings = _settings(importance="token", importance_min=5.0, importance_max=6.0, importance_normalize=True)
-    assert _weights((OLD, ROLLOUT, MASK), settings)[MASK].tolist() == [0.0, 0.0, 0.0]  # no mean to divide by
+    settings = _settings(
+        importance="token", importance_min=5.0, importance_max=6.0, importance_normalize=True
+    )
+    assert _weights((OLD, ROLLOUT, MASK), settings)[MASK].tolist() == [
+        0.0,
+        0.0,
+        0.0,
+    ]  # no mean to divide by
 
 
 def test_contradictory_weight_settings_are_refused() -> None:
@@ -213,9 +259,13 @@ def test_contradictory_weight_settings_are_refused() -> None:
 
 @pytest.mark.parametrize("importance", ["token", "sequence"])
 @pytest.mark.parametrize(("log_ratio", "expected"), [(50.0, math.exp(20)), (-50.0, math.exp(-20))])
-def test_a_log_ratio_of_fifty_is_clamped_to_twenty(importance: str, log_ratio: float, expected: float) -> None:
+def test_a_log_ratio_of_fifty_is_clamped_to_twenty(
+    importance: str, log_ratio: float, expected: float
+) -> None:
     settings = _settings(importance=importance, importance_max=1e12)
-    assert _weights(_log_ratios([[log_ratio]]), settings).item() == pytest.approx(expected, rel=1e-6)
+    assert _weights(_log_ratios([[log_ratio]]), settings).item() == pytest.approx(
+        expected, rel=1e-6
+    )
     # 30 - 25 = 5 is inside +-20, though both factors are beyond: e^5 = 148.413, in the product of the response
     settings = _settings(importance="sequence", importance_max=1e12)
     assert _weights(_log_ratios([[30.0, -25.0]]), settings)[0].tolist() == pytest.approx(
@@ -226,7 +276,12 @@ def test_a_log_ratio_of_fifty_is_clamped_to_twenty(importance: str, log_ratio: f
 @pytest.mark.parametrize(
     ("mask", "low", "high", "expected"),
     [
-        ("token", 0.6, 2.5, [[False, False, False], [True, False, False], [False] * 3]),  # 0.5, 3 | 2
+        (
+            "token",
+            0.6,
+            2.5,
+            [[False, False, False], [True, False, False], [False] * 3],
+        ),  # 0.5, 3 | 2
         ("token", 0.4, 2.5, [[True, False, False], [True, False, False], [False] * 3]),
         ("token", 0.6, 3.5, [[False, True, False], [True, False, False], [False] * 3]),
         # geometric means 1.5^0.5 = 1.2247 and 2
@@ -260,10 +315,14 @@ LN2, LN3 = math.log(2), math.log(3)
         ("max-k3", [2 - LN3, 2 - LN3, 1 - LN2]),
     ],
 )
-def test_divergence_masks_tokens_or_responses_above_the_limit(divergence: str, of_tokens: list[float]) -> None:
+def test_divergence_masks_tokens_or_responses_above_the_limit(
+    divergence: str, of_tokens: list[float]
+) -> None:
     for limit in sorted(of_tokens):
         for bound in (limit * 0.9999, limit * 1.0001):
-            kept = mask_rollouts(OLD, ROLLOUT, MASK, _settings(divergence=divergence, divergence_max=bound))
+            kept = mask_rollouts(
+                OLD, ROLLOUT, MASK, _settings(divergence=divergence, divergence_max=bound)
+            )
             assert kept[MASK].tolist() == [value <= bound for value in of_tokens]
             assert not kept[~MASK].any()
 
@@ -277,8 +336,14 @@ def test_a_response_weight_includes_masked_tokens() -> None:
 
 def test_mask_and_divergence_combine() -> None:
     # ratios 0.5, 3 | 2: the mask drops 3; mean k3 of the second response is 0.307, of the first 0.547
-    settings = _settings(mask="token", mask_low=0.4, mask_high=2.5, divergence="mean-k3", divergence_max=0.4)
-    assert mask_rollouts(OLD, ROLLOUT, MASK, settings).tolist() == [[False] * 3, [True, False, False], [False] * 3]
+    settings = _settings(
+        mask="token", mask_low=0.4, mask_high=2.5, divergence="mean-k3", divergence_max=0.4
+    )
+    assert mask_rollouts(OLD, ROLLOUT, MASK, settings).tolist() == [
+        [False] * 3,
+        [True, False, False],
+        [False] * 3,
+    ]
 
 
 def test_a_ratio_on_the_bound_is_kept() -> None:
@@ -301,7 +366,9 @@ def test_masked_values_do_not_affect_correction(level: str, junk: float) -> None
     settings = _settings(importance=level, mask=level.replace("stale", "token"))
     filler = torch.tensor(junk)
     noisy = (*(torch.where(MASK, values, filler) for values in (OLD, ROLLOUT)), MASK)
-    assert torch.equal(_weights(noisy, settings, STALE), _weights((OLD, ROLLOUT, MASK), settings, STALE))
+    assert torch.equal(
+        _weights(noisy, settings, STALE), _weights((OLD, ROLLOUT, MASK), settings, STALE)
+    )
     assert torch.equal(mask_rollouts(*noisy, settings), mask_rollouts(OLD, ROLLOUT, MASK, settings))
     assert mismatch_metrics(*noisy) == mismatch_metrics(OLD, ROLLOUT, MASK)
 
@@ -312,7 +379,9 @@ def test_mismatch_metrics() -> None:
     policy, engine = (0.1875**-0.5, 2.0), (0.125**-0.5, 4.0)
     differences = [math.log(mine / its) for mine, its in zip(policy, engine, strict=True)]
     metrics = mismatch_metrics(OLD, ROLLOUT, MASK)
-    assert {name: value for name, value in metrics.items() if name.startswith("rollout_corr/")} == pytest.approx(
+    assert {
+        name: value for name, value in metrics.items() if name.startswith("rollout_corr/")
+    } == pytest.approx(
         {
             "rollout_corr/training_ppl": sum(policy) / 2,
             "rollout_corr/training_log_ppl": sum(map(math.log, policy)) / 2,
@@ -329,7 +398,9 @@ def test_mismatch_metrics() -> None:
         },
         rel=1e-6,
     )
-    assert {name: value for name, value in metrics.items() if name.startswith("rollout/")} == pytest.approx(
+    assert {
+        name: value for name, value in metrics.items() if name.startswith("rollout/")
+    } == pytest.approx(
         {
             "rollout/probs_diff_mean": 1 / 3,  # (0.25 + 0.5 + 0.25) / 3
             "rollout/probs_diff_max": 0.5,

@@ -25,19 +25,35 @@ KEY = StageKey("probe", {}, {}, "code", {})
 def probe(config: Config, content: str, forced: tuple[str, ...] = ()) -> Run:
     """A run of one stage with this output."""
     with Run.start(config, "probe", forced) as run:
-        run.produce("prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text(content)})
+        run.produce(
+            "prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text(content)}
+        )
     return run
 
 
 def test_a_forced_stage_does_not_change_earlier_runs(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     with Run.start(config, "long") as first:  # still in progress while others build by force
-        first.produce("prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text("one")})
+        first.produce(
+            "prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text("one")}
+        )
         runs = [first, probe(config, "two", ("prepare_data",)), probe(config, "never built")]
-    assert [(run.folder / "prepare_data" / "content").read_text() for run in runs] == ["one", "two", "two"]
+    assert [(run.folder / "prepare_data" / "content").read_text() for run in runs] == [
+        "one",
+        "two",
+        "two",
+    ]
     newest, second, oldest = read_runs(first.store.root)
-    assert [run.stages["prepare_data"].cached for run in (oldest, second, newest)] == [False, False, True]
-    assert [Path(run.stages["prepare_data"].artifact).name for run in (oldest, second, newest)] == ["1", "2", "2"]
+    assert [run.stages["prepare_data"].cached for run in (oldest, second, newest)] == [
+        False,
+        False,
+        True,
+    ]
+    assert [Path(run.stages["prepare_data"].artifact).name for run in (oldest, second, newest)] == [
+        "1",
+        "2",
+        "2",
+    ]
     found = artifact_of(oldest, "prepare_data")
     assert found is not None
     assert (Path(found.path) / "content").read_text() == "one"
@@ -56,7 +72,9 @@ def test_an_artifact_removed_before_it_is_recorded_is_rebuilt(tmp_path: Path) ->
             return artifact, cached
 
         run.store.produce = produce_then_remove  # type: ignore[method-assign,assignment]
-        made = run.produce("prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text("again")})
+        made = run.produce(
+            "prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text("again")}
+        )
     assert (Path(made.path) / "content").read_text() == "again"
     assert not run.stages["prepare_data"].cached
 
@@ -68,6 +86,8 @@ def test_waiting_for_another_builder_does_not_count_towards_the_time_limit(tmp_p
         release = threading.Thread(target=once_the_limit_is_paused, args=(unlock,))
         with time_limit(300 / 3600, "flow.time_limits.probe_hours", ""):
             release.start()
-            run.produce("prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text("x")})
+            run.produce(
+                "prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text("x")}
+            )
             assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
         release.join()

@@ -27,16 +27,22 @@ def rollouts(accs: Sequence[float], answers: Sequence[str | None] | None = None)
 def test_metric_names_are_verls() -> None:
     one = sample_metrics("gsm8k", [rollouts([1.0])], 1)
     assert set(one) == {
-        "val-core/gsm8k/acc/mean@1", "val-aux/gsm8k/score/mean@1", "val-aux/gsm8k/reward/mean@1",
-    }  # fmt: skip
+        "val-core/gsm8k/acc/mean@1",
+        "val-aux/gsm8k/score/mean@1",
+        "val-aux/gsm8k/reward/mean@1",
+    }
     names = set(sample_metrics("a/b", [rollouts([1.0] * 6, ["1"] * 6)], 6))
     parts = {"best", "worst", "maj"}
-    ofs = {f"{part}@{n}/{number}" for part in parts for n in (2, 4, 6) for number in ("mean", "std")}
+    ofs = {
+        f"{part}@{n}/{number}" for part in parts for n in (2, 4, 6) for number in ("mean", "std")
+    }
     core = {"mean@6", *(name for name in ofs if "@6" in name and not name.startswith("worst"))}
     expected = {f"val-core/a/b/acc/{name}" for name in core}
     expected |= {f"val-aux/a/b/acc/{name}" for name in (ofs | {"std@6"}) - core}
     expected |= {
-        f"val-aux/a/b/{value}/{name}" for value in ("score", "reward") for name in ofs | {"mean@6", "std@6"}
+        f"val-aux/a/b/{value}/{name}"
+        for value in ("score", "reward")
+        for name in ofs | {"mean@6", "std@6"}
     }
     assert names == expected
 
@@ -55,7 +61,9 @@ def test_matches_hand_computed_values() -> None:
     assert metrics["val-aux/set/reward/mean@4"] == pytest.approx(0.25 - 0.5)
 
 
-def drawn(values: Sequence[float], n: int, choose: Callable[[list[int]], int]) -> tuple[float, float]:
+def drawn(
+    values: Sequence[float], n: int, choose: Callable[[list[int]], int]
+) -> tuple[float, float]:
     """Mean and std of what 20,000 draws of n give."""
     draw = random.Random(0)
     taken = [values[choose([draw.randrange(len(values)) for _ in range(n)])] for _ in range(20_000)]
@@ -89,8 +97,13 @@ def test_best_and_worst_equal_many_random_draws(n: int) -> None:
 
 
 def test_majority_voting_is_deterministic_and_needs_answers() -> None:
-    asked = [rollouts([1.0, 0.0, 0.0, 1.0], ["1", "2", "3", "1"]), rollouts([0.0] * 3, ["1", "2", "3"])]
+    asked = [
+        rollouts([1.0, 0.0, 0.0, 1.0], ["1", "2", "3", "1"]),
+        rollouts([0.0] * 3, ["1", "2", "3"]),
+    ]
     metrics = sample_metrics("set", asked, 4)
     assert metrics == sample_metrics("set", asked, 4)
-    assert 0.25 < metrics["val-core/set/acc/maj@4/mean"] < 0.35  # 0.594 of the first, none of the second
+    assert (
+        0.25 < metrics["val-core/set/acc/maj@4/mean"] < 0.35
+    )  # 0.594 of the first, none of the second
     assert not [name for name in sample_metrics("set", [rollouts([1.0] * 4)], 4) if "maj" in name]

@@ -55,7 +55,8 @@ def test_exhausted_draws_fail_with_counts_accuracy_and_keys() -> None:
     # 2 all right, 4 all wrong, 2 mixed: 4 + 2 of 16 responses are right
     assert "8 new prompts and the groups carried over gave 2 of 3 groups with signal" in message
     assert (
-        "of 8 finished groups 2 were all right and 4 all wrong, 25.0% had signal (mean accuracy 37.5%)" in message
+        "of 8 finished groups 2 were all right and 4 all wrong, 25.0% had signal (mean accuracy 37.5%)"
+        in message
     )
     for key in (
         "sampler.max_num_gen_batches",
@@ -87,11 +88,15 @@ def test_without_a_draw_limit_a_step_draws_until_it_is_full(order: str) -> None:
 
 
 @pytest.mark.parametrize(("on_exhausted", "num_trained"), [("train_partial", 2), ("skip_step", 0)])
-def test_without_a_draw_limit_an_epoch_without_signal_ends_the_step(on_exhausted: str, num_trained: int) -> None:
+def test_without_a_draw_limit_an_epoch_without_signal_ends_the_step(
+    on_exhausted: str, num_trained: int
+) -> None:
     script = [MIXED, RIGHT, MIXED, *[WRONG] * 60]
 
     def sampler(way: str) -> Sampler:
-        return make_sampler(ScriptedSource(script, burst=1), 3, max_num_gen_batches=0, on_exhausted=way)
+        return make_sampler(
+            ScriptedSource(script, burst=1), 3, max_num_gen_batches=0, on_exhausted=way
+        )
 
     with pytest.raises(NotEnoughSignal) as caught:
         sampler("raise").draw(1)
@@ -116,7 +121,13 @@ def test_without_a_draw_limit_an_epoch_without_signal_ends_the_step(on_exhausted
             "4 of 5 groups with signal",
         ),
         ([WRONG, MIXED], "skip_step", [], {"all_wrong": 4, "surplus": 4}, "Skipping the step"),
-        ([WRONG], "train_partial", [], {"all_wrong": 8}, "Skipping the step (sampler.on_exhausted=train_partial)"),
+        (
+            [WRONG],
+            "train_partial",
+            [],
+            {"all_wrong": 8},
+            "Skipping the step (sampler.on_exhausted=train_partial)",
+        ),
     ],
 )
 def test_exhausted_draws_train_partially_or_skip_the_step(
@@ -127,13 +138,17 @@ def test_exhausted_draws_train_partially_or_skip_the_step(
     fates: dict[str, int],
     message: str,
 ) -> None:
-    sampler = make_sampler(ScriptedSource(script, burst=4), 5, max_num_gen_batches=2, on_exhausted=on_exhausted)
+    sampler = make_sampler(
+        ScriptedSource(script, burst=4), 5, max_num_gen_batches=2, on_exhausted=on_exhausted
+    )
     draw = sampler.draw(step=1)
     assert [group.prompt.index for group in draw.groups] == indices
     assert booked(draw) == fates
     assert draw.account.waste_ratio == (0.5 if indices else 1.0)
     assert message in caplog.text
-    assert len(sampler.surplus) == fates.get("surplus", 0)  # a skipped step leaves its groups to the next
+    assert len(sampler.surplus) == fates.get(
+        "surplus", 0
+    )  # a skipped step leaves its groups to the next
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -174,7 +189,9 @@ def test_the_filter_metric_decides_which_groups_have_signal(metric: str, num_kep
 def test_rounding_noise_and_groups_of_one_have_signal_only_for_verl() -> None:
     # [0.1] * 3 has a numpy standard deviation of 1.4e-17
     source = ScriptedSource([[0.1] * 3, [1.0] * 3], burst=4)
-    ours = make_sampler(source, 2, metric="score", max_num_gen_batches=1, on_exhausted="train_partial").draw(1)
+    ours = make_sampler(
+        source, 2, metric="score", max_num_gen_batches=1, on_exhausted="train_partial"
+    ).draw(1)
     assert booked(ours) == {"all_right": 4}
     verl = make_sampler(source, 2, compat=VERL, metric="score", max_num_gen_batches=1).draw(1)
     assert booked(verl) == {"kept": 2, "all_right": 2}
@@ -194,9 +211,9 @@ def test_an_accuracy_above_one_counts_as_right() -> None:
                 for group in super().finished()
             ]
 
-    draw = make_sampler(Points([[10.0, 10.0]], burst=4), 1, max_num_gen_batches=1, on_exhausted="skip_step").draw(
-        1
-    )
+    draw = make_sampler(
+        Points([[10.0, 10.0]], burst=4), 1, max_num_gen_batches=1, on_exhausted="skip_step"
+    ).draw(1)
     assert booked(draw) == {"all_right": 4}
 
 
@@ -213,9 +230,13 @@ def test_equal_partial_scores_are_accounted_for_separately(accs: list[float]) ->
 
     def sampler(on_exhausted: str) -> Sampler:
         source = Graded([[0.5, 0.5]], burst=4)
-        return make_sampler(source, 1, metric="score", max_num_gen_batches=1, on_exhausted=on_exhausted)
+        return make_sampler(
+            source, 1, metric="score", max_num_gen_batches=1, on_exhausted=on_exhausted
+        )
 
-    with pytest.raises(NotEnoughSignal, match=r"0 were all right and 0 all wrong, 4 all equal, 0\.0% had"):
+    with pytest.raises(
+        NotEnoughSignal, match=r"0 were all right and 0 all wrong, 4 all equal, 0\.0% had"
+    ):
         sampler("raise").draw(1)
     draw = sampler("skip_step").draw(1)
     assert booked(draw) == {"all_equal": 4}
@@ -258,7 +279,9 @@ def test_a_draw_without_signal_ends_with_a_report(
 ) -> None:
     clock = Clock()
     source = SlowSource(script, clock, seconds=1.0, pause=pause)
-    sampler = make_sampler(source, 2, clock=clock, max_num_gen_batches=1000, max_seconds_without_kept=max_seconds)
+    sampler = make_sampler(
+        source, 2, clock=clock, max_num_gen_batches=1000, max_seconds_without_kept=max_seconds
+    )
     with pytest.raises(error) as caught:
         sampler.draw(step=3)
     for words in (*seen.split("|"), "sampler.max_seconds_without_kept"):
@@ -324,10 +347,16 @@ def test_token_accounts_balance_in_every_step(
         num_drawn = sampler.stream.position - before
         assert num_drawn == draw.num_drawn <= 3 * gen_prompts
         assert draw.account.carried_in_groups == len(waiting)
-        assert draw.account.carried_in_tokens == sum(item.num_response_tokens for _, item in waiting)
+        assert draw.account.carried_in_tokens == sum(
+            item.num_response_tokens for _, item in waiting
+        )
         assert draw.account.carried_out_groups == len(sampler.unfinished)
-        assert draw.account.carried_out_tokens == sum(item.num_response_tokens for _, item in sampler.unfinished)
-        assert num_drawn + len(waiting) == sum(groups[fate] for fate in FATES) + len(sampler.unfinished)
+        assert draw.account.carried_out_tokens == sum(
+            item.num_response_tokens for _, item in sampler.unfinished
+        )
+        assert num_drawn + len(waiting) == sum(groups[fate] for fate in FATES) + len(
+            sampler.unfinished
+        )
         assert draw.account.generated_tokens + draw.account.carried_in_tokens == (
             sum(tokens[fate] for fate in FATES) + draw.account.carried_out_tokens
         )
@@ -342,7 +371,9 @@ def test_token_accounts_balance_in_every_step(
         assert groups["kept"] == len(draw.groups) <= train_prompts
         assert groups["surplus"] == len(sampler.surplus)
         assert source.num_in_flight == 0
-        if order[0] == "finish" or on_exhausted != "skip_step":  # a skipped step makes its groups wait
+        if (
+            order[0] == "finish" or on_exhausted != "skip_step"
+        ):  # a skipped step makes its groups wait
             assert all(step - oldest_step <= max_staleness for oldest_step, _ in sampler.surplus)
         if dynamic:
             assert all(group.metric("acc") == [1.0, 0.0] for group in draw.groups)

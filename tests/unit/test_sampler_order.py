@@ -38,7 +38,10 @@ def _ids(groups: list[Group]) -> list[int]:
     ("order", "kept"),
     [
         ("stream", [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        ("finish", [[1, 2], [5, 6], [8, 9], [12, 13]]),  # 0 and 4 are dropped, with what was in flight beside them
+        (
+            "finish",
+            [[1, 2], [5, 6], [8, 9], [12, 13]],
+        ),  # 0 and 4 are dropped, with what was in flight beside them
     ],
 )
 def test_long_groups_are_trained_in_stream_order_and_dropped_in_finishing_order(
@@ -72,7 +75,11 @@ def test_stream_order_trains_every_group_with_signal_within_max_staleness(
 ) -> None:
     source = ScriptedSource(script, burst, num_late, partial_tokens=1, order=random.Random(seed))
     sampler = make_sampler(
-        source, train_prompts, gen_prompts=gen_prompts, max_num_gen_batches=1000, max_staleness=max_staleness
+        source,
+        train_prompts,
+        gen_prompts=gen_prompts,
+        max_num_gen_batches=1000,
+        max_staleness=max_staleness,
     )
     kept: list[int] = []
     for step in range(1, 7):
@@ -82,9 +89,16 @@ def test_stream_order_trains_every_group_with_signal_within_max_staleness(
         num_open = len(sampler.surplus) + len(sampler.unfinished)
         assert num_open <= max(gen_prompts - train_prompts, 0)
         assert num_open <= max_staleness * train_prompts
-        waiting = [*sampler.surplus, *((at, one) for at, one in sampler.unfinished if one.num_response_tokens)]
-        assert all(step < oldest_step + max_staleness or step == oldest_step for oldest_step, _ in waiting)
-    with_signal = [number for number in range(sampler.stream.position) if script[number % len(script)] == MIXED]
+        waiting = [
+            *sampler.surplus,
+            *((at, one) for at, one in sampler.unfinished if one.num_response_tokens),
+        ]
+        assert all(
+            step < oldest_step + max_staleness or step == oldest_step for oldest_step, _ in waiting
+        )
+    with_signal = [
+        number for number in range(sampler.stream.position) if script[number % len(script)] == MIXED
+    ]
     assert kept == with_signal[: 6 * train_prompts]
 
 
@@ -97,13 +111,21 @@ def test_prompts_are_drawn_up_to_the_open_limit() -> None:
     assert (booked(first), first.account.carried_out_groups) == ({"kept": 2, "all_wrong": 1}, 2)
     second = sampler.draw(step=2)
     assert (_ids(second.groups), second.num_drawn) == ([3, 4], 2)
-    assert sampler.draw(step=3).num_drawn == 3  # two for the groups of step 2, and one for 5, which has no signal
+    assert (
+        sampler.draw(step=3).num_drawn == 3
+    )  # two for the groups of step 2, and one for 5, which has no signal
 
 
 def test_finishing_order_draws_when_open_groups_cannot_fill_the_step() -> None:
     for script, num_drawn in (
-        ([WRONG, MIXED, MIXED, MIXED], 4),  # after the first, three in flight may still fill the step
-        ([WRONG, MIXED, WRONG, MIXED, MIXED], 8),  # after the third, one in flight and one with signal cannot
+        (
+            [WRONG, MIXED, MIXED, MIXED],
+            4,
+        ),  # after the first, three in flight may still fill the step
+        (
+            [WRONG, MIXED, WRONG, MIXED, MIXED],
+            8,
+        ),  # after the third, one in flight and one with signal cannot
     ):
         source = ScriptedSource(script, burst=1)
         sampler = make_sampler(source, train_prompts=3, order="finish")
@@ -121,7 +143,9 @@ def test_surplus_is_used_before_new_groups(order: str) -> None:
     second = sampler.draw(step=2)
     assert _ids(second.groups) == [3, 4, 5]
     num_drawn = 3 if order == "stream" else 4
-    assert second.account.generated_tokens == num_drawn * TOKENS_PER_GROUP  # surplus was generated in step 1
+    assert (
+        second.account.generated_tokens == num_drawn * TOKENS_PER_GROUP
+    )  # surplus was generated in step 1
     assert booked(second) == {"kept": 3, "surplus": num_drawn - 2}
 
 
@@ -137,7 +161,9 @@ def test_finishing_order_drops_and_counts_stale_surplus() -> None:
 
 @pytest.mark.parametrize("order", ["stream", "finish"])
 def test_groups_that_finish_during_suspension_become_surplus(order: str) -> None:
-    source = ScriptedSource([MIXED, MIXED, MIXED, RIGHT, MIXED, MIXED], burst=2, num_late=2, partial_tokens=1)
+    source = ScriptedSource(
+        [MIXED, MIXED, MIXED, RIGHT, MIXED, MIXED], burst=2, num_late=2, partial_tokens=1
+    )
     sampler = make_sampler(source, train_prompts=2, gen_prompts=6, max_staleness=2, order=order)
     draw = sampler.draw(step=1)
     rest = {"aborted": 2} if order == "finish" else {}
@@ -156,10 +182,15 @@ def test_unfinished_groups_resume_before_new_prompts() -> None:
     assert first.account.generated_tokens == 2 * TOKENS_PER_GROUP + 8
     second = sampler.draw(step=2)
     assert [(request.group_id, request.step) for request in source.continued] == [(2, 1), (3, 1)]
-    assert [response.finish_reason for response in source.continued[0].responses] == ["stop", "abort"]
+    assert [response.finish_reason for response in source.continued[0].responses] == [
+        "stop",
+        "abort",
+    ]
     assert (_ids(second.groups), second.num_drawn) == ([2, 3], 2)
     assert (second.account.carried_in_groups, second.account.carried_in_tokens) == (2, 8)
-    assert second.account.generated_tokens == 2 * (TOKENS_PER_GROUP - 4) + 2 * 4  # fresh ones have begun as well
+    assert (
+        second.account.generated_tokens == 2 * (TOKENS_PER_GROUP - 4) + 2 * 4
+    )  # fresh ones have begun as well
     assert second.account.tokens["kept"] == 2 * TOKENS_PER_GROUP
 
 
@@ -172,7 +203,9 @@ def test_finishing_order_dates_a_group_by_its_oldest_token() -> None:
     assert booked(sampler.draw(step=2)) == {"kept": 1, "surplus": 1}
     third = sampler.draw(step=3)
     assert booked(third) == {"kept": 1, "stale": 2, "surplus": 1}
-    assert third.account.tokens["stale"] == TOKENS_PER_GROUP + 2  # one finished, one has a token of each step
+    assert (
+        third.account.tokens["stale"] == TOKENS_PER_GROUP + 2
+    )  # one finished, one has a token of each step
 
 
 def test_a_group_without_a_token_does_not_age() -> None:
@@ -180,7 +213,9 @@ def test_a_group_without_a_token_does_not_age() -> None:
         ScriptedSource([MIXED], burst=1), 1, order="finish", in_flight="carry_over", max_staleness=0
     )
     draws = [sampler.draw(step) for step in (1, 2, 3)]
-    assert [request.step for _, request in sampler.unfinished] == [1]  # that drew it, though it has no token
+    assert [request.step for _, request in sampler.unfinished] == [
+        1
+    ]  # that drew it, though it has no token
     draws += [sampler.draw(step) for step in (4, 5)]
     assert [_ids(draw.groups) for draw in draws] == [[0], [1], [2], [3], [4]]
     assert [draw.num_drawn for draw in draws] == [4, 0, 0, 0, 4]
@@ -201,7 +236,9 @@ def test_a_step_filled_by_surplus_samples_nothing(order: str) -> None:
 
 @pytest.mark.parametrize("on_exhausted", ["raise", "train_partial", "skip_step"])
 @pytest.mark.parametrize("order", ["stream", "finish"])
-def test_draws_are_exhausted_only_after_continued_groups_return(order: str, on_exhausted: str) -> None:
+def test_draws_are_exhausted_only_after_continued_groups_return(
+    order: str, on_exhausted: str
+) -> None:
     script = [MIXED, MIXED, WRONG, MIXED, *[WRONG] * 4]
     sampler = make_sampler(
         ScriptedSource(script, burst=1, partial_tokens=1),
@@ -213,7 +250,9 @@ def test_draws_are_exhausted_only_after_continued_groups_return(order: str, on_e
     )
     sampler.draw(step=1)
     if on_exhausted == "raise":
-        with pytest.raises(NotEnoughSignal, match=r"^4 new .* gave 1 of 2 groups with signal.* of 6 finished"):
+        with pytest.raises(
+            NotEnoughSignal, match=r"^4 new .* gave 1 of 2 groups with signal.* of 6 finished"
+        ):
             sampler.draw(step=2)
         return
     draw = sampler.draw(step=2)
@@ -225,13 +264,25 @@ def test_draws_are_exhausted_only_after_continued_groups_return(order: str, on_e
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
-@given(script=SCRIPTS, burst=st.integers(1, 9), seed=st.integers(0, 1000), order=st.sampled_from(ORDERS))
+@given(
+    script=SCRIPTS,
+    burst=st.integers(1, 9),
+    seed=st.integers(0, 1000),
+    order=st.sampled_from(ORDERS),
+)
 def test_deterministic_draws_do_not_depend_on_timing(
     script: list[list[float]], burst: int, seed: int, order: tuple[str, str]
 ) -> None:
-    values = {"gen_prompts": 5, "on_exhausted": "train_partial", "order": order[0], "in_flight": order[1]}
+    values = {
+        "gen_prompts": 5,
+        "on_exhausted": "train_partial",
+        "order": order[0],
+        "in_flight": order[1],
+    }
     steady = make_sampler(ScriptedSource(script, burst=1), 3, is_deterministic=True, **values)
-    shuffled_source = ScriptedSource(script, burst, num_late=1, partial_tokens=1, order=random.Random(seed))
+    shuffled_source = ScriptedSource(
+        script, burst, num_late=1, partial_tokens=1, order=random.Random(seed)
+    )
     shuffled = make_sampler(shuffled_source, 3, is_deterministic=True, **values)
     for step in range(1, 5):
         expected = steady.draw(step)
@@ -267,8 +318,15 @@ def test_a_run_resumed_after_every_step_equals_the_uninterrupted_one(
     order: tuple[str, str], gen_prompts: int, shuffle: bool, tmp_path: Path
 ) -> None:
     def make(position: int = 0) -> Sampler:
-        values = {"gen_prompts": gen_prompts, "order": order[0], "in_flight": order[1], "max_staleness": 2}
-        source = ScriptedSource([WRONG, MIXED, MIXED, RIGHT, MIXED], burst=2, num_late=1, partial_tokens=2)
+        values = {
+            "gen_prompts": gen_prompts,
+            "order": order[0],
+            "in_flight": order[1],
+            "max_staleness": 2,
+        }
+        source = ScriptedSource(
+            [WRONG, MIXED, MIXED, RIGHT, MIXED], burst=2, num_late=1, partial_tokens=2
+        )
         sampler = make_sampler(source, 2, max_num_gen_batches=9, **values)
         sampler.stream = PromptStream(PROMPTS, seed=5, shuffle=shuffle, position=position)
         return sampler

@@ -21,7 +21,11 @@ def _brackets(draw: st.DrawFn) -> tuple[str, list[str]]:
     """A bracket and the numbers in it, each range padded with its own number of zeros."""
     texts, numbers = [], []
     for _ in range(draw(st.integers(1, 3))):
-        first, length, width = draw(st.integers(0, 1200)), draw(st.integers(0, 12)), draw(st.integers(1, 5))
+        first, length, width = (
+            draw(st.integers(0, 1200)),
+            draw(st.integers(0, 12)),
+            draw(st.integers(1, 5)),
+        )
         width = max(width, len(str(first)))
         texts.append(f"{first:0{width}}" + (f"-{first + length:0{width}}" if length else ""))
         numbers += [f"{number:0{width}}" for number in range(first, first + length + 1)]
@@ -45,7 +49,9 @@ def _items(draw: st.DrawFn) -> tuple[str, list[str]]:
 @pytest.mark.slow
 @given(st.lists(_items(), min_size=1, max_size=4))
 def test_expansion_returns_the_compressed_names(items: list[tuple[str, list[str]]]) -> None:
-    assert expand(",".join(text for text, _ in items)) == [name for _, names in items for name in names]
+    assert expand(",".join(text for text, _ in items)) == [
+        name for _, names in items for name in names
+    ]
 
 
 def test_expansion_equals_scontrol_s() -> None:
@@ -71,7 +77,11 @@ def _slurm(nodes: str, **variables: str) -> Inventory:
 
 def test_slurm_with_gpus() -> None:
     found = _slurm("gpu[01-02]", SLURM_GPUS_ON_NODE="8", PBS_NODEFILE="")
-    assert (found.device, found.head_host.name, _devices(found)) == ("cuda", "gpu01", {"gpu01": 8, "gpu02": 8})
+    assert (found.device, found.head_host.name, _devices(found)) == (
+        "cuda",
+        "gpu01",
+        {"gpu01": 8, "gpu02": 8},
+    )
     assert found.shell == "ssh"  # how SLURM tracks processes is unknown without scontrol
 
 
@@ -137,7 +147,12 @@ def test_pbs(tmp_path: Path) -> None:
     nodes.write_text("b2\nb2\na1\na1\n")
     gpus.write_text("b2-gpu0\nb2-gpu1\na1-gpu0\na1-gpu1\n")
     cpu = from_scheduler({"PBS_NODEFILE": str(nodes), "PBS_JOBID": "9.head"})
-    assert (cpu.device, cpu.shell, cpu.head_host.name, _devices(cpu)) == ("cpu", "ssh", "b2", {"b2": 2, "a1": 2})
+    assert (cpu.device, cpu.shell, cpu.head_host.name, _devices(cpu)) == (
+        "cpu",
+        "ssh",
+        "b2",
+        {"b2": 2, "a1": 2},
+    )
     cuda = from_scheduler({"PBS_NODEFILE": str(nodes), "PBS_GPUFILE": str(gpus)})
     assert (cuda.device, _devices(cuda)) == ("cuda", {"b2": 2, "a1": 2})
 
@@ -153,7 +168,11 @@ def test_volcano(monkeypatch: pytest.MonkeyPatch) -> None:
         "VC_WORKER_NUM": "2",
     }
     found = from_scheduler(environ)
-    assert [host.name for host in found.in_order] == ["job-master-0.job", "job-worker-0.job", "job-worker-1.job"]
+    assert [host.name for host in found.in_order] == [
+        "job-master-0.job",
+        "job-worker-0.job",
+        "job-worker-1.job",
+    ]
     assert (found.device, found.num_devices) == ("npu", 48)
 
 
@@ -192,9 +211,15 @@ def test_a_hanging_scontrol_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.mark.parametrize(
     ("said", "count"),
-    [("gres/gpu:v100:4,gres/nvme:900", 4), ("gres:gpu:4,gres:tmpfs:200G", 4), ("gres/nic:2,gres/npu:8", 8)],
+    [
+        ("gres/gpu:v100:4,gres/nvme:900", 4),
+        ("gres:gpu:4,gres:tmpfs:200G", 4),
+        ("gres/nic:2,gres/npu:8", 8),
+    ],
 )
 def test_only_devices_are_counted(monkeypatch: pytest.MonkeyPatch, said: str, count: int) -> None:
-    monkeypatch.setattr(scheduler, "_scontrol", lambda *words: [f"JobId=7 TresPerNode={said}"] * ("job" in words))
+    monkeypatch.setattr(
+        scheduler, "_scontrol", lambda *words: [f"JobId=7 TresPerNode={said}"] * ("job" in words)
+    )
     monkeypatch.setattr(scheduler, "_kind_of_gpus", lambda: "cuda")
     assert _devices(_slurm("a,b")) == {"a": count, "b": count}

@@ -74,7 +74,9 @@ def test_finishing_order_selects_short_groups_and_warns(
         ([(0, False), (0, False), (5, True), (7, True)], 6.0),  # those without a token say nothing
     ],
 )
-def test_mean_length_accounts_for_aborted_responses(responses: list[tuple[int, bool]], mean: float) -> None:
+def test_mean_length_accounts_for_aborted_responses(
+    responses: list[tuple[int, bool]], mean: float
+) -> None:
     assert expected_length(responses) == pytest.approx(mean)
 
 

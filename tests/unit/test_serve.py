@@ -40,31 +40,51 @@ ALWAYS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"
     ("keys", "message"),
     [
         # 65,533 + 4 - 1 = 65,536
-        ({"port": 65_533, "num_servers": 4}, r"needs ports up to 65536, beyond 65535; lower serve\.port"),
-        ({"memory_gigabytes": 2, "memory_utilization": 0.5},
-         r"serve\.memory_utilization=0\.5 would be ignored by serve\.memory_gigabytes=2"),
-        ({"extra_args": ("--tensor_parallel_size=2",)}, r"tensor_parallel_size=2 cannot .*; use serve\.tensor"),
-        ({"extra_args": ("-tp", "2")}, r"serve\.extra_args: -tp cannot be given here; use serve\.tensor_par"),
+        (
+            {"port": 65_533, "num_servers": 4},
+            r"needs ports up to 65536, beyond 65535; lower serve\.port",
+        ),
+        (
+            {"memory_gigabytes": 2, "memory_utilization": 0.5},
+            r"serve\.memory_utilization=0\.5 would be ignored by serve\.memory_gigabytes=2",
+        ),
+        (
+            {"extra_args": ("--tensor_parallel_size=2",)},
+            r"tensor_parallel_size=2 cannot .*; use serve\.tensor",
+        ),
+        (
+            {"extra_args": ("-tp", "2")},
+            r"serve\.extra_args: -tp cannot be given here; use serve\.tensor_par",
+        ),
         ({"extra_args": ("--api-key", "x")}, r"use the environment variable VLLM_API_KEY"),
         ({"host": ""}, r"at least 1 character"),
     ],
-)  # fmt: skip
+)
 def test_contradicting_keys_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ServeConfig.model_validate(keys)
 
 
 def test_where_a_model_is_served_does_not_change_the_key() -> None:
-    places = ServeConfig(num_servers=4, tensor_parallel=2, data_parallel=3, memory_utilization=0.5, port=65_532)
+    places = ServeConfig(
+        num_servers=4, tensor_parallel=2, data_parallel=3, memory_utilization=0.5, port=65_532
+    )
     assert result_values(places) == result_values(ServeConfig())
     assert places.devices_per_server == 6  # 2 x 3
 
 
 def test_the_command_line_has_all_settings_and_omits_defaults() -> None:
     settings = ServeConfig(
-        tensor_parallel=4, data_parallel=2, dtype="bfloat16", max_model_len=100, max_num_seqs=7,
-        memory_utilization=0.5, eager=True, host="::1", extra_args=("--seed", "3"),
-    )  # fmt: skip
+        tensor_parallel=4,
+        data_parallel=2,
+        dtype="bfloat16",
+        max_model_len=100,
+        max_num_seqs=7,
+        memory_utilization=0.5,
+        eager=True,
+        host="::1",
+        extra_args=("--seed", "3"),
+    )
     assert shlex.join(serve_command("m x", settings, 8000)) == (
         f"{sys.executable} -m dapo_core.engines.vllm_command serve 'm x' --served-model-name policy --host ::1 "
         "--port 8000 --dtype bfloat16 --max-model-len 100 --max-num-seqs 7 --generation-config vllm "
@@ -91,15 +111,21 @@ def test_a_cpu_server_disables_chunked_prefill_by_default(
 
 
 def test_the_logged_command_can_be_typed_and_contains_no_key() -> None:
-    line = shell_line(["vllm", "a b"], {"CUDA_VISIBLE_DEVICES": "0,1", "X": "1 2", "VLLM_API_KEY": "secret"})
+    line = shell_line(
+        ["vllm", "a b"], {"CUDA_VISIBLE_DEVICES": "0,1", "X": "1 2", "VLLM_API_KEY": "secret"}
+    )
     assert line == "CUDA_VISIBLE_DEVICES=0,1 X='1 2' vllm 'a b'"
 
 
 def test_a_server_url_matches_its_bind_address() -> None:
     urls = {
-        "127.0.0.1": "http://127.0.0.1:80", "0.0.0.0": "http://127.0.0.1:80", "node7": "http://node7:80",
-        "::": "http://[::1]:80", "::1": "http://[::1]:80", "2001:db8::7": "http://[2001:db8::7]:80",
-    }  # fmt: skip
+        "127.0.0.1": "http://127.0.0.1:80",
+        "0.0.0.0": "http://127.0.0.1:80",
+        "node7": "http://node7:80",
+        "::": "http://[::1]:80",
+        "::1": "http://[::1]:80",
+        "2001:db8::7": "http://[2001:db8::7]:80",
+    }
     assert {host: base_url(host, 80) for host in urls} == urls
 
 
@@ -109,10 +135,17 @@ def test_each_server_gets_a_port_and_an_unavailable_one_names_the_key() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ServeError, match=rf"port {port} on 127\.0\.0\.1 cannot be bound: .*serve\.port=0"):
+        with pytest.raises(
+            ServeError, match=rf"port {port} on 127\.0\.0\.1 cannot be bound: .*serve\.port=0"
+        ):
             choose_ports(ServeConfig(num_servers=2, port=port - 1))  # the second one's is taken
-    for host in ("192.0.2.77", "2001:db8::7"):  # TEST-NET-1 and the documentation prefix: no machine has them
-        with pytest.raises(ServeError, match=rf"serve\.host={host} has no free port .*; set serve\.host"):
+    for host in (
+        "192.0.2.77",
+        "2001:db8::7",
+    ):  # TEST-NET-1 and the documentation prefix: no machine has them
+        with pytest.raises(
+            ServeError, match=rf"serve\.host={host} has no free port .*; set serve\.host"
+        ):
             choose_ports(ServeConfig(host=host))
 
 
@@ -123,13 +156,17 @@ def places(
     monkeypatch.setattr(serving, "vllm_device", lambda: device_for(kind))
     found = serve_environments(settings, environment)
     assert all(ALWAYS.items() <= server.items() for server in found)
-    return [{name: value for name, value in server.items() if name not in ALWAYS} for server in found]
+    return [
+        {name: value for name, value in server.items() if name not in ALWAYS} for server in found
+    ]
 
 
 @pytest.mark.parametrize(
     ("kind", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
 )
-def test_servers_share_the_visible_devices(monkeypatch: pytest.MonkeyPatch, kind: str, variable: str) -> None:
+def test_servers_share_the_visible_devices(
+    monkeypatch: pytest.MonkeyPatch, kind: str, variable: str
+) -> None:
     settings = ServeConfig(num_servers=2, tensor_parallel=2)  # 2 x 2 of the 5; the last stays free
     assert places(monkeypatch, kind, settings, {variable: "3, 1,4,GPU-a,6"}) == [
         {variable: "3,1"},
@@ -144,7 +181,9 @@ def test_too_few_devices_are_refused(
 ) -> None:
     settings = ServeConfig(num_servers=2, tensor_parallel=1, data_parallel=2)
     for visible, num in (("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,1,2,3", 1)):
-        with pytest.raises(ServeError, match=rf"num_servers=2 x .* = 4 devices, but {num} are visible \(CUDA_"):
+        with pytest.raises(
+            ServeError, match=rf"num_servers=2 x .* = 4 devices, but {num} are visible \(CUDA_"
+        ):
             places(monkeypatch, "cuda", settings, {"CUDA_VISIBLE_DEVICES": visible})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     found = places(monkeypatch, "cuda", ServeConfig(num_servers=2), {})
@@ -211,8 +250,17 @@ def test_the_device_matches_the_installed_vllm() -> None:
         ({"n_positions": 1024}, 1024),
         ({"max_position_embeddings": 8192, "model_max_length": 131_072}, 131_072),
         ({"max_position_embeddings": 64, "text_config": {"max_position_embeddings": 4096}}, 4096),
-        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default", "factor": None}}, 4096),
-        ({"max_position_embeddings": 32_768, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 131_072),
+        (
+            {
+                "max_position_embeddings": 4096,
+                "rope_parameters": {"rope_type": "default", "factor": None},
+            },
+            4096,
+        ),
+        (
+            {"max_position_embeddings": 32_768, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            131_072,
+        ),
         (
             {
                 "max_position_embeddings": 4096,
@@ -225,21 +273,29 @@ def test_the_device_matches_the_installed_vllm() -> None:
         ),
     ],
 )
-def test_the_longest_sequence_includes_rope_scaling(config: dict[str, Any], longest: int | None) -> None:
+def test_the_longest_sequence_includes_rope_scaling(
+    config: dict[str, Any], longest: int | None
+) -> None:
     assert longest_sequence(config) == longest
 
 
 def test_lengths_beyond_the_positions_are_refused(tmp_path: Path) -> None:
     model_path = build_tiny_qwen3(tmp_path / "model")  # 512 positions
     require_servable(model_path, ServeConfig(max_model_len=512), {})
-    with pytest.raises(ModelError, match=r"serve\.max_model_len=513 is above the 512 positions .*; lower serve"):
+    with pytest.raises(
+        ModelError, match=r"serve\.max_model_len=513 is above the 512 positions .*; lower serve"
+    ):
         require_servable(model_path, ServeConfig(max_model_len=513), {})
-    require_servable(model_path, ServeConfig(max_model_len=513), {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
+    require_servable(
+        model_path, ServeConfig(max_model_len=513), {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    )
     overrides = ("--hf-overrides", json.dumps({"max_position_embeddings": 1024}))
     require_servable(model_path, ServeConfig(max_model_len=513, extra_args=overrides), {})
     data = PromptsConfig(max_prompt_tokens=112)
     require_positions(model_path, data, RolloutConfig(max_response_tokens=400))
-    with pytest.raises(ModelError, match=r"_response_tokens = 112 \+ 401 is above the 512 positions of .*; lower"):
+    with pytest.raises(
+        ModelError, match=r"_response_tokens = 112 \+ 401 is above the 512 positions of .*; lower"
+    ):
         require_positions(model_path, data, RolloutConfig(max_response_tokens=401))
 
 
@@ -250,7 +306,11 @@ INDEX = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safet
     ("file", "content", "message"),
     [
         ("model.safetensors", None, r"lacks weights \(\*\.safetensors\)"),
-        ("model.safetensors", "cut", r"model\.safetensors is not a complete safetensors file \(.*\d+ bytes\)"),
+        (
+            "model.safetensors",
+            "cut",
+            r"model\.safetensors is not a complete safetensors file \(.*\d+ bytes\)",
+        ),
         (
             "model.safetensors",
             "version https://git-lfs.github.com/spec/v1\n",
@@ -340,5 +400,10 @@ def test_a_killed_vllm_process_is_named() -> None:
     assert said is not None
     assert said.startswith("Worker proc VllmWorker-0 died unexpectedly (exit code: -4)")
     assert "set serve.dtype=float32" in said
-    assert death_of_process([line.replace("-4", "1") for line in lines]) is None  # it raised, and said what
-    assert death_of_process(["RuntimeError: Process EngineCore_0 (PID: 7) died with exit code -9"]) is not None
+    assert (
+        death_of_process([line.replace("-4", "1") for line in lines]) is None
+    )  # it raised, and said what
+    assert (
+        death_of_process(["RuntimeError: Process EngineCore_0 (PID: 7) died with exit code -9"])
+        is not None
+    )

@@ -30,7 +30,12 @@ from flows import services
 from flows.cli import app
 from flows.prefect_access import is_healthy
 from flows.prefect_plugin import complete_names, setup_environment
-from flows.prefect_server import named_api, provide_prefect_api, require_server, wait_for_private_server
+from flows.prefect_server import (
+    named_api,
+    provide_prefect_api,
+    require_server,
+    wait_for_private_server,
+)
 from flows.prefect_settings import PROJECT_SETTINGS
 from flows.services import DATABASE_VARIABLES, Service, Services, ServicesError, bring_up, take_down
 from tasks.processes.child import background_command
@@ -48,7 +53,9 @@ class Started(Service):
         super().__init__(folder, "server")
         self.commands: list[tuple[tuple[str, ...], Mapping[str, str]]] = []
 
-    def start(self, command: tuple[str, ...], environment: Mapping[str, str], **record: Any) -> None:
+    def start(
+        self, command: tuple[str, ...], environment: Mapping[str, str], **record: Any
+    ) -> None:
         self.commands.append((command, environment))
         self.record_path.write_text(json.dumps(record))
 
@@ -86,7 +93,9 @@ def test_a_server_reachable_from_other_machines_needs_a_password_that_is_not_sto
 ) -> None:
     server = place.server
     for host in ("0.0.0.0", "192.0.2.7", "::"):
-        with pytest.raises(ConfigError, match=f"--host {host} is reachable from other machines.*AUTH_STRING=USER"):
+        with pytest.raises(
+            ConfigError, match=f"--host {host} is reachable from other machines.*AUTH_STRING=USER"
+        ):
             services._start_server(place, host, None, None)
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", f"dapo:{PASSWORD}")
     services._start_server(place, "0.0.0.0", None, None)
@@ -94,7 +103,9 @@ def test_a_server_reachable_from_other_machines_needs_a_password_that_is_not_sto
     assert environment["PREFECT_SERVER_API_AUTH_STRING"] == f"dapo:{PASSWORD}"
     assert PASSWORD not in "".join(command) + server.record_path.read_text()
     monkeypatch.delenv("PREFECT_API_AUTH_STRING")
-    with pytest.raises(ConfigError, match=r"^the host 0\.0\.0\.0, used by the last .*; or use .*up --host 127"):
+    with pytest.raises(
+        ConfigError, match=r"^the host 0\.0\.0\.0, used by the last .*; or use .*up --host 127"
+    ):
         services._start_server(place, None, None, None)  # the last host needs the password again
     services._start_server(place, "127.0.0.1", None, None)
 
@@ -149,14 +160,18 @@ def test_a_service_starts_once_and_down_stops_only_our_process(tmp_path: Path) -
 def test_a_service_that_exits_at_once_is_reported_with_its_log(tmp_path: Path) -> None:
     service = Service(tmp_path, "server")
     service.start((sys.executable, "-c", "print('no such database')"), os.environ)
-    with pytest.raises(ServicesError, match=r"does not respond: its process exited.*\n  \| no such database"):
+    with pytest.raises(
+        ServicesError, match=r"does not respond: its process exited.*\n  \| no such database"
+    ):
         service.wait_until(lambda: False, "does not respond")
 
 
 def test_a_failed_deployment_is_reported_with_prefects_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(services, "PREFECT", (sys.executable, "-c", "print('no such flow'); exit(1)"))
+    monkeypatch.setattr(
+        services, "PREFECT", (sys.executable, "-c", "print('no such flow'); exit(1)")
+    )
     with pytest.raises(
         ServicesError, match=r"`prefect deploy --all` failed with exit code 1 .*\n  \| no such flow"
     ):
@@ -170,7 +185,11 @@ def test_another_stores_server_on_our_port_is_not_taken_for_ours(
     place = Services(tmp_path)
     place.folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as listener, subprocess.Popen(SLEEP) as other:
-        record = {"port": listener.getsockname()[1], "machine": platform.node(), "api_url": "http://127.0.0.1/api"}
+        record = {
+            "port": listener.getsockname()[1],
+            "machine": platform.node(),
+            "api_url": "http://127.0.0.1/api",
+        }
         answers = []
         for pid in (os.getpid(), other.pid):
             place.server.record_path.write_text(json.dumps(record | {"pid": pid}))
@@ -180,7 +199,9 @@ def test_another_stores_server_on_our_port_is_not_taken_for_ours(
 
 
 def test_up_refuses_a_missing_project_and_an_unusable_or_busy_store(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no prefect\.yaml in .*: run this in the project directory"):
+    with pytest.raises(
+        ConfigError, match=r"no prefect\.yaml in .*: run this in the project directory"
+    ):
         bring_up(tmp_path, tmp_path)
     place = Services(tmp_path / "other")
     with place.changing(), pytest.raises(ServicesError, match="is running"), place.changing():
@@ -188,11 +209,17 @@ def test_up_refuses_a_missing_project_and_an_unusable_or_busy_store(tmp_path: Pa
     (tmp_path / "file").touch()
     with pytest.raises(ServicesError, match="--store"):
         bring_up(tmp_path / "file", ROOT)
-    assert take_down(tmp_path / "file", cancel=False) == take_down(tmp_path / "typo", cancel=False) == []
+    assert (
+        take_down(tmp_path / "file", cancel=False)
+        == take_down(tmp_path / "typo", cancel=False)
+        == []
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"file", "other"}
 
 
-def test_damaged_files_are_reported_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_files_are_reported_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = Services(tmp_path / "store")
     place.folder.mkdir(parents=True)
     place.server.record_path.write_text("{")
@@ -205,7 +232,9 @@ def test_damaged_files_are_reported_by_name(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "file").touch()
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("flows.prefect_server.named_api", lambda _: None)
-    with pytest.raises(ServicesError, match=r"cannot use PREFECT_HOME=\S+/file: .*; set another one"):
+    with pytest.raises(
+        ServicesError, match=r"cannot use PREFECT_HOME=\S+/file: .*; set another one"
+    ):
         provide_prefect_api(tmp_path)
 
 
@@ -215,7 +244,9 @@ def test_an_invalid_port_is_refused() -> None:
         assert (result.exit_code, "--port" in result.output) == (2, True)
 
 
-@pytest.mark.parametrize(("store", "first"), [(".dapo", "Outside this directory, first"), ("a b", "First")])
+@pytest.mark.parametrize(
+    ("store", "first"), [(".dapo", "Outside this directory, first"), ("a b", "First")]
+)
 def test_up_shows_how_prefect_finds_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str, first: str
 ) -> None:
@@ -225,7 +256,9 @@ def test_up_shows_how_prefect_finds_the_server(
     (tmp_path / "prefect.yaml").write_text(json.dumps({"deployments": deployments}))
     place = Services(Path(store))
     place.folder.mkdir(parents=True)
-    place.server.record_path.write_text(json.dumps({"api_url": "http://a/api", "page_url": "http://a"}))
+    place.server.record_path.write_text(
+        json.dumps({"api_url": "http://a/api", "page_url": "http://a"})
+    )
     monkeypatch.setattr("flows.cli.operating.bring_up", lambda *_, **__: place)
     lines = CliRunner().invoke(app, ["up", "--store", store]).output.splitlines()
     export = lines.index(f"{first}: export PREFECT_API_URL=http://a/api")
@@ -233,8 +266,13 @@ def test_up_shows_how_prefect_finds_the_server(
     assert lines[export + 2] == "Scheduled:      night, cron 0 2 * * * UTC (prefect.yaml)"
     down = "dapo down" if store == ".dapo" else f"dapo down --store '{tmp_path}/a b'"
     assert lines[-1] == f"Stop both:      {down}"
-    place.server.record_path.write_text(json.dumps({"api_url": "http://a/api", "host": "a", "port": 1}))
-    with locked(place.server.lock), pytest.raises(ServicesError, match=f"run `{down}` to change its address"):
+    place.server.record_path.write_text(
+        json.dumps({"api_url": "http://a/api", "host": "a", "port": 1})
+    )
+    with (
+        locked(place.server.lock),
+        pytest.raises(ServicesError, match=f"run `{down}` to change its address"),
+    ):
         bring_up(Path(store), tmp_path, port=2)
     more = down.removeprefix("dapo down")
     with (
@@ -244,11 +282,15 @@ def test_up_shows_how_prefect_finds_the_server(
         take_down(Path(store), cancel=False)
 
 
-def test_an_unreachable_server_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = "http://127.0.0.1:9/api"  # nothing listens there
     monkeypatch.setenv("PREFECT_API_URL", url)
     assert named_api(tmp_path) == url
-    with pytest.raises(ServicesError, match=f"the Prefect server at {url} does not respond; start it, or fix "):
+    with pytest.raises(
+        ServicesError, match=f"the Prefect server at {url} does not respond; start it, or fix "
+    ):
         require_server(url)
 
 
@@ -292,13 +334,18 @@ def test_the_api_key_is_only_sent_to_the_server_in_prefects_settings(keeper: str
     assert {key for path, key in Keeper.asked if path.startswith("/other")} == {None}
 
 
-def test_proxies_are_only_used_for_remote_servers(keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_are_only_used_for_remote_servers(
+    keeper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv("http_proxy", keeper)
     assert is_healthy("http://prefect.invalid/api")
     assert is_healthy(f"{keeper}/api")
-    assert [path for path, _ in Keeper.asked] == ["http://prefect.invalid/api/health", "/api/health"]
+    assert [path for path, _ in Keeper.asked] == [
+        "http://prefect.invalid/api/health",
+        "/api/health",
+    ]
 
 
 def test_a_private_server_is_not_confused_with_another_one_on_its_port(
@@ -309,19 +356,25 @@ def test_a_private_server_is_not_confused_with_another_one_on_its_port(
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         background_command(command, log_path=tmp_path / "log", label="Prefect") as server,
-        pytest.raises(ServicesError, match=r"does not respond at http://here/api; .*\n  \| port in use"),
+        pytest.raises(
+            ServicesError, match=r"does not respond at http://here/api; .*\n  \| port in use"
+        ),
     ):
         wait_for_private_server(server, "http://here/api", listener.getsockname()[1])
 
 
-def set_up(monkeypatch: pytest.MonkeyPatch, *argv: str, api_url: str | None = None) -> dict[str, str] | None:
+def set_up(
+    monkeypatch: pytest.MonkeyPatch, *argv: str, api_url: str | None = None
+) -> dict[str, str] | None:
     """Return what the plugin adds to the environment of a command."""
     monkeypatch.setattr(sys, "argv", list(argv))
     result = setup_environment(ctx=HookContext("3", api_url, logging.getLogger))
     return dict(result.env) if result else None
 
 
-def test_prefect_gets_settings_that_the_user_has_not_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_prefect_gets_settings_that_the_user_has_not_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in PROJECT_SETTINGS:
         monkeypatch.delenv(name, raising=False)
@@ -333,7 +386,10 @@ def test_prefect_gets_settings_that_the_user_has_not_set(monkeypatch: pytest.Mon
     place.folder.mkdir(parents=True)
     place.server.record_path.write_text(json.dumps({"api_url": "http://here/api"}))
     monkeypatch.setattr(Service, "is_running", True)
-    assert set_up(monkeypatch, "prefect", "version") == {**others, "PREFECT_API_URL": "http://here/api"}
+    assert set_up(monkeypatch, "prefect", "version") == {
+        **others,
+        "PREFECT_API_URL": "http://here/api",
+    }
     assert set_up(monkeypatch, "prefect", "version", api_url="http://theirs/api") == others
 
 
@@ -353,7 +409,11 @@ def test_a_deployment_is_found_by_its_short_name(words: str, completed: str) -> 
 def test_an_unknown_deployment_is_answered_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no deployment 'dapo-fool'; it has: compare, dapo-full, "):
         complete_names(["deployment", "run", "dapo-fool"], ROOT)
-    assert complete_names(["deployment", "run", "dapo-fool"], tmp_path) == ["deployment", "run", "dapo-fool"]
+    assert complete_names(["deployment", "run", "dapo-fool"], tmp_path) == [
+        "deployment",
+        "run",
+        "dapo-fool",
+    ]
 
 
 def test_our_logging_configuration_matches_prefects() -> None:
@@ -375,11 +435,16 @@ class Runs:
 
     def __init__(self, **pools: str | None) -> None:
         shared = {"state_name": "Running", "start_time": None}
-        self.runs = [SimpleNamespace(id=id, name=id, work_pool_name=pool, **shared) for id, pool in pools.items()]
+        self.runs = [
+            SimpleNamespace(id=id, name=id, work_pool_name=pool, **shared)
+            for id, pool in pools.items()
+        ]
         self.states: list[tuple[str, str]] = []
 
     def read_flow_runs(self, work_pool_filter: Any = None, **_: Any) -> list[SimpleNamespace]:
-        return [run for run in self.runs if work_pool_filter is None or run.work_pool_name is not None]
+        return [
+            run for run in self.runs if work_pool_filter is None or run.work_pool_name is not None
+        ]
 
     def set_flow_run_state(self, flow_run: str, state: Any, force: bool) -> None:
         self.states.append((flow_run, state.type.value))
@@ -394,6 +459,8 @@ def test_down_refuses_while_runs_are_active_and_cancels_them_on_request(tmp_path
     assert client.states == [("owl", "CANCELLING"), ("owl", "CANCELLED")]
     client = Runs(owl="dapo", hare=None)  # dapo run
     for cancel in (False, True):
-        with pytest.raises(ServicesError, match=r"uses this server:\n  hare .*\nwait, or press Ctrl-C"):
+        with pytest.raises(
+            ServicesError, match=r"uses this server:\n  hare .*\nwait, or press Ctrl-C"
+        ):
             services._end_flow_runs(Services(tmp_path), client, cancel)
     assert client.states == []

@@ -26,26 +26,65 @@ from eval.problems.sets.mathematics import AFTER, BEFORE
 REAL = os.environ.get("DAPO_TEST_DATA")
 real_rows = pytest.mark.skipif(REAL is None, reason="needs DAPO_TEST_DATA")
 
-CHAT = {"data_source": "math_dapo", "reward_model": {"ground_truth": "34"}, "extra_info": {"index": "a"}}
+CHAT = {
+    "data_source": "math_dapo",
+    "reward_model": {"ground_truth": "34"},
+    "extra_info": {"index": "a"},
+}
 ASKED = f"{BEFORE}P?{AFTER}"
-GPQA = {"Question": "Which?", "Correct Answer": "right", "Record ID": "r1", "High-level domain": "Physics"}
+GPQA = {
+    "Question": "Which?",
+    "Correct Answer": "right",
+    "Record ID": "r1",
+    "High-level domain": "Physics",
+}
 GPQA |= {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)}
-MADE: list[tuple[str, dict[str, Any], tuple[str, str, str | None, str | None]]] = [  # text, gold, subject, level
-    ("dapo-math-17k", {**CHAT, "prompt": [{"role": "user", "content": ASKED}]}, ("P?", "34", None, None)),
-    ("dapo-math-17k-clean", {**CHAT, "prompt": [{"role": "user", "content": "P?"}]}, ("P?", "34", None, None)),
+MADE: list[
+    tuple[str, dict[str, Any], tuple[str, str, str | None, str | None]]
+] = [  # text, gold, subject, level
+    (
+        "dapo-math-17k",
+        {**CHAT, "prompt": [{"role": "user", "content": ASKED}]},
+        ("P?", "34", None, None),
+    ),
+    (
+        "dapo-math-17k-clean",
+        {**CHAT, "prompt": [{"role": "user", "content": "P?"}]},
+        ("P?", "34", None, None),
+    ),
     ("dapo-math-17k-clean", {"prompt": "P?", "solution": "34"}, ("P?", "34", None, None)),
-    ("deepmath-103k", {"question": "P?", "final_answer": r"$\frac{1}{2}$", "difficulty": 6.5, "topic": "Calculus"},
-     ("P?", r"\frac{1}{2}", "Calculus", "6.5")),
-    ("math", {"problem": "P?", "solution": r"So \boxed{x^2}.", "level": "Level 3", "type": "Algebra"},
-     ("P?", "x^2", "Algebra", "Level 3")),
+    (
+        "deepmath-103k",
+        {
+            "question": "P?",
+            "final_answer": r"$\frac{1}{2}$",
+            "difficulty": 6.5,
+            "topic": "Calculus",
+        },
+        ("P?", r"\frac{1}{2}", "Calculus", "6.5"),
+    ),
+    (
+        "math",
+        {"problem": "P?", "solution": r"So \boxed{x^2}.", "level": "Level 3", "type": "Algebra"},
+        ("P?", "x^2", "Algebra", "Level 3"),
+    ),
     ("gsm8k", {"question": "P?", "answer": "1 + 1\n#### 1,002"}, ("P?", "1002", None, None)),
-    ("geometry3k", {"images": [b"x"], "problem": "<image>Find x.", "answer": "2 \\sqrt { 221 }"},
-     ("Find x.", "2 \\sqrt { 221 }", None, None)),
-    ("cflue", {"instruction": "P?", "output": r"<think>A</think><answer>\boxed{B}\boxed{D}</answer>"},
-     ("P?", "BD", None, None)),
-    ("olympiadbench", {"question": "P?", "context": "C.", "final_answer": ["$2$"], "subfield": "Algebra"},
-     ("C.\n\nP?", "2", "Algebra", None)),
-]  # fmt: skip
+    (
+        "geometry3k",
+        {"images": [b"x"], "problem": "<image>Find x.", "answer": "2 \\sqrt { 221 }"},
+        ("Find x.", "2 \\sqrt { 221 }", None, None),
+    ),
+    (
+        "cflue",
+        {"instruction": "P?", "output": r"<think>A</think><answer>\boxed{B}\boxed{D}</answer>"},
+        ("P?", "BD", None, None),
+    ),
+    (
+        "olympiadbench",
+        {"question": "P?", "context": "C.", "final_answer": ["$2$"], "subfield": "Algebra"},
+        ("C.\n\nP?", "2", "Algebra", None),
+    ),
+]
 
 
 def read(known: ProblemSet, row: dict[str, Any]) -> Any:
@@ -64,7 +103,9 @@ def test_a_published_row_is_read(name: str, row: dict[str, Any], expected: tuple
 
 
 def test_gpqa_options_are_shuffled_by_the_question_only() -> None:
-    problems = [read(SETS["gpqa-diamond"], {**GPQA, "Question": f"Question {n}?"}) for n in range(200)]
+    problems = [
+        read(SETS["gpqa-diamond"], {**GPQA, "Question": f"Question {n}?"}) for n in range(200)
+    ]
     places = Counter(problem.gold for problem in problems)
     assert set(places) == set("ABCD")
     assert max(places.values()) < 80
@@ -114,16 +155,22 @@ def test_every_entry_is_complete() -> None:
         ("geometry3k", "geometry3k/sample.jsonl", 42),
     ],
 )
-def test_real_files_are_read_completely_and_have_the_pinned_digest(name: str, file: str, num_rows: int) -> None:
+def test_real_files_are_read_completely_and_have_the_pinned_digest(
+    name: str, file: str, num_rows: int
+) -> None:
     known, path = SETS[name], Path(str(REAL)) / file
     problems = [problem for *_, problem in iterate_problems(path, known.schemas)]
     assert len(problems) == num_rows
     used = [problem for problem in problems if not isinstance(problem, Unusable)]
     assert len(used) == num_rows
     assert all(problem.text.strip() and problem.gold == problem.gold.strip() for problem in used)
-    assert not any("<image>" in problem.text or "Remember to put" in problem.text for problem in used)
+    assert not any(
+        "<image>" in problem.text or "Remember to put" in problem.text for problem in used
+    )
     scorer = SCORERS[known.scorer]
-    wrong = [p.gold for p in used[::50] if scorer(f"\\boxed{{{p.gold}}}", p.gold).verdict != "right"]
+    wrong = [
+        p.gold for p in used[::50] if scorer(f"\\boxed{{{p.gold}}}", p.gold).verdict != "right"
+    ]
     assert wrong == []
     if num_rows == known.num_items and path.name == "test.jsonl":
         assert len(load_set(path, name).items) == num_rows
@@ -134,16 +181,24 @@ def test_real_files_are_read_completely_and_have_the_pinned_digest(name: str, fi
 @real_rows
 def test_real_choice_questions_and_both_formats_of_math500() -> None:
     folder = Path(str(REAL))
-    cflue, dianjin = folder / "cflue" / "knowledge.json", folder / "cflue" / "cflue_mcq_dianjin_shape.json"
+    cflue, dianjin = (
+        folder / "cflue" / "knowledge.json",
+        folder / "cflue" / "cflue_mcq_dianjin_shape.json",
+    )
     rows = json.loads(cflue.read_text(encoding="utf-8"))
     loaded = load_set(cflue, "choice").items
     assert [item.gold for item in loaded] == ["".join(sorted(row["answer"])) for row in rows]
     outputs = [row["output"] for row in json.loads(dianjin.read_text(encoding="utf-8"))]
     items = load_set(dianjin, "choice").items
-    grades = [ChoiceGrader().grade(text, "stop", item.gold) for text, item in zip(outputs, items, strict=True)]
+    grades = [
+        ChoiceGrader().grade(text, "stop", item.gold)
+        for text, item in zip(outputs, items, strict=True)
+    ]
     assert [grade.verdict for grade in grades] == ["right"] * 600
     math500 = folder / "math500"
-    assert load_set(math500 / "test.jsonl", "math500") == load_set(math500 / "test_prm800k_500.json", "math500")
+    assert load_set(math500 / "test.jsonl", "math500") == load_set(
+        math500 / "test_prm800k_500.json", "math500"
+    )
 
 
 @real_rows
@@ -158,7 +213,9 @@ def test_published_and_clean_dapo_math_are_the_same_problems() -> None:
     )
     assert [(p.text, p.gold) for p in published] == [(p.text, p.gold) for p in clean]  # type: ignore[union-attr]
     rows = pq.read_table(folder / "sample_original_schema.parquet").to_pylist()[:1000]
-    assert [p.messages[0]["content"] for p in published] == [r["prompt"][0]["content"] for r in rows]  # type: ignore
+    assert [p.messages[0]["content"] for p in published] == [
+        r["prompt"][0]["content"] for r in rows
+    ]  # type: ignore
     json.dumps([p.extra_info for p in published])  # type: ignore[union-attr]
 
 

@@ -26,11 +26,15 @@ SIMPLE = st.one_of(
     st.tuples(NAME, st.sampled_from((":-", "-", ":+", "+", ":=", "=")), VALUE).map(
         lambda t: f"${{{t[0]}{t[1]}{t[2]}}}"
     ),
-    st.tuples(NAME, st.sampled_from(("#", "##", "%", "%%")), GLOB).map(lambda t: f"${{{t[0]}{t[1]}{t[2]}}}"),
+    st.tuples(NAME, st.sampled_from(("#", "##", "%", "%%")), GLOB).map(
+        lambda t: f"${{{t[0]}{t[1]}{t[2]}}}"
+    ),
     st.tuples(NAME, st.sampled_from(("/", "//", "/#", "/%")), GLOB).map(
         lambda t: f'${{{t[0]}{t[1]}{t[2]}/-"z z"}}'
     ),
-    st.tuples(NAME, st.integers(-4, 4), st.integers(0, 3)).map(lambda t: f"${{{t[0]}: {t[1]}:{t[2]}}}"),
+    st.tuples(NAME, st.integers(-4, 4), st.integers(0, 3)).map(
+        lambda t: f"${{{t[0]}: {t[1]}:{t[2]}}}"
+    ),
     st.tuples(NAME, st.sampled_from(("^^", ",,", "^", ","))).map(lambda t: f"${{{t[0]}{t[1]}}}"),
 )
 NUMBER = st.sampled_from(("7", "010", "0x1f", "N", "$N", "${N}", "M", "-2", "1"))
@@ -47,7 +51,16 @@ ARITHMETIC = st.recursive(
     max_leaves=5,
 )
 ARRAY = st.sampled_from(
-    ('"${L[@]}"', "${L[@]}", '"${L[*]}"', "${#L[@]}", "${L[1]}", "${L[-1]}", '"${L[@]:1}"', '"${L[@]%b}"')
+    (
+        '"${L[@]}"',
+        "${L[@]}",
+        '"${L[*]}"',
+        "${#L[@]}",
+        "${L[1]}",
+        "${L[-1]}",
+        '"${L[@]:1}"',
+        '"${L[@]%b}"',
+    )
 )
 PIECE = st.one_of(
     SIMPLE,
@@ -57,12 +70,16 @@ PIECE = st.one_of(
     ARRAY,
     st.sampled_from(("bare", "k=v", '""', "\\\n", '"q\\"q"')),
     st.sampled_from(("'single $A'", "$'t\\tn\\x41'", "a\\ b", "{1..3}", "{x,y z}", "'['")),
-)  # fmt: skip
+)
 WORD = st.lists(PIECE, min_size=1, max_size=3).map("".join)
 TEST = st.one_of(
-    st.tuples(NAME, st.sampled_from(("=", "!=")), VALUE).map(lambda t: f'[ "${{{t[0]}:-}}" {t[1]} "{t[2]}" ]'),
+    st.tuples(NAME, st.sampled_from(("=", "!=")), VALUE).map(
+        lambda t: f'[ "${{{t[0]}:-}}" {t[1]} "{t[2]}" ]'
+    ),
     st.tuples(NAME, GLOB).map(lambda t: f'[[ "${{{t[0]}-}}" == {t[1]} ]]'),
-    st.tuples(st.sampled_from(("-lt", "-ge", "-eq")), ARITHMETIC).map(lambda t: f"[ $N {t[0]} $(({t[1]})) ]"),
+    st.tuples(st.sampled_from(("-lt", "-ge", "-eq")), ARITHMETIC).map(
+        lambda t: f"[ $N {t[0]} $(({t[1]})) ]"
+    ),
     NAME.map(lambda name: f'[ -n "${{{name}-}}" -a ! -z "$A" ]'),
     NAME.map(lambda name: f'[[ -z ${{{name}-}} || ( $N -gt 3 && "$A" < "b" ) ]]'),
     ARITHMETIC.map(lambda text: f"(( {text} ))"),
@@ -73,7 +90,9 @@ STATEMENT = st.one_of(
     st.tuples(st.sampled_from("ABC"), WORD).map(lambda t: f"{t[0]}={t[1]}"),
     st.tuples(st.sampled_from("ABC"), WORD).map(lambda t: f"{t[0]}+={t[1]}"),
     WORD.map(lambda word: f"L+=({word} # a comment\n  k=1)"),
-    st.tuples(TEST, SHOW, SHOW).map(lambda t: f"if {t[0]}; then {t[1]}; A=then; else {t[2]}; A=else; fi"),
+    st.tuples(TEST, SHOW, SHOW).map(
+        lambda t: f"if {t[0]}; then {t[1]}; A=then; else {t[2]}; A=else; fi"
+    ),
     st.tuples(TEST, TEST).map(lambda t: f"if {t[0]}; then B=1; elif {t[1]}; then B=2; fi"),
     st.tuples(TEST, TEST).map(lambda t: f"{t[0]} && {t[1]} || C=neither"),
     st.tuples(NAME, GLOB).map(
@@ -89,7 +108,11 @@ PROLOGUE = "A=x.tar.gz; B='a b'; C=; N=5; M='N + 1'; L=(one 'two b' three)\n"
 
 
 def shows(script: Script) -> list[list[str]]:
-    return [[word.text for word in each.words[1:]] for each in script.commands if each.words[0].text == "show"]
+    return [
+        [word.text for word in each.words[1:]]
+        for each in script.commands
+        if each.words[0].text == "show"
+    ]
 
 
 @pytest.mark.slow
@@ -101,12 +124,16 @@ def test_words_are_expanded_like_bash(scripts: list[list[str]]) -> None:
     texts = [PROLOGUE + "\n".join(statements) + "\nshow end\n" for statements in scripts]
     show = "show() { for w in \"$@\"; do printf '%s\\0' \"$w\"; done; printf '\\1\\0'; }\nset -f\n"
     whole = show + "".join(f"(\n{text})\nprintf '\\2\\0'\n" for text in texts)
-    done = subprocess.run(["bash", "-c", whole], capture_output=True, timeout=300, env={"LC_ALL": "C.UTF-8"})
+    done = subprocess.run(
+        ["bash", "-c", whole], capture_output=True, timeout=300, env={"LC_ALL": "C.UTF-8"}
+    )
     for text, output in zip(texts, done.stdout.decode().split("\2\0"), strict=False):
         commands = [part.split("\0")[:-1] for part in output.split("\1\0")[:-1]]
         if commands[-1:] == [["end"]]:
             script = read_script(text, "made.sh", {})
-            if not any(unknown.why == UNSET for unknown in script.unknowns):  # bash takes it as empty
+            if not any(
+                unknown.why == UNSET for unknown in script.unknowns
+            ):  # bash takes it as empty
                 assert shows(script) == commands, text
 
 
@@ -119,20 +146,32 @@ def words_of(text: str, **given: str) -> list[str]:
     ("text", "words"),
     [
         ("echo $(date) `uname -m` $HOSTNAME", ["echo", "$(date)", "`uname -m`", "${HOSTNAME}"]),
-        ("D=$(date +%F)\necho x-$D ${D:-y} ${D:+z} ${#D} ${D%-*}", ["echo", "x-${D}"] + ["${D}"] * 4),
+        (
+            "D=$(date +%F)\necho x-$D ${D:-y} ${D:+z} ${#D} ${D%-*}",
+            ["echo", "x-${D}"] + ["${D}"] * 4,
+        ),
         ("N=$(nproc)\necho $((N * 2)) $((3 * 2))", ["echo", "${N}", "6"]),
         ("echo $HOME/data ~/x $PWD/y", ["echo", "~/data", "~/x", "./y"]),
         ("if [ $(hostname) = a ]; then X=1; else X=2; fi\necho $X y", ["echo", "$(hostname)", "y"]),
         ("if [ $(hostname) = a ]; then X=1; else exit 1; fi\necho $X", ["echo", "1"]),
         ("if [ -f x ]; then X=1; else X=1; fi\necho $X", ["echo", "1"]),
-        ("while true; do if [ $(nproc) -gt 4 ]; then X=1; break; else sleep 5; fi; done\necho $X", ["echo", "1"]),
+        (
+            "while true; do if [ $(nproc) -gt 4 ]; then X=1; break; else sleep 5; fi; done\necho $X",
+            ["echo", "1"],
+        ),
         ("case $MODE in a) X=1 ;; b) X=2 ;; *) exit 1 ;; esac\necho $X", ["echo", "${MODE}"]),
-        ("A=(1)\nif command -v npu-smi; then A+=(2); fi\necho ${A[@]}", ["echo", "command -v npu-smi"]),
+        (
+            "A=(1)\nif command -v npu-smi; then A+=(2); fi\necho ${A[@]}",
+            ["echo", "command -v npu-smi"],
+        ),
         ('f() { python -m $1 "$@"; }\nf x y=1', ["python", "-m", "x", "x", "y=1"]),
         ("bash -c 'A=1; nohup python -m x a.b=$A 2>&1 | cat' > log &", ["cat"]),
         ("export B=2\nbash -c 'echo $B c=$0'", ["echo", "2", "c=run.sh"]),
         ("a=1\\\nb=2\necho $a", ["echo", "1b=2"]),
-        ("A=1 B=2\n\nL=(x)\nfor i in 1 2; do\n  C=$i\ndone\necho $A $B $L $C", ["echo", "1", "2", "x", "2"]),
+        (
+            "A=1 B=2\n\nL=(x)\nfor i in 1 2; do\n  C=$i\ndone\necho $A $B $L $C",
+            ["echo", "1", "2", "x", "2"],
+        ),
         ("false && exit\n[ 1 = 2 ] || echo yes", ["echo", "yes"]),
         ("uv sync || exit 1\necho on", ["echo", "on"]),
     ],
@@ -165,7 +204,12 @@ U=3 python -m x \\
 """
     script = read_script(text, "run.sh", {})
     command = next(each for each in script.commands if each.words[0].text == "python")
-    assert [word.origin for word in command.words] == [*["run.sh:11"] * 3, "run.sh:3", "run.sh:5", "run.sh:13"]
+    assert [word.origin for word in command.words] == [
+        *["run.sh:11"] * 3,
+        "run.sh:3",
+        "run.sh:5",
+        "run.sh:13",
+    ]
     assert command.environment["V"] == "1"
     assert command.environment["U"] == "3"
     assert marks_of(command.environment["W"])

@@ -41,10 +41,21 @@ from tests.trainings import write_parquet
 CONFIG = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
 # The keys that each stage reads, by prefix; changing any of them rebuilds it.
 READS = {
-    "prepare_data": ("run.seed", "data.arithmetic.", "data.contamination", "data.max_refused_ratio"),
+    "prepare_data": (
+        "run.seed",
+        "data.arithmetic.",
+        "data.contamination",
+        "data.max_refused_ratio",
+    ),
     "fetch_model": (  # of BUILD_MODEL and FETCH_MODEL
-        *("run.seed", "model.source", "model.recipe.", "model.id", "model.revision", "model.urls"),
-        *("model.allow_pickle", "model.trust_remote_code"),
+        "run.seed",
+        "model.source",
+        "model.recipe.",
+        "model.id",
+        "model.revision",
+        "model.urls",
+        "model.allow_pickle",
+        "model.trust_remote_code",
     ),
     "train_policy": (
         *(
@@ -56,8 +67,15 @@ READS = {
             "algorithm.",
             "reward.",
         ),
-        *("custom_reward.", "sampler.", "rollout.", "train.", "checkpoint.", "validation."),
-        *("model.trust_remote_code", "external.strategy", "external.overrides"),
+        "custom_reward.",
+        "sampler.",
+        "rollout.",
+        "train.",
+        "checkpoint.",
+        "validation.",
+        "model.trust_remote_code",
+        "external.strategy",
+        "external.overrides",
     ),
     "merge_checkpoint": ("merge.", "external.converter"),
     "evaluate_model": ("serve.", "evaluate.", "model.trust_remote_code"),
@@ -89,7 +107,11 @@ def changed(section: Any, name: str) -> Any:
         return section.model_copy(update={head: changed(value, rest)})
     if head == "benchmarks":
         return section.model_copy(update={head: (BenchmarkConfig(set="math500"),)})
-    other = value + 1 if isinstance(value, int | float) and not isinstance(value, bool) else f"not {value}"
+    other = (
+        value + 1
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        else f"not {value}"
+    )
     return section.model_copy(update={head: other})
 
 
@@ -105,13 +127,18 @@ def test_a_field_changes_only_the_keys_of_stages_that_read_it(name: str) -> None
     assert is_silent or readers, "no stage has this key in its cache key"
     expected = set() if is_silent else readers
     other = changed(CONFIG_TREE, name)
-    assert {s.name for s in STAGES if s.config_slice(other) != s.config_slice(CONFIG_TREE)} == expected
+    assert {
+        s.name for s in STAGES if s.config_slice(other) != s.config_slice(CONFIG_TREE)
+    } == expected
 
 
 def test_names_places_and_timeouts_are_volatile() -> None:
     silent = ("run.name", "store.path", "checkpoint.save_every", "train.num_ranks", "serve.port")
     assert all(FIELDS[name] for name in (*silent, "evaluate.concurrency"))
-    assert not any(FIELDS[name] for name in ("train.total_steps", "train.device", "serve.dtype", "evaluate.seed"))
+    assert not any(
+        FIELDS[name]
+        for name in ("train.total_steps", "train.device", "serve.dtype", "evaluate.seed")
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=range(len(STAGES)))
@@ -135,7 +162,9 @@ def config(tmp_path: Path) -> Config:
 def prepared(config: Config) -> Artifact:
     """The data artifact of the configuration, built if missing."""
     key = link_of(config, "prepare_data").key()
-    return ArtifactStore(config.store.path).produce(key, lambda folder: build_dataset(config, folder))[0]
+    return ArtifactStore(config.store.path).produce(
+        key, lambda folder: build_dataset(config, folder)
+    )[0]
 
 
 def inputs(label: str, config: Config, *artifacts: Artifact) -> Mapping[str, str]:
@@ -154,10 +183,16 @@ def files_config(folder: Path, held_out: Path, *overrides: str) -> Config:
 
 def math500_file(path: Path, answers: tuple[int, ...] = (2, 4, 6)) -> Path:
     rows = [
-        {"problem": f"Find ${number} + 0$.", "solution": f"It is $\\boxed{{{number}}}$.", "answer": str(number),
-         "subject": "Algebra", "level": 1 + i, "unique_id": f"test/{i}.json"}
+        {
+            "problem": f"Find ${number} + 0$.",
+            "solution": f"It is $\\boxed{{{number}}}$.",
+            "answer": str(number),
+            "subject": "Algebra",
+            "level": 1 + i,
+            "unique_id": f"test/{i}.json",
+        }
         for i, number in enumerate(answers)
-    ]  # fmt: skip
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -172,15 +207,27 @@ def test_a_changed_training_row_trains_again_but_is_not_evaluated_again(tmp_path
     second = prepared(config)
     assert first.key != second.key
     model = replace(first, digest="m")
-    assert inputs("train_policy", config, first, model) != inputs("train_policy", config, second, model)
+    assert inputs("train_policy", config, first, model) != inputs(
+        "train_policy", config, second, model
+    )
     assert inputs("fetch_model", config, first) != inputs("fetch_model", config, second)
-    assert inputs("evaluate_before", config, first, model) == inputs("evaluate_before", config, second, model)
+    assert inputs("evaluate_before", config, first, model) == inputs(
+        "evaluate_before", config, second, model
+    )
     math500_file(held_out, (2, 4, 7))
     third = prepared(config)
-    assert inputs("evaluate_before", config, second, model) != inputs("evaluate_before", config, third, model)
-    assert inputs("train_policy", config, second, model) != inputs("train_policy", config, third, model)
-    silent = config.model_copy(update={"validation": config.validation.model_copy(update={"every": 0})})
-    assert inputs("train_policy", silent, second, model) == inputs("train_policy", silent, third, model)
+    assert inputs("evaluate_before", config, second, model) != inputs(
+        "evaluate_before", config, third, model
+    )
+    assert inputs("train_policy", config, second, model) != inputs(
+        "train_policy", config, third, model
+    )
+    silent = config.model_copy(
+        update={"validation": config.validation.model_copy(update={"every": 0})}
+    )
+    assert inputs("train_policy", silent, second, model) == inputs(
+        "train_policy", silent, third, model
+    )
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -200,11 +247,14 @@ def test_unusable_own_data_is_refused_with_its_name(tmp_path: Path) -> None:
     held_out = math500_file(tmp_path / "eval.jsonl")
     held_out.write_text(held_out.read_text() + '{"problem": "?", "answer": ""}\n')
     with pytest.raises(
-        DataError, match=r"1 of 4 rows cannot be used \(1 with neither an answer nor a boxed.*complete"
+        DataError,
+        match=r"1 of 4 rows cannot be used \(1 with neither an answer nor a boxed.*complete",
     ):
         prepared(files_config(tmp_path, held_out))
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "train.parquet")
-    with pytest.raises(ProblemsError, match=r"train\.parquet lacks the columns data_source, prompt, reward_model"):
+    with pytest.raises(
+        ProblemsError, match=r"train\.parquet lacks the columns data_source, prompt, reward_model"
+    ):
         prepared(files_config(tmp_path, math500_file(held_out)))
 
 
@@ -221,7 +271,8 @@ def test_a_changed_custom_scorer_trains_again(tmp_path: Path) -> None:
     assert inputs("train_policy", own, data, model) != first
     scorer.write_text("def score(**_):\n    return 1\n")
     with pytest.raises(
-        ConfigError, match=r"defines score at top level, not compute_score.* set custom_reward\.name=score"
+        ConfigError,
+        match=r"defines score at top level, not compute_score.* set custom_reward\.name=score",
     ):
         inputs("train_policy", own, data, model)
 
@@ -229,7 +280,9 @@ def test_a_changed_custom_scorer_trains_again(tmp_path: Path) -> None:
 def test_a_changed_reference_model_trains_again(tmp_path: Path) -> None:
     folders = [build_tiny(tmp_path / name, "qwen3", seed=3) for name in ("here", "there")]
     own, moved = (
-        small_config(tmp_path / "store", f"algorithm.kl.reference_path={folder}", "algorithm.kl.place=loss")
+        small_config(
+            tmp_path / "store", f"algorithm.kl.reference_path={folder}", "algorithm.kl.place=loss"
+        )
         for folder in folders
     )
     data = prepared(own)
@@ -240,7 +293,9 @@ def test_a_changed_reference_model_trains_again(tmp_path: Path) -> None:
     os.utime(folders[0] / "config.json", (1, 1))
     assert inputs("train_policy", own, data, model) != first
     (folders[0] / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"lacks config\.json; set algorithm\.kl\.reference_path to a complete"):
+    with pytest.raises(
+        ModelError, match=r"lacks config\.json; set algorithm\.kl\.reference_path to a complete"
+    ):
         inputs("train_policy", own, data, model)
 
 
@@ -281,7 +336,9 @@ def test_a_local_model_is_linked_and_changes_are_detected(tmp_path: Path) -> Non
     weights = Path(taken.path) / "model.safetensors"
     assert os.path.samefile(weights, repository / "blobs" / "model.safetensors")
     assert not any(path.is_symlink() for path in Path(taken.path).iterdir())
-    assert taken.manifest()["metrics"]["bytes"] == sum(path.stat().st_size for path in source.iterdir())
+    assert taken.manifest()["metrics"]["bytes"] == sum(
+        path.stat().st_size for path in source.iterdir()
+    )
     assert link_of(config, "fetch_model").key(data) == key
     replaced = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").unlink()
@@ -304,7 +361,9 @@ def test_a_chat_template_does_not_modify_the_local_model(tmp_path: Path) -> None
     template.write_text(template.read_text() + "A:")
     assert link_of(config, "fetch_model").key().key != first.key
     template.unlink()
-    with pytest.raises(ConfigError, match=r"model\.chat_template=.*mine\.jinja cannot be read: No such file"):
+    with pytest.raises(
+        ConfigError, match=r"model\.chat_template=.*mine\.jinja cannot be read: No such file"
+    ):
         link_of(config, "fetch_model").key()
 
 
@@ -347,10 +406,15 @@ def test_a_run_records_and_links_each_finished_stage(config: Config) -> None:
 
 def test_a_failed_stage_is_not_recorded(config: Config) -> None:
     with pytest.raises(ZeroDivisionError), Run.start(config) as run:
-        run.produce("prepare_data", StageKey("probe", {}, {}, "code", {}), lambda folder: {"n": 1 // 0})
+        run.produce(
+            "prepare_data", StageKey("probe", {}, {}, "code", {}), lambda folder: {"n": 1 // 0}
+        )
     [recorded] = read_runs(Path(config.store.path))
     assert (run.stages, current_stage.get(), recorded.stages) == ({}, "", {})
-    assert (recorded.state, str(recorded.error).partition(":")[0]) == ("failed", "ZeroDivisionError")
+    assert (recorded.state, str(recorded.error).partition(":")[0]) == (
+        "failed",
+        "ZeroDivisionError",
+    )
     assert not (run.folder / "prepare_data").exists()
 
 

@@ -53,12 +53,31 @@ def test_evaluation_and_report_work_without_the_chain(tmp_path: Path) -> None:
     rows = [{"problem": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(8)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with running() as server:
-        asked = ("eval", "--model-name", "m", "--data", "sums.jsonl", "--base-url", server.url, "--output")
+        asked = (
+            "eval",
+            "--model-name",
+            "m",
+            "--data",
+            "sums.jsonl",
+            "--base-url",
+            server.url,
+            "--output",
+        )
         done = dapo_alone(
             tmp_path,
             (*asked, "before"),
             (*asked, "after"),
-            ("eval", "--model-name", "m", "--base-url", server.url, "--output", "suite", "--set", SUITE),
+            (
+                "eval",
+                "--model-name",
+                "m",
+                "--base-url",
+                server.url,
+                "--output",
+                "suite",
+                "--set",
+                SUITE,
+            ),
             ("grade", "before"),
             ("grade", "suite"),
             ("compare", "before", "after"),
@@ -67,8 +86,14 @@ def test_evaluation_and_report_work_without_the_chain(tmp_path: Path) -> None:
             ("datasets", "show", "sums.jsonl", "--use", "eval"),
         )
     assert re.findall("exit status (.*)", done.stdout) == ["0"] * 9, done.stdout + done.stderr
-    for text in ("avg2: accuracy 100.0% of 16", "after: accuracy 100.0% of 8", "no verdict changed", "report.html",
-                 "math500", "1 + 1 = ?"):  # fmt: skip
+    for text in (
+        "avg2: accuracy 100.0% of 16",
+        "after: accuracy 100.0% of 8",
+        "no verdict changed",
+        "report.html",
+        "math500",
+        "1 + 1 = ?",
+    ):
         assert text in done.stdout
     assert (tmp_path / "page" / "report.html").stat().st_size > 10_000
 
@@ -76,9 +101,14 @@ def test_evaluation_and_report_work_without_the_chain(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_commands_that_need_the_chain_say_how_to_install_it(tmp_path: Path) -> None:
     (tmp_path / "prefect.yaml").write_text("deployments: []")
-    (tmp_path / "c.yaml").write_text("model: {source: recipe}\ndata: {train: arithmetic, eval: arithmetic}\n")
+    (tmp_path / "c.yaml").write_text(
+        "model: {source: recipe}\ndata: {train: arithmetic, eval: arithmetic}\n"
+    )
     done = dapo_alone(
-        tmp_path, ("up",), ("run", "c.yaml"), ("fetch-model", "c.yaml", "--data", "d", "--output", "o")
+        tmp_path,
+        ("up",),
+        ("run", "c.yaml"),
+        ("fetch-model", "c.yaml", "--data", "d", "--output", "o"),
     )
     assert re.findall("exit status (.*)", done.stdout) == ["2"] * 3, done.stdout + done.stderr
     assert done.stderr.count("pip install '.[chain]'") == 3, done.stderr
@@ -87,5 +117,7 @@ def test_commands_that_need_the_chain_say_how_to_install_it(tmp_path: Path) -> N
 
 def test_the_extra_installs_the_modules_named_in_the_message() -> None:
     needs = importlib.metadata.requires("dapo-pipeline") or []
-    names = {re.split(r"[\[<>=; ]", need)[0] for need in needs if re.search("extra == .chain.", need)}
+    names = {
+        re.split(r"[\[<>=; ]", need)[0] for need in needs if re.search("extra == .chain.", need)
+    }
     assert {name.replace("-", "_") for name in names} == set(CHAIN_MODULES)

@@ -49,7 +49,11 @@ PUBLISHED: dict[str, Any] = {
         "micro_batch_tokens": 5632,
     },
 }
-SECONDS = {GENERATE: 1315.25 - 8.66, ANCHOR: 116.21, UPDATE: 303.92}  # 8.66 s of generation are weight sync
+SECONDS = {
+    GENERATE: 1315.25 - 8.66,
+    ANCHOR: 116.21,
+    UPDATE: 303.92,
+}  # 8.66 s of generation are weight sync
 STEP_SECONDS = 1738.03
 
 
@@ -72,10 +76,14 @@ def test_the_published_log_is_reproduced_from_its_settings() -> None:
 
 def test_update_time_grows_with_the_number_of_passes() -> None:
     one, two = (
-        TrainingConfig.model_validate({**PUBLISHED, "train": {**PUBLISHED["train"], "passes": passes}})
+        TrainingConfig.model_validate(
+            {**PUBLISHED, "train": {**PUBLISHED["train"], "passes": passes}}
+        )
         for passes in (1, 2)
     )
-    once, twice = (step_time(config, shape("Qwen3-32B"), A3, assumed_lengths(config)) for config in (one, two))
+    once, twice = (
+        step_time(config, shape("Qwen3-32B"), A3, assumed_lengths(config)) for config in (one, two)
+    )
     assert twice.seconds == {
         **once.seconds,
         UPDATE: 2 * once.seconds[UPDATE],
@@ -104,13 +112,18 @@ def test_few_slots_decode_in_waves_and_carried_groups_fill_them() -> None:
     wide = TrainingConfig.model_validate(PUBLISHED)
     lengths = assumed_lengths(wide)
     wave, whole = (
-        step_time(config, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE] for config in (narrow, wide)
+        step_time(config, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE]
+        for config in (narrow, wide)
     )
     # 64 sequences with a mean of 0.36 of the longest, in 8 slots: 2.9 times the steps, plus the tails
     assert 2.5 < wave / whole < 4
-    ahead = TrainingConfig.model_validate({**settings, "sampler": {"dynamic": False, "gen_prompts": 192}})
+    ahead = TrainingConfig.model_validate(
+        {**settings, "sampler": {"dynamic": False, "gen_prompts": 192}}
+    )
     assert step_time(ahead, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE] < 0.95 * wave
-    wide_ahead = TrainingConfig.model_validate({**PUBLISHED, "sampler": {"dynamic": False, "gen_prompts": 192}})
+    wide_ahead = TrainingConfig.model_validate(
+        {**PUBLISHED, "sampler": {"dynamic": False, "gen_prompts": 192}}
+    )
     half = step_time(wide_ahead, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE]
     assert 0.4 * whole < half < 0.6 * whole  # a response of maximum length spreads over two steps
 
@@ -118,9 +131,14 @@ def test_few_slots_decode_in_waves_and_carried_groups_fill_them() -> None:
 def test_small_micro_batches_are_limited_by_communication() -> None:
     train = {**PUBLISHED["train"], "sequence_parallel": 1, "micro_batch_tokens": 22528}
     long = TrainingConfig.model_validate({**PUBLISHED, "train": train})
-    short = TrainingConfig.model_validate({**PUBLISHED, "train": {**train, "micro_batch_tokens": 282}})
+    short = TrainingConfig.model_validate(
+        {**PUBLISHED, "train": {**train, "micro_batch_tokens": 282}}
+    )
     lengths = assumed_lengths(long)
-    seconds = [step_time(config, shape("Qwen3-32B"), A3, lengths).seconds[UPDATE] for config in (long, short)]
+    seconds = [
+        step_time(config, shape("Qwen3-32B"), A3, lengths).seconds[UPDATE]
+        for config in (long, short)
+    ]
     assert seconds[0] == pytest.approx(361, rel=0.05)  # 2.35e18 operations on 64 x 364e12 x 0.28
     # 7,759,462 tokens / 64 / 282: 430 micro-batches; each gathers 65.5 GB twice and reduces 131 at 0.7 x 196 GB/s
     assert seconds[1] == pytest.approx(430 * 262.1e9 / (0.7 * 196e9), rel=0.01)
@@ -134,7 +152,10 @@ def test_a_run_calibrates_lengths_and_phases() -> None:
             "train": {"mini_prompts": 32},
         }
     )
-    machine, small = Machine(cpu_rates(1), cpu_rates(2), None), replace(shape("Qwen3-0.6B"), is_tied=True)
+    machine, small = (
+        Machine(cpu_rates(1), cpu_rates(2), None),
+        replace(shape("Qwen3-0.6B"), is_tied=True),
+    )
     truth = Lengths(30.0, 20.0, 64, 0.8)
     one = step_time(config, small, machine, truth)
     number = config.train.train_prompts * config.rollout.group_size

@@ -42,7 +42,9 @@ def test_a_signal_interrupts_and_handlers_are_restored(number: signal.Signals) -
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize(("step", "then"), [(8, "a final checkpoint after step 8, then ending"), (1, "step 1,")])
+@pytest.mark.parametrize(
+    ("step", "then"), [(8, "a final checkpoint after step 8, then ending"), (1, "step 1,")]
+)
 def test_a_stop_request_during_a_step_waits_for_its_end(
     caplog: pytest.LogCaptureFixture, step: int, then: str
 ) -> None:

@@ -23,16 +23,24 @@ def make_suite(folder: Path) -> Path:
 
 def test_a_suite_lists_its_folders_in_order_with_weights_and_headline(tmp_path: Path) -> None:
     folder = make_suite(tmp_path / "suite")
-    assert list(read_suite(folder).items()) == [("long", folder / "long"), ("short", folder / "short")]
+    assert list(read_suite(folder).items()) == [
+        ("long", folder / "long"),
+        ("short", folder / "short"),
+    ]
     suite = describe_suite(folder)
-    assert (suite.headline, suite.members) == ("short", (Member("long", 2.0, "k1"), Member("short", 1.0, None)))
+    assert (suite.headline, suite.members) == (
+        "short",
+        (Member("long", 2.0, "k1"), Member("short", 1.0, None)),
+    )
 
 
 def test_a_single_benchmark_is_a_suite_of_one(tmp_path: Path) -> None:
     own, known = write_results(tmp_path / "a", "rw"), tmp_path / "b"
     write_results(known, "rw", settings={"benchmark": "math500"})
     assert (read_suite(own), read_suite(known)) == ({"own": own}, {"math500": known})
-    with pytest.raises(ResultsError, match=r"holds the evaluation of one benchmark; choose another --output"):
+    with pytest.raises(
+        ResultsError, match=r"holds the evaluation of one benchmark; choose another --output"
+    ):
         write_suite(own, [Member("math500")], "math500")
 
 

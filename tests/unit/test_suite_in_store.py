@@ -30,7 +30,13 @@ from tests.configs import make_config
 from tests.evaluations import make_items, write_results
 
 MINE = [{"question": f"Name the sum of {n} and 7.", "result": str(n + 7)} for n in range(3)]
-SAMPLED = {"set": "arithmetic", "name": "sampled", "num_samples": 4, "temperature": 0.6, "weight": 2.0}
+SAMPLED = {
+    "set": "arithmetic",
+    "name": "sampled",
+    "num_samples": 4,
+    "temperature": 0.6,
+    "weight": 2.0,
+}
 
 
 def recipe(folder: Path, *benchmarks: Any, **evaluate: Any) -> Config:
@@ -55,14 +61,21 @@ def prepared(config: Config) -> Artifact:
 def asked_of(config: Config, data: Artifact, model: str = "m") -> list[PlannedBenchmark]:
     merged = Artifact("merge_checkpoint", "k", "/nowhere", model)
     return benchmarks_of(
-        ArtifactStore(config.store.path), EVALUATE_MODEL, config, evaluate_model_inputs(config, data, merged)
+        ArtifactStore(config.store.path),
+        EVALUATE_MODEL,
+        config,
+        evaluate_model_inputs(config, data, merged),
     )
 
 
-def evaluated(config: Config, data: Artifact, model: str = "m") -> tuple[Artifact, list[PlannedBenchmark]]:
+def evaluated(
+    config: Config, data: Artifact, model: str = "m"
+) -> tuple[Artifact, list[PlannedBenchmark]]:
     """The artifact of an evaluation, with fake results for benchmarks that are not stored."""
     asked = asked_of(config, data, model)
-    key = link_of(config, "evaluate_before").key(data, Artifact("merge_checkpoint", "k", "/nowhere", model))
+    key = link_of(config, "evaluate_before").key(
+        data, Artifact("merge_checkpoint", "k", "/nowhere", model)
+    )
 
     def build(folder: Path) -> Mapping[str, Any]:
         link_stored_results(config, asked, folder)
@@ -86,7 +99,9 @@ def test_each_benchmark_has_its_own_file_and_is_held_out_of_training(tmp_path: P
     leaked.write_text(json.dumps([*MINE, {"question": "What is 1 + 1?", "result": "2"}]))
     train = {"set": str(leaked), "columns": mine["columns"]}
     data = {"train": train, "eval": "arithmetic", "arithmetic": {"num_eval": 5}}
-    config = make_config(store={"path": str(tmp_path / "store")}, data=data, evaluate=config.evaluate.model_dump())
+    config = make_config(
+        store={"path": str(tmp_path / "store")}, data=data, evaluate=config.evaluate.model_dump()
+    )
     artifact = prepared(config)
     metrics = artifact.manifest()["metrics"]
     assert (metrics["train_rows"], metrics["eval_rows"], metrics["contaminated_rows"]) == (1, 5, 3)
@@ -95,8 +110,11 @@ def test_each_benchmark_has_its_own_file_and_is_held_out_of_training(tmp_path: P
     assert [item.gold for item in asked.items] == ["7", "8", "9"]
     card = json.loads((Path(artifact.path) / "data_card.json").read_text())
     assert [(one["name"], one["use"]) for one in card["sets"]][1:] == [
-        ("arithmetic", "eval"), ("arithmetic", "benchmark"), ("sampled", "benchmark"), ("mine", "benchmark"),
-    ]  # fmt: skip
+        ("arithmetic", "eval"),
+        ("arithmetic", "benchmark"),
+        ("sampled", "benchmark"),
+        ("mine", "benchmark"),
+    ]
     assert "## Benchmarks" in (Path(artifact.path) / "data_card.md").read_text()
 
 
@@ -115,7 +133,9 @@ def test_stored_results_are_reused_and_the_rest_is_evaluated(tmp_path: Path) -> 
     assert describe_benchmarks(asked) == "evaluates mine; in the store sampled, arithmetic"
     assert list(read_suite(after.path)) == ["sampled", "mine", "arithmetic"]
     for name in ("sampled", "arithmetic"):
-        assert os.path.samefile(*(Path(one.path) / name / "results.jsonl" for one in (before, after)))
+        assert os.path.samefile(
+            *(Path(one.path) / name / "results.jsonl" for one in (before, after))
+        )
     suite = describe_suite(after.path)
     assert (suite.headline, [one.weight for one in suite.members]) == ("mine", [2.0, 1.0, 1.0])
     metrics = after.manifest()["metrics"]
@@ -125,7 +145,9 @@ def test_stored_results_are_reused_and_the_rest_is_evaluated(tmp_path: Path) -> 
     # Another model, other sampling and other problems are asked; a changed weight is not.
     assert [one.stored for one in asked_of(more, data, "other model")] == [None] * 3
     hotter = recipe(tmp_path, {**SAMPLED, "temperature": 0.9}, {"set": "arithmetic", "weight": 7.0})
-    assert describe_benchmarks(asked_of(hotter, data)) == "evaluates sampled; in the store arithmetic"
+    assert (
+        describe_benchmarks(asked_of(hotter, data)) == "evaluates sampled; in the store arithmetic"
+    )
     # How long answers get is known from any model's.
     assert all(one.earlier is not None for one in asked_of(more, data, "other model"))
 
@@ -138,11 +160,15 @@ def test_a_benchmark_alone_and_in_a_suite_share_results(tmp_path: Path) -> None:
     assert asked_of(suite, data)[0].stored == Path(artifact.path)
     together, _ = evaluated(suite, data)
     assert sorted(path.name for path in (Path(together.path) / "arithmetic").iterdir()) == [
-        "results.jsonl", "settings.json", "summary.json",
-    ]  # fmt: skip
+        "results.jsonl",
+        "settings.json",
+        "summary.json",
+    ]
 
 
-def test_damaged_results_are_evaluated_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_results_are_evaluated_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = recipe(tmp_path, "arithmetic", SAMPLED)
     data = prepared(config)
     artifact, _ = evaluated(config, data)

@@ -31,7 +31,8 @@ OUTCOMES = {
 
 def items_of(name: str, num_items: int) -> list[Item]:
     return [
-        Item(str(i), ({"role": "user", "content": f"{name} {i}"},), str(i), "s", "1") for i in range(num_items)
+        Item(str(i), ({"role": "user", "content": f"{name} {i}"},), str(i), "s", "1")
+        for i in range(num_items)
     ]
 
 
@@ -40,11 +41,15 @@ def write(folder: Path, side: int, weights: dict[str, float], model: str, **text
     for name in weights:
         outcome = OUTCOMES[name][side]
         write_results(folder / name, outcome, items_of(texts.get(name, name), len(outcome)), model)
-    write_suite(folder, [Member(name, weight) for name, weight in weights.items()], next(iter(weights)))
+    write_suite(
+        folder, [Member(name, weight) for name, weight in weights.items()], next(iter(weights))
+    )
     return folder
 
 
-def report_of(folder: Path, *gates: str, weights: dict[str, float] | None = None, **texts: str) -> dict[str, Any]:
+def report_of(
+    folder: Path, *gates: str, weights: dict[str, float] | None = None, **texts: str
+) -> dict[str, Any]:
     weights = weights or dict.fromkeys(OUTCOMES, 1.0)
     write(folder / "before", 0, weights, "base", **texts)
     write(folder / "after", 1, weights, "trained", **texts)
@@ -85,7 +90,10 @@ def test_figures_by_hand(report: dict[str, Any]) -> None:
     assert pooled["n"] == 44
     # Changed items weigh 1/50 (algebra, words) and 1/20 (tiny): sums 0.02 * s + 0.05 * t, s the sum of 14 signs.
     # Observed |0.02 * (6 - 8) - 0.05| = 0.09: as far out are |s| >= 2 with t of its sign, |s| >= 7 with the other.
-    s = sign_flip_test([1] * 8 + [-1] * 6).p, sign_flip_test([1] * 11 + [-1] * 3).p  # P(|s| >= 2), P(|s| >= 8)
+    s = (
+        sign_flip_test([1] * 8 + [-1] * 6).p,
+        sign_flip_test([1] * 11 + [-1] * 3).p,
+    )  # P(|s| >= 2), P(|s| >= 8)
     assert pooled["p"] == pytest.approx((s[0] + s[1]) / 2, abs=1e-9)
 
 
@@ -118,17 +126,29 @@ def test_a_baseline_is_compared_with_both_sides_and_its_missing_benchmarks_are_n
 @pytest.mark.slow
 def test_a_fall_below_last_night_is_named_despite_the_average(folder: Path) -> None:
     nights = {"last-night": folder / "before"}
-    provenance = Provenance(facts={"since the first night": "better than the first night, 20260101 (+3.0 points)"})
-    report = write_suite_report(Models(folder / "before", folder / "after", nights), None, None, provenance)
+    provenance = Provenance(
+        facts={"since the first night": "better than the first night, 20260101 (+3.0 points)"}
+    )
+    report = write_suite_report(
+        Models(folder / "before", folder / "after", nights), None, None, provenance
+    )
     sentence = next(one for one in report["sentences"] if "last night" in one)
     assert sentence.startswith(
         "The trained model is not significantly different from last night's: pooled over 3 benchmarks, -9.0 points"
     )
     assert sentence.endswith("BELOW last night: words -40.0 points (p = 0.0078, Holm 0.023).")
-    assert "The trained model is better than the first night, 20260101 (+3.0 points" in report["verdict"]
+    assert (
+        "The trained model is better than the first night, 20260101 (+3.0 points"
+        in report["verdict"]
+    )
     words = {side: folder / side / "words" for side in ("before", "after")}
-    alone = write_suite_report(Models(**words, baselines={"last-night": words["before"]}), None, None)
-    assert "The trained model is WORSE than last night's: -40.0 points (95 % interval" in alone["verdict"]
+    alone = write_suite_report(
+        Models(**words, baselines={"last-night": words["before"]}), None, None
+    )
+    assert (
+        "The trained model is WORSE than last night's: -40.0 points (95 % interval"
+        in alone["verdict"]
+    )
     assert "BELOW" not in alone["verdict"]
 
 
@@ -204,7 +224,9 @@ def test_one_stored_evaluation_on_both_sides_is_reported_as_such(tmp_path: Path)
     ]
 
 
-@pytest.mark.parametrize(("gate", "status"), [("words >= before - 50", 0), ("words >= before - 1", 3)])
+@pytest.mark.parametrize(
+    ("gate", "status"), [("words >= before - 50", 0), ("words >= before - 1", 3)]
+)
 def test_a_failed_gate_is_exit_status_3(folder: Path, gate: str, status: int) -> None:
     words = ["compare", str(folder / "before"), str(folder / "after"), "--gate", gate]
     done = CliRunner().invoke(app, words)
@@ -213,18 +235,26 @@ def test_a_failed_gate_is_exit_status_3(folder: Path, gate: str, status: int) ->
 
 
 def test_gates_of_a_single_benchmark_are_in_its_own_report(folder: Path, tmp_path: Path) -> None:
-    models = Models(folder / "before" / "words", folder / "after" / "words", {"other": folder / "after" / "words"})
+    models = Models(
+        folder / "before" / "words",
+        folder / "after" / "words",
+        {"other": folder / "after" / "words"},
+    )
     gates = ("words.no_answer <= 5", "pooled >= other")
     report = write_report(models, None, tmp_path / "report", Provenance(), gates)
     assert [gate["is_passed"] for gate in report["gates"]] == [False, True]
-    assert report["verdict"].endswith("GATES FAILED, 1 of 2: words.no_answer <= 5 (measured 40, threshold 5 %).")
+    assert report["verdict"].endswith(
+        "GATES FAILED, 1 of 2: words.no_answer <= 5 (measured 40, threshold 5 %)."
+    )
     page = (tmp_path / "report" / "report.html").read_text()
     assert "<h2>Gates</h2>" in page
     assert "<h2>Compared with other</h2>" in page
     assert "`words.no_answer <= 5`" in (tmp_path / "report" / "report.md").read_text()
 
 
-def test_the_best_checkpoint_is_chosen_on_one_half_and_measured_on_the_other(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_chosen_on_one_half_and_measured_on_the_other(
+    tmp_path: Path,
+) -> None:
     items = items_of("curve", 60)
     by_problem = {item.id: digest for item, digest in zip(items, digests(items), strict=True)}
     second = [int(by_problem[item.id][-1], 16) % 2 == 1 for item in items]

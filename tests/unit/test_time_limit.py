@@ -39,7 +39,12 @@ def test_a_timed_out_child_is_stopped_gracefully(tmp_path: Path) -> None:
 
     words = r"^flow\.time_limits\.train_policy_hours=0\.083\d*: stopped after 5 min; .*go on"
     with pytest.raises(StageTimedOut, match=words), time_limit(FAR * SECOND, KEY, "go on"):
-        run_command([sys.executable, "-S", "-c", code], log_path=tmp_path / "log", label="train", on_line=expire)
+        run_command(
+            [sys.executable, "-S", "-c", code],
+            log_path=tmp_path / "log",
+            label="train",
+            on_line=expire,
+        )
     assert not psutil.pid_exists(int(lines[0]))
     assert "kept a checkpoint" in (tmp_path / "log").read_text()
 
@@ -49,7 +54,9 @@ def test_a_stage_within_its_limit_is_not_interrupted_later(hours: float | None) 
     handler, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
     with time_limit(hours, KEY, ""):
         assert hours is None or 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= FAR
-    assert signal.getitimer(signal.ITIMER_REAL) == pytest.approx(timer, abs=60.0)  # of pytest-timeout, if it is on
+    assert signal.getitimer(signal.ITIMER_REAL) == pytest.approx(
+        timer, abs=60.0
+    )  # of pytest-timeout, if it is on
     assert signal.getsignal(signal.SIGALRM) is handler
 
 
@@ -77,7 +84,9 @@ def test_a_busy_coroutine_cannot_swallow_the_timeout() -> None:
         asyncio.run(work())
 
 
-def test_a_limit_outside_the_main_thread_is_reported_as_not_enforced(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_outside_the_main_thread_is_reported_as_not_enforced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def stage() -> None:
         with caplog.at_level(logging.WARNING), time_limit(1.0, KEY, ""):
             pass

@@ -25,7 +25,11 @@ def test_a_run_of_the_same_name_calibrates_the_estimate(tmp_path: Path) -> None:
     plain = time_of(config)
     run = record_run(config)
     metrics = Path(require_artifact(read_run(run.folder), "train_policy").path) / METRICS_FILE
-    lengths = {"response_length/mean": 20.0, "prompt_length/mean": 8.0, "perf/total_num_tokens": 448.0}
+    lengths = {
+        "response_length/mean": 20.0,
+        "prompt_length/mean": 8.0,
+        "perf/total_num_tokens": 448.0,
+    }
     seconds = {"timing_s/gen": 30.0, "timing_s/update_actor": 5.0, "timing_s/weight_sync": 1.0}
     metrics.unlink()
     metrics.write_text(json.dumps({**lengths, **seconds, "perf/generated_tokens": 640.0}) + "\n")

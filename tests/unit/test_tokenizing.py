@@ -50,7 +50,13 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def _problem(content: str = "What is 1 + 1?") -> Problem:
-    return Problem("7", content, "2", messages=({"role": "user", "content": content},), data_source="arithmetic")
+    return Problem(
+        "7",
+        content,
+        "2",
+        messages=({"role": "user", "content": content},),
+        data_source="arithmetic",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +79,26 @@ def train_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def prompts_of(model: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Read:
-    def read(path: Path, max_prompt_tokens: int = 1000, too_long: TooLong = "error") -> TokenizedPrompts:
+    def read(
+        path: Path, max_prompt_tokens: int = 1000, too_long: TooLong = "error"
+    ) -> TokenizedPrompts:
         data = PromptsConfig(max_prompt_tokens=max_prompt_tokens, too_long=too_long)
         return tokenized_prompts(path, model, tokenizer, tmp_path / "training", data)
 
     return read
 
 
-def test_prompts_go_through_the_chat_template_with_their_extra_info(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_prompts_go_through_the_chat_template_with_their_extra_info(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     info = {"index": 7, "split": "train", "answers": [1.5, None], "more": {"level": 3}}
-    prompt, without = tokenize_prompts([replace(_problem(), extra_info=info), _problem()], tokenizer, 100)
-    assert tokenizer.decode(list(prompt.prompt_ids)) == "<|user|>\nWhat is 1 + 1?<|end|>\n<|assistant|>\n"
+    prompt, without = tokenize_prompts(
+        [replace(_problem(), extra_info=info), _problem()], tokenizer, 100
+    )
+    assert (
+        tokenizer.decode(list(prompt.prompt_ids))
+        == "<|user|>\nWhat is 1 + 1?<|end|>\n<|assistant|>\n"
+    )
     assert (prompt.index, prompt.data_source, prompt.ground_truth) == (0, "arithmetic", "2")
     assert (prompt.extra_info, without.extra_info) == (info, {})
     assert PromptStream([prompt], 0, False).digest != PromptStream([without], 0, False).digest
@@ -96,7 +111,9 @@ def test_too_long_held_out_prompts_are_refused_with_their_count(
     problems = [_problem("What is 1 + 1? " * count) for count in (1, 3, 9)]
     lengths = [len(prompt.prompt_ids) for prompt in tokenize_prompts(problems, tokenizer, 10_000)]
     assert lengths == sorted(lengths)
-    assert len(tokenize_prompts(problems, tokenizer, lengths[2])) == 3  # the limit itself is allowed
+    assert (
+        len(tokenize_prompts(problems, tokenizer, lengths[2])) == 3
+    )  # the limit itself is allowed
     expected = rf"2 of 3 .* data\.max_prompt_tokens={lengths[0]} \(longest {lengths[2]} tokens.*data\.eval$"
     with pytest.raises(DataError, match=expected):
         tokenize_prompts(problems, tokenizer, lengths[0])
@@ -112,9 +129,12 @@ def test_a_file_is_tokenized_row_by_row(
         row = row_of(number % NUM_ROWS, 1 + number % NUM_ROWS % 7)
         alone = tokenize_prompts([_problem(row["prompt"][0]["content"])], tokenizer, 1000)[0]
         assert prompts[number] == Prompt(
-            number % NUM_ROWS, alone.prompt_ids, row["data_source"], row["reward_model"]["ground_truth"],
+            number % NUM_ROWS,
+            alone.prompt_ids,
+            row["data_source"],
+            row["reward_model"]["ground_truth"],
             row["extra_info"],
-        )  # fmt: skip
+        )
 
     assert prompts.lengths.tolist() == [len(prompt.prompt_ids) for prompt in prompts]
 
@@ -134,7 +154,9 @@ def test_chat_template_arguments_change_tokens_and_cache_key(
     )
 
     def read(**arguments: Any) -> TokenizedPrompts:
-        return tokenized_prompts(train_file, model, thinking, tmp_path / "training", PromptsConfig(), arguments)
+        return tokenized_prompts(
+            train_file, model, thinking, tmp_path / "training", PromptsConfig(), arguments
+        )
 
     plain, off, on = read(), read(enable_thinking=False), read(enable_thinking=True)
     said = tokenizer.encode("No thinking.", add_special_tokens=False)
@@ -144,13 +166,16 @@ def test_chat_template_arguments_change_tokens_and_cache_key(
     (held_out,) = tokenize_prompts([_problem()], thinking, 100, {"enable_thinking": False})
     assert held_out.prompt_ids[-len(said) :] == tuple(said)
     with pytest.raises(
-        ConfigError, match=r"kwargs\.enable_thinkng has no effect.*\(did you mean enable_thinking\?\)"
+        ConfigError,
+        match=r"kwargs\.enable_thinkng has no effect.*\(did you mean enable_thinking\?\)",
     ):
         read(enable_thinkng=False)
 
 
 @pytest.mark.slow
-def test_rows_are_tokenized_only_once(prompts_of: Read, train_file: Path, model: Path, tmp_path: Path) -> None:
+def test_rows_are_tokenized_only_once(
+    prompts_of: Read, train_file: Path, model: Path, tmp_path: Path
+) -> None:
     made: list[Path] = []
     tokenize = tokenizing._tokenize_file
 
@@ -167,7 +192,9 @@ def test_rows_are_tokenized_only_once(prompts_of: Read, train_file: Path, model:
         other = write_rows(tmp_path / "other.parquet", [row_of(number) for number in range(3)])
         assert len(prompts_of(other)) == 3
         assert len(made) == 2
-        assert len(list((tmp_path / "training" / ".prompts").iterdir())) == 1  # of the newest rows alone
+        assert (
+            len(list((tmp_path / "training" / ".prompts").iterdir())) == 1
+        )  # of the newest rows alone
         (model / "tokenizer_config.json").write_text(
             (model / "tokenizer_config.json").read_text(encoding="utf-8") + "\n", encoding="utf-8"
         )
@@ -181,7 +208,8 @@ def test_too_long_prompts_are_dropped_truncated_or_refused(
     prompts_of: Read, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_rows(
-        tmp_path / "train.parquet", [row_of(number, words) for number, words in enumerate((1, 9, 2))]
+        tmp_path / "train.parquet",
+        [row_of(number, words) for number, words in enumerate((1, 9, 2))],
     )
     short, long, middle = (len(prompt.prompt_ids) for prompt in prompts_of(path))
     counted = rf"1 of 3 prompts are longer than data\.max_prompt_tokens={middle} \(longest {long} tokens\)"
@@ -190,7 +218,9 @@ def test_too_long_prompts_are_dropped_truncated_or_refused(
     whole = prompts_of(path)[1]
     with caplog.at_level(logging.WARNING):
         dropped, cut = prompts_of(path, middle, "drop"), prompts_of(path, middle, "truncate_left")
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
     assert [text.rpartition("(data")[0] for text in warnings] == [
         f"{counted} and are dropped ".replace("\\", ""),
         f"{counted} and are truncated to their last tokens ".replace("\\", ""),
@@ -212,7 +242,11 @@ def test_length_statistics_match_hand_computed_values(prompts_of: Read, tmp_path
     assert lengths["quantiles"] == {"5": 1, "25": 1, "50": 2, "75": 2, "95": 39, "99": 39}
     # 199 of 200 have up to 37 tokens, so 99 % do: bins of 37 // 19 + 1 = 2, the last from 38 to the longest.
     lengths = describe_lengths(np.array([37] * 199 + [5000]), 100, "drop")
-    assert (lengths["edges"][-2:], lengths["counts"][-2:], sum(lengths["counts"])) == ([38, 5001], [199, 1], 200)
+    assert (lengths["edges"][-2:], lengths["counts"][-2:], sum(lengths["counts"])) == (
+        [38, 5001],
+        [199, 1],
+        200,
+    )
     path = write_rows(tmp_path / "train.parquet", [row_of(1)])
     prompts = prompts_of(path)
     stored = json.loads((tmp_path / "training" / LENGTHS_FILE).read_text(encoding="utf-8"))
@@ -224,7 +258,9 @@ def test_unusable_rows_are_counted_by_reason(prompts_of: Read, tmp_path: Path) -
     rows[7]["prompt"][0]["content"] = rows[2400]["prompt"][0]["content"] = " "
     rows[9]["reward_model"]["ground_truth"] = None
     path = write_rows(tmp_path / "train.parquet", rows)
-    with pytest.raises(ProblemsError, match=r"of 2500 rows, 2 with .*\(rows 7, 2400\) and 1 with .*\(rows 9\)"):
+    with pytest.raises(
+        ProblemsError, match=r"of 2500 rows, 2 with .*\(rows 7, 2400\) and 1 with .*\(rows 9\)"
+    ):
         prompts_of(path)
 
 
@@ -237,5 +273,7 @@ def test_messages_rejected_by_the_template_are_reported(model: Path, tmp_path: P
     row = row_of(0)
     row["prompt"].insert(0, {"role": "system", "content": "Be brief."})
     path = write_rows(tmp_path / "train.parquet", [row])
-    with pytest.raises(DataError, match=r"roles \(system user\): no system role.*data\.system_prompt"):
+    with pytest.raises(
+        DataError, match=r"roles \(system user\): no system role.*data\.system_prompt"
+    ):
         tokenized_prompts(path, model, tokenizer, tmp_path / "training", PromptsConfig())

@@ -85,13 +85,19 @@ def test_a_resumed_training_continues_its_tracker_run_without_repeats(
         tracked.on_step(0, {"validation/accuracy": 0.5})
         tracked.on_step(1, {"validation/accuracy": 0.75, "actor/grad_norm": math.nan})
         tracked.on_step(2, {"critic/score/mean": 1.0})
-        tracked.on_step(1, {"validation/accuracy": 0.8})  # a worker died, and the step is trained again
+        tracked.on_step(
+            1, {"validation/accuracy": 0.8}
+        )  # a worker died, and the step is trained again
     saved = json.loads((tmp_path / TRACKERS_FILE).read_text())
     (record,) = saved["trackers"]
     assert record == {
-        "name": "wandb", "id": record["id"], "url": "https://tracker/run", "path": None, "last_step": 2,
+        "name": "wandb",
+        "id": record["id"],
+        "url": "https://tracker/run",
+        "path": None,
+        "last_step": 2,
         "num_failed": 0,
-    }  # fmt: skip
+    }
     assert tracked_runs(tmp_path) == ["wandb https://tracker/run"]
     with tracking(config(), tmp_path, True) as tracked:
         for step in (2, 3):
@@ -125,7 +131,11 @@ def test_a_resumed_training_continues_its_tracker_run_without_repeats(
 @pytest.mark.parametrize(
     ("fails", "num_failed", "said"),
     [
-        ("open", 4, "tracker wandb failed (ConnectionError: no answer, key [redacted] refused); training cont"),
+        (
+            "open",
+            4,
+            "tracker wandb failed (ConnectionError: no answer, key [redacted] refused); training cont",
+        ),
         ("log 1", 1, "tracker wandb failed (ValueError: step 1 is refused); training continues"),
     ],
 )
@@ -146,12 +156,18 @@ def test_failures_are_logged_once_and_counted(
     assert caplog.text.count("failed (") == 1
     assert said in caplog.text
     assert f"wandb: {num_failed} calls failed" in caplog.text
-    assert json.loads((tmp_path / TRACKERS_FILE).read_text())["trackers"][0]["num_failed"] == num_failed
+    assert (
+        json.loads((tmp_path / TRACKERS_FILE).read_text())["trackers"][0]["num_failed"]
+        == num_failed
+    )
     assert "SECRET-TRACKER-KEY" not in caplog.text + (tmp_path / TRACKERS_FILE).read_text()
 
 
 def test_a_hanging_tracker_delays_neither_steps_nor_the_end(
-    recording: type[Recording], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    recording: type[Recording],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(trackers, "MAX_WAITING", 5)
@@ -166,7 +182,10 @@ def test_a_hanging_tracker_delays_neither_steps_nor_the_end(
 
 
 def test_a_full_disk_does_not_fail_the_trackers(
-    recording: type[Recording], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    recording: type[Recording],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -178,8 +197,12 @@ def test_a_full_disk_does_not_fail_the_trackers(
     assert "trackers.json cannot be written: [Errno 28] No space left" in caplog.text
 
 
-def test_a_missing_client_is_refused_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None if name == "alembic" else name)
+def test_a_missing_client_is_refused_with_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        trackers.importlib.util, "find_spec", lambda name: None if name == "alembic" else name
+    )
     require_trackers(["tensorboard", "wandb", "swanlab"])
     with pytest.raises(
         ConfigError, match=r"includes mlflow, but .*pip install mlflow-skinny sqlalchemy alembic \("
@@ -190,7 +213,9 @@ def test_a_missing_client_is_refused_with_the_install_command(monkeypatch: pytes
 def test_trackers_receive_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HUB_TOKEN", "hub-token-of-mine")
     settings = make_config(
-        "models/hub-token-of-mine", custom_reward={"path": "scorer.py"}, flow={"webhook": {"url": "http://x/abc"}}
+        "models/hub-token-of-mine",
+        custom_reward={"path": "scorer.py"},
+        flow={"webhook": {"url": "http://x/abc"}},
     )
     seen = tracked_config(settings)
     assert seen["custom_reward"]["path"] == "scorer.py"
@@ -203,27 +228,58 @@ def test_trackers_receive_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_results_of_one_benchmark_and_of_a_suite() -> None:
-    one = {"before": {"accuracy": 0.5}, "after": {"accuracy": 0.625}, "difference": 0.125, "p": 0.03}
+    one = {
+        "before": {"accuracy": 0.5},
+        "after": {"accuracy": 0.625},
+        "difference": 0.125,
+        "p": 0.03,
+    }
     assert results_of(one, "math500") == {
-        "eval/math500/before": 0.5, "eval/math500/after": 0.625, "eval/math500/difference": 0.125,
+        "eval/math500/before": 0.5,
+        "eval/math500/after": 0.625,
+        "eval/math500/difference": 0.125,
         "eval/math500/p": 0.03,
-    }  # fmt: skip
-    row = {"name": "gsm8k", "before": 0.5, "after": 0.25, "difference": -0.25, "p": 0.01, "p_holm": 0.02, "n": 9}
-    suite = {**one, "benchmarks": [row], "pooled": {"before": 0.5, "after": 0.75, "difference": 0.25, "p": 0.5}}
+    }
+    row = {
+        "name": "gsm8k",
+        "before": 0.5,
+        "after": 0.25,
+        "difference": -0.25,
+        "p": 0.01,
+        "p_holm": 0.02,
+        "n": 9,
+    }
+    suite = {
+        **one,
+        "benchmarks": [row],
+        "pooled": {"before": 0.5, "after": 0.75, "difference": 0.25, "p": 0.5},
+    }
     results = results_of(suite, "math500+gsm8k")
     assert results["eval/gsm8k/p_holm"] == 0.02
     assert results["eval/pooled/after"] == 0.75
     assert {name.split("/")[1] for name in results} == {"gsm8k", "pooled"}
 
 
-def test_a_run_sends_results_unless_everything_is_cached(recording: type[Recording], tmp_path: Path) -> None:
+def test_a_run_sends_results_unless_everything_is_cached(
+    recording: type[Recording], tmp_path: Path
+) -> None:
     run = record_run(small_config(tmp_path / "store"))
     (tmp_path / TRACKERS_FILE).write_text(
         json.dumps(
-            {"project": "p", "run": "r", "folder": str(tmp_path), "trackers": [{"name": "wandb", "id": "7"}]}
+            {
+                "project": "p",
+                "run": "r",
+                "folder": str(tmp_path),
+                "trackers": [{"name": "wandb", "id": "7"}],
+            }
         )
     )
-    report = {"before": {"accuracy": 0.5}, "after": {"accuracy": 0.75}, "difference": 0.25, "p": 0.25}
+    report = {
+        "before": {"accuracy": 0.5},
+        "after": {"accuracy": 0.75},
+        "difference": 0.25,
+        "p": 0.25,
+    }
     artifact = Artifact("train_policy", "key", str(tmp_path), "digest")
     send_report(run, report, artifact)
     figures = {"before": 0.5, "after": 0.75, "difference": 0.25, "p": 0.25}

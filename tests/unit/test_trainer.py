@@ -69,7 +69,10 @@ def test_a_resume_restores_the_whole_state(model_path: Path, tmp_path: Path) -> 
     state = replace(make_state(20), identity=trainer.identity, kl_coefficient=0.25)
     trainer.resume(write_state(tmp_path / "checkpoints", state))
     assert (trainer.num_steps, trainer.policy_version, trainer.stream.position) == (20, 320, 123)
-    assert (trainer.sampler.surplus, trainer.sampler.unfinished) == (state.surplus, state.unfinished)
+    assert (trainer.sampler.surplus, trainer.sampler.unfinished) == (
+        state.surplus,
+        state.unfinished,
+    )
     assert trainer.kl.coefficient == 0.25
 
 
@@ -77,7 +80,10 @@ def test_a_resume_restores_the_whole_state(model_path: Path, tmp_path: Path) -> 
     ("sections", "coefficient"),
     [
         ({"rollout": {"group_size": 8}}, 0.25),  # the waiting groups have 16 responses
-        ({"algorithm": {"kl": {"target": 0.5}}}, 0.25),  # adapted so far, from now on to another target
+        (
+            {"algorithm": {"kl": {"target": 0.5}}},
+            0.25,
+        ),  # adapted so far, from now on to another target
         ({"algorithm": {"kl": {"coefficient": 0.5}}}, 0.5),  # an explicit change wins
     ],
 )
@@ -93,9 +99,14 @@ def test_a_changed_training_resamples_waiting_prompts_and_uses_the_new_kl_coeffi
     trainer = _trainer(model_path, tmp_path / "new", **sections)
     trainer.resume(write_state(tmp_path / "old" / "checkpoints", state))
     requests = [request for _, request in trainer.sampler.unfinished]
-    assert [(request.group_id, request.prompt.index, request.responses) for request in requests] == [
-        (4, 4, []), (9, 9, []), (12, 7, []), (13, 8, []),
-    ]  # fmt: skip
+    assert [
+        (request.group_id, request.prompt.index, request.responses) for request in requests
+    ] == [
+        (4, 4, []),
+        (9, 9, []),
+        (12, 7, []),
+        (13, 8, []),
+    ]
     assert trainer.sampler.surplus == []
     assert "discarding 4 groups sampled before the change" in caplog.text
     assert trainer.kl.coefficient == coefficient
@@ -115,7 +126,9 @@ def test_metrics_of_another_training_are_not_mixed_in(model_path: Path, tmp_path
     assert [line["step"] for line in read_json_lines(tmp_path / "new" / METRICS_FILE)] == [3, 4]
 
 
-@pytest.mark.parametrize(("step", "is_own", "is_refused"), [(4, True, False), (5, True, True), (4, False, True)])
+@pytest.mark.parametrize(
+    ("step", "is_own", "is_refused"), [(4, True, False), (5, True, True), (4, False, True)]
+)
 def test_a_checkpoint_beyond_total_steps_is_refused(
     model_path: Path, tmp_path: Path, step: int, is_own: bool, is_refused: bool
 ) -> None:
@@ -130,7 +143,9 @@ def test_a_checkpoint_beyond_total_steps_is_refused(
         refusals.append(str(error))
     assert bool(refusals) == is_refused
     if is_refused:
-        assert refusals[0].startswith(f"{start} is at training step {step}, so train.total_steps=4 leaves no step")
+        assert refusals[0].startswith(
+            f"{start} is at training step {step}, so train.total_steps=4 leaves no step"
+        )
         assert f"raise it above {step}" in refusals[0]
 
 
@@ -179,7 +194,11 @@ def test_a_checkpoint_is_published_while_waiting_for_groups(
 
     trainer.sampler.source = Source([MIXED], Clock(), seconds=1.0, pause=4)
     trainer.sampler.draw(1)
-    assert named == [None, None, *[tmp_path / "checkpoints" / "step_000005"] * 2]  # written after the second poll
+    assert named == [
+        None,
+        None,
+        *[tmp_path / "checkpoints" / "step_000005"] * 2,
+    ]  # written after the second poll
     assert trainer.checkpoints.take_polled_seconds() > 0
 
 
@@ -207,7 +226,10 @@ def _stopped_in_its_draw(
         state.policy_version,
         state.prompt_position,
     )
-    trainer.sampler.surplus, trainer.sampler.unfinished = list(state.surplus), list(state.unfinished)
+    trainer.sampler.surplus, trainer.sampler.unfinished = (
+        list(state.surplus),
+        list(state.unfinished),
+    )
     trainer.kl.coefficient = state.kl_coefficient
     trainer.sampler.source = StoppingSource(stop)
     before(trainer, trainer._state(state.metrics))
@@ -241,7 +263,9 @@ def test_a_stop_does_not_write_a_step_twice(
     saved, state = _stopped_in_its_draw(model_path, tmp_path, keep)
     assert saved is not None
     assert read_state(saved) == state
-    assert [text.split(":")[0] for text in caplog.messages if "bytes" in text] == ["checkpoint step_000003"]
+    assert [text.split(":")[0] for text in caplog.messages if "bytes" in text] == [
+        "checkpoint step_000003"
+    ]
 
 
 def test_a_stop_before_the_first_step_saves_nothing(model_path: Path, tmp_path: Path) -> None:
@@ -250,10 +274,16 @@ def test_a_stop_before_the_first_step_saves_nothing(model_path: Path, tmp_path: 
 
 @pytest.mark.parametrize(("total_steps", "is_stopped"), [(4, True), (2, False)])
 def test_a_stop_request_takes_effect_after_the_step_and_not_after_the_last(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total_steps: int, is_stopped: bool
+    model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    total_steps: int,
+    is_stopped: bool,
 ) -> None:
     stop = StopRequest()
-    trainer = _trainer(model_path, tmp_path, train={"total_steps": total_steps}, checkpoint={"save_every": 3})
+    trainer = _trainer(
+        model_path, tmp_path, train={"total_steps": total_steps}, checkpoint={"save_every": 3}
+    )
     trainer.resume(None)
     monkeypatch.setattr(trainer.sampler, "draw", lambda step: Draw([], 1, TokenAccount()))
 
@@ -267,7 +297,9 @@ def test_a_stop_request_takes_effect_after_the_step_and_not_after_the_last(
     assert [line["step"] for line in read_json_lines(tmp_path / METRICS_FILE)] == [1, 2]
 
 
-@pytest.mark.parametrize(("step", "every", "due"), [(4, 2, True), (3, 2, False), (7, 2, True), (7, 0, False)])
+@pytest.mark.parametrize(
+    ("step", "every", "due"), [(4, 2, True), (3, 2, False), (7, 2, True), (7, 0, False)]
+)
 def test_periodic_work_is_also_due_on_the_last_step(step: int, every: int, due: bool) -> None:
     assert is_due(step, every, total_steps=7) == due
 
@@ -279,5 +311,7 @@ def test_the_training_step_reads_as_a_table_of_contents() -> None:
     assert len(lines.splitlines()) <= 40
     assert not [node for node in nodes if isinstance(node, ast.Try | ast.BinOp)]
     assert {type(node.op) for node in nodes if isinstance(node, ast.AugAssign)} == {ast.BitOr}
-    branches = [ast.unparse(node.test).partition("(")[0] for node in nodes if isinstance(node, ast.If)]
+    branches = [
+        ast.unparse(node.test).partition("(")[0] for node in nodes if isinstance(node, ast.If)
+    ]
     assert branches == ["draw.groups"]

@@ -66,7 +66,9 @@ def test_the_command_is_shown_without_the_model(tmp_path: Path) -> None:
         f"store.path={tmp_path}",
         "external.version=0.9.1",
     ]
-    done = CliRunner().invoke(app, ["plan", recipe, *(word for one in changes for word in ("--set", one))])
+    done = CliRunner().invoke(
+        app, ["plan", recipe, *(word for one in changes for word in ("--set", one))]
+    )
     assert "train_policy starts verl:" in done.stdout
     assert "verl.trainer.main_ppo" in done.stdout
     assert "models/none" in str(done.exception)  # which still ends the plan
@@ -109,13 +111,17 @@ ENDS = ", ".join(
 
 
 def test_a_megatron_plan_suggests_the_first_change() -> None:
-    splits = f"{MEGATRON}tensor_model_parallel_size=4, {MEGATRON}pipeline_model_parallel_size=8, {ENDS}"
+    splits = (
+        f"{MEGATRON}tensor_model_parallel_size=4, {MEGATRON}pipeline_model_parallel_size=8, {ENDS}"
+    )
     experts = f"{MEGATRON}expert_model_parallel_size=16, {MEGATRON}expert_tensor_parallel_size=1"
     off = ("train.offload_parameters=false", "train.offload_optimizer=false")
     said = change(recipe_235b(f"{splits}, {experts}", *off))
     assert said.startswith("--set train.offload_parameters=true")
     assert not plan_of(
-        recipe_235b(f"{splits}, {experts}", "train.offload_parameters=true", "train.offload_optimizer=true"),
+        recipe_235b(
+            f"{splits}, {experts}", "train.offload_parameters=true", "train.offload_optimizer=true"
+        ),
         gigabytes=64,
     ).shortages
     # Without a split of the experts none of the offloads is enough.
@@ -125,26 +131,39 @@ def test_a_megatron_plan_suggests_the_first_change() -> None:
 
 
 def test_engines_too_small_for_the_weights_get_more_devices() -> None:
-    splits = f"{MEGATRON}tensor_model_parallel_size=4, {MEGATRON}pipeline_model_parallel_size=8, {ENDS}"
+    splits = (
+        f"{MEGATRON}tensor_model_parallel_size=4, {MEGATRON}pipeline_model_parallel_size=8, {ENDS}"
+    )
     experts = f"{MEGATRON}expert_model_parallel_size=16, {MEGATRON}expert_tensor_parallel_size=1"
-    small = ("rollout.num_workers=32", "rollout.tensor_parallel=4")  # 470 GB / 4 is more than a device has
+    small = (
+        "rollout.num_workers=32",
+        "rollout.tensor_parallel=4",
+    )  # 470 GB / 4 is more than a device has
     offloaded = ("train.offload_parameters=true", "train.offload_optimizer=true")
     said = change(recipe_235b(f"{splits}, {experts}", *offloaded, *small))
     assert said == "--set rollout.tensor_parallel=16 --set rollout.num_workers=8"
 
 
 def test_indivisible_splits_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=8 does not divide the model's 4 key heads"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_model_parallel_size=8 does not divide the model's 4 key heads"
+    ):
         plan_of(recipe_235b(f"{MEGATRON}tensor_model_parallel_size=8"), gigabytes=64)
 
 
 def test_own_rows_replace_prepared_ones_and_their_content_is_in_the_key(tmp_path: Path) -> None:
     rows = tmp_path / "images.parquet"
     rows.write_bytes(b"one")
-    config = load_config(ROOT / "configs/verl_qwen3_vl_30b_geo3k.yaml", [f"external.train_rows={rows}"])
+    config = load_config(
+        ROOT / "configs/verl_qwen3_vl_30b_geo3k.yaml", [f"external.train_rows={rows}"]
+    )
     assert f"data.train_files={rows}" in planned_start(config).argv
-    assert f"data.val_files={Path('data/geo3k/test.parquet').absolute()}" in planned_start(config).argv
-    with pytest.raises(ConfigError, match=r"external\.held_out_rows=data/geo3k/test\.parquet cannot be read"):
+    assert (
+        f"data.val_files={Path('data/geo3k/test.parquet').absolute()}" in planned_start(config).argv
+    )
+    with pytest.raises(
+        ConfigError, match=r"external\.held_out_rows=data/geo3k/test\.parquet cannot be read"
+    ):
         training_files(config)
     config = load_config(
         ROOT / "configs/verl_qwen3_vl_30b_geo3k.yaml",
@@ -170,15 +189,21 @@ def test_an_imported_megatron_script_renders_the_same_command(tmp_path: Path) ->
         "trainer.logger=console trainer.val_before_train=False",
     ]
     script, output = tmp_path / "run.sh", tmp_path / "mine.yaml"
-    script.write_text("python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer " + " ".join(words))
-    done = CliRunner().invoke(app, ["import-config", str(script), "--backend", "verl", "--output", str(output)])
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer " + " ".join(words)
+    )
+    done = CliRunner().invoke(
+        app, ["import-config", str(script), "--backend", "verl", "--output", str(output)]
+    )
     assert done.exit_code == 0, done.output
     argv = planned_start(load_config(output)).argv
     assert argv[3] == "--config-name=ppo_megatron_trainer"
     assert f"{actor}.megatron.param_offload=True" in argv  # by train.offload_parameters
     assert "++actor_rollout_ref.ref.megatron.param_offload=True" in argv
     recomputed = [word for word in argv if "recompute_granularity" in word]
-    assert recomputed == [f"++{actor}.megatron.override_transformer_config.recompute_granularity=selective"]
+    assert recomputed == [
+        f"++{actor}.megatron.override_transformer_config.recompute_granularity=selective"
+    ]
     assert [word for word in argv if "nnodes" in word or "n_gpus" in word] == [
         "trainer.n_gpus_per_node=16",
         "trainer.nnodes=8",
@@ -191,7 +216,12 @@ def test_environment_variables_keep_their_text(tmp_path: Path) -> None:
     text += "external: {env: {UMASK: 0022, VERSION: 2.10, START: 12:30}}\n"
     recipe.write_text(text, encoding="utf-8")
     config = load_config(recipe, ["external.env.UMASK=0077", "external.env.IDS=1_2"])
-    assert config.external.env == {"UMASK": "0077", "VERSION": "2.10", "START": "12:30", "IDS": "1_2"}
+    assert config.external.env == {
+        "UMASK": "0077",
+        "VERSION": "2.10",
+        "START": "12:30",
+        "IDS": "1_2",
+    }
     config = load_config(recipe, ["external.env={UMASK: 0007, DAY: 2026-01-31}"])
     assert config.external.env == {"UMASK": "0007", "DAY": "2026-01-31"}
     recipe.write_text(dump_config(config), encoding="utf-8")

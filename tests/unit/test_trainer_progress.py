@@ -28,7 +28,11 @@ def test_a_verl_step_is_reported_at_once() -> None:
 
 
 def test_a_mindspeed_step_is_reported_after_its_last_line() -> None:
-    lines = ["[t] iteration: 1 / 4 | grad_norm : 0.5 | timing/all : 2.0", "| dapo/score/mean : 0.25", "saving"]
+    lines = [
+        "[t] iteration: 1 / 4 | grad_norm : 0.5 | timing/all : 2.0",
+        "| dapo/score/mean : 0.25",
+        "saving",
+    ]
     assert feed(lines[0])[0] == feed(*lines[:2])[0] == []
     expected = {"actor/grad_norm": 0.5, "timing_s/step": 2.0, "critic/score/mean": 0.25}
     assert feed(*lines)[0] == [(1, expected)]
@@ -39,9 +43,19 @@ def test_a_mindspeed_step_is_reported_after_its_last_line() -> None:
     [
         (["KeyError: 'rollout.modee'"], False, "KeyError: 'rollout.modee'", True),
         (["KeyError: 'rollout.modee'"], True, "KeyError: 'rollout.modee'", False),
-        (["(TaskRunner pid=3) ModuleNotFoundError: no flash_attn", "done"], False, "no flash_attn", True),
+        (
+            ["(TaskRunner pid=3) ModuleNotFoundError: no flash_attn", "done"],
+            False,
+            "no flash_attn",
+            True,
+        ),
         (["hydra.errors.ConfigCompositionException: no key"], False, "no key", True),
-        (["[rank3]: torch.OutOfMemoryError: CUDA out of memory"], False, "CUDA out of memory", False),
+        (
+            ["[rank3]: torch.OutOfMemoryError: CUDA out of memory"],
+            False,
+            "CUDA out of memory",
+            False,
+        ),
         (
             ["ray.exceptions.RayTaskError(ValueError): ray::run()", "ValueError: odd"],
             False,
@@ -66,8 +80,15 @@ def test_the_last_error_is_the_reason_and_permanent_ones_are_not_retried(
 
 
 def test_overrides_are_compared_by_value() -> None:
-    ours = ["actor.lr=1e-06", "trainer.logger=[console]", "data.shuffle=True", "++reward.kwargs.len=8"]
-    refuse_contradictions(["+actor.lr=0.000001", "data.shuffle=true", "other=1", "reward.kwargs.len='8'"], ours)
+    ours = [
+        "actor.lr=1e-06",
+        "trainer.logger=[console]",
+        "data.shuffle=True",
+        "++reward.kwargs.len=8",
+    ]
+    refuse_contradictions(
+        ["+actor.lr=0.000001", "data.shuffle=true", "other=1", "reward.kwargs.len='8'"], ours
+    )
     with pytest.raises(ConfigError, match=r"data\.shuffle=\(removed\) \(the recipe sets True\)"):
         refuse_contradictions(["~data.shuffle"], ours)
     with pytest.raises(ConfigError, match=r"actor\.lr=1e-5 \(the recipe sets 1e-06\)"):

@@ -13,7 +13,14 @@ from dapo_core import training
 from dapo_core.errors import CheckpointError, ConfigError, WorkerDied
 from dapo_core.restarts import Restarts, continued_from
 from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped, raising_stopped
-from tests.checkpoints import make_model_folder, make_state, make_writer, names_in, write, write_state
+from tests.checkpoints import (
+    make_model_folder,
+    make_state,
+    make_writer,
+    names_in,
+    write,
+    write_state,
+)
 from tests.configs import make_config
 
 DEATH = WorkerDied("policy rank 1 of 2 (pid 7 on 10.0.0.1) died: its node is lost")
@@ -44,7 +51,9 @@ def test_only_a_new_checkpoint_resets_the_restart_count() -> None:
     assert pauses == [1, 2, 1, 2, 1, 2]
     with pytest.raises(WorkerDied) as caught:
         restarts.pause(DEATH, SECOND)
-    assert str(caught.value).startswith(f"{DEATH}; giving up after 2 restarts without a new checkpoint: ")
+    assert str(caught.value).startswith(
+        f"{DEATH}; giving up after 2 restarts without a new checkpoint: "
+    )
     assert "raise train.max_restarts" in str(caught.value)
     assert caught.value.__cause__ is DEATH
     assert len(pauses) == 6  # no wait before giving up
@@ -109,7 +118,11 @@ def test_workers_that_die_after_a_stop_request_are_not_restarted(
 @pytest.mark.parametrize(
     ("resume", "step", "said"),
     [
-        ("auto", 7, "after step 7 of 40; its checkpoint is {folder}/step_000007; the same command resumes it"),
+        (
+            "auto",
+            7,
+            "after step 7 of 40; its checkpoint is {folder}/step_000007; the same command resumes it",
+        ),
         ("never", 7, "the same command with --set checkpoint.resume=auto resumes it"),
         ("auto", None, "before its first checkpoint; the same command starts from the beginning"),
     ],
@@ -128,12 +141,18 @@ def test_a_stopped_training_names_the_checkpoint_to_resume(
         write_state(tmp_path, make_state(step))
     stop = StopRequest()
     stop.signal = number
-    with pytest.raises(TrainingStopped) as caught, raising_stopped(stop, lambda: continued_from(config, tmp_path)):
+    with (
+        pytest.raises(TrainingStopped) as caught,
+        raising_stopped(stop, lambda: continued_from(config, tmp_path)),
+    ):
         raise StopRequested
     assert said.format(folder=tmp_path) in str(caught.value)
     assert caught.value.exit_code == exit_code
     stop.is_urgent = True
-    with pytest.raises(KeyboardInterrupt), raising_stopped(stop, lambda: continued_from(config, tmp_path)):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        raising_stopped(stop, lambda: continued_from(config, tmp_path)),
+    ):
         raise KeyboardInterrupt
 
 
@@ -143,7 +162,9 @@ def test_a_checkpoint_is_verified_before_ray_starts(
 ) -> None:
     model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
     write(make_writer(folder, model_path), make_state(5), make_state(10))
-    (folder / "step_000010" / "__0_0.distcp").write_text("shard of step_000005\n")  # copied from another step
+    (folder / "step_000010" / "__0_0.distcp").write_text(
+        "shard of step_000005\n"
+    )  # copied from another step
     monkeypatch.setattr(training, "_read_prompts", lambda *_: (SimpleNamespace(digest="ab"), []))
     monkeypatch.setattr(training, "training_identity", lambda *_: make_state(5).identity)
 
@@ -154,13 +175,21 @@ def test_a_checkpoint_is_verified_before_ray_starts(
     monkeypatch.setattr(training, "start_cluster", start_cluster)
     config = make_config(model_path, checkpoint={"on_damage": on_damage}, train={"total_steps": 40})
     damaged = r"step_000010/__0_0\.distcp is damaged or from another checkpoint"
-    with pytest.raises((CheckpointError, ConfigError), match=damaged if on_damage == "stop" else "Ray starts"):
+    with pytest.raises(
+        (CheckpointError, ConfigError), match=damaged if on_damage == "stop" else "Ray starts"
+    ):
         training.train(config, tmp_path, model_path, tmp_path)
-    left = ["latest", "step_000005", "step_000010"] if on_damage == "stop" else ["latest", "step_000005"]
+    left = (
+        ["latest", "step_000005", "step_000010"]
+        if on_damage == "stop"
+        else ["latest", "step_000005"]
+    )
     assert [name for name in names_in(folder) if not name.endswith(".damaged")] == left
 
 
-def test_a_restart_skips_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_skips_damaged_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk failure that killed a worker may have damaged the checkpoint that the run started from."""
     model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
     write(make_writer(folder, model_path), make_state(5), make_state(10))

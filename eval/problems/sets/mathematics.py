@@ -6,7 +6,17 @@ import re
 from dataclasses import replace
 
 from eval.problems.items import Problem
-from eval.problems.rows import CHAT, SOLVED, ProblemSet, Row, Schema, needed, problem_of, read_chat, text_of
+from eval.problems.rows import (
+    CHAT,
+    SOLVED,
+    ProblemSet,
+    Row,
+    Schema,
+    needed,
+    problem_of,
+    read_chat,
+    text_of,
+)
 
 BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
@@ -45,7 +55,9 @@ def read_dapo_clean(row: Row) -> Problem:
 def read_processed(row: Row) -> Problem:
     """Read {prompt, solution}: the bare problem and its final answer."""
     text = needed(text_of(row, "prompt"), "no prompt")
-    return replace(problem_of(row, text, needed(text_of(row, "solution"), "no solution")), data_source=None)
+    return replace(
+        problem_of(row, text, needed(text_of(row, "solution"), "no solution")), data_source=None
+    )
 
 
 def read_deepmath(row: Row) -> Problem:
@@ -76,7 +88,9 @@ def read_olympiad(row: Row) -> Problem:
     answers = row["final_answer"]
     answers = answers if isinstance(answers, list) else [answers]
     gold = ", ".join(str(answer).replace("$", "").strip() for answer in answers if answer)
-    return problem_of(row, f"{context}\n\n{question}" if context else question, needed(gold, "no final_answer"))
+    return problem_of(
+        row, f"{context}\n\n{question}" if context else question, needed(gold, "no final_answer")
+    )
 
 
 def integer(text: str | None) -> str:
@@ -87,12 +101,16 @@ def integer(text: str | None) -> str:
 
 def read_problem(row: Row) -> Problem:
     """Read {problem, answer} with a whole number as the answer."""
-    return problem_of(row, needed(text_of(row, "problem"), "no problem"), integer(text_of(row, "answer")))
+    return problem_of(
+        row, needed(text_of(row, "problem"), "no problem"), integer(text_of(row, "answer"))
+    )
 
 
 def read_question(row: Row) -> Problem:
     """Read {question, answer} with a whole number as the answer."""
-    return problem_of(row, needed(text_of(row, "question"), "no question"), integer(text_of(row, "answer")))
+    return problem_of(
+        row, needed(text_of(row, "question"), "no question"), integer(text_of(row, "answer"))
+    )
 
 
 def read_repeated(row: Row) -> Problem:
@@ -245,7 +263,11 @@ BENCHMARKS = (
         name="olympiadbench",
         about="675 open questions of olympiads, mathematics in English (arXiv:2402.14008)",
         licence="MIT",
-        schemas=(Schema(("question", "final_answer"), read_olympiad, (*Schema.others, "context", "subfield")),),
+        schemas=(
+            Schema(
+                ("question", "final_answer"), read_olympiad, (*Schema.others, "context", "subfield")
+            ),
+        ),
         test={
             "url": f"{_SIMPLERL}/olympiadbench/test.jsonl"
             "#sha256=bb8c1e38a16ea9eacb77530315a674d883f267fbff79183effc53681b4fcc416",

@@ -93,7 +93,9 @@ CFLUE = ProblemSet(
     about="Chinese finance examination questions with options A to G (arXiv:2405.10542) and DianJin-R1's prompts",
     licence="CC BY-NC-SA 4.0 (CFLUE); DianJin-R1-Data's on its page",
     schemas=_CFLUE_SCHEMAS,
-    train={"modelscope": "modelscope:tongyi_dianjin/DianJin-R1-Data@master/data/train/cflue_mcq.json"},
+    train={
+        "modelscope": "modelscope:tongyi_dianjin/DianJin-R1-Data@master/data/train/cflue_mcq.json"
+    },
     test={
         "url": "https://raw.githubusercontent.com/aliyun/cflue/ff28c38f9618b51b6747f275b09d24c14fe58509/"
         "data/knowledge/knowledge.json#sha256=e8473fc0d34973a3250532d9705a5432ddfb5481418bce70073d36b34f47fc79",

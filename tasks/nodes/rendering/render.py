@@ -67,12 +67,18 @@ class Site:
     def of_kuberay(self) -> dict[str, str | None]:
         """Return the settings for KubeRay: image, claim, queue, cpu, memory; raises ConfigError for other keys."""
         values: dict[str, str | None] = {
-            "image": None, "claim": "dapo-store", "queue": None, "cpu": None, "memory": None,
-        }  # fmt: skip
+            "image": None,
+            "claim": "dapo-store",
+            "queue": None,
+            "cpu": None,
+            "memory": None,
+        }
         for word in self.words:
             key, _, value = word.partition("=")
             if key not in values or not value:
-                raise ConfigError(f"--site {word}: with --kuberay the keys are {', '.join(values)}, as KEY=VALUE")
+                raise ConfigError(
+                    f"--site {word}: with --kuberay the keys are {', '.join(values)}, as KEY=VALUE"
+                )
             values[key] = value
         return values
 
@@ -95,7 +101,9 @@ class Recipe:
     @property
     def words(self) -> str:
         """The arguments of `dapo run`, quoted for a shell."""
-        return shlex.join([self.path, *(word for change in self.overrides for word in ("--set", change))])
+        return shlex.join(
+            [self.path, *(word for change in self.overrides for word in ("--set", change))]
+        )
 
 
 def render_scripts(
@@ -126,7 +134,9 @@ def render_scripts(
     return files
 
 
-def render_slurm(inventory: Inventory, config: ChainConfig, site: Site, recipe: Recipe) -> dict[str, str]:
+def render_slurm(
+    inventory: Inventory, config: ChainConfig, site: Site, recipe: Recipe
+) -> dict[str, str]:
     """Render a batch file that starts Ray on as many nodes as the inventory has and runs the recipe.
 
     Raises ConfigError if the inventory's hosts differ: all nodes of an allocation are requested alike.
@@ -166,7 +176,11 @@ def render_slurm(inventory: Inventory, config: ChainConfig, site: Site, recipe: 
 
 
 def render_kuberay(
-    inventory: Inventory, config: TrainingConfig, site: Site, recipe: Recipe | None, stop_seconds: float
+    inventory: Inventory,
+    config: TrainingConfig,
+    site: Site,
+    recipe: Recipe | None,
+    stop_seconds: float,
 ) -> dict[str, str]:
     """Render a RayCluster, or with a recipe a RayJob that runs it, with one pod per host of the inventory.
 
@@ -195,7 +209,10 @@ def render_kuberay(
         recipe_path=path,
         recipe_text=Path(recipe.path).read_text(encoding="utf-8") if recipe else None,
         in_pod=f"bash -c {shlex.quote(f'{inventory.setup}; {run}')}" if inventory.setup else run,
-        remarks=[textwrap.wrap(each, 115) for each in remarks_of_kuberay(inventory, config if recipe else None)],
+        remarks=[
+            textwrap.wrap(each, 115)
+            for each in remarks_of_kuberay(inventory, config if recipe else None)
+        ],
         start_parameters=parameters,
         limits={
             _PLUGINS[inventory.device]: inventory.devices_of(host),
@@ -257,7 +274,8 @@ def _shared(inventory: Inventory, site: Site) -> dict[str, Any]:
 def _one_for_all(inventory: Inventory, option: str, *keys: str) -> Host:
     """Return a host that represents all; raises ConfigError if they differ in one of the keys."""
     first, *others = (
-        host.model_copy(update={"devices": inventory.devices_of(host)}) for host in inventory.in_order
+        host.model_copy(update={"devices": inventory.devices_of(host)})
+        for host in inventory.in_order
     )
     for host in others:
         for key in keys:
@@ -271,11 +289,17 @@ def _one_for_all(inventory: Inventory, option: str, *keys: str) -> Host:
 
 def _shell_environment(inventory: Inventory, host: Host, config: TrainingConfig) -> dict[str, str]:
     """Return shell assignments: the node's interface and address, the table's variables, the inventory's."""
-    named = {name: form.format("$INTERFACE") for name, form in INTERFACE_VARIABLES[inventory.device].items()}
+    named = {
+        name: form.format("$INTERFACE")
+        for name, form in INTERFACE_VARIABLES[inventory.device].items()
+    }
     of_node = {name: f'"{value}"' for name, value in {**named, "VLLM_HOST_IP": "$ADDRESS"}.items()}
     return {
         **of_node,
-        **{name: shlex.quote(value) for name, value in _plain_environment(inventory, host, config).items()},
+        **{
+            name: shlex.quote(value)
+            for name, value in _plain_environment(inventory, host, config).items()
+        },
     }
 
 
@@ -319,14 +343,22 @@ def remarks_of_env(inventory: Inventory) -> list[str]:
 
 def remarks_of_kuberay(inventory: Inventory, config: TrainingConfig | None) -> list[str]:
     """List inventory keys that pods do not use, and the recipe's files that pods do not have."""
-    used = {name for host in inventory.hosts for name in ("address", "interface") if getattr(host, name)}
-    used |= {name for name, field in Inventory.model_fields.items() if getattr(inventory, name) != field.default}
+    used = {
+        name for host in inventory.hosts for name in ("address", "interface") if getattr(host, name)
+    }
+    used |= {
+        name
+        for name, field in Inventory.model_fields.items()
+        if getattr(inventory, name) != field.default
+    }
     unused = [
         f"{', '.join(keys)} ({reason})"
         for reason in dict.fromkeys(_UNUSED.values())
         if (keys := [key for key in _UNUSED if key in used and _UNUSED[key] == reason])
     ]
-    left_out = [f"Pods do not use these keys of the inventory: {'; '.join(unused)}."] if unused else []
+    left_out = (
+        [f"Pods do not use these keys of the inventory: {'; '.join(unused)}."] if unused else []
+    )
     return left_out + (_remarks_of_files(config) if config is not None else [])
 
 
@@ -341,7 +373,9 @@ def _remarks_of_files(config: TrainingConfig) -> list[str]:
 def _named_files(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield the keys and values of files and folders in a configuration."""
     if isinstance(value, str):
-        is_path = value.startswith(("/", "./", "../", "~")) or (key.endswith("path") and ":" not in value)
+        is_path = value.startswith(("/", "./", "../", "~")) or (
+            key.endswith("path") and ":" not in value
+        )
         if is_path or (("/" in value or Path(value).suffix) and os.path.exists(value)):
             yield key, value
     elif isinstance(value, Mapping | list | tuple):

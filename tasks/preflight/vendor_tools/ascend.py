@@ -99,7 +99,9 @@ def _rows(text: str) -> Iterator[list[str]]:
 
 def _device(first: list[str], second: list[str]) -> tuple[Chip, DeviceState]:
     npu = first[0].split()[0]
-    health = first[2 if len(first) > 3 else 1]  # the 950 has a column for the NPU and one for the name
+    health = first[
+        2 if len(first) > 3 else 1
+    ]  # the 950 has a column for the NPU and one for the name
     chip, number = [*second[0].split(), "", ""][:2]
     pairs = [(int(used), int(total)) for used, total in _PAIR.findall(second[-1]) if int(total)]
     used, total = pairs[-1] if pairs else (None, None)  # HBM is the last column if the model has it
@@ -118,7 +120,9 @@ def _process(cells: list[str]) -> tuple[Chip, DeviceProcess] | None:
         return None
     npu, chip = [*cells[0].split(), "0"][:2]
     num_mib = number_of(cells[3])
-    return (npu, chip or "0"), DeviceProcess(pid, cells[2], None if num_mib is None else num_mib * MIB)
+    return (npu, chip or "0"), DeviceProcess(
+        pid, cells[2], None if num_mib is None else num_mib * MIB
+    )
 
 
 def links(numbers: Sequence[str]) -> tuple[list[LinkState], str]:
@@ -130,15 +134,20 @@ def links(numbers: Sequence[str]) -> tuple[list[LinkState], str]:
         return [], reason
     calls = [(number, query) for number in numbers for query in QUERIES]
     with ThreadPoolExecutor(MAX_CALLS) as pool:
-        outputs = pool.map(lambda c: call("hccn_tool", ["-i", c[0], f"-{c[1]}", "-g"], HCCN_FOLDERS)[0], calls)
+        outputs = pool.map(
+            lambda c: call("hccn_tool", ["-i", c[0], f"-{c[1]}", "-g"], HCCN_FOLDERS)[0], calls
+        )
     texts = dict(zip(calls, outputs, strict=True))
-    return [parse_link(number, {query: texts[number, query] for query in QUERIES}) for number in numbers], ""
+    return [
+        parse_link(number, {query: texts[number, query] for query in QUERIES}) for number in numbers
+    ], ""
 
 
 def parse_link(number: str, texts: Mapping[str, str]) -> LinkState:
     """Parse the port of one device, from the output of each query."""
     link, health, tls, address = (
-        match[1] if (match := QUERIES[query].search(texts.get(query, ""))) else None for query in QUERIES
+        match[1] if (match := QUERIES[query].search(texts.get(query, ""))) else None
+        for query in QUERIES
     )
     return LinkState(f"NPU {number}", link.upper() if link else None, health, tls, address)
 
@@ -146,7 +155,11 @@ def parse_link(number: str, texts: Mapping[str, str]) -> LinkState:
 def cann_version(environment: Mapping[str, str], root: Path = ROOT) -> str | None:
     """Return the version of the CANN toolkit that the environment names, else of the one below `root`."""
     named = (environment.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"))
-    for folder in (*map(Path, filter(None, named)), root / "cann", root / "ascend-toolkit" / "latest"):
+    for folder in (
+        *map(Path, filter(None, named)),
+        root / "cann",
+        root / "ascend-toolkit" / "latest",
+    ):
         file = folder / f"{platform.machine()}-linux" / "ascend_toolkit_install.info"
         if file.is_file():
             return _version_in(file)

@@ -27,7 +27,9 @@ def devices() -> DevicesFound:
         text, reason = call("nvidia-smi", [f"--query-gpu={','.join(FIELDS)}", FORMAT])
     if reason and not text:
         return DevicesFound("nvidia-smi", unread=(reason,))
-    apps, unread = call("nvidia-smi", ["--query-compute-apps=gpu_uuid,pid,process_name,used_memory", FORMAT])
+    apps, unread = call(
+        "nvidia-smi", ["--query-compute-apps=gpu_uuid,pid,process_name,used_memory", FORMAT]
+    )
     found = parse(text, apps)
     return replace(found, unread=(*filter(None, (reason, unread)), *found.unread))
 
@@ -56,11 +58,15 @@ def parse(gpus: str, apps: str = "") -> DevicesFound:
         total_mib, used_mib = (None, None) if is_split else (number_of(total), number_of(used))
         found.append(
             DeviceState(
-                f"GPU {index}{' (MIG)' if is_split else ''}", index, _health(errors, (total, used)),
-                None if used_mib is None else used_mib * MIB, None if total_mib is None else total_mib * MIB,
-                tuple(processes.get(uuid, ())), uuid,
+                f"GPU {index}{' (MIG)' if is_split else ''}",
+                index,
+                _health(errors, (total, used)),
+                None if used_mib is None else used_mib * MIB,
+                None if total_mib is None else total_mib * MIB,
+                tuple(processes.get(uuid, ())),
+                uuid,
             )
-        )  # fmt: skip
+        )
     if not found and not unread:
         unread.append("nvidia-smi shows no GPU")
     return DevicesFound("nvidia-smi", driver, tuple(found), tuple(unread))
@@ -73,7 +79,9 @@ def _rows(text: str) -> list[list[str]]:
 
 def _health(errors: str, others: Sequence[str]) -> str:
     """OK, or a description of the fault."""
-    if any(cell.strip("[]") in ("ERR!", "Unknown Error", "GPU is lost") for cell in (errors, *others)):
+    if any(
+        cell.strip("[]") in ("ERR!", "Unknown Error", "GPU is lost") for cell in (errors, *others)
+    ):
         return "Critical: the driver reads errors from it"
     count = number_of(errors)
     return f"Warning: {count} uncorrected memory errors since the driver started" if count else "OK"

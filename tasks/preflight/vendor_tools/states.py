@@ -52,7 +52,8 @@ class DevicesFound:
         return tuple(
             device
             for device in self.devices
-            if device.number in names or (device.uuid and any(device.uuid.startswith(name) for name in names))
+            if device.number in names
+            or (device.uuid and any(device.uuid.startswith(name) for name in names))
         )
 
 
@@ -75,9 +76,14 @@ def call(name: str, arguments: Sequence[str], folders: Iterable[str] = ()) -> tu
     command = [program, *arguments]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=TOOL_SECONDS, check=False,
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TOOL_SECONDS,
+            check=False,
             stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         return "", f"{Path(program).name} did not answer within {TOOL_SECONDS:.0f} s"
     except OSError as error:
